@@ -1,0 +1,127 @@
+"""Loads the experts a layer misses into slots, as ``slots`` does, and computes them by our grouped GEMM.
+
+Where vLLM's kernel for a format cannot read slots, this can: experts in MXFP4, NVFP4 and INT8 by channel are kept, moved
+and read as they are packed. Everything that the host decides is as with ``slots``: policies, predictors, disks, host
+memory before them, CPU experts, draft trees. On a CPU the kernel is its torch twin: for comparison, and slow.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.execution.base import LayerFacts, LayerKernel, Rows
+from vllm_spac.execution.own_kernel import check_layer, check_shape, grouped_gemm_over, kernels_for
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.storage.base import ExpertStore
+
+logger = logging.getLogger("vllm.spac")
+
+
+class TableExecution(SlotExecution):
+    """Arguments as of ``SlotExecution``; each process holds all experts."""
+
+    divides_experts: ClassVar[bool] = False
+    keeps_bits = False  # the kernel sums in another order than vLLM's
+    layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: int,
+        policy: Policy,
+        store: ExpertStore,
+        tensors: Mapping[str, Tensor],
+        **options: Any,
+    ) -> None:
+        self.check_shape(shape)
+        super().__init__(shape, slots, policy, store, tensors, **options)
+        self._device = next(iter(tensors.values())).device
+        places = [[slot.data_ptr() for slot in tensor] for tensor in tensors.values()]
+        self._places = torch.tensor(places, device=self._device)  # int64 [names, slots]
+        self._kernels: dict[tuple[int, str], TableKernel] = {}
+        self._compiled: set[str] = set()  # activations
+
+    @classmethod
+    def check_layer(cls, layer: LayerFacts) -> None:
+        check_layer("table", layer)
+
+    @classmethod
+    def check_shape(cls, shape: MoEShape) -> None:
+        check_shape("table", shape)
+
+    def describe(self) -> str:
+        return "" if self.shape.packed is None else f"weights {self.shape.packed.describe()}"
+
+    def caveat(self) -> str | None:
+        if self._device.type != "cpu":
+            return None
+        return (
+            "execution=table on a CPU runs the torch twin of the GPU's kernel: for comparison, and slow; to serve, use "
+            "--spac-execution slots"
+        )
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        own = self._kernels.get((layer, kernel.activation))
+        if own is None:
+            own = self._kernels[layer, kernel.activation] = TableKernel(self, layer, kernel.activation)
+            if kernel.activation not in self._compiled:
+                own.compile(x, ids.shape[1])
+                self._compiled.add(kernel.activation)
+        return super().forward(layer, x, weights, ids, own, rows)
+
+    def places(self, layer: int, slot_of: Tensor | None) -> Tensor:
+        """Returns int64 [names, experts], the addresses that a layer's kernel reads; [names, slots] where it is given
+        slots.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            slot_of: int32 [experts] on the device; None: every expert has its slot, or slots are given.
+        """
+        if slot_of is not None:
+            return self._places[:, slot_of.clamp(min=0).long()]
+        first = layer * self.shape.experts
+        return self._places[:, first : first + self.shape.experts].contiguous() if self.holds_all else self._places
+
+
+class TableKernel:
+    """Our kernel of one layer as a ``LayerKernel``."""
+
+    by_expert = False
+
+    def __init__(self, execution: TableExecution, layer: int, activation: str) -> None:
+        self._execution, self._layer, self.activation = execution, layer, activation
+        self._launches = kernels_for(execution.tensors["w2_weight"].device)
+        self.takes_slots = execution.tensors["w2_weight"].device.type == "cpu"
+        self._own = execution.places(layer, None)
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
+        places = self._own if slot_of is None else self._execution.places(self._layer, slot_of)
+        return self._run(places, x, weights, ids)
+
+    def _run(self, places: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        shape, tables = self._execution.shape, dict(zip(self._execution.tensors, places, strict=True))
+        x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
+        return grouped_gemm_over(self._launches, shape, tables, x, weights, ids, self.activation, torch.empty_like(x))
+
+    def compile(self, x: Tensor, top_k: int) -> None:
+        """Launches each variant of the kernel that forwards of up to as many rows as ``x`` need, over padding only.
+
+        The first forward measures vLLM's memory, with the most rows; no request should wait for compilation.
+        """
+        shape = self._execution.shape
+        sizes = self._launches.rows_to_compile(len(x), top_k, shape.experts, shape.packed)
+        start = time.perf_counter()
+        for rows in sizes:
+            ids = torch.full((rows, top_k), -1, dtype=torch.int32, device=x.device)
+            places = self._own[:, :1].expand(-1, shape.experts).contiguous()
+            self._run(places, x.new_zeros(rows, x.shape[1]), torch.zeros(ids.shape, device=x.device), ids)
+        if sizes:
+            logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
