@@ -372,7 +372,12 @@ def test_what_is_not_printed_is_refused(folders, tmp_path, monkeypatch) -> None:
     """What this file would miss if its platform let everything pass: the commands of before these checks."""
     base = "--plugin spac --spac-slots 25% --spac-store host --max-model-len 2048 --max-num-seqs 1"
     for kind, capability, options, said in (
-        ("GPTQ", (8, 9), "--quantization moe_wna16 --moe-backend triton --spac-cpu-experts auto", "beside a GPU"),
+        (
+            "GPTQ",
+            (8, 9),
+            "--quantization moe_wna16 --moe-backend triton --spac-cpu-experts auto",
+            "--spac-execution table",
+        ),
         ("bf16", (12, 0), "", "add --moe-backend triton"),
         ("FP8", (8, 6), "--moe-backend triton", "use --spac-execution pointers"),
         ("MXFP4", (9, 0), "--spac-execution pointers", "add --moe-backend marlin"),

@@ -7,6 +7,7 @@ import json
 import random
 import resource
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,8 +21,10 @@ from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.pointers_execution import PointerExecution
+from vllm_spac.execution.table_execution import TableExecution
 from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.fingerprint import fingerprint
@@ -611,9 +614,9 @@ def test_packed_experts_are_told_apart():
                         quant_method=type(method, (), {"experts_cls": kernel})(),
                         moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(**alone | rank)),
                     )
-                    for weights in ("one", "two"):
-                        names.add(fingerprint(vllm_config, shape, layer, CheckpointContents([weights])))
-    assert len(names) == 3 * 2 * 2 * len(ranks) * 2
+                    for weights, layout in product(("one", "two"), ("kernel", "plain")):
+                        names.add(fingerprint(vllm_config, shape, layer, CheckpointContents([weights]), layout))
+    assert len(names) == 3 * 2 * 2 * len(ranks) * 2 * 2
 
 
 # -- our kernels -------------------------------------------------------------------------------------------
@@ -835,8 +838,8 @@ def tables_of(name: str, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     return {kind: parts for kind, parts in found.items() if parts}
 
 
-def served(layer, slots: int) -> PointerExecution:
-    """The layer's experts behind a table of pointers, and the layer attached to them."""
+def served(layer, slots: int, kind: type[PointerExecution | TableExecution] = PointerExecution):
+    """The layer's experts as our kernel reads them, and the layer attached to them."""
     shape = MoEShape((layer.layer_name,), EXPERTS, TOP_K, layer.probe(), layer.spac_packed)
     PointerExecution.check_shape(shape)
     store = components.build("stores", "host", shape=shape, fingerprint="")
@@ -847,7 +850,8 @@ def served(layer, slots: int) -> PointerExecution:
     layer.forget()
     tensors = {n: torch.full((slots, *s.shape), 255, dtype=torch.uint8).to(s.dtype) for n, s in shape.tensors.items()}
     policy = components.build("policies", "lru")
-    execution = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=16)
+    more = {"rows": 16} if kind is PointerExecution else {"io_threads": 1}
+    execution = kind(shape, slots, policy, store, tensors, path="host", **more)
     assert sum(execution.fill()) == slots
     layer.spac.runtime = Runtime([execution], BudgetControl([]))
     layer.attach(execution)
@@ -901,6 +905,29 @@ def test_rows_are_rounded_where_vllms_kernel_rounds_them(backends, monkeypatch, 
         layer.spac.runtime.close()
     off = (answers["TRITON"] - answers["MARLIN"]).abs().max() / answers["MARLIN"].abs().max()
     assert 2**-8 < off < 0.1, "a number of e4m3 is off by 1 / 16 at most"
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "modelopt nvfp4", "compressed int8, channels", "awq int4, Marlin"])
+def test_a_layer_over_slots_of_our_kernel_computes_what_pointers_do(backends, monkeypatch, name):
+    """Formats that vLLM's kernels do not read from slots; three slots for six experts, so that rows come in waves."""
+    answers = {}
+    for kind in (PointerExecution, TableExecution):
+        tensors, layer = published(name), build_packed(name)
+        stand_in(layer)
+        layer.probe()
+        given(layer, name, tensors)
+        execution = served(layer, 3, kind)
+        generator = torch.Generator().manual_seed(0)
+        x = (torch.randn(4, HIDDEN, generator=generator) / 16).bfloat16()
+        weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+        answers[kind] = layer.forward_modular(x, weights, ids)
+        if kind is TableExecution:  # what the CPU computes of them
+            act = "swigluoai" if name == "gpt-oss" else "silu"
+            share = Torch(execution.shape, 1, act).run(x, weights, ids, execution.store.layer(0))
+            off = (share - answers[kind].float()).abs().max() / share.abs().max()
+            assert off < 2**-6, "sums of bfloat16 numbers, and of float32 ones"
+        layer.spac.runtime.close()
+    assert torch.equal(answers[TableExecution], answers[PointerExecution]) and answers[TableExecution].any()
 
 
 def test_a_bias_that_the_model_does_not_have_is_not_left_out(backends):

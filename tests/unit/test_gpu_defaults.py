@@ -156,6 +156,13 @@ def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts,
     assert (args.moe_backend, args.quantization) == (backend, loader)
 
 
+@pytest.mark.parametrize("knobs", [{"store": "disk"}, {"cpu_experts": "auto"}, {"slots": "100%"}], ids=str)
+def test_formats_that_no_slots_of_vllms_kernel_hold_get_ours(gpu, caplog, knobs: dict) -> None:
+    config, passed = started(knobs, of=model(quantization="mxfp4", config=MXFP4))
+    assert config.execution_name == "table" and passed == {**knobs, "execution": "table"}
+    assert "spac: execution=table: " in caplog.text and "reads no slots" in caplog.text
+
+
 @pytest.mark.parametrize("named", [{"moe_backend": "marlin"}, {"kernel_config": SimpleNamespace(moe_backend="marlin")}])
 def test_a_backend_that_the_user_named_stays(gpu, named: dict) -> None:
     args = arguments({}, model())

@@ -154,9 +154,10 @@ class SpacConfig(BaseModel):
     )
     execution: Annotated[str, ComponentName("executions", "execution", settings=types.STAGING)] = Field(
         "slots",
-        description="How layers access experts: by loading missing ones for vLLM's kernel (slots), or by a kernel of "
-        "ours that reads each where it is (pointers; the default on a GPU where it can serve), for which long prompts "
-        "may be read through two buffers by staging (auto: if these take at most a quarter of the free fast memory).",
+        description="How layers access experts: by loading missing ones for vLLM's kernel (slots) or for ours (table: "
+        "also MXFP4, NVFP4 and INT8), or by our kernel, which reads each where it is (pointers; the default on a GPU "
+        "where it can serve), for which long prompts may be read through two buffers by staging (auto: if these take "
+        "at most a quarter of the free fast memory).",
     )
     trace: types.SomePath = Field(
         None,

@@ -25,6 +25,7 @@ class CpuExperts(ABC):
             ``kernels.reference.grouped_gemm.gate_up``), ``w2_weight`` [experts, hidden, intermediate], and optionally
             ``w13_bias`` [experts, 2 * intermediate], ``w2_bias`` [experts, hidden]; ``kernel`` is the layout that the
             kernel of the slots reads.
+        reads_packed: ``plain`` experts may be packed, as ``shape.packed`` says, with ``w13_scale`` and ``w2_scale``.
         exclusive: no kernel of the layers may run concurrently; loads may.
         released: set when kernels of the layers may run again. A new event, not yet set, for each ``run``, at whose end
             it is set; a ``run`` of an exclusive executor may set it earlier, once it needs nothing of theirs any more.
@@ -41,6 +42,7 @@ class CpuExperts(ABC):
     """
 
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+    reads_packed: ClassVar[bool] = False
     exclusive: ClassVar[bool] = False
     offline: ClassVar[str] = ""
 

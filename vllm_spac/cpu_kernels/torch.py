@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,8 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.errors import ConfigError
-from vllm_spac.kernels.reference.grouped_gemm import Activation, activate
+from vllm_spac.kernels.reference.dequantise import dequantise
+from vllm_spac.kernels.reference.grouped_gemm import Activation, activate, rounded_rows
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
@@ -21,8 +22,10 @@ class Torch(CpuExperts):
     """Computes one expert after the other by matrix products.
 
     Rounds to the dtype of x where vLLM's kernel does, except that the sum over experts is computed and returned in
-    float32.
+    float32. Packed experts become dequantised weights, one after the other, as in the twin of our kernel.
     """
+
+    reads_packed: ClassVar[bool] = True
 
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
         super().__init__(shape, threads, activation, kernel)
@@ -40,11 +43,26 @@ class Torch(CpuExperts):
             if expert < 0:
                 continue
             rows, places = (counted == expert).nonzero(as_tuple=True)
-            hidden = F.linear(x[rows], experts["w13_weight"][expert], None if bias13 is None else bias13[expert])
+            hidden = self._product(x[rows], experts, "w13", expert, None if bias13 is None else bias13[expert])
             acted = activate(hidden.float(), cast(Activation, self.activation), x.dtype).to(x.dtype)
-            out = F.linear(acted, experts["w2_weight"][expert], None if bias2 is None else bias2[expert])
+            out = self._product(acted, experts, "w2", expert, None if bias2 is None else bias2[expert])
             total.index_add_(0, rows, out.float() * weights[rows, places, None].float())
         return total
+
+    def _product(self, x: Tensor, experts: Mapping[str, Tensor], name: str, expert: int, bias: Tensor | None) -> Tensor:
+        """Returns x W^T + bias in x's dtype, W being a matrix of an expert."""
+        weight, kind = experts[f"{name}_weight"][expert], self.shape.packed
+        if kind is None:
+            return F.linear(x, weight, bias)
+        rows, columns = len(weight), weight.shape[1] * kind.per_byte
+        rounds = kind.activations is not None
+        weight = dequantise(
+            kind, weight, experts[f"{name}_scale"][expert], rows, columns, torch.float32 if rounds else x.dtype
+        )
+        if not rounds:
+            return F.linear(x, weight, bias)
+        found = rounded_rows(x, kind) @ weight.T
+        return (found if bias is None else found + bias.float()).to(x.dtype)
 
     def describe(self) -> str:
         return "torch"

@@ -39,13 +39,13 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import Seen, Signal
-from vllm_spac.execution.address_table import ALIGNMENT, AddressTable
-from vllm_spac.execution.admission import Admission, Kernels
-from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows, refusal
+from vllm_spac.execution.address_table import AddressTable
+from vllm_spac.execution.admission import Admission
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
 from vllm_spac.execution.exchange import capturing, streams
+from vllm_spac.execution.own_kernel import check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.slot_layers import filled_experts
 from vllm_spac.execution.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
-from vllm_spac.kernels.types import Quantised
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system.host_memory import gib
@@ -150,10 +150,6 @@ class DeviceLookahead:
         out.copy_(scores.topk(out.shape[1]).indices)
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
-MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing
-_TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
-_SCALES = ("w13_scale", "w2_scale")
 _FILL_BATCH = 16
 _ALL = 2**31 - 1  # pairs: none is padding
 
@@ -251,39 +247,11 @@ class PointerExecution(Execution):
 
     @classmethod
     def check_layer(cls, layer: LayerFacts) -> None:
-        if layer.quantised is not None and not layer.packed:
-            raise refusal("pointers", f"the quantised experts ({layer.quantised}) of {layer.name}")
-        reason = None
-        if layer.activation not in ACTIVATIONS:
-            reason = f"the activation {layer.activation}"
-        elif (layer.activation != "swigluoai" and layer.limit) or (
-            layer.limit not in (None, 7.0) or layer.alpha not in (None, 1.702)
-        ):
-            reason = f"{layer.activation} with limit {layer.limit} and alpha {layer.alpha}"
-        elif layer.weighs_input:
-            reason = "router weights on the input"
-        if reason is not None:
-            raise refusal("pointers", f"{reason} of {layer.name}")
+        check_layer("pointers", layer)
 
     @classmethod
     def check_shape(cls, shape: MoEShape) -> None:
-        d, ff = _sizes(shape)
-        gated = (2 * ff, d) if shape.packed is None else shape.packed.code_shape(2 * ff, d)
-        odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
-        reason = None
-        scales = () if shape.packed is None else _SCALES
-        if set(shape.tensors) not in ({*_TENSORS[:2], *scales}, {*_TENSORS, *scales}):
-            reason = f"experts of {', '.join(sorted(shape.tensors))}"
-        elif shape.tensors["w13_weight"].shape != gated:
-            reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
-        elif odd:
-            reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
-        elif shape.experts > MAX_EXPERTS:
-            reason = f"layers of more than {MAX_EXPERTS} experts"
-        elif 2 * ff * d >= 2**31:
-            reason = "experts of 2**31 weights and more"
-        if reason is not None:
-            raise refusal("pointers", reason)
+        check_shape("pointers", shape)
 
     @classmethod
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -371,7 +339,7 @@ class PointerExecution(Execution):
             x: [T, d] of the experts' dtype.
             weights: [T, k] float32; a pair with weight 0 is skipped.
             ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and skipped.
-            activation: one of ``ACTIVATIONS``.
+            activation: one of ``own_kernel.ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
         """
         captured = capturing(ids)
@@ -412,13 +380,9 @@ class PointerExecution(Execution):
         activation: str,
         out: Tensor,
     ) -> Tensor:
-        (_, ff), (w13, w2, b13, b2) = _sizes(self.shape), map(tables.get, _TENSORS)
-        kind = self.shape.packed
-        quantised = None if kind is None else Quantised(kind, *(tables[name] for name in _SCALES))
-        return self._kernels.grouped_gemm(
-            x, w13, w2, weights, ids, ff, b13, b2, activation,
-            out=out, counts=self._counts[layer], live=live, quantised=quantised,
-        )  # fmt: skip
+        return grouped_gemm_over(
+            self._kernels, self.shape, tables, x, weights, ids, activation, out, counts=self._counts[layer], live=live
+        )
 
     def _tables_of(self, layer: int) -> Mapping[str, Tensor]:
         return {name: table[layer] for name, table in self._tables.items()}
@@ -461,30 +425,3 @@ class PointerExecution(Execution):
     def close(self) -> None:
         self._copy.close()
         self.store.close()
-
-
-def _sizes(shape: MoEShape) -> tuple[int, int]:
-    """Returns (d, ff)."""
-    d, stored = shape.tensors["w2_weight"].shape
-    return d, stored * (1 if shape.packed is None else shape.packed.per_byte)
-
-
-def kernels_for(device: torch.device) -> Kernels:
-    """Returns the launches for ``device``."""
-    return _twins() if device.type == "cpu" else _launches()
-
-
-def _twins() -> Kernels:
-    from vllm_spac.kernels.reference.admit import admit
-    from vllm_spac.kernels.reference.fetch import fetch
-    from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
-
-    return Kernels(grouped_gemm, admit, fetch, lambda *_: ())
-
-
-def _launches() -> Kernels:
-    from vllm_spac.kernels.admit import admit
-    from vllm_spac.kernels.fetch import fetch
-    from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile
-
-    return Kernels(grouped_gemm, admit, fetch, rows_to_compile)

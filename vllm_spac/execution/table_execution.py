@@ -1,8 +1,8 @@
 """Loads the experts a layer misses into slots, as ``slots`` does, and computes them by our grouped GEMM.
 
-Where vLLM's kernel for a format cannot read slots, this can: experts in MXFP4, NVFP4 and INT8 by channel are kept, moved
-and read as they are packed. Everything that the host decides is as with ``slots``: policies, predictors, disks, host
-memory before them, CPU experts, draft trees. On a CPU the kernel is its torch twin: for comparison, and slow.
+Where vLLM's kernel for a format cannot read slots, this can: experts in MXFP4, NVFP4 and INT8 by channel are kept,
+moved and read as they are packed. What the host decides is as with ``slots``: policies, predictors, disks, host memory
+before them, CPU experts, draft trees. On a CPU the kernel is its torch twin: for comparison, and slow.
 """
 
 from __future__ import annotations

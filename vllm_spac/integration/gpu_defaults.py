@@ -2,7 +2,8 @@
 
 With ``slots`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that took 13 ms
 a token of a model of 6 layers, of which the bytes take 4; ``pointers`` took 3.7. So ``pointers`` is the default, unless
-its kernel does not compute the model, or another knob is not for it.
+its kernel does not compute the model, or another knob is not for it. Then formats that vLLM's kernel does not read from
+slots get ``table``, our kernel over slots.
 
 vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError, printable
-from vllm_spac.execution.pointers_execution import ACTIVATIONS, ALIGNMENT
+from vllm_spac.execution.address_table import ALIGNMENT
+from vllm_spac.execution.own_kernel import ACTIVATIONS
 from vllm_spac.integration.hooks import device
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")
 
-POINTERS = "pointers"
+POINTERS, TABLE = "pointers", "table"
 _AUTO = "auto"  # --moe-backend
 _CAPABILITY = (8, 0)  # from which the kernels were compiled
 _WEIGHS_INPUT = ("Llama4",)  # architectures whose router weights multiply the input
@@ -70,16 +72,23 @@ def _with_execution(
 ) -> SpacConfig:
     if "execution" in config.model_fields_set:
         return config
-    reason = _of_engine(engine_args, config) or reason_for_slots(model, entry, device.query())
-    if reason is not None:
+    facts = device.query()
+    reason = _of_engine(engine_args, config) or reason_for_slots(model, entry, facts)
+    if reason is None:
+        name = POINTERS
+        logger.info(
+            "spac: execution=pointers, the default on a GPU: no layer waits for the host; exact up to rounding "
+            "(--spac-execution slots runs vLLM's own kernel, and is slower)"
+        )
+    elif entry is not None and facts is not None and quantisation.only_ours(entry, facts.capability):
+        name = TABLE
+        what = "vLLM's kernel for these experts reads no slots, and ours does"
+        logger.info("%s", printable(f"spac: execution=table: {reason}; {what}"))
+    else:
         logger.info("%s", printable(f"spac: execution=slots: {reason}"))
         return config
-    spac = {**engine_args.additional_config["spac"], "execution": POINTERS}
+    spac = {**engine_args.additional_config["spac"], "execution": name}
     engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
-    logger.info(
-        "spac: execution=pointers, the default on a GPU: no layer waits for the host; exact up to rounding "
-        "(--spac-execution slots runs vLLM's own kernel, and is slower)"
-    )
     return SpacConfig.parse(spac)
 
 

@@ -80,10 +80,11 @@ class StagedExperts(_Layer):
             )
         )
         config = self.spac.config
-        if quantised is not None and config.uses_cpu_experts and not quant_schemes.is_on_cpu():
+        if quantised is not None and config.uses_cpu_experts and self._converts and not quant_schemes.is_on_cpu():
             raise UnsupportedError(
                 f"spac: cpu_experts={config.cpu_experts} cannot compute the quantised experts ({quantised}) of "
-                f"{self.layer_name} beside a GPU; use --spac-cpu-experts off"
+                f"{self.layer_name} as vLLM's kernel for a GPU has them; use --spac-execution table, whose kernel is "
+                "ours, or --spac-cpu-experts off"
             )
 
     # -- loading -------------------------------------------------------------------------------------------

@@ -237,12 +237,17 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             f"spac: {layer.layer_name} applies routing weights to the input of an expert, so partial results cannot be "
             "added; use --spac-cpu-experts off"
         )
-    kernel = cpu_kernel.of(layer)
+    kernel = None if execution.layout == "plain" else cpu_kernel.of(layer)
     kind = components.find("cpu_kernels", config.cpu_kernel or ("torch" if kernel is None else "native"))
     if kind.layout == "plain" and kernel is not None:
         raise ConfigError(
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read the layout that experts have on a "
             "CPU machine; use native"
+        )
+    if execution.shape.packed is not None and not kind.reads_packed:
+        raise ConfigError(
+            f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read experts that are packed for our "
+            f"kernels ({execution.shape.packed.describe()}); use torch"
         )
     layers = [execution.store.layer(number) for number in range(len(execution.shape.layers))]
     if kernel is not None and (name := binding()) is not None:

@@ -27,7 +27,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _INSTEAD = "download it to a folder and serve that, or use --spac-store host, which keeps nothing"
 
 
-def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, content: CheckpointContents) -> str:
+def fingerprint(
+    vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, content: CheckpointContents, layout: str
+) -> str:
     """32 hexadecimal digits that change with the weights, this rank's share of them, the layout, the kernel and vLLM.
 
     Args:
@@ -35,6 +37,7 @@ def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, 
         shape: of the layers.
         layer: one of ``shape.layers``.
         content: content of the model's weight files.
+        layout: of the execution; ``plain`` experts are not converted for vLLM's kernel.
     """
     import vllm
 
@@ -49,6 +52,7 @@ def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, 
         "experts": shape.experts,
         "tensors": {name: [spec.shape, str(spec.dtype)] for name, spec in shape.tensors.items()},
         **({} if shape.packed is None else {"packed": asdict(shape.packed)}),
+        **({"layout": layout} if layout == "plain" and shape.packed is None else {}),
         "tensor_parallel": [ranks.tp_rank, ranks.tp_size],
         "expert_parallel": [ranks.use_ep, ranks.ep_rank, ranks.ep_size],
         "weights": content.facts,

@@ -101,12 +101,12 @@ class Packing:
         store: ExpertStore
         if self._config.has_workers:
             expert_workers.check_shapes(self._config, self._shapes)
-            name = fingerprint(self._vllm_config, shape, layer, self.checkpoint)
+            name = fingerprint(self._vllm_config, shape, layer, self.checkpoint, self._config.execution_class.layout)
             store = expert_workers.store(self._config, self._vllm_config, shape, layer, name, free)
         elif room.slots == shape.total:
             store = components.build("stores", "resident", shape=shape, fingerprint="", device=self._device)
         elif kind.persistent:
-            name = fingerprint(self._vllm_config, shape, layer, self.checkpoint)
+            name = fingerprint(self._vllm_config, shape, layer, self.checkpoint, self._config.execution_class.layout)
             self._locks.append(lock := StoreLock(self._config.folder, name))
             store = kind(shape=shape, fingerprint=name, folder=self._config.folder)
             note_model(self._config.folder / name, self._vllm_config.model_config.model)
