@@ -22,7 +22,7 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._maps import Maps
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.execution import pointers_execution
-from vllm_spac.execution.admission import Kernels
+from vllm_spac.execution.address_table import Kernels
 from vllm_spac.execution.exchange import CallerStream
 from vllm_spac.execution.pointers_execution import PointerExecution
 

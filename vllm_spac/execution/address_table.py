@@ -1,20 +1,31 @@
-"""The table of expert addresses in device memory, and the copies into the slots that it points to."""
+"""Our kernels over tables of addresses: the table of all experts, what the kernels compute, their launches."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.base import LayerFacts, refusal
+from vllm_spac.kernels.types import Quantised
 from vllm_spac.storage.base import ExpertStore
+
+if TYPE_CHECKING:
+    from vllm_spac.kernels.formats import Format
 
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 ALIGNMENT = 16  # bytes; what the kernels promise the compiler about addresses in the table
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
+MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing
+_TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+_SCALES = ("w13_scale", "w2_scale")
 
 
 class AddressTable:
@@ -84,3 +95,110 @@ def _address(tensor: Tensor, device: torch.device) -> int:
             "no pinned memory or no unified addressing); use --spac-execution slots"
         )
     return address.value
+
+
+class Kernels(NamedTuple):
+    """The launches of ``vllm_spac.kernels``, or their torch twins.
+
+    Attributes:
+        rows_to_compile: (most rows, top_k, experts, their format) -> numbers of rows, one for each variant that is
+            compiled.
+    """
+
+    grouped_gemm: Callable[..., Tensor]
+    admit: Callable[..., None]
+    fetch: Callable[..., None]
+    rows_to_compile: Callable[[int, int, int, Format | None], Sequence[int]]
+
+
+def check_layer(execution: str, layer: LayerFacts) -> None:
+    """Refuses a layer that the kernels do not compute; raises as ``Execution.check_layer``."""
+    if layer.quantised is not None and not layer.packed:
+        raise refusal(execution, f"the quantised experts ({layer.quantised}) of {layer.name}")
+    reason = None
+    if layer.activation not in ACTIVATIONS:
+        reason = f"the activation {layer.activation}"
+    elif (layer.activation != "swigluoai" and layer.limit) or (
+        layer.limit not in (None, 7.0) or layer.alpha not in (None, 1.702)
+    ):
+        reason = f"{layer.activation} with limit {layer.limit} and alpha {layer.alpha}"
+    elif layer.weighs_input:
+        reason = "router weights on the input"
+    if reason is not None:
+        raise refusal(execution, f"{reason} of {layer.name}")
+
+
+def check_shape(execution: str, shape: MoEShape) -> None:
+    """Refuses experts that the kernels cannot read; raises as ``Execution.check_shape``."""
+    d, ff = sizes(shape)
+    gated = (2 * ff, d) if shape.packed is None else shape.packed.code_shape(2 * ff, d)
+    odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
+    reason = None
+    scales = () if shape.packed is None else _SCALES
+    if set(shape.tensors) not in ({*_TENSORS[:2], *scales}, {*_TENSORS, *scales}):
+        reason = f"experts of {', '.join(sorted(shape.tensors))}"
+    elif shape.tensors["w13_weight"].shape != gated:
+        reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
+    elif odd:
+        reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
+    elif shape.experts > MAX_EXPERTS:
+        reason = f"layers of more than {MAX_EXPERTS} experts"
+    elif 2 * ff * d >= 2**31:
+        reason = "experts of 2**31 weights and more"
+    if reason is not None:
+        raise refusal(execution, reason)
+
+
+def sizes(shape: MoEShape) -> tuple[int, int]:
+    """Returns (d, ff)."""
+    d, stored = shape.tensors["w2_weight"].shape
+    return d, stored * (1 if shape.packed is None else shape.packed.per_byte)
+
+
+def grouped_gemm_over(
+    kernels: Kernels,
+    shape: MoEShape,
+    tables: Mapping[str, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    activation: str,
+    out: Tensor,
+    *,
+    counts: Tensor | None = None,
+    live: Tensor | None = None,
+) -> Tensor:
+    """Computes the routed experts of one layer; returns ``out``.
+
+    Args:
+        kernels: the launches.
+        shape: of the experts.
+        tables: by the names of ``shape.tensors``: int64 [experts], the address of each.
+        x, weights, ids, activation, out, counts, live: as of ``kernels.grouped_gemm``.
+    """
+    (_, ff), (w13, w2, b13, b2) = sizes(shape), map(tables.get, _TENSORS)
+    quantised = None if shape.packed is None else Quantised(shape.packed, *(tables[name] for name in _SCALES))
+    return kernels.grouped_gemm(
+        x, w13, w2, weights, ids, ff, b13, b2, activation, out=out, counts=counts, live=live, quantised=quantised
+    )
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Returns the launches for ``device``."""
+    return _twins() if device.type == "cpu" else _launches()
+
+
+def _twins() -> Kernels:
+    from vllm_spac.kernels.reference.admit import admit
+    from vllm_spac.kernels.reference.fetch import fetch
+    from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
+
+    return Kernels(grouped_gemm, admit, fetch, lambda *_: ())
+
+
+def _launches() -> Kernels:
+    from vllm_spac.kernels.admit import admit
+    from vllm_spac.kernels.fetch import fetch
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile
+
+    return Kernels(grouped_gemm, admit, fetch, rows_to_compile)

@@ -6,9 +6,9 @@ The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_spac.cache.allowance import Allowance, PauseNotice
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
-from vllm_spac.execution.address_table import AddressTable
+from vllm_spac.execution.address_table import AddressTable, Kernels
 from vllm_spac.execution.exchange import Event, Stream
 from vllm_spac.execution.slot_offers import Offering, with_prompts
 from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
@@ -25,23 +25,8 @@ from vllm_spac.recording.metrics import Counters
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.policies.base import Policy
-    from vllm_spac.kernels.formats import Format
 
 _WORD = 8  # bytes
-
-
-class Kernels(NamedTuple):
-    """The launches of ``vllm_spac.kernels``, or their torch twins.
-
-    Attributes:
-        rows_to_compile: (most rows, top_k, experts, their format) -> numbers of rows, one for each variant that is
-            compiled.
-    """
-
-    grouped_gemm: Callable[..., Tensor]
-    admit: Callable[..., None]
-    fetch: Callable[..., None]
-    rows_to_compile: Callable[[int, int, int, Format | None], Sequence[int]]
 
 
 @dataclass(frozen=True)

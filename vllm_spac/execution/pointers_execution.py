@@ -39,11 +39,10 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import Seen, Signal
-from vllm_spac.execution.address_table import AddressTable
+from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.admission import Admission
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
 from vllm_spac.execution.exchange import capturing, streams
-from vllm_spac.execution.own_kernel import check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.slot_layers import filled_experts
 from vllm_spac.execution.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.recording.metrics import Counters
@@ -339,7 +338,7 @@ class PointerExecution(Execution):
             x: [T, d] of the experts' dtype.
             weights: [T, k] float32; a pair with weight 0 is skipped.
             ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and skipped.
-            activation: one of ``own_kernel.ACTIVATIONS``.
+            activation: one of ``address_table.ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
         """
         captured = capturing(ids)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError, printable
-from vllm_spac.execution.address_table import ALIGNMENT
-from vllm_spac.execution.own_kernel import ACTIVATIONS
+from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
 from vllm_spac.integration.hooks import device
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.execution.own_kernel import kernels_for
+from vllm_spac.execution.address_table import kernels_for
 from vllm_spac.execution.pointers_execution import PointerExecution
 from vllm_spac.tools.machine.checks import Finding
 from vllm_spac.tools.selftest.outcome import CheckOutcome
