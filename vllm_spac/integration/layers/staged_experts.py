@@ -79,8 +79,8 @@ class StagedExperts(_Layer):
                 self.spac_packing is not None,
             )
         )
-        config = self.spac.config
-        if quantised is not None and config.uses_cpu_experts and self._converts and not quant_schemes.is_on_cpu():
+        config, converted = self.spac.config, self.spac.execution.layout == "kernel"
+        if quantised is not None and config.uses_cpu_experts and converted and not quant_schemes.is_on_cpu():
             raise UnsupportedError(
                 f"spac: cpu_experts={config.cpu_experts} cannot compute the quantised experts ({quantised}) of "
                 f"{self.layer_name} as vLLM's kernel for a GPU has them; use --spac-execution table, whose kernel is "

@@ -94,7 +94,6 @@ class _Layers:
         kinds = {"w13_weight": (2 * intermediate, hidden), "w2_weight": (hidden, intermediate)}
         specs = {name: TensorSpec(size, torch.bfloat16) for name, size in kinds.items()}
         shape = MoEShape(tuple(map(str, range(_LAYERS))), _EXPERTS, _TOP_K, specs)
-        experts = RandomExperts.make(None, hidden, intermediate, _EXPERTS, "cpu")
         if slots < shape.total:
             store = components.build("stores", "host", shape=shape, fingerprint="")
             tensors = {
@@ -103,8 +102,10 @@ class _Layers:
         else:
             store = components.find("stores", "resident")(shape, "", device=str(device))
             tensors = store.tensors
-        for key in range(shape.total):
-            store.put(key, {name: tensor[key % _EXPERTS] for name, tensor in zip(kinds, experts.stored, strict=True)})
+        rng = torch.Generator().manual_seed(0)
+        for key in range(shape.total):  # each another one, or a wrong one would go unseen
+            values = {name: torch.randn(size, generator=rng) / size[1] ** 0.5 for name, size in kinds.items()}
+            store.put(key, {name: value.bfloat16() for name, value in values.items()})
         policy = components.build("policies", "lru")
         self.pool = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=_STEP_ROWS)
         for _ in self.pool.fill():

@@ -26,6 +26,7 @@ def planes(gpu: bool) -> list[Candidate]:
     """Returns stock vLLM and each way to run layers that this machine has."""
     knobs: dict[str, dict[str, Knob]] = {
         "slots": {"execution": "slots", "slots": "50%", "store": "host" if gpu else "disk"},
+        "table": {"execution": "table", "slots": "50%", "store": "host" if gpu else "disk"},
         "pointers": {"execution": "pointers", "slots": "50%", "store": "host"},
     }
     return [STOCK, *(Candidate(name, "", given) for name, given in knobs.items())]
