@@ -59,7 +59,7 @@ def test_ranked_over_a_tree_and_shared_with_the_cpu():
         "budget": 64,
         "budget_votes": "path@alpha=0.5",
     }
-    options = {"prompts": engines.PROMPTS[2:5], "max_tokens": 24, "max_num_seqs": 2}
+    options = {"prompts": engines.PROMPTS[2:5], "max_tokens": 24, "max_num_seqs": 1}
     drafted = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
     (stock,) = compare(TOY / "target", [None], **options, **FLOAT32)
     runs = compare(
