@@ -13,6 +13,7 @@ from imagined_engines import Imagined
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
+from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution import pointers_execution
 from vllm_spac.execution.address_table import kernels_for
 from vllm_spac.tools.machine.checks import Finding
@@ -122,6 +123,14 @@ def test_a_tiny_model_of_a_family_is_written(tmp_path: Path, config: dict[str, A
     assert written["model_type"] == config["model_type"] and written["architectures"] == config["architectures"]
     assert "quantization_config" not in written and written["num_hidden_layers"] <= 3
     assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) < 32 << 20
+
+
+def test_a_model_whose_experts_only_vllm_has_is_refused(tmp_path: Path) -> None:
+    """As the carved model of ``make demo``: a class with experts, under the model type of a dense one."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    config = {"model_type": "llama", "architectures": ["SomeMoeForCausalLM"], "vocab_size": 49152, **sizes}
+    with pytest.raises(UnsupportedError, match="of type llama has no experts"):
+        tiny_model.write(config, tmp_path)
 
 
 def test_sizes_shrink_and_the_rest_stays() -> None:

@@ -12,7 +12,7 @@ import torch
 from vllm_spac.errors import UnsupportedError, brief
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.described import build
-from vllm_spac.storage.checkpoint.headers import EXPERTS, LAYERS, TOP_K
+from vllm_spac.storage.checkpoint.headers import EXPERTS, LAYERS, TOP_K, read_checkpoint
 
 VOCABULARY = 512
 QWEN3_MOE = {
@@ -81,7 +81,7 @@ def write(config: Mapping, folder: Path, seed: int = 0) -> None:
     """Writes a random checkpoint of ``shrunk(config)`` in bfloat16.
 
     Raises:
-        UnsupportedError: transformers has no such model, or not in these sizes.
+        UnsupportedError: transformers has no such model, not in these sizes, or one without experts.
     """
     small = shrunk(config)
     torch.manual_seed(seed)
@@ -97,6 +97,10 @@ def write(config: Mapping, folder: Path, seed: int = 0) -> None:
         raise UnsupportedError(
             f"no tiny model of type {name} can be made ({type(error).__name__}: {brief(str(error))})"
         ) from error
+    try:
+        read_checkpoint(folder)
+    except UnsupportedError as error:  # a class of vLLM's under the model type of another
+        raise UnsupportedError(f"transformers' model of type {config.get('model_type')} has no experts") from error
     if config.get("architectures"):  # vLLM's own name for the model, which transformers may not know
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": list(config["architectures"])}))
