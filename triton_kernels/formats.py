@@ -85,6 +85,10 @@ class Format:
         """Dtype of the tensor of scales."""
         return torch.int32 if self.per_byte == 2 else torch.float32
 
+    def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns what weights are rounded to before rows of ``dtype`` are multiplied by them."""
+        return dtype if self.activations is None else torch.float32
+
     @property
     def groups_per_word(self) -> int:
         """Groups of columns whose scales share a word."""

@@ -99,6 +99,15 @@ def test_other_tokens_are_a_problem_but_at_a_near_tie(engines: Imagined, monkeyp
     assert set(levels(list(plane_checks.compared(both, engines))).values()) == {"problem"}
 
 
+def test_nothing_is_packed_where_a_user_s_experts_are(tmp_path: Path) -> None:
+    """What slots and table pack goes into the scratch folder; pointers pack nothing, and stock knows no such folder."""
+    engines = plane_checks.measurer(tmp_path / "model", gpu=False)
+    jobs = [engines.job(candidate)["spac"] for candidate in plane_checks.planes(gpu=False)]
+    folders = [None if spac is None else spac.get("disk_dir") for spac in jobs]
+    packed = str(tmp_path / "packed")
+    assert folders == [None, packed, packed, None]
+
+
 @pytest.mark.parametrize("which", ["pointers", "stock vLLM"])
 def test_an_engine_that_does_not_start_is_a_problem(engines: Imagined, which: str) -> None:
     Imagined.fails = {which}

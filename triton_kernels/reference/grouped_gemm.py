@@ -144,7 +144,7 @@ def _matrix(
         return _at(table, expert, (rows, columns), dtype)
     codes = _at(table, expert, kind.code_shape(rows, columns), torch.uint8)
     of_codes = _at(scales, expert, kind.scale_shape(rows, columns), kind.scale_dtype)
-    return dequantise(kind, codes, of_codes, rows, columns, dtype if kind.activations is None else torch.float32)
+    return dequantise(kind, codes, of_codes, rows, columns, kind.weight_dtype(dtype))
 
 
 def _at(table: Tensor, expert: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

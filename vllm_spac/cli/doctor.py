@@ -231,7 +231,7 @@ def selftest(
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        _print_selftest(facts, outcomes, report["seconds"])
+        _print_selftest(facts, outcomes, report)
     if report["problems"]:
         raise typer.Exit(1)
 
@@ -255,7 +255,7 @@ def _selftest_report(facts: Installation, outcomes: list[CheckOutcome], seconds:
     }
 
 
-def _print_selftest(facts: Installation, outcomes: list[CheckOutcome], seconds: float) -> None:
+def _print_selftest(facts: Installation, outcomes: list[CheckOutcome], report: dict[str, Any]) -> None:
     console = Console()
     where = facts.device.name if facts.device else "a CPU"
     libraries = ", ".join(f"{name} {found.version}" for name, found in facts.libraries.items() if found.version)
@@ -264,8 +264,7 @@ def _print_selftest(facts: Installation, outcomes: list[CheckOutcome], seconds: 
         console.print(f"[bold red]problem[/] {shown(facts.refusal)}", highlight=False, soft_wrap=True)
         return
     print_table(console, _findings_table([outcome.finding for outcome in outcomes]))
-    problems = sum(outcome.finding.level == "problem" for outcome in outcomes)
-    console.print(f"problems: {problems}; {seconds:.0f} s", highlight=False)
+    console.print(f"problems: {report['problems']}; {report['seconds']:.0f} s", highlight=False)
 
 
 def _writable(output: Path) -> Path:

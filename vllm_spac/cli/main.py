@@ -10,18 +10,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac import __version__
-from vllm_spac.cli import (
-    checkpoints,
-    cluster,
-    doctor,
-    plan,
-    predictors,
-    profile,
-    quality,
-    simulate,
-    trace,
-    tune,
-)
+from vllm_spac.cli import checkpoints, cluster, doctor, plan, predictors, profile, quality, simulate, trace, tune
 from vllm_spac.cli.tables import shown
 from vllm_spac.errors import SpacError
 

@@ -54,15 +54,9 @@ class Torch(CpuExperts):
         weight, kind = experts[f"{name}_weight"][expert], self.shape.packed
         if kind is None:
             return F.linear(x, weight, bias)
-        rows, columns = len(weight), weight.shape[1] * kind.per_byte
-        rounds = kind.activations is not None
-        weight = dequantise(
-            kind, weight, experts[f"{name}_scale"][expert], rows, columns, torch.float32 if rounds else x.dtype
-        )
-        if not rounds:
-            return F.linear(x, weight, bias)
-        found = rounded_rows(x, kind) @ weight.T
-        return (found if bias is None else found + bias.float()).to(x.dtype)
+        scales, (rows, columns), dtype = experts[f"{name}_scale"][expert], weight.shape, kind.weight_dtype(x.dtype)
+        weight = dequantise(kind, weight, scales, rows, columns * kind.per_byte, dtype)
+        return F.linear(rounded_rows(x, kind).to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
 
     def describe(self) -> str:
         return "torch"

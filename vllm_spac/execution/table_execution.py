@@ -44,6 +44,7 @@ class TableExecution(SlotExecution):
         self.check_shape(shape)
         super().__init__(shape, slots, policy, store, tensors, **options)
         self._device = next(iter(tensors.values())).device
+        self.launches = kernels_for(self._device)
         places = [[slot.data_ptr() for slot in tensor] for tensor in tensors.values()]
         self._places = torch.tensor(places, device=self._device)  # int64 [names, slots]
         self._kernels: dict[tuple[int, str], TableKernel] = {}
@@ -98,9 +99,8 @@ class TableKernel:
 
     def __init__(self, execution: TableExecution, layer: int, activation: str) -> None:
         self._execution, self._layer, self.activation = execution, layer, activation
-        self._launches = kernels_for(execution.tensors["w2_weight"].device)
-        self.takes_slots = execution.tensors["w2_weight"].device.type == "cpu"
         self._own = execution.places(layer, None)
+        self.takes_slots = self._own.device.type == "cpu"
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
         places = self._own if slot_of is None else self._execution.places(self._layer, slot_of)
@@ -109,7 +109,9 @@ class TableKernel:
     def _run(self, places: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         shape, tables = self._execution.shape, dict(zip(self._execution.tensors, places, strict=True))
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
-        return grouped_gemm_over(self._launches, shape, tables, x, weights, ids, self.activation, torch.empty_like(x))
+        return grouped_gemm_over(
+            self._execution.launches, shape, tables, x, weights, ids, self.activation, torch.empty_like(x)
+        )
 
     def compile(self, x: Tensor, top_k: int) -> None:
         """Launches each variant of the kernel that forwards of up to as many rows as ``x`` need, over padding only.
@@ -117,7 +119,7 @@ class TableKernel:
         The first forward measures vLLM's memory, with the most rows; no request should wait for compilation.
         """
         shape = self._execution.shape
-        sizes = self._launches.rows_to_compile(len(x), top_k, shape.experts, shape.packed)
+        sizes = self._execution.launches.rows_to_compile(len(x), top_k, shape.experts, shape.packed)
         start = time.perf_counter()
         for rows in sizes:
             ids = torch.full((rows, top_k), -1, dtype=torch.int32, device=x.device)

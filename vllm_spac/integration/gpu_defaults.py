@@ -43,17 +43,19 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
         return config
     model = engine_args.create_model_config()
     entry = quant_config.of(model.hf_config.to_dict())
-    config = _with_execution(engine_args, config, model, entry)
-    _set_kernels(engine_args, config, model, entry)
+    facts = device.query()
+    config = _with_execution(engine_args, config, model, entry, facts)
+    _set_kernels(engine_args, config, model, entry, facts)
     return config
 
 
-def _set_kernels(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None) -> None:
+def _set_kernels(
+    engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None
+) -> None:
     """Sets ``--moe-backend`` and ``--quantization`` where neither the user nor the checkpoint decides them."""
     if entry is None and model.quantization is not None:
         return  # quantised while it is loaded, which is refused
     ours = config.execution_class.layout == "plain"
-    facts = device.query()
     kernels = FormatKernels.OURS if ours else FormatKernels.GPU
     options = quantisation.flags(entry, kernels, None if facts is None else facts.capability)
     wanted = dict(option.split() for option in options)
@@ -67,11 +69,10 @@ def _set_kernels(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig
 
 
 def _with_execution(
-    engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None
+    engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None
 ) -> SpacConfig:
     if "execution" in config.model_fields_set:
         return config
-    facts = device.query()
     reason = _of_engine(engine_args, config) or reason_for_slots(model, entry, facts)
     if reason is None:
         name = POINTERS

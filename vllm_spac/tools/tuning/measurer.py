@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_spac import components
 from vllm_spac.config.tuned_profile import Candidate
 from vllm_spac.decisions.comparison import Said
 
@@ -241,8 +242,9 @@ class ProcessMeasurer(Measurer):
         spac: dict[str, Any] | None = None
         if candidate.knobs is not None:
             spac = {**candidate.knobs, "tuned": "off"}
-            on_disk = spac.get("store", "disk") == "disk" and spac.get("execution", "slots") == "slots"
-            if self._disk_dir is not None and on_disk:
+            execution = str(spac.get("execution", "slots")).partition("@")[0]
+            in_place = components.find("executions", execution).needs_addressable_store
+            if self._disk_dir is not None and spac.get("store", "disk") == "disk" and not in_place:
                 spac["disk_dir"] = str(self._disk_dir)
         return {
             "model": self._model,
