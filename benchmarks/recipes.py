@@ -18,6 +18,7 @@ from common import ROOT
 from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
+from vllm_spac.config.types import DECIDED
 from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tools.planning import planned_routing
@@ -109,7 +110,7 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     if plan.beside is not None:
         found = plan.beside.best
         speeds = f"{found.low.tokens_per_second:.3g} - {found.high.tokens_per_second:.3g}"
-        yield f"- With `--spac-execution {plan.beside.model.execution}`: {speeds} tokens/s."
+        yield f"- With `--spac-decisions {DECIDED[plan.beside.model.execution]}`: {speeds} tokens/s."
     for what, other in (("CPU experts", _without(plan, cpu=False)), ("drafts", _without(plan, drafts=0))):
         if other is not None:
             speeds = f"{other.low.tokens_per_second:.3g} - {other.high.tokens_per_second:.3g}"

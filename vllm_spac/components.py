@@ -19,6 +19,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from vllm_spac.errors import ConfigError, brief
@@ -161,6 +162,7 @@ class ComponentName:
         return f"use one of {', '.join(self._names())}"
 
 
+@cache
 def modules(family: str) -> dict[str, str]:
     """Returns the names of the components of ``family``, sorted, with their modules."""
     kind = FAMILIES[family]

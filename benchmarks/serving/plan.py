@@ -15,7 +15,7 @@ EXTRAS = {
     "prefetch": {"prefetch": "utility"},
     "cpu": {"cpu_experts": "waterfill"},  # named, thus in every step
     "threshold": {"cpu_experts": "threshold"},
-    "pointers": {"execution": "pointers"},
+    "pointers": {"decisions": "device"},
 }
 OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
 ROUNDING = {"cpu", "pointers"}  # these sum in another order than stock
@@ -69,7 +69,7 @@ class Configuration:
     def knobs(self) -> dict:
         """Returns the plugin's knobs of this configuration."""
         assert self.policy is not None, "stock has no knobs"
-        found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0], "execution": "slots"}
+        found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0], "decisions": "host"}
         for name in EXTRAS:
             if name in self.extras:
                 found |= EXTRAS[name]

@@ -18,7 +18,6 @@ from vllm_spac.decisions.balancers.base import Balancer, LayerState, Plan, split
 from vllm_spac.decisions.policies.base import Policy, Standing
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
 from vllm_spac.storage.base import ExpertStore
 
@@ -144,14 +143,6 @@ class Loudest(Ranking):
         assert votes is None or bool(votes.any()), "no row votes"
         heard = probs if votes is None else probs.masked_fill(votes[:, None] == 0, 0) * votes[:, None]
         return heard.amax(0).sort(descending=True, stable=True).indices[:budget]
-
-
-class Counting(SlotExecution):
-    """Slots, and how many forwards of layers there were."""
-
-    def forward(self, *given) -> Tensor:
-        CALLS["execution"] += 1
-        return super().forward(*given)
 
 
 class Same(Predictor):

@@ -15,7 +15,6 @@ CLASSES = {
     "prefetch": outside.Same,
     "cpu_experts": outside.EverySecond,
     "cpu_kernel": outside.RowByRow,
-    "execution": outside.Counting,
     "budget_ranking": outside.Loudest,
 }
 BESIDE = {  # knobs that a knob means something beside
@@ -99,13 +98,10 @@ def test_combinations_ask_for_capabilities(monkeypatch: pytest.MonkeyPatch) -> N
     """What is refused of a component of the package is refused of one from outside that is like it."""
     monkeypatch.setattr(outside.Blocks, "addressable", False)
     with pytest.raises(ConfigError, match="store=outside:Blocks has no addresses; use --spac-store host"):
-        SpacConfig.parse({"execution": "pointers", "store": "outside:Blocks"})
+        SpacConfig.parse({"decisions": "device", "store": "outside:Blocks"})
     monkeypatch.setattr(outside.EverySecond, "uses_cpu", False)
     with pytest.raises(ConfigError, match="cpu_experts=outside:EverySecond .*computes none"):
         SpacConfig.parse({"cpu_experts": "outside:EverySecond"})
     monkeypatch.setattr(outside.Fifo, "needs_layers", True)
     with pytest.raises(ConfigError, match="policy=outside:Fifo .*no layer asks the host"):
-        SpacConfig.parse({"execution": "pointers", "policy": "outside:Fifo"})
-    monkeypatch.setattr(outside.Counting, "knobs", frozenset())
-    with pytest.raises(ConfigError, match="execution=outside:Counting .*drop --spac-cpu-experts"):
-        SpacConfig.parse({"execution": "outside:Counting", "cpu_experts": 1})
+        SpacConfig.parse({"decisions": "device", "policy": "outside:Fifo"})

@@ -46,7 +46,7 @@ def test_a_head_s_experts_have_slots_as_the_model_s() -> None:
         (target(on_cpu=False), DRAFT, "a GPU"),
         (target(ranks=SimpleNamespace(size=2)), DRAFT, "several ranks"),
         (target({"executor": "processes", "workers": 2}), DRAFT, "execution=workers"),
-        (target({"execution": "pointers", "store": "host"}), DRAFT, "execution=pointers"),
+        (target({"decisions": "device", "store": "host"}), DRAFT, "execution=pointers"),
         (target(), SimpleNamespace(model="/other", runner_type="draft"), "another checkpoint"),
     ],
 )

@@ -376,11 +376,11 @@ def test_what_is_not_printed_is_refused(folders, tmp_path, monkeypatch) -> None:
             "GPTQ",
             (8, 9),
             "--quantization moe_wna16 --moe-backend triton --spac-cpu-experts auto",
-            "--spac-execution table",
+            "--spac-kernel table",
         ),
         ("bf16", (12, 0), "", "add --moe-backend triton"),
-        ("FP8", (8, 6), "--moe-backend triton", "use --spac-execution pointers"),
-        ("MXFP4", (9, 0), "--spac-execution pointers", "add --moe-backend marlin"),
+        ("FP8", (8, 6), "--moe-backend triton", "use --spac-kernel table"),
+        ("MXFP4", (9, 0), "--spac-decisions device", "add --moe-backend marlin"),
     ):
         with pytest.raises((SystemExit, UnsupportedError), match=said):
             Started(f"vllm serve {folders[kind]} {base} {options}").check(capability)

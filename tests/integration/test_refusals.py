@@ -100,8 +100,10 @@ def engine_config(model: Path, spac, **options):
         ({"budget": 3}, ["budget=3", "every token 4 experts", "truncation"]),
         ({"budget": 0, "budget_coverage": "truncation"}, ["budget=0", "--spac-budget"]),
         ({"budget": 1.5}, ["budget=1.5", "--spac-budget"]),
-        ({"execution": "magic"}, ["execution='magic'", "slots", "pointers"]),
-        ({"execution": "pointers", "store": "disk"}, ["--spac-execution", "--spac-store host"]),
+        ({"kernel": "magic"}, ["kernel='magic'", "vllm", "table"]),
+        ({"decisions": "magic"}, ["decisions='magic'", "host", "device"]),
+        ({"execution": "pointers"}, ["no knob execution", "--spac-decisions device", "--spac-kernel table"]),
+        ({"decisions": "device", "store": "disk"}, ["--spac-decisions", "--spac-store host"]),
         ({"budget": 0.0}, ["budget=0.0", "--spac-budget"]),
         ({"budget": "0.9@of=all"}, ["--spac-budget", "use of=selected or of=scores"]),
         ({"budget_mass": 0.9}, ["no knob budget_mass", "--spac-budget-mass", "use --spac-budget with a share"]),
@@ -240,7 +242,7 @@ def outside(tmp_path, monkeypatch) -> Path:
             "no effect with prefetch=shadow",
         ),
         ({"prefetch": "shadow@copies=2"}, "prefetch=.*shadow@copies=2"),
-        ({"prefetch": "shadow", "execution": "pointers", "store": "host"}, "execution=pointers.*drop --spac-prefetch"),
+        ({"prefetch": "shadow", "decisions": "device", "store": "host"}, "decisions=device.*drop --spac-prefetch"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
         ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac budgets"),
@@ -423,7 +425,7 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             "prefetch=shadow .* --tensor-parallel-size 2 .*not tried.*; use --spac-prefetch utility",
         ),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
-        ({"execution": "pointers"}, EXPERTS, "execution=pointers .*; use --spac-execution slots"),
+        ({"decisions": "device"}, EXPERTS, "decisions=device .*; use --spac-decisions host"),
         ({"store": "host", "cpu_experts": "auto"}, EXPERTS, "cpu_experts=auto .*; use --spac-cpu-experts off"),
         (
             {"prefetch": "linear", "predictor_file": __file__},
@@ -521,8 +523,8 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"
             {},
             r"one scale per tensor.*\(fp8\).*by block or channel",
         ),
-        ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): not supported in slots; use --spac-execution pointers"),
-        (NVFP4, {}, r"NVFP4 experts \(modelopt\): not supported in slots; use --spac-execution pointers"),
+        ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): vLLM's kernel reads no slots; use --spac-kernel table"),
+        (NVFP4, {}, r"NVFP4 experts \(modelopt\): vLLM's kernel reads no slots; use --spac-kernel table"),
         (
             GPTQ,
             {"quantization": "auto_gptq"},
@@ -559,7 +561,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
     ("amx", "spac", "named"),
     [
         (False, {}, r"\(fp8\), for which stock vLLM has no kernel on a CPU without AMX; use an unquantised .* triton"),
-        (False, {"execution": "pointers", "store": "host"}, "no kernel on a CPU without AMX"),
+        (False, {"decisions": "device", "store": "host"}, "no kernel on a CPU without AMX"),
         (True, {}, None),
     ],
     ids=["without AMX", "pointers without AMX", "with AMX"],
@@ -638,7 +640,7 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
         ({}, False, "ngram", "ngram gives no probabilities.*use EAGLE.*or use --spac-budget-votes uniform"),
         ({}, True, "eagle3", "VLLM_USE_V2_MODEL_RUNNER=0, or use --spac-budget-votes uniform"),
         ({"policy": "utility@upper=1"}, False, "eagle3", None),
-        ({"policy": "utility", "execution": "pointers"}, False, "eagle3", "policy=utility.*--spac-policy reuse"),
+        ({"policy": "utility", "decisions": "device"}, False, "eagle3", "policy=utility.*--spac-policy reuse"),
     ],
 )
 def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
@@ -713,7 +715,7 @@ def test_layers_that_our_kernels_do_not_compute(facts, named):
 
     plain = LayerFacts("layers.3", "silu")
     PointerExecution.check_layer(plain)
-    with pytest.raises(ValueError, match=f"{named}.* of layers.3; use --spac-execution slots"):
+    with pytest.raises(ValueError, match=f"{named}.* of layers.3; use --spac-kernel vllm"):
         PointerExecution.check_layer(replace(plain, **facts))
     SlotExecution.check_layer(replace(plain, **facts))
 

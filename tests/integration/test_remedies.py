@@ -22,6 +22,8 @@ import pytest
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import Remedy, SpacError, flag
+from vllm_spac.tools.planning import compatibility_table
+from vllm_spac.tools.planning.compatibility_table import Cell
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 MOST_STEPS = 6
@@ -46,7 +48,8 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "executor": ("processes", "ray", "processes@per_layer=2", "ray@replicas=1"),
     "workers": (2,),
     "cluster": ("FILE",),
-    "execution": ("pointers", "slots@staging=on", "pointers@staging=off"),
+    "kernel": ("vllm", "table"),
+    "decisions": ("host", "device", "device@staging=off"),
     "trace": ("run.trace",),
     "timeline": ("run.timeline", "run.trace"),
     "budget": (2, 32, 100, 0.9, "FILE"),
@@ -84,7 +87,7 @@ ENGINE: dict[str, tuple[Any, ...]] = {
 BASES: tuple[dict[str, Any], ...] = (
     {},
     {"gpu": True},
-    {"gpu": True, "execution": "pointers"},
+    {"gpu": True, "decisions": "device"},
     {"executor": "processes", "workers": 2},
     {"tree": 16, "--speculative-config": EAGLE},
     {"tree": 16, "--speculative-config": EAGLE, "gpu": True, "--attention-backend": "TRITON_ATTN"},
@@ -283,3 +286,31 @@ def follow_remedies(configurations: Iterable[State]) -> None:
     print(f"{sum(refused.values())} configurations refused for {len(refused)} reasons")
     assert [text for text in without if not any(said in text for said in WITHOUT_A_SETTING)] == []
     assert not contradicted, "\n".join(contradicted.values())
+
+
+# -- the table of what goes with what, which asks no vLLM --
+
+
+def told(cell: Cell) -> str:
+    """What an engine with vLLM's own configuration says to a cell of the table; empty: it would serve."""
+    drafts = {"none": None, "chain": EAGLE, "tree": EAGLE, "copy": COPY}[cell.speculation]
+    options = {"gpu": True, "--attention-backend": "TRITON_ATTN"} if cell.platform == "gpu" else {}
+    ranks = {"--tensor-parallel-size": cell.ranks.count} if cell.ranks.count > 1 else {}
+    divided = {"--enable-expert-parallel": True} if cell.ranks.divide_experts else {}
+    in_order = {"--no-async-scheduling": True}  # V1, as on a CPU; V2 plans drafts whichever it is
+    given = options | ranks | divided | in_order | {"--speculative-config": drafts}
+    return str(refusal(frozen(cell.knobs | given)) or "").removeprefix("spac: ")
+
+
+def check_cells(cells: Iterable[Cell]) -> None:
+    differ = {cell: (cell.reason, said) for cell in cells if (said := told(cell)) != cell.reason}
+    assert not differ, "\n".join(f"{cell}\n    the table: {a}\n    an engine: {b}" for cell, (a, b) in differ.items())
+
+
+def test_engines_say_what_the_table_says() -> None:
+    check_cells(itertools.islice(compatibility_table.cells(), 0, None, 13))
+
+
+@pytest.mark.full
+def test_engines_say_what_the_whole_table_says() -> None:
+    check_cells(compatibility_table.cells())

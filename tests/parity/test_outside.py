@@ -17,7 +17,6 @@ import vllm_spac
 
 FOLDER = str(Path(__file__).parents[1] / "contracts")
 IN_SLOTS = {
-    "execution": "outside:Counting",
     "policy": "outside:Fifo",
     "store": "outside:Blocks",
     "prefetch": "outside:Same",
@@ -27,7 +26,7 @@ IN_SLOTS = {
     "budget": 1 - 1e-9,
     "budget_when": "all",
 }
-OVER_POINTERS = {"execution": "pointers@staging=off", "store": "outside:Blocks", "policy": "outside:Fifo"}
+OVER_POINTERS = {"decisions": "device@staging=off", "store": "outside:Blocks", "policy": "outside:Fifo"}
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def exact(checkpoint) -> engines.Run:
 @pytest.mark.parametrize(
     ("spac", "called"),
     [
-        (IN_SLOTS, {"execution", "policy", "store", "predictor", "balancer", "executor", "ranking"}),
+        (IN_SLOTS, {"policy", "store", "predictor", "balancer", "executor", "ranking"}),
         (OVER_POINTERS, {"policy"}),
     ],
     ids=["slots", "pointers"],
@@ -72,7 +71,7 @@ def test_same_tokens_as_stock(spac, called, outside, exact, checkpoint):
     assert_same_tokens(run, exact)
     assert {name for name, count in after.items() if count > before.get(name, 0)} == called
     stats = run.stats
-    assert (stats["store"], stats["execution"]) == (spac["store"], spac["execution"].partition("@")[0])
+    assert (stats["store"], stats["execution"]) == (spac["store"], "pointers" if "decisions" in spac else "slots")
     assert stats["hits"] > 0 and stats["misses"] > 0
     assert stats["mode"] == ("lossy" if "budget" in spac else "exact up to rounding")
     assert stats["budget"]["dropped_share"] == 0

@@ -82,7 +82,7 @@ def test_recall_on_held_out_text(trained: Path) -> None:
 @pytest.mark.parametrize("prefetch", ["linear", "gate"])
 def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     """Over pointers, whose layers do not wait for the host: the twins give the same bits wherever an expert is."""
-    spac = {"slots": "25%", "execution": "pointers"}
+    spac = {"slots": "25%", "decisions": "device"}
     ahead = {"prefetch": f"{prefetch}@extra=0.3", "predictor_file": str(trained / "p.safetensors")}
     plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=24)
     assert_same_tokens(run, plain)

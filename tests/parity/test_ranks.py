@@ -94,7 +94,7 @@ def test_same_tokens_as_stock_of_the_same_size(stock, checkpoint, tmp_path):
         ("toy", {"slots": "100%", "store": "host"}, "eagle3"),
         ("toy", {"slots": "auto", "store": "disk", "host_memory": "6MiB"}, "eagle3"),
         ("toy", {"slots": "12%", "store": "disk", "host_memory": "6MiB"}, "eagle3"),
-        ("toy", {"slots": "25%", "execution": "pointers"}, None),
+        ("toy", {"slots": "25%", "decisions": "device"}, None),
     ],
     ids=str,
 )

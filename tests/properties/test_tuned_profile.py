@@ -53,7 +53,7 @@ SENSIBLE = st.fixed_dictionaries(
     optional={
         "slots": st.sampled_from(["25%", "2k", 8]),
         "policy": st.sampled_from(components.serving("policies")),
-        "execution": st.sampled_from(["slots", "pointers"]),
+        "decisions": st.sampled_from(["host", "device"]),
         "cpu_experts": st.sampled_from(["off", "auto", 2, "threshold"]),
         "budget": st.integers(1, 9) | st.floats(0.1, 1) | st.sampled_from(["0.9@of=scores", "budgets.json"]),
         "tree": st.integers(0, 9),
@@ -134,7 +134,7 @@ def check(path: Path, level: str) -> None:
 @example(changes={"speculative_config": {"method": "custom_class", "model": f"{CODE}.Policy"}}, level="lossy")
 @example(changes={"knobs": {"tree": 4}, "engine": {"max_num_seqs": "8"}}, level="exact")
 @example(changes={"knobs": {"budget": 8}}, level="rounding")
-@example(changes={"knobs": {"execution": "pointers"}}, level="exact")
+@example(changes={"knobs": {"decisions": "device"}}, level="exact")
 @example(changes={"knobs": {"control": True}}, level="lossy")
 @example(changes={"speculative_config": {"method": "custom_class", "model": str(TOY)}}, level="lossy")
 @settings(max_examples=300)

@@ -168,12 +168,12 @@ def test_stocks_offloading_keeps_as_many_bytes():
             {"prefetch": "utility", "cpu_experts": "threshold"},
             True,
         ),
-        ("lru+pointers", {"execution": "pointers"}, True),
+        ("lru+pointers", {"decisions": "device"}, True),
     ],
 )
 def test_what_follows_a_policys_name_is_knobs(policy, knobs, rounds):
     (configuration,) = plan.configurations(["25%"], [policy], ["none"])[2:]
-    assert configuration.knobs() == {"slots": "25%", "policy": "lru", "execution": "slots", **knobs}
+    assert configuration.knobs() == {"slots": "25%", "policy": "lru", "decisions": "host", **knobs}
     assert configuration.rounds == rounds and not plan.Configuration(None, None, "none").rounds
     SpacConfig.parse(configuration.knobs())
 

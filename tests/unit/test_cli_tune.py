@@ -243,7 +243,7 @@ def test_a_default_that_does_not_start_is_an_error(world: ModuleType, folder: Pa
 def test_a_choice_is_kept_with_what_a_server_needs_to_use_it(
     world: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    levels = [({}, None), ({"execution": "pointers"}, "rounding"), ({"budget": 8, "cpu_experts": 2}, "lossy")]
+    levels = [({}, None), ({"decisions": "device"}, "rounding"), ({"budget": 8, "cpu_experts": 2}, "lossy")]
     for knobs, level in levels:
         assert Candidate("c", "g", knobs).allowance == level
     (file := tmp_path / "p").write_bytes(b"predictors")

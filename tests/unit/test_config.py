@@ -258,24 +258,44 @@ def test_malformed_outside_policy_is_a_configuration_error(policy: str) -> None:
         ({}, "cpu", "disk"),
         ({}, "cuda", "host"),
         ({"store": "disk"}, "cuda", "disk"),
-        ({"execution": "pointers"}, "cpu", "host"),
-        ({"execution": "pointers", "store": "host"}, "cuda", "host"),
+        ({"decisions": "device"}, "cpu", "host"),
+        ({"decisions": "device", "store": "host"}, "cuda", "host"),
     ],
 )
 def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: str, store: str) -> None:
     assert SpacConfig.parse(raw).store_on(device) == store
 
 
-def test_staging_is_of_pointers() -> None:
-    with pytest.raises(ConfigError, match="use --spac-execution slots, or use --spac-execution pointers@staging=on"):
-        SpacConfig.parse({"execution": "slots@staging=on"})
+@pytest.mark.parametrize(
+    ("raw", "execution", "plane"),
+    [
+        ({}, "slots", "decisions=host, kernel=vllm"),
+        ({"kernel": "vllm", "decisions": "host"}, "slots", "decisions=host, kernel=vllm"),
+        ({"kernel": "table"}, "table", "decisions=host, kernel=table"),
+        ({"decisions": "device"}, "pointers", "decisions=device, kernel=table"),
+        ({"kernel": "table", "decisions": "device"}, "pointers", "decisions=device, kernel=table"),
+    ],
+)
+def test_decisions_and_kernel_name_the_execution(raw: dict, execution: str, plane: str) -> None:
+    config = SpacConfig.parse(raw)
+    assert (config.execution_name, config.plane) == (execution, plane)
+
+
+def test_vllms_kernel_reads_nothing_outside_of_slots() -> None:
+    with pytest.raises(ConfigError, match="kernel=vllm .*; use --spac-kernel table, or use --spac-decisions host"):
+        SpacConfig.parse({"kernel": "vllm", "decisions": "device"})
+
+
+def test_staging_is_of_the_device() -> None:
+    with pytest.raises(ConfigError, match="host has no argument 'staging'; it has none"):
+        SpacConfig.parse({"decisions": "host@staging=on"})
     with pytest.raises(ConfigError, match="staging='maybe': use staging=auto or staging=on or staging=off"):
-        SpacConfig.parse({"execution": "pointers@staging=maybe"})
-    with pytest.raises(ConfigError, match="pointers has no argument 'poison'; it has staging"):
-        SpacConfig.parse({"execution": "pointers@poison=True"})
-    config = SpacConfig.parse({"execution": "pointers@staging=on"})
+        SpacConfig.parse({"decisions": "device@staging=maybe"})
+    with pytest.raises(ConfigError, match="device has no argument 'poison'; it has staging"):
+        SpacConfig.parse({"decisions": "device@poison=True"})
+    config = SpacConfig.parse({"decisions": "device@staging=on"})
     assert (config.staging, config.execution_name) == ("on", "pointers")
-    assert SpacConfig.parse({"execution": "pointers"}).staging == SpacConfig.parse({}).staging == "auto"
+    assert SpacConfig.parse({"decisions": "device"}).staging == SpacConfig.parse({}).staging == "auto"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +309,7 @@ def test_staging_is_of_pointers() -> None:
 )
 def test_pointers_need_memory_and_move_experts_themselves(others: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SpacConfig.parse({"execution": "pointers", **others})
+        SpacConfig.parse({"decisions": "device", **others})
 
 
 @pytest.mark.parametrize(
@@ -309,7 +329,7 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "ray", "cluster": "auto"}, r"needs workers; add --spac-workers 2"),
         ({"executor": "ray@replicas=2", "workers": 2}, "use at most --spac-executor ray@replicas=1"),
         ({"executor": "processes", "cluster": "\0"}, "NUL"),
-        ({"executor": "processes", "workers": 2, "execution": "pointers"}, "drop --spac-execution"),
+        ({"executor": "processes", "workers": 2, "decisions": "device"}, "drop --spac-decisions"),
         ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
         ({"executor": "processes", "workers": 2, "prefetch": "utility"}, "drop --spac-prefetch"),
         ({"executor": "processes", "workers": 2, "prefetch": "auto"}, "use --spac-prefetch linear"),
@@ -331,8 +351,6 @@ def test_expert_workers_run_the_layers() -> None:
     assert config.execution_name == "workers" and config.store_on("cpu") == "disk"
     assert (config.executor_name, config.replicas, config.workers_per_layer) == ("processes", 1, 1)
     assert SpacConfig.parse({}).execution_name == "slots"
-    with pytest.raises(ConfigError, match="it is taken with --spac-executor processes"):
-        SpacConfig.parse({"execution": "workers"})
 
 
 def test_the_configuration_cannot_be_changed() -> None:
@@ -430,7 +448,7 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         SpacConfig.parse({"store": "host@threads=4"})
 
 
-ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "execution": "pointers"}
+ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "decisions": "device"}
 
 
 @pytest.mark.parametrize(
@@ -491,7 +509,7 @@ SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file":
         ),
         (SPECULATES | {"budget": 0.9}, r"and budget=0.9 \(--spac-budget\) both choose"),
         (SPECULATES | {"tree": 8}, "was not tried with draft trees; drop --spac-tree"),
-        ({"speculate": "predicted", "execution": "pointers"}, "execution=pointers .*; drop --spac-speculate"),
+        ({"speculate": "predicted", "decisions": "device"}, "decisions=device .*; drop --spac-speculate"),
     ],
     ids=str,
 )
@@ -535,7 +553,7 @@ def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
         ({"host_memory": 0}, r"host_memory=0 \(--spac-host-memory\)"),
         ({"host_memory": True}, "use a number"),
         ({"host_memory": "1GiB", "store": "host"}, "store=host .* holds all of them in memory; use --spac-store disk"),
-        ({"host_memory": "1GiB", "execution": "pointers"}, "reads none from a disk; drop --spac-host-memory"),
+        ({"host_memory": "1GiB", "decisions": "device"}, "none is read from a disk; drop --spac-host-memory"),
     ],
     ids=str,
 )

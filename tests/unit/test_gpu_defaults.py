@@ -65,8 +65,8 @@ def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
 )
 def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
     config, passed = started(knobs, of=model())
-    assert config.execution_name == "pointers" and passed == {**knobs, "execution": "pointers"}
-    assert "exact up to rounding" in caplog.text and "--spac-execution slots" in caplog.text
+    assert config.execution_name == "pointers" and passed == {**knobs, "decisions": "device", "kernel": "table"}
+    assert "exact up to rounding" in caplog.text and "--spac-kernel vllm" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,8 @@ def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
         ({"slots": "100%"}, "each expert has a slot"),
         ({"store": "disk"}, "reads missing experts in place"),
         ({"host_memory": "8GiB"}, "--spac-host-memory"),
-        ({"cpu_experts": "auto"}, "computes missing experts itself"),
+        ({"cpu_experts": "auto"}, "the device computes missing experts"),
+        ({"kernel": "vllm"}, "reads experts in slots"),
         ({"prefetch": "utility"}, "--spac-prefetch"),
         ({"policy": "layer_lru"}, "--spac-policy"),
         ({"budget": 16, "budget_votes": "path"}, "--spac-budget-votes"),
@@ -84,8 +85,8 @@ def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
 )
 def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, caplog, knobs: dict, reason: str) -> None:
     config, passed = started(knobs, of=model())
-    assert config.execution_name == "slots" and passed == knobs
-    assert "spac: execution=slots: " in caplog.text and reason in caplog.text
+    assert config.execution_name == "slots" and passed == {**knobs, "decisions": "host", "kernel": "vllm"}
+    assert "spac: decisions=host: " in caplog.text and reason in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,20 @@ def test_expert_parallelism_needs_slots(gpu) -> None:
     assert started({}, of=model(), enable_expert_parallel=True)[0].execution_name == "slots"
 
 
-@pytest.mark.parametrize("named", ["slots", "pointers@staging=off"])
-def test_what_the_user_named_stays(gpu, named: str) -> None:
-    assert started({"execution": named})[0].execution == named
+@pytest.mark.parametrize(
+    ("knobs", "execution"),
+    [
+        ({"decisions": "host"}, "slots"),
+        ({"decisions": "device@staging=off"}, "pointers"),
+        ({"kernel": "table"}, "pointers"),
+        ({"kernel": "table", "decisions": "host"}, "table"),
+        ({"kernel": "table", "cpu_experts": "auto"}, "table"),
+    ],
+    ids=str,
+)
+def test_what_the_user_named_stays(gpu, knobs: dict, execution: str) -> None:
+    config, passed = started(knobs, of=model())
+    assert config.execution_name == execution and knobs.items() <= passed.items()
 
 
 def test_nothing_is_chosen_on_a_cpu() -> None:
@@ -159,8 +171,8 @@ def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts,
 @pytest.mark.parametrize("knobs", [{"store": "disk"}, {"cpu_experts": "auto"}, {"slots": "100%"}], ids=str)
 def test_formats_that_no_slots_of_vllms_kernel_hold_get_ours(gpu, caplog, knobs: dict) -> None:
     config, passed = started(knobs, of=model(quantization="mxfp4", config=MXFP4))
-    assert config.execution_name == "table" and passed == {**knobs, "execution": "table"}
-    assert "spac: execution=table: " in caplog.text and "reads no slots" in caplog.text
+    assert config.execution_name == "table" and passed == {**knobs, "decisions": "host", "kernel": "table"}
+    assert "spac: kernel=table: " in caplog.text and "reads no slots" in caplog.text
 
 
 @pytest.mark.parametrize("named", [{"moe_backend": "marlin"}, {"kernel_config": SimpleNamespace(moe_backend="marlin")}])

@@ -12,8 +12,8 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.staging import ROWS
 from vllm_spac.integration.hooks import graphs
 
-SLOTS, POINTERS = SpacConfig(), SpacConfig(execution="pointers")
-ALL = SpacConfig(slots="100%")  # execution=slots, and each expert has one
+SLOTS, POINTERS = SpacConfig(), SpacConfig(decisions="device")
+ALL = SpacConfig(slots="100%")  # the host decides, and each expert has one
 FULL = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 
@@ -68,7 +68,7 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
 
 NOT_REPLAYED = {"budget_ranking": "coactivation", "calibration": "file"}  # its greedy choice is the host's
 HOST = {
-    "--spac-execution pointers, or use --spac-slots 100%": {},
+    "--spac-decisions device, or use --spac-slots 100%": {},
     "--spac-trace": {"trace": "file"},
     "--spac-budget,": {"budget": 8},
     "--spac-control": {"control": True},
@@ -76,7 +76,7 @@ HOST = {
 
 
 @pytest.mark.parametrize("mode", FULL)
-@pytest.mark.parametrize("none_decided", [{"execution": "pointers"} | NOT_REPLAYED, {"slots": "100%"}], ids=str)
+@pytest.mark.parametrize("none_decided", [{"decisions": "device"} | NOT_REPLAYED, {"slots": "100%"}], ids=str)
 @pytest.mark.parametrize("flag", HOST)
 def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
     cuda, mode: str, flag: str, none_decided: dict
@@ -99,13 +99,13 @@ BUDGETS = [knobs for flag, knobs in HOST.items() if flag.startswith(("--spac-bud
 @pytest.mark.parametrize("knobs", BUDGETS, ids=str)
 def test_full_graphs_hold_a_budget_over_pointers(cuda, mode: str | None, knobs: dict) -> None:
     """Also one that may be switched on while they are replayed."""
-    config = SpacConfig(execution="pointers", **knobs)
+    config = SpacConfig(decisions="device", **knobs)
     args = arguments(mode)
     graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode.name == (mode or "FULL_DECODE_ONLY")
     assert graphs.hold_budget(config)
-    for other in ({"trace": "file"}, NOT_REPLAYED, {"execution": "slots"}):
-        assert not graphs.hold_budget(SpacConfig(**{"execution": "pointers"} | knobs | other))
+    for other in ({"trace": "file"}, NOT_REPLAYED, {"decisions": "host"}):
+        assert not graphs.hold_budget(SpacConfig(**{"decisions": "device"} | knobs | other))
     assert not graphs.hold_budget(POINTERS)
 
 
@@ -159,7 +159,7 @@ def test_only_graphs_are_split() -> None:
     ("knobs", "held"), [({}, "the MoE layers,"), ({"control": True}, "the MoE layers and a budget,")]
 )
 def test_what_full_graphs_hold_is_logged(caplog, knobs: dict, held: str) -> None:
-    graphs.split(config_of("FULL_DECODE_ONLY"), SpacConfig(execution="pointers", **knobs))
+    graphs.split(config_of("FULL_DECODE_ONLY"), SpacConfig(decisions="device", **knobs))
     assert f"they hold {held}" in caplog.text
 
 
@@ -201,7 +201,7 @@ def test_no_graph_holds_a_prompt_that_is_staged(mode: str, captured: int, refuse
     made.compilation_config.max_cudagraph_capture_size = captured
     shape = MoEShape(("layer",), 8, 2, {})
     if refused and mode == "FULL":
-        with pytest.raises(UnsupportedError, match="64 and more are staged.*--spac-execution pointers@staging=off"):
+        with pytest.raises(UnsupportedError, match="64 and more are staged.*--spac-decisions device@staging=off"):
             graphs.check_staging(made, shape)
     else:
         graphs.check_staging(made, shape)

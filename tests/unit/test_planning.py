@@ -385,8 +385,8 @@ def test_output(model: ServedModel) -> None:
     ):
         assert part in text
     assert "Examples vllm-spac plan" in run("--help")
-    other = "slots" if "--spac-execution pointers" in text.split("run:")[1] else "pointers"
-    assert f"with --execution {other}: " in text, "both were compared"
+    other = "host" if "--spac-decisions device" in text.split("run:")[1] else "device"
+    assert f"with --decisions {other}: " in text, "both were compared"
 
 
 @pytest.mark.usefixtures("quick")
@@ -493,7 +493,7 @@ def test_the_command_is_one_that_vllm_takes(model: ServedModel) -> None:
     )
     assert done.returncode == 0, done.stderr
     host, tiers, all_in = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
-    assert host[0] == {"slots": "25%", "store": "host", "execution": "slots", "cpu_experts": "auto"}
+    assert host[0] == {"slots": "25%", "store": "host", "decisions": "host", "cpu_experts": "auto"}
     assert SpacConfig.parse(tiers[0]).host_memory == 3 << 28
     assert tiers[0]["store"] == "disk" and tiers[3]["num_speculative_tokens"] == 4
     assert all_in[0] == {"slots": "100%"} and all_in[1:3] == [2048, kv_bytes(model, ONE)]
@@ -511,11 +511,11 @@ def quantised(folder: Path, settings: dict | None) -> Path:
 @pytest.mark.parametrize(
     ("settings", "execution", "nbytes", "flags"),
     [
-        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-execution pointers --moe-backend marlin"),
+        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-decisions device --moe-backend marlin"),
         (GPTQ, None, W_E // 4 + W_E // 32, "--quantization moe_wna16 --moe-backend triton"),
-        (GPTQ, "pointers", W_E // 4 + W_E // 32, "--spac-execution pointers"),
-        (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "--spac-execution pointers"),
-        (None, "pointers", W_E, "--spac-execution pointers --moe-backend triton"),
+        (GPTQ, "pointers", W_E // 4 + W_E // 32, "--spac-decisions device"),
+        (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "--spac-decisions device"),
+        (None, "pointers", W_E, "--spac-decisions device --moe-backend triton"),
         (None, None, W_E, "--moe-backend triton"),
     ],
     ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised, pointers", "unquantised"],
@@ -539,12 +539,14 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     assert split(served, large, ONE).staging == 0, "8 layers: two are a quarter"
     deep = replace(served.checkpoint, layer_bytes={n: served.experts_bytes // 32 for n in range(32)})
     assert split(replace(served, checkpoint=deep), small, ONE).staging == 2 * (served.experts_bytes // 32)
-    with pytest.raises(ConfigError, match="pointers reads them from host memory, of which 0.0 KiB"):
+    with pytest.raises(ConfigError, match="decisions=device reads them from host memory, of which 0.0 KiB"):
         make_plan(served, machine(fast, 0), ONE, planned_routing.assumed())
-    with pytest.raises(ConfigError, match="pointers serves on a GPU, and cpu has none; name a machine with one$"):
+    with pytest.raises(
+        ConfigError, match="decisions=device serves on a GPU, and cpu has none; name a machine with one$"
+    ):
         make_plan(served, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
     plain = ServedModel.read(str(quantised(tmp_path, None)), "pointers")
-    with pytest.raises(ConfigError, match="or use --execution slots"):
+    with pytest.raises(ConfigError, match="or use --decisions host"):
         make_plan(plain, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
 
 
@@ -552,11 +554,11 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
 def test_a_plan_with_pointers(tmp_path: Path) -> None:
     folder = quantised(tmp_path, MXFP4)
     text = run(folder, "--machine", "rtx4090", "--fast-memory", "0.9GiB", "--context", 1024)
-    said = f"one expert in a slot (mxfp4, pointers) {W_E // 4 + W_E // 64:,} B"
-    for part in (said, "execution=pointers, calculated", "timed on one H100", "--spac-execution pointers"):
+    said = f"one expert in a slot (mxfp4, decisions=device) {W_E // 4 + W_E // 64:,} B"
+    for part in (said, "decisions=device, calculated", "timed on one H100", "--spac-decisions device"):
         assert part in text
-    assert "--execution tables: use slots or pointers" in run(folder, "--execution", "tables", code=1)
-    assert "not supported in slots" in run(folder, "--machine", "rtx4090", "--execution", "slots", code=1)
+    assert "--decisions tables: use host or device" in run(folder, "--decisions", "tables", code=1)
+    assert "reads no slots" in run(folder, "--machine", "rtx4090", "--decisions", "host", code=1)
 
 
 def test_flags_of_quantised_experts_are_separate_words(model: ServedModel) -> None:

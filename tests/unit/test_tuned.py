@@ -129,9 +129,7 @@ def test_knobs_that_do_not_go_together_are_named(folder: Path, here: Machine, ca
     write(folder, here, knobs={"prefetch": "utility"})
     args = SimpleNamespace(
         model=str(TOY),
-        additional_config={
-            "spac": {"execution": "pointers", "tuned": str(path_of(folder, tuned_profile.identity(TOY)))}
-        },
+        additional_config={"spac": {"decisions": "device", "tuned": str(path_of(folder, tuned_profile.identity(TOY)))}},
         speculative_config=None,
         tensor_parallel_size=1,
     )
@@ -180,10 +178,10 @@ def test_trees_need_as_few_requests_as_when_they_were_measured(
         ({"speculative_config": NGRAM | {"model": "m.C"}}, "ngram drafts name a model"),
         ({"knobs": {"slots": "many"}}, "its knobs are none: slots='many'"),
         ({"knobs": {"host_memory": "-9" * 400}}, "tune again"),
-        ({"knobs": {"slots": "25%", "execution": "pointers"}}, "exact up to rounding.*--spac-tuned-allow rounding"),
+        ({"knobs": {"slots": "25%", "decisions": "device"}}, "exact up to rounding.*--spac-tuned-allow rounding"),
         ({"knobs": {"slots": "25%", "store": "host", "cpu_experts": "auto"}}, "--spac-tuned-allow rounding"),
         ({"knobs": {"slots": "25%", "budget": 8}}, "lossy, which the command line does not allow; .*-allow lossy"),
-        ({"knobs": {"slots": "25%", "budget": "0.9@of=scores", "execution": "pointers"}}, "--spac-tuned-allow lossy"),
+        ({"knobs": {"slots": "25%", "budget": "0.9@of=scores", "decisions": "device"}}, "--spac-tuned-allow lossy"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )
@@ -263,7 +261,7 @@ def test_a_profile_of_another_user_is_not_used(folder: Path, caplog) -> None:
 
 @pytest.mark.parametrize("level", ["exact", "rounding", "lossy"])
 def test_the_command_line_decides_how_exact_it_is(folder: Path, here: Machine, caplog, level: str) -> None:
-    kinds: list[dict] = [{"policy": "lru"}, {"execution": "pointers", "store": "host"}, {"budget": "8"}]
+    kinds: list[dict] = [{"policy": "lru"}, {"decisions": "device", "store": "host"}, {"budget": "8"}]
     for number, knobs in enumerate(kinds):
         write(folder, here, knobs=knobs)
         _, config = serve_without_folder(folder, tuned_allow=level)

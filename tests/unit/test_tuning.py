@@ -82,7 +82,7 @@ def test_a_machine_with_a_gpu(toy: ServedModel) -> None:
     found = by_name(toy, gpu(GIB, GIB), slots="25%", departures=frozenset({"rounding"}))
     assert found[DEFAULT].knobs == {"slots": "25%"}
     assert found["store=disk"].knobs == {"slots": "25%", "store": "disk"}
-    assert found["CPU experts"].departures == found["execution=pointers"].departures == {"rounding"}
+    assert found["CPU experts"].departures == found["decisions=device"].departures == {"rounding"}
     stock = found["stock vLLM, its own offloading"]
     assert stock.is_stock and stock.options["cpu_offload_gb"] == pytest.approx(0.75 * EXPERTS / GIB)
     assert left_out(toy, gpu(GIB, GIB), list(found.values())) is None
@@ -165,7 +165,7 @@ def test_cpu_experts_without_a_gpu_where_memory_holds_the_slots_and_all_experts(
         "store": "host",
         "cpu_experts": "waterfill",  # a balancer that is named is not checked while it is measured
     }
-    assert "execution=pointers" not in found
+    assert "decisions=device" not in found
     for machine, allowed in (
         (cpu(GIB), {"slots": "25%"}),
         (cpu(SCARCE), {"slots": "25%", "departures": rounding}),
@@ -193,8 +193,8 @@ def test_predictors_of_a_file(toy: ServedModel) -> None:
 
 
 def test_what_departs_from_the_tokens_of_vllm() -> None:
-    assert departures({"slots": "25%", "cpu_experts": "off", "execution": "slots", "prefetch": "utility"}) == set()
-    assert departures({"cpu_experts": 2}) == departures({"execution": "pointers"}) == {"rounding"}
+    assert departures({"slots": "25%", "cpu_experts": "off", "decisions": "host", "prefetch": "utility"}) == set()
+    assert departures({"cpu_experts": 2}) == departures({"decisions": "device"}) == {"rounding"}
     assert departures({"budget": 8}) == departures({"budget": "0.9"}) == {"lossy"}
     assert departures({"budget": 0.9, "cpu_experts": "auto"}) == {"rounding", "lossy"}
 
@@ -222,7 +222,7 @@ def test_the_best_of_each_group_go_together() -> None:
 
 def test_what_contradicts_or_is_refused_is_left_out() -> None:
     ranked = [
-        change("pointers", "execution", store="host", execution="pointers"),
+        change("pointers", "decisions", store="host", decisions="device"),
         change("disk", "store", store="disk"),
         change("ahead", "prefetch", prefetch="utility"),  # pointers refuse it
         change("lru", "policy", policy="lru"),

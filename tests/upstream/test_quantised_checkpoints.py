@@ -24,7 +24,7 @@ from vllm_spac.storage.checkpoint.headers import read_checkpoint, read_config
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels, refusal
 from vllm_spac.tools.planning.planned_model import ServedModel
 
-TRITON, POINTERS = "--moe-backend triton", "--spac-execution pointers"
+TRITON, POINTERS = "--moe-backend triton", "--spac-decisions device"
 FLAGS = {
     "Qwen3-30B-A3B-FP8": TRITON,
     "Qwen3-30B-A3B-GPTQ-Int4": f"--quantization moe_wna16 {TRITON}",
@@ -209,7 +209,7 @@ def test_a_cpu_without_amx_refuses_it_before_it_is_loaded(
 
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: False)
-    spac = {"slots": "50%"} | ({"execution": "pointers", "store": "host"} if execution == "pointers" else {})
+    spac = {"slots": "50%"} | ({"decisions": "device", "store": "host"} if execution == "pointers" else {})
     arguments = EngineArgs(
         model=str(folders[name]),
         skip_tokenizer_init=True,

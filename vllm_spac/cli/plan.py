@@ -1,4 +1,4 @@
-"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` lists the knobs."""
+"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` and ``compatibility`` list."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 import typer
 from rich import box
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
 from vllm_spac.cli.doctor import normal_url
 from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
@@ -34,7 +36,7 @@ vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the 
 
 vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# this machine, after vllm-spac profile[/]
 
-vllm-spac plan ./gpt-oss-120b --machine rtx4090 --execution pointers   [dim]# packed experts, read by our kernels[/]
+vllm-spac plan ./gpt-oss-120b --machine rtx4090 --decisions device   [dim]# packed experts, read by our kernels[/]
 
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
 
@@ -42,6 +44,7 @@ vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --verify localhost:8000   [dim]
 """
 
 CONTEXT = 4096
+_EXECUTIONS = {decisions: cast("Literal['slots', 'pointers']", name) for name, decisions in DECIDED.items()}
 
 
 def plan(
@@ -67,9 +70,9 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="Memory of the host, e.g. 128GiB, instead of its own.")
     ] = None,
-    execution: Annotated[
+    decisions: Annotated[
         str | None,
-        typer.Option(help="slots or pointers.", show_default="the faster one"),
+        typer.Option(help="host or device, as --spac-decisions.", show_default="the faster one"),
     ] = None,
     verify: Annotated[
         str | None, typer.Option(help="Also measure the server of this model at this address, and compare.")
@@ -86,9 +89,9 @@ def plan(
     from vllm_spac.tools.planning.planned_model import ServedModel
     from vllm_spac.tools.planning.planned_serving import best_plan
 
-    if execution not in (None, "slots", "pointers"):
-        raise ConfigError(f"--execution {execution}: use slots or pointers")
-    asked = cast("Literal['slots', 'pointers'] | None", execution)
+    if decisions not in (None, *_EXECUTIONS):
+        raise ConfigError(f"--decisions {decisions}: use {' or '.join(_EXECUTIONS)}")
+    asked = None if decisions is None else _EXECUTIONS[decisions]
     sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
     planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
     with Console(stderr=True).status("reading the model") as status:
@@ -139,7 +142,7 @@ def _verified(url: str, api_key: str | None, model: str, found: ServingPlan, tra
     machine = found.machine
     with Console(stderr=True).status(f"measuring {shown(url)}: a minute or two"):
         speed = measure(url, api_key, found.load.concurrency)
-    if speed.execution not in ("slots", "pointers"):
+    if speed.execution not in DECIDED:
         raise ConfigError(f"the server at {url} runs execution={speed.execution}, which no plan calculates")
     kind = cast("Literal['slots', 'pointers']", speed.execution)
     served = ServedModel.read(model, kind, on_cpu=not machine.gpu, capability=machine.capability)
@@ -149,7 +152,7 @@ def _verified(url: str, api_key: str | None, model: str, found: ServingPlan, tra
 
 def _show_verified(console: Console, checked: PlanBesideServer) -> None:
     speed, planned = checked.measured, checked.planned
-    how = f"{speed.percent}% of the experts in slots, execution={speed.execution}, store={speed.store}"
+    how = f"{speed.percent}% of the experts in slots, decisions={DECIDED[speed.execution]}, store={speed.store}"
     text = f"{speed.tokens_per_second:.3g} tokens/s of {speed.requests} at once, first token {speed.first_token:.2g} s"
     console.print(f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}", highlight=False, soft_wrap=True)
     band = _range(_speed(planned.low), _speed(planned.high))
@@ -191,7 +194,7 @@ def _show(console: Console, found: ServingPlan) -> None:
     if found.beside is not None:
         low, high = (_speed(each) for each in (found.beside.best.low, found.beside.best.high))
         speeds = _range(low, high)
-        console.print(f"with --execution {found.beside.model.execution}: {speeds} tokens/s", highlight=False)
+        console.print(f"with --decisions {DECIDED[found.beside.model.execution]}: {speeds} tokens/s", highlight=False)
     for problem in found.problems:
         console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
     even, resident = found.best.even, found.best.choice.store == "none"
@@ -230,7 +233,9 @@ def _memory(found: ServingPlan) -> Table:
         table.add_row("buffers for prompts (staging)", gib(split.staging), "fast memory")
     if model.checkpoint.quantisation:
         method = shown(quant_config.method(model.checkpoint.quantisation))
-        table.add_row(f"one expert in a slot ({method}, {model.execution})", f"{model.expert_bytes:,} B", "")
+        table.add_row(
+            f"one expert in a slot ({method}, decisions={DECIDED[model.execution]})", f"{model.expert_bytes:,} B", ""
+        )
     table.add_row(f"slots: {count:,} of {model.checkpoint.total:,} experts", gib(held), "fast memory")
     table.add_row("left", gib(split.room - held), f"of {gib(split.fast)} of fast memory")
     if best.store == "host":
@@ -243,7 +248,7 @@ def _memory(found: ServingPlan) -> Table:
 
 
 def _choices(found: ServingPlan) -> Table:
-    title = f"what to expect with execution={found.model.execution}, calculated: low–high"
+    title = f"what to expect with decisions={DECIDED[found.model.execution]}, calculated: low–high"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)  # fits 80 columns
     columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token, s")
     for name in columns:
@@ -315,6 +320,13 @@ vllm-spac knobs
 vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
 """
 
+COMPATIBILITY_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac compatibility
+
+vllm-spac compatibility --json > cells.json   [dim]# each combination: accepted, or why not[/]
+"""
+
 _ELSEWHERE = "see right"  # values that the description states
 NONE = "no result of ours"  # in which another value than the default wins
 _HEAD = """# Knobs
@@ -340,6 +352,23 @@ def knobs(
         if values and values != _ELSEWHERE:
             console.print(Padding(f"[dim]{escape(values)}[/]", (0, 0, 0, 4)), highlight=False)
         console.print(Padding(escape(text), (0, 0, 1, 4)), highlight=False)
+
+
+def compatibility(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every combination, with the reason of a refusal.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
+) -> None:
+    """List what goes with what: platform, who decides, prefetch, budget, CPU experts, drafts, ranks."""
+    from vllm_spac.tools.planning import compatibility_table
+
+    if as_json:
+        print(json.dumps([cell.as_json() for cell in compatibility_table.cells()], indent=1))
+    elif markdown:
+        print(compatibility_table.page(), end="")
+    else:
+        Console().print(Markdown(compatibility_table.page()))
 
 
 def document() -> str:

@@ -31,12 +31,14 @@ REMOVED: dict[str, str] = {
     "budget_mass_of": "use an argument of the share, e.g. --spac-budget 0.98@of=scores",
     "budget_rescue": "use --spac-budget-coverage rescue",
     "budget_votes_alpha": "use an argument of the votes, e.g. --spac-budget-votes path@alpha=0.5",
+    "execution": "name who decides, --spac-decisions device (pointers) or host (slots, table), and what computes, "
+    "--spac-kernel table (table, pointers) or vllm (slots)",
     "io_submit": "drop it: threads read missed experts, of which --spac-io-threads says how many",
     "layer_ahead": "drop it: the next layer is always read ahead in forwards with many rows",
     "prefetch_extra": "use an argument of the predictor, e.g. --spac-prefetch linear@extra=0.2",
     "replicas": "use an argument of the executor, e.g. --spac-executor processes@replicas=1",
     "soft_pins": "drop it: what a predictor expects soon is always evicted last",
-    "staging": "use an argument of the execution, e.g. --spac-execution pointers@staging=off",
+    "staging": "use an argument of the decisions, e.g. --spac-decisions device@staging=off",
     "timeline_steps": "drop it: a timeline has the last 256 steps",
     "trace_overwrite": "drop it: a trace replaces a trace; remove another file yourself",
     "tree_depth": "use an argument of the shape, e.g. --spac-tree-shape dynamic@depth=6",
@@ -152,12 +154,18 @@ class SpacConfig(BaseModel):
         description="Expert workers that run already: the file of vllm-spac cluster start, or with executor=ray the "
         "address of a Ray cluster (by default one is started here).",
     )
-    execution: Annotated[str, ComponentName("executions", "execution", settings=types.STAGING)] = Field(
-        "slots",
-        description="How layers access experts: by loading missing ones for vLLM's kernel (slots) or for ours (table: "
-        "also MXFP4, NVFP4 and INT8), or by our kernel, which reads each where it is (pointers; the default on a GPU "
-        "where it can serve), for which long prompts may be read through two buffers by staging (auto: if these take "
-        "at most a quarter of the free fast memory).",
+    kernel: Literal["auto", "vllm", "table"] = Field(
+        "auto",
+        description="What computes experts: vLLM's own kernel, with stock's bits (vllm), our grouped GEMM over a table "
+        "of addresses, exact up to rounding, which also reads MXFP4, NVFP4 and INT8 (table), or the one that goes with "
+        "decisions and the checkpoint (auto).",
+    )
+    decisions: Annotated[str, types.DECISIONS] = Field(
+        types.AUTO,
+        description="Who decides which experts are loaded: the host, between router and kernel (host), or the GPU in "
+        "the layer, whose kernel reads missing experts in place and long prompts, by staging, through two buffers "
+        "(device; staging=auto: if these take at most a quarter of the free fast memory), or device on a GPU where it "
+        "can serve, else host (auto).",
     )
     trace: types.SomePath = Field(
         None,
@@ -234,13 +242,28 @@ class SpacConfig(BaseModel):
 
     @property
     def execution_name(self) -> str:
-        """Name of ``execution_class``: that of the knob, unless expert workers run the layers."""
-        return "workers" if self.has_workers else self.execution.partition("@")[0]
+        """Name of ``execution_class``: what ``decisions`` and ``kernel`` are together, or that of expert workers."""
+        if self.has_workers:
+            return "workers"
+        if self.decided_on == "device":
+            return "pointers"
+        return "table" if self.kernel == "table" else "slots"
+
+    @property
+    def plane(self) -> str:
+        """Who decides and what computes, as the engine runs it."""
+        planes = {"slots": "decisions=host, kernel=vllm", "table": "decisions=host, kernel=table"}
+        return planes.get(self.execution_name, "decisions=device, kernel=table")
+
+    @property
+    def decided_on(self) -> str:
+        """``decisions`` without arguments; what is still ``auto`` when an engine starts is decided by the host."""
+        return self.decisions.partition("@")[0]
 
     @property
     def staging(self) -> str:
         """Whether long prompts read missing experts from buffers: ``on``, ``off`` or ``auto``."""
-        return str(components.parse(self.execution)[1].get("staging", types.AUTO))
+        return str(components.parse(self.decisions)[1].get("staging", types.AUTO))
 
     @property
     def executor_name(self) -> str:

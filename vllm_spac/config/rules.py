@@ -12,17 +12,17 @@ from vllm_spac.system.untrusted import path_of
 
 # Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
 _OF_EXECUTION = {
-    "cpu_experts": (("off",), "execution={execution} (--spac-execution) computes missing experts itself"),
-    "prefetch": (("off",), "execution={execution} (--spac-execution) moves experts ahead of need itself"),
+    "cpu_experts": (("off",), "with {plane} the device computes missing experts"),
+    "prefetch": (("off",), "with {plane} nothing reads ahead"),
     "host_memory": (
         (None,),
-        "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
-        "(--spac-execution) reads none from a disk",
+        "host_memory (--spac-host-memory) holds experts between slots and disk, and with {plane} none is read from a "
+        "disk",
     ),
     "speculate": (
         ("off",),
-        "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
-        "(--spac-execution) loads none before it runs",
+        "speculate (--spac-speculate) decides before a layer's experts are loaded, and with {plane} none is loaded "
+        "before it runs",
     ),
 }
 _PREDICTED = add(prefetch="linear", predictor_file="FILE")
@@ -39,8 +39,20 @@ def _check_budget(config: Any) -> None:
         )
 
 
+def plane(config: Any) -> str:
+    """Returns the knob because of which layers run as they do, for an error."""
+    name = "executor" if config.has_workers else "decisions" if config.decided_on == "device" else "kernel"
+    return f"{name}={getattr(config, name)} ({flag(name)})"
+
+
 def _check_execution(config: Any) -> None:
-    kind, named = config.execution_class, f"execution={config.execution} (--spac-execution)"
+    kind, named = config.execution_class, plane(config)
+    if config.decided_on == "device" and config.kernel == "vllm":
+        raise _refused(
+            f"kernel=vllm (--spac-kernel) reads experts in slots, and with {named} they are read where they are",
+            use(kernel="table"),
+            use(decisions="host"),
+        )
     if kind.needs_addressable_store:
         store = None if config.store is None else components.find("stores", config.store)
         if config.disk_dir is not None or (store is not None and not store.addressable):
@@ -48,18 +60,11 @@ def _check_execution(config: Any) -> None:
             raise _refused(
                 f"{named} reads missing experts in place, and {where} has no addresses",
                 use(store="host", disk_dir=None),
-                use(execution="slots"),
+                use(decisions="host"),
             )
     for name, (idle, problem) in _OF_EXECUTION.items():
         if name not in kind.knobs and getattr(config, name) not in idle:
-            raise _refused(problem.format(execution=config.execution), drop(name))
-    given = components.parse(config.execution)[1]
-    if given.keys() - kind.arguments:
-        raise _refused(
-            f"{named}: staging is of pointers: with slots, prompts pass through the slots",
-            use(execution=config.execution_name),
-            use(execution=components.written("pointers", given)),
-        )
+            raise _refused(problem.format(plane=named), drop(name))
     if not kind.needs_host and config.prefetch != "off":
         _check_device_prefetch(config, named)
     if not kind.needs_host and components.find("policies", config.policy).needs_layers:
@@ -67,23 +72,23 @@ def _check_execution(config: Any) -> None:
             f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
             f"for experts with {named}",
             use(policy="lru"),
-            use(execution="slots"),
+            use(decisions="host"),
         )
 
 
-def _check_device_prefetch(config: Any, execution: str) -> None:
+def _check_device_prefetch(config: Any, device: str) -> None:
     """Refuses reads ahead that cannot be decided on the device."""
     named = f"prefetch={config.prefetch} (--spac-prefetch)"
     if config.prefetch == AUTO or not components.find("predictors", config.prefetch).on_device:
         names = [name for name in components.names("predictors") if components.find("predictors", name).on_device]
         trained = (use(prefetch=name, predictor_file="FILE") for name in names)
         raise _refused(
-            f"{named} is decided on the host, which no layer waits for with {execution}", *trained, drop("prefetch")
+            f"{named} is decided on the host, which no layer waits for with {device}", *trained, drop("prefetch")
         )
     name, given = components.parse(config.prefetch)
     if given.keys() - {"extra"}:
         alone = use(prefetch=components.written(name, {what: given[what] for what in given.keys() & {"extra"}}))
-        raise _refused(f"{named} has no settings but extra with {execution}, which has no queue of reads", alone)
+        raise _refused(f"{named} has no settings but extra with {device}, which has no queue of reads", alone)
 
 
 def _of_workers(config: Any) -> list[str]:
@@ -136,7 +141,7 @@ def _check_workers(config: Any) -> None:
         path_of(config.cluster)
     if config.workers is not None:
         check_groups(config, config.workers)
-    idle_values: dict[str, str | None] = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
+    idle_values: dict[str, str | None] = {"kernel": AUTO, "decisions": AUTO, "cpu_experts": "off", "host_memory": None}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise _refused(f"{name}={value} ({flag(name)}) is not for {named}", drop(name))

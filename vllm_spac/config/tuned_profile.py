@@ -36,7 +36,7 @@ DEFAULT, LRU = "default", "policy=lru"  # names of the baselines
 MAY_SET = frozenset(
     {
         "slots", "store", "host_memory", "policy", "prefetch", "predictor_file", "guard", "tree", "cpu_experts",
-        "io_threads", "execution", "budget", "budget_ranking", "budget_coverage",
+        "io_threads", "decisions", "budget", "budget_ranking", "budget_coverage",
     }
 )  # fmt: skip
 
@@ -46,7 +46,8 @@ def departures(knobs: Mapping[str, Any]) -> frozenset[Departure]:
     found: set[Departure] = set()
     if knobs.get("budget") is not None:
         found.add("lossy")
-    if str(knobs.get("cpu_experts", "off")) != "off" or knobs.get("execution", "slots") != "slots":
+    ours = str(knobs.get("decisions", "auto")).startswith("device")
+    if ours or str(knobs.get("cpu_experts", "off")) != "off":
         found.add("rounding")
     return frozenset(found)
 

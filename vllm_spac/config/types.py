@@ -196,7 +196,8 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     "background": Argument(None, (1, 64)),
     "extra": Argument(EXTRA, (0.0, 1.0)),
 }
-STAGING = {"staging": Argument(AUTO, (AUTO, "on", "off"))}
+DECISIONS = WithArguments({AUTO: {}, "host": {}, "device": {"staging": Argument(AUTO, (AUTO, "on", "off"))}})
+DECIDED: dict[str, str] = {"slots": "host", "pointers": "device"}  # execution -> decisions, with the kernel that fits
 VOTES = WithArguments({"uniform": {}, PATH: {"alpha": Argument(ALPHA, (0.0, 1.0))}})
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution.base import LayerFacts, refusal
+from vllm_spac.execution.base import LayerFacts
 from vllm_spac.kernels.types import Quantised
 from vllm_spac.storage.base import ExpertStore
 
@@ -91,8 +91,8 @@ def _address(tensor: Tensor, device: torch.device) -> int:
     status = ask(ctypes.byref(address), _DEVICE_POINTER, ctypes.c_uint64(tensor.data_ptr()))
     if status or not address.value:
         raise UnsupportedError(
-            f"spac: execution=pointers needs host memory that the GPU can read, which this one cannot (error {status}: "
-            "no pinned memory or no unified addressing); use --spac-execution slots"
+            f"spac: decisions=device needs host memory that the GPU can read, which this one cannot (error {status}: "
+            "no pinned memory or no unified addressing); use --spac-decisions host"
         )
     return address.value
 
@@ -111,10 +111,10 @@ class Kernels(NamedTuple):
     rows_to_compile: Callable[[int, int, int, Format | None], Sequence[int]]
 
 
-def check_layer(execution: str, layer: LayerFacts) -> None:
+def check_layer(layer: LayerFacts) -> None:
     """Refuses a layer that the kernels do not compute; raises as ``Execution.check_layer``."""
     if layer.quantised is not None and not layer.packed:
-        raise refusal(execution, f"the quantised experts ({layer.quantised}) of {layer.name}")
+        raise _refusal(f"the quantised experts ({layer.quantised}) of {layer.name}")
     reason = None
     if layer.activation not in ACTIVATIONS:
         reason = f"the activation {layer.activation}"
@@ -125,10 +125,10 @@ def check_layer(execution: str, layer: LayerFacts) -> None:
     elif layer.weighs_input:
         reason = "router weights on the input"
     if reason is not None:
-        raise refusal(execution, f"{reason} of {layer.name}")
+        raise _refusal(f"{reason} of {layer.name}")
 
 
-def check_shape(execution: str, shape: MoEShape) -> None:
+def check_shape(shape: MoEShape) -> None:
     """Refuses experts that the kernels cannot read; raises as ``Execution.check_shape``."""
     d, ff = sizes(shape)
     gated = (2 * ff, d) if shape.packed is None else shape.packed.code_shape(2 * ff, d)
@@ -146,7 +146,14 @@ def check_shape(execution: str, shape: MoEShape) -> None:
     elif 2 * ff * d >= 2**31:
         reason = "experts of 2**31 weights and more"
     if reason is not None:
-        raise refusal(execution, reason)
+        raise _refusal(reason)
+
+
+def _refusal(reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"spac: kernel=table (--spac-kernel), which goes with decisions=device, cannot run {reason}; use --spac-kernel "
+        "vllm, which loads missing experts into slots and runs vLLM's own"
+    )
 
 
 def sizes(shape: MoEShape) -> tuple[int, int]:

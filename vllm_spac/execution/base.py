@@ -158,7 +158,6 @@ class Execution(ABC):
             the checkpoint, of quantised experts as ``checkpoint.repacking`` packs them.
         knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
             have none.
-        arguments: that ``execution=name@argument=value`` may set.
         offline: why no engine can serve with it; empty if one can.
         tensors: name -> slots of shape [slots, ...] on the device that computes.
         residency: which expert has which slot; with decisions on the device, the latest state reported to the host.
@@ -177,7 +176,6 @@ class Execution(ABC):
     counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
     knobs: ClassVar[frozenset[str]] = frozenset()
-    arguments: ClassVar[frozenset[str]] = frozenset()
     offline: ClassVar[str] = ""
 
     shape: MoEShape
@@ -309,11 +307,3 @@ class Execution(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stops background work and closes the store."""
-
-
-def refusal(name: str, reason: str) -> UnsupportedError:
-    """Returns the error of an execution ``name`` that cannot run ``reason``; it recommends ``slots``."""
-    return UnsupportedError(
-        f"spac: execution={name} cannot run {reason}; use --spac-execution slots, which loads missing experts "
-        "into slots and runs vLLM's own kernel"
-    )

@@ -177,7 +177,6 @@ class PointerExecution(Execution):
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
     knobs: ClassVar[frozenset[str]] = frozenset({"prefetch"})
-    arguments: ClassVar[frozenset[str]] = frozenset({"staging"})
 
     def __init__(
         self,
@@ -246,11 +245,11 @@ class PointerExecution(Execution):
 
     @classmethod
     def check_layer(cls, layer: LayerFacts) -> None:
-        check_layer("pointers", layer)
+        check_layer(layer)
 
     @classmethod
     def check_shape(cls, shape: MoEShape) -> None:
-        check_shape("pointers", shape)
+        check_shape(shape)
 
     @classmethod
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -276,8 +275,8 @@ class PointerExecution(Execution):
         if self._live.is_cuda:
             return None
         return (
-            "execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
-            "serve, use --spac-execution slots"
+            "decisions=device on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
+            "serve, use --spac-decisions host"
         )
 
     def resident(self, layer: int) -> Tensor:

@@ -52,11 +52,11 @@ class TableExecution(SlotExecution):
 
     @classmethod
     def check_layer(cls, layer: LayerFacts) -> None:
-        check_layer("table", layer)
+        check_layer(layer)
 
     @classmethod
     def check_shape(cls, shape: MoEShape) -> None:
-        check_shape("table", shape)
+        check_shape(shape)
 
     def describe(self) -> str:
         return "" if self.shape.packed is None else f"weights {self.shape.packed.describe()}"
@@ -65,8 +65,8 @@ class TableExecution(SlotExecution):
         if self._device.type != "cpu":
             return None
         return (
-            "execution=table on a CPU runs the torch twin of the GPU's kernel: for comparison, and slow; to serve, use "
-            "--spac-execution slots"
+            "kernel=table on a CPU runs the torch twin of the GPU's kernel: for comparison, and slow; to serve, use "
+            "--spac-kernel vllm"
         )
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:

@@ -20,13 +20,14 @@ import psutil
 from vllm_spac import components
 from vllm_spac.cache import sizing
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import AUTO, SlotCount
+from vllm_spac.config.rules import without_workers
+from vllm_spac.config.types import SlotCount
 from vllm_spac.config.types import flag as knob_flag
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import PredictorFile
-from vllm_spac.decisions.predictors.base import DRAFTING, Signal
-from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, add, drop, printable, use
-from vllm_spac.integration.hooks import device, drafts, ranks
+from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, drop, printable, use
+from vllm_spac.integration import compatibility
+from vllm_spac.integration.hooks import device, ranks
 from vllm_spac.integration.hooks.device import WORKER_EXTENSION
 from vllm_spac.integration.loading import expert_workers, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
@@ -131,9 +132,8 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     for refused, flag, instead in _refusals(config, vllm_config):
         if refused:
             raise UnsupportedError.refused(f"spac: {flag} is not supported", *instead)
+    compatibility.check(config, vllm_config, gpu=_device_type() != "cpu")
     trees.check(config, vllm_config)
-    check_guard(config, vllm_config)
-    check_votes(config, vllm_config)
     if (facts := device.query()) is not None:
         device.check_device(
             facts,
@@ -142,8 +142,6 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         )
     check_room(config, vllm_config, _device_type() == "cpu")
     _check_folder(config, model.get_num_experts())
-    _check_cpu_experts(config)
-    _check_prefetch(config, vllm_config)
     _check_files(config, vllm_config)
     warn_of_sampling(config, vllm_config)
     warn_of_spinning(os.environ)
@@ -177,8 +175,9 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ranks.Ref
     merge = Remedy("merge the adapter into the checkpoint", {"--enable-lora": None})
     named, auto = f"--load-format {vllm_config.load_config.load_format}", use(vllm_load_format="auto")
     model, load = vllm_config.model_config, vllm_config.load_config
-    yield from expert_workers.refusals(config, vllm_config)
-    yield from ranks.refusals(config, vllm_config)
+    workers = f"executor={config.executor} (--spac-executor) with quantised experts"
+    yield config.has_workers and model.quantization is not None, workers, (without_workers(config),)
+    yield from ranks.refusals(vllm_config)
     yield vllm_config.parallel_config.enable_eplb, "--enable-eplb", (drop("vllm_enable_eplb"),)
     yield vllm_config.lora_config is not None, "--enable-lora", (merge,)
     yield model.enable_sleep_mode, "--enable-sleep-mode", (drop("vllm_enable_sleep_mode"),)
@@ -238,35 +237,6 @@ def _offloads(vllm_config: VllmConfig) -> bool:
     return getattr(uva, "cpu_offload_gb", 0) > 0 or getattr(prefetch, "offload_group_size", 0) > 0
 
 
-def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Raises ``UnsupportedError`` if the user set guard=on and the guard cannot change draft lengths."""
-    asked = config.guard == "on" and "guard" in config.model_fields_set
-    if (
-        asked
-        and vllm_config.speculative_config is not None
-        and (reason := drafts.unguarded(vllm_config, config.tree > 0))
-    ):
-        what = "spac: guard=on (--spac-guard) cannot work here"
-        raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, use(guard="off"))
-
-
-def check_votes(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Raises ``UnsupportedError`` if votes are weighted by what is not known, or a policy would not count them."""
-    if config.votes_alpha is None:
-        return
-    what = f"spac: budget_votes={config.budget_votes} (--spac-budget-votes) cannot work here"
-    if (reason := drafts.unweighted(vllm_config, config.tree > 0)) is not None:
-        raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, use(budget_votes="uniform"))
-    if components.find("policies", config.policy).predictor and not config.execution_class.counts_votes:
-        raise UnsupportedError.refused(
-            f"{what}: policy={config.policy} counts selections, and execution={config.execution} counts each row as "
-            "one",
-            use(policy="reuse"),
-            use(execution="slots"),
-            use(budget_votes="uniform"),
-        )
-
-
 def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
     """Whether experts may be stored in host memory on a machine with a GPU."""
     return config.store_class_on("cuda").addressable and not _holds_all(config, experts)
@@ -282,41 +252,6 @@ def _device_type() -> str:
     from vllm.platforms import current_platform
 
     return "cpu" if current_platform.is_cpu() else "cuda"
-
-
-def _check_cpu_experts(config: SpacConfig) -> None:
-    device_type = _device_type()
-    if config.uses_cpu_experts and not config.store_class_on(device_type).addressable:
-        raise ConfigError.refused(
-            f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they are stored, and "
-            f"store={config.store_on(device_type)} is not in memory",
-            add(store="host"),
-            drop("cpu_experts"),
-        )
-
-
-def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Raises ``UnsupportedError`` if a predictor looks at layers that are not on the host."""
-    on_host = _device_type() == "cpu" and not drafts.plans_drafts(vllm_config)
-    named = config.named_prefetch
-    looks = config.prefetch == AUTO or (named != "off" and components.find("predictors", named).looks_at_layers())
-    if looks and not on_host and config.execution_class.needs_host:
-        on_device = config.prefetch != AUTO and components.find("predictors", named).on_device
-        pointers = use(execution="pointers").but(", whose layers are looked at on the GPU")
-        raise UnsupportedError.refused(
-            f"spac: prefetch={config.prefetch} (--spac-prefetch) looks at what layers compute, which works on a CPU "
-            "with vLLM's V1 runner only",
-            use(prefetch="utility"),
-            drop("prefetch"),
-            *((pointers,) if on_device else ()),
-        )
-    needs = components.find("predictors", named).needs if looks and config.prefetch != AUTO else frozenset()
-    if DRAFTING & needs:
-        unknown = drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.unread
-        tree = drafts.Reason("no tree of drafts can be read", drop("tree"))
-        if (reason := tree if config.tree else unknown(vllm_config)) is not None:
-            what = f"spac: prefetch={config.prefetch} (--spac-prefetch) cannot work here"
-            raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, drop("prefetch"))
 
 
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:

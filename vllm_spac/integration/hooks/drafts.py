@@ -25,6 +25,7 @@ _EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
 _V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
+CHAINS = drop("tree").but(", and the drafter proposes chains")
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
 
 
@@ -42,6 +43,11 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     elif vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans the drafts of a step before the last one has finished", IN_ORDER)
     return None
+
+
+def untreed(ranks: int) -> Reason | None:
+    """Why drafts cannot form trees with so many ranks, and what helps; None if they can."""
+    return Reason(f"--tensor-parallel-size {ranks}, where they were not tested", CHAINS) if ranks > 1 else None
 
 
 def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:

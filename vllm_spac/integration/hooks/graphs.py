@@ -56,7 +56,7 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
 
 def _all_in_slots(config: SpacConfig) -> tuple[Remedy, ...]:
     """Expert workers compute outside of the graph whatever their slots are."""
-    return (use(execution="pointers"), use(slots="100%")) if not config.has_workers else ()
+    return (use(decisions="device"), use(slots="100%")) if not config.has_workers else ()
 
 
 def hold_budget(config: SpacConfig) -> bool:
@@ -168,7 +168,7 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
         raise UnsupportedError(
             f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "
             f"those of {staged_from} and more are staged, which no graph can hold; use "
-            "--spac-execution pointers@staging=off, or "
+            "--spac-decisions device@staging=off, or "
             """--compilation-config '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'"""
         )
 

@@ -16,10 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_spac import components
-from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.rules import without_workers
-from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import Remedy, SpacError, add, drop, use
 
 if TYPE_CHECKING:
@@ -95,10 +91,10 @@ class Ranks:
         return {"rank": self.rank, "ranks": self.size, "divided": "experts" if self.divide_experts else "tensors"}
 
 
-Refusal = tuple[bool, str, tuple[Remedy, ...]]  # whether it is in use, what it is, what to do instead
+Refusal = tuple[bool, str, tuple[Remedy, ...]]  # whether it is so, what it is, what to do instead
 
 
-def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+def refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Yields (whether it is in use, the option, what to do instead) for each kind of parallelism that cannot serve."""
     parallel = vllm_config.parallel_config
     ranks, experts_divided = parallel.tensor_parallel_size, parallel.enable_expert_parallel
@@ -131,37 +127,16 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         "one rank fails)",
         (use(vllm_distributed_executor_backend="mp"),),
     )
-    yield (
-        several and components.find("rankings", config.budget_ranking).needs_resident,
-        f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) with --tensor-parallel-size {ranks} (ranks "
-        "have different experts in fast memory and would cut different ones)",
-        (use(budget_ranking="selected"),),
-    )
-    yield (
-        several and config.speculate != "off",
-        f"speculate={config.speculate} (--spac-speculate) with --tensor-parallel-size {ranks} (ranks have different "
-        "experts in fast memory and would run different ones)",
-        (drop("speculate"),),
-    )
-    named = config.named_prefetch
-    yield (
-        several and named != "off" and Signal.DRAFT_ROUTING in components.find("predictors", named).needs,
-        f"prefetch={config.prefetch} (--spac-prefetch) with --tensor-parallel-size {ranks} (it was not tried)",
-        (use(prefetch="utility"), drop("prefetch")),
-    )
     if experts_divided:
-        yield from _expert_refusals(config, vllm_config)
+        yield from _expert_refusals(vllm_config)
 
 
-def _expert_refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
-    from vllm.platforms import current_platform
-
+def _expert_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
     model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     option = "--enable-expert-parallel"
     whole = drop("vllm_enable_expert_parallel").but(", and each rank holds a part of every expert")
     experts, top_k = model.get_num_experts(), model.get_num_experts_per_tok() or 1
     several = add(vllm_tensor_parallel_size=2)
-    yield not current_platform.is_cpu(), f"{option} on a GPU (it was not tested there)", (whole,)
     yield ranks == 1, f"{option} with one rank", (drop("vllm_enable_expert_parallel"), several)
     yield model.quantization is not None, f"{option} with quantised experts", (whole,)
     fits = use(vllm_tensor_parallel_size=math.gcd(experts, ranks))
@@ -170,18 +145,4 @@ def _expert_refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Re
         experts // ranks < top_k,
         f"{option} with {experts // ranks} experts per rank, fewer than the {top_k} of a token",
         (whole, Remedy("use a lower --tensor-parallel-size")),
-    )
-    named, instead = f"execution={config.execution} (--spac-execution)", use(execution="slots")
-    if config.has_workers:
-        named, instead = f"executor={config.executor} (--spac-executor)", without_workers(config)
-    yield not config.execution_class.divides_experts, f"{named} with {option}", (instead, whole)
-    yield (
-        config.uses_cpu_experts,
-        f"cpu_experts={config.cpu_experts} (--spac-cpu-experts) with {option}",
-        (use(cpu_experts="off"), whole),
-    )
-    yield (
-        config.predictor_file is not None,
-        f"prefetch={config.prefetch} (--spac-prefetch), whose predictor knows the experts of all ranks, with {option}",
-        (use(prefetch="utility", predictor_file=None), drop("prefetch", "predictor_file"), whole),
     )

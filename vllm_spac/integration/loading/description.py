@@ -40,12 +40,13 @@ def _described(host: HostRows | None) -> str:
 
 
 def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
-    """Execution, policy, ``prefetch``, as it is or was chosen, and tuned profile, for the start-up line."""
+    """Decisions and kernel, policy, ``prefetch``, as it is or was chosen, and tuned profile, for the start-up line."""
     details = execution.describe()
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={prefetch}"
     tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
     shown = f" ({details})" if details else ""
-    return f"execution={config.execution_name}{shown}, policy={config.policy}{ahead}{tuned}"
+    plane = f"executor={config.executor}" if config.has_workers else config.plane
+    return f"{plane}{shown}, policy={config.policy}{ahead}{tuned}"
 
 
 def stats(runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: Guard | None) -> dict:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.rules import check_groups, without_workers
 from vllm_spac.core import MoEShape
-from vllm_spac.errors import ConfigError, UnsupportedError, use
-from vllm_spac.integration.hooks.ranks import Refusal
+from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.methods.od_moe import division, places
 from vllm_spac.methods.od_moe.client import WorkerClient
@@ -25,20 +24,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_spac.integration.layers.managed_experts import ManagedExperts
-
-
-def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
-    """Yields (whether it is in use, the option, what to do instead) for what workers cannot serve."""
-    if not config.has_workers:
-        return
-    from vllm.platforms import current_platform
-
-    model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    named, local = f"executor={config.executor} (--spac-executor)", (without_workers(config),)
-    yield not current_platform.is_cpu(), f"{named} on a GPU (workers run vLLM's CPU kernel)", local
-    yield model.quantization is not None, f"{named} with quantised experts", local
-    one = use(vllm_tensor_parallel_size=1)
-    yield ranks > 1, f"{named} with --tensor-parallel-size {ranks}", (*local, one)
 
 
 def check_places(config: SpacConfig) -> None:

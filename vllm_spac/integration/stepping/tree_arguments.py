@@ -25,7 +25,6 @@ _EAGER = Remedy("add --enforce-eager", {"--enforce-eager": True})
 _BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
 _HEAD = {"method": "eagle3", "model": "HEAD"}
 _EAGLE = Remedy(f"add --speculative-config '{json.dumps(_HEAD)}'", {"--speculative-config": _HEAD})
-_CHAINS = drop("tree").but(", and the drafter proposes chains")
 
 
 def request(engine_args: EngineArgs, config: SpacConfig) -> None:
@@ -39,9 +38,8 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     if not config.tree:
         return
     named = f"tree={config.tree} (--spac-tree)"
-    if engine_args.tensor_parallel_size > 1:  # first: what else is in the way need not be
-        ranks = "--tensor-parallel-size above 1, where they were not tested"
-        raise UnsupportedError.refused(f"spac: {named} does not work with {ranks}", _CHAINS)
+    if (reason := drafts.untreed(engine_args.tensor_parallel_size)) is not None:  # what else is in the way need not be
+        raise UnsupportedError.refused(f"spac: {named} does not work with {reason.problem}", reason.remedy)
     given = engine_args.speculative_config
     if not isinstance(given, dict):
         raise ConfigError.refused(f"spac: {named} is drafted by an EAGLE head", _EAGLE, drop("tree"))
@@ -101,7 +99,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     from vllm.platforms import current_platform
 
     model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
-    chains = (_CHAINS,)
+    chains = (drafts.CHAINS,)
     method = vllm_config.speculative_config.method
     head = Remedy("use an EAGLE head", _EAGLE.changes)
     yield method not in ("eagle", "eagle3"), f"drafts of {method}", (head, *chains)

@@ -39,7 +39,7 @@ class FormatKernels(Enum):
 
 _REMEDY = (
     "use one in FP8 (scales by block or channel), in INT4 by group (compressed-tensors, AWQ, GPTQ with sym and without "
-    "desc_act), with --spac-execution pointers also in MXFP4 (GPT-OSS), NVFP4 or INT8 by channel, or an unquantised one"
+    "desc_act), with --spac-decisions device also in MXFP4 (GPT-OSS), NVFP4 or INT8 by channel, or an unquantised one"
 )
 _PER_TENSOR = (
     "FP8 experts with one scale per tensor, whose activations share a scale with other rows or experts: their result "
@@ -77,7 +77,7 @@ def refusal(
     if reason is None or (kernels is None and repacked is None):
         return None
     if repacked is None:
-        return f"{reason} ({name}): not supported in slots; use --spac-execution pointers, or an unquantised checkpoint"
+        return f"{reason} ({name}): vLLM's kernel reads no slots; use --spac-kernel table, or an unquantised checkpoint"
     return f"{reason} ({name}): not supported; {_REMEDY}"
 
 
@@ -127,7 +127,7 @@ def flags(
     if kernels is FormatKernels.CPU:
         return ()
     if kernels is FormatKernels.OURS:
-        return ("--spac-execution pointers", *_beside_ours(quantisation, capability))
+        return ("--spac-decisions device", *_beside_ours(quantisation, capability))
     if quantisation is None:
         return ("--moe-backend triton",)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()

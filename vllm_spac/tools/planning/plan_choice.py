@@ -49,7 +49,7 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     elif choice.store == "host":
         options += ["--spac-store", "host"]
     if machine.gpu and choice.store == "host" and model.execution == "slots":
-        options += ["--spac-execution", "slots"]
+        options += ["--spac-decisions", "host"]
     if choice.host_bytes:
         options += ["--spac-host-memory", f"{choice.host_bytes >> 20}MiB"]
     if choice.cpu:

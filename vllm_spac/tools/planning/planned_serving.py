@@ -100,8 +100,8 @@ def make_plan(
         raise UnsupportedError(f"{model.name} has {refusal_without_amx(model.checkpoint.quantisation)}")
     if model.execution == "pointers" and not machine.gpu:
         raise ConfigError(
-            f"execution=pointers serves on a GPU, and {machine.name} has none; name a machine with one"
-            + ("" if model.checkpoint.quantisation else ", or use --execution slots")
+            f"decisions=device serves on a GPU, and {machine.name} has none; name a machine with one"
+            + ("" if model.checkpoint.quantisation else ", or use --decisions host")
         )
     if longest and load.context > longest:
         raise ConfigError(f"--context {load.context} is more than the {longest} tokens that the model was made for")
@@ -206,7 +206,7 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
     if machine.gpu:
         yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM"
     if model.execution == "pointers":
-        yield "execution=pointers was timed on one H100, and no other GPU"
+        yield "decisions=device was timed on one H100, and no other GPU"
     if not machine.gpu and model.quantised and machine.name != HERE:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
     if not machine.gpu:
@@ -267,7 +267,7 @@ def _no_store(model: ServedModel, machine: PlannedMachine) -> str:
     where = f"{gib(machine.spare)} of host memory" if machine.gpu else "fast memory"
     if model.execution == "pointers":
         return (
-            f"nothing fits: the experts take {gib(model.experts_bytes)}, and execution=pointers reads them from host "
+            f"nothing fits: the experts take {gib(model.experts_bytes)}, and decisions=device reads them from host "
             f"memory, of which {gib(machine.spare)} are to spare; name a machine with more, or --host-memory"
         )
     disk = "" if machine.disk_free is None else f" and {gib(machine.disk_free)} of disk"

@@ -23,6 +23,7 @@ _EXPERTS, _TOP_K = 16, 4
 _LINK_EXPERTS, _LINK_TOP_K = 48, 8
 _REPEATS = 10
 _LAYERS, _STEPS = 2, 24
+_REMEDY = "serve with --spac-kernel vllm alone here; report it with the file of --output"
 
 
 def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[CheckOutcome]:
@@ -38,7 +39,7 @@ def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[Ch
         if worst <= TOLERANCE:
             finding = Finding(f"kernel, {name}", "ok", text)
         else:
-            remedy = "do not serve with --spac-execution pointers here; report it with the file of --output"
+            remedy = _REMEDY
             finding = Finding(f"kernel, {name}", "problem", f"{text}; {TOLERANCE:.1%} is rounding", remedy)
         yield CheckOutcome(finding, {"difference": worst})
 
@@ -73,7 +74,7 @@ def moving_experts(device: torch.device, hidden: int, intermediate: int) -> Iter
         if wrong == 0 and seen["loads"] > 0:
             yield CheckOutcome(Finding(check, "ok", f"{text}, {seen['loads']} experts moved"), numbers)
         else:
-            remedy = "do not serve with --spac-execution pointers here; report it with the file of --output"
+            remedy = _REMEDY
             yield CheckOutcome(Finding(check, "problem", f"{text}, {seen['loads']} experts moved", remedy), numbers)
     whole.pool.close()
     moving.pool.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_spac.config.tuned_profile import Candidate, Knob
 from vllm_spac.decisions.comparison import Said, compare_tokens
-from vllm_spac.errors import printable
+from vllm_spac.errors import flag, printable
 from vllm_spac.tools.machine.checks import Finding
 from vllm_spac.tools.selftest.outcome import CheckOutcome
 from vllm_spac.tools.selftest.tiny_model import VOCABULARY
@@ -20,16 +20,20 @@ SECONDS = 300.0  # that an engine may take to start, and for an answer
 TOKENS = 16
 _PROMPTS = (1, 24, 70)  # lengths
 STOCK = Candidate("stock vLLM", "", None)
+_PLANES: dict[str, dict[str, Knob]] = {
+    "slots": {"decisions": "host", "kernel": "vllm"},
+    "table": {"decisions": "host", "kernel": "table"},
+    "pointers": {"decisions": "device", "kernel": "table"},
+}
 
 
 def planes(gpu: bool) -> list[Candidate]:
     """Returns stock vLLM and each way to run layers that this machine has."""
-    knobs: dict[str, dict[str, Knob]] = {
-        "slots": {"execution": "slots", "slots": "50%", "store": "host" if gpu else "disk"},
-        "table": {"execution": "table", "slots": "50%", "store": "host" if gpu else "disk"},
-        "pointers": {"execution": "pointers", "slots": "50%", "store": "host"},
-    }
-    return [STOCK, *(Candidate(name, "", given) for name, given in knobs.items())]
+    found = [STOCK]
+    for name, knobs in _PLANES.items():
+        store = "host" if gpu or name == "pointers" else "disk"
+        found.append(Candidate(name, "", {**knobs, "slots": "50%", "store": store}))
+    return found
 
 
 def measurer(folder: Path, gpu: bool) -> ProcessMeasurer:
@@ -93,5 +97,6 @@ def _outcome(name: str, found: _Answers, stock: _Answers) -> CheckOutcome:
     numbers = {"answers": float(tokens.answers), "differ": float(tokens.differ)}
     if tokens.verdict != "wrong":
         return CheckOutcome(Finding(f"tokens, {name}", "ok", text), numbers)
-    remedy = f"do not serve with --spac-execution {name} here; report it with the file of --output"
+    options = " ".join(f"{flag(knob)} {value}" for knob, value in _PLANES[name].items())
+    remedy = f"do not serve with {options} here; report it with the file of --output"
     return CheckOutcome(Finding(f"tokens, {name}", "problem", text, remedy), numbers)

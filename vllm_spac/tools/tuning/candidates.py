@@ -183,7 +183,7 @@ def _placed(
             yield "store=disk", "store", {"store": "disk"}, None, ""
         elif store == "host" and machine.gpu:
             yield "CPU experts", "cpu", dict(_CPU_EXPERTS), None, ""
-            yield "execution=pointers", "execution", {"store": "host", "execution": "pointers"}, None, ""
+            yield "decisions=device", "decisions", {"store": "host", "decisions": "device"}, None, ""
     if not machine.gpu and slot_bytes(model, int(percent)) + model.experts_bytes <= _room(model, machine, allowed):
         yield "CPU experts", "cpu", dict(_CPU_EXPERTS), None, ""
     if allowed.predictors:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_spac import components
 from vllm_spac.config.tuned_profile import Candidate
 from vllm_spac.decisions.comparison import Said
 
@@ -242,8 +241,7 @@ class ProcessMeasurer(Measurer):
         spac: dict[str, Any] | None = None
         if candidate.knobs is not None:
             spac = {**candidate.knobs, "tuned": "off"}
-            execution = str(spac.get("execution", "slots")).partition("@")[0]
-            in_place = components.find("executions", execution).needs_addressable_store
+            in_place = str(spac.get("decisions")).startswith("device")
             if self._disk_dir is not None and spac.get("store", "disk") == "disk" and not in_place:
                 spac["disk_dir"] = str(self._disk_dir)
         return {

@@ -1,0 +1,158 @@
+"""What goes with what: combinations of knobs, platform, drafts and ranks that cannot serve, and what helps.
+
+One function decides. Engines ask it when they start, and ``vllm-spac compatibility`` asks it about every combination.
+What a model or another option of vLLM's decides is checked in ``preflight``; what knobs alone decide, in
+``config.rules``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_spac import components
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.rules import plane, without_workers
+from vllm_spac.config.types import AUTO
+from vllm_spac.decisions.predictors.base import DRAFTING, Signal
+from vllm_spac.errors import UnsupportedError, add, drop, flag, use
+from vllm_spac.integration.hooks import drafts
+from vllm_spac.integration.hooks.ranks import Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_WHOLE = drop("vllm_enable_expert_parallel").but(", and each rank holds a part of every expert")
+
+
+def check(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> None:
+    """Raises ``UnsupportedError`` for the first combination that cannot serve; it has the remedies.
+
+    Args:
+        vllm_config: its parallelism, speculation, scheduler and runner are read.
+        gpu: whether the engine computes on one.
+    """
+    for refused, problem, remedies in _refusals(config, vllm_config, gpu):
+        if refused:
+            raise UnsupportedError.refused(f"spac: {problem}", *remedies)
+
+
+def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if config.tree and (reason := drafts.untreed(ranks)) is not None:  # asked before vLLM makes its configuration, too
+        yield True, f"{_given(config, 'tree')} does not work with {reason.problem}", (reason.remedy,)
+    yield from _of_workers(config, vllm_config, gpu)
+    yield from _of_ranks(config, vllm_config)
+    if vllm_config.parallel_config.enable_expert_parallel:
+        yield from _of_divided_experts(config, gpu)
+    yield from _of_guard(config, vllm_config)
+    yield from _of_votes(config, vllm_config)
+    yield from _of_cpu_experts(config, gpu)
+    yield from _of_prefetch(config, vllm_config, gpu)
+
+
+def _given(config: SpacConfig, knob: str) -> str:
+    return f"{knob}={getattr(config, knob)} ({flag(knob)})"
+
+
+def _of_workers(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+    ranks, named, local = vllm_config.parallel_config.tensor_parallel_size, plane(config), without_workers(config)
+    workers = config.has_workers
+    yield workers and gpu, f"{named} on a GPU (workers run vLLM's CPU kernel) is not supported", (local,)
+    one = use(vllm_tensor_parallel_size=1)
+    yield workers and ranks > 1, f"{named} with --tensor-parallel-size {ranks} is not supported", (local, one)
+
+
+def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    several, option = ranks > 1, f"with --tensor-parallel-size {ranks}"
+    yield (
+        several and components.find("rankings", config.budget_ranking).needs_resident,
+        f"{_given(config, 'budget_ranking')} {option} (ranks have different experts in fast memory and would cut "
+        "different ones) is not supported",
+        (use(budget_ranking="selected"),),
+    )
+    yield (
+        several and config.speculate != "off",
+        f"{_given(config, 'speculate')} {option} (ranks have different experts in fast memory and would run different "
+        "ones) is not supported",
+        (drop("speculate"),),
+    )
+    named = config.named_prefetch
+    yield (
+        several and named != "off" and Signal.DRAFT_ROUTING in components.find("predictors", named).needs,
+        f"{_given(config, 'prefetch')} {option} (it was not tried) is not supported",
+        (use(prefetch="utility"), drop("prefetch")),
+    )
+
+
+def _of_divided_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
+    option = "--enable-expert-parallel"
+    yield gpu, f"{option} on a GPU (it was not tested there) is not supported", (_WHOLE,)
+    instead = without_workers(config) if config.has_workers else use(kernel=AUTO, decisions="host")
+    yield (
+        not config.execution_class.divides_experts,
+        f"{plane(config)} with {option} is not supported",
+        (instead, _WHOLE),
+    )
+    cpu = f"{_given(config, 'cpu_experts')} with {option} is not supported"
+    yield config.uses_cpu_experts, cpu, (use(cpu_experts="off"), _WHOLE)
+    yield (
+        config.predictor_file is not None,
+        f"{_given(config, 'prefetch')}, whose predictor knows the experts of all ranks, with {option} is not supported",
+        (use(prefetch="utility", predictor_file=None), drop("prefetch", "predictor_file"), _WHOLE),
+    )
+
+
+def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    """If the user set guard=on; by default a guard that cannot work is left out, with a line in the log."""
+    asked = config.guard == "on" and "guard" in config.model_fields_set
+    if not asked or vllm_config.speculative_config is None:
+        return
+    if (reason := drafts.unguarded(vllm_config, config.tree > 0)) is not None:
+        what = f"guard=on (--spac-guard) cannot work here: {reason.problem}"
+        yield True, what, (reason.remedy, use(guard="off"))
+
+
+def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    """Votes that are weighted by what is not known, or that a policy would not count."""
+    if config.votes_alpha is None:
+        return
+    what = f"{_given(config, 'budget_votes')} cannot work here"
+    if (reason := drafts.unweighted(vllm_config, config.tree > 0)) is not None:
+        yield True, f"{what}: {reason.problem}", (reason.remedy, use(budget_votes="uniform"))
+    yield (
+        bool(components.find("policies", config.policy).predictor) and not config.execution_class.counts_votes,
+        f"{what}: policy={config.policy} counts selections, and with {plane(config)} each row counts one",
+        (use(policy="reuse"), use(decisions="host"), use(budget_votes="uniform")),
+    )
+
+
+def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
+    device = "cuda" if gpu else "cpu"
+    yield (
+        config.uses_cpu_experts and not config.store_class_on(device).addressable,
+        f"{_given(config, 'cpu_experts')} computes experts where they are stored, and store={config.store_on(device)} "
+        "is not in memory",
+        (add(store="host"), drop("cpu_experts")),
+    )
+
+
+def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+    named = config.named_prefetch
+    looks = config.prefetch == AUTO or (named != "off" and components.find("predictors", named).looks_at_layers())
+    on_host = not gpu and not drafts.plans_drafts(vllm_config)
+    on_device = config.prefetch != AUTO and components.find("predictors", named).on_device if looks else False
+    device = use(decisions="device").but(", whose layers are looked at on the GPU")
+    yield (
+        looks and not on_host and config.execution_class.needs_host,
+        f"{_given(config, 'prefetch')} looks at what layers compute, which works on a CPU with vLLM's V1 runner only",
+        (use(prefetch="utility"), drop("prefetch"), *((device,) if on_device else ())),
+    )
+    needs = components.find("predictors", named).needs if looks and config.prefetch != AUTO else frozenset()
+    if DRAFTING & needs:
+        unknown = drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.unread
+        tree = drafts.Reason("no tree of drafts can be read", drop("tree"))
+        if (reason := tree if config.tree else unknown(vllm_config)) is not None:
+            what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"
+            yield True, what, (reason.remedy, drop("prefetch"))
