@@ -615,21 +615,23 @@ def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, qu
 )
 def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ranks, remedy):
     from vllm_spac.config.config import SpacConfig
-    from vllm_spac.integration import preflight
+    from vllm_spac.integration import compatibility
 
     config = SimpleNamespace(
         use_v2_model_runner=v2,
         speculative_config=object(),
-        parallel_config=SimpleNamespace(distributed_executor_backend=executor, tensor_parallel_size=ranks),
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
+        ),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )
     for config_of in (SpacConfig(), SpacConfig(guard="off")):  # on by itself, it is left out with a line in the log
-        preflight.check_guard(config_of, config)
+        compatibility.check(config_of, config, gpu=False)
     if remedy is not None:
         with pytest.raises(ValueError, match=remedy):
-            preflight.check_guard(SpacConfig(guard="on"), config)
+            compatibility.check(SpacConfig(guard="on"), config, gpu=False)
         config.speculative_config = None
-    preflight.check_guard(SpacConfig(guard="on"), config)
+    compatibility.check(SpacConfig(guard="on"), config, gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -645,7 +647,7 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
 )
 def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
     from vllm_spac.config.config import SpacConfig
-    from vllm_spac.integration import preflight
+    from vllm_spac.integration import compatibility
 
     drafts = SimpleNamespace(
         method=method, parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
@@ -654,13 +656,14 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
         use_v2_model_runner=v2,
         speculative_config=None if method is None else drafts,
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False),
     )
-    preflight.check_votes(SpacConfig(**knobs), config)
+    compatibility.check(SpacConfig(**knobs), config, gpu=False)
     if remedy is None:
-        preflight.check_votes(SpacConfig(**knobs, budget_votes="path"), config)
+        compatibility.check(SpacConfig(**knobs, budget_votes="path"), config, gpu=False)
     else:
         with pytest.raises(ValueError, match=f"spac: budget_votes=path .--spac-budget-votes.*{remedy}"):
-            preflight.check_votes(SpacConfig(**knobs, budget_votes="path"), config)
+            compatibility.check(SpacConfig(**knobs, budget_votes="path"), config, gpu=False)
 
 
 @pytest.mark.parametrize(
