@@ -271,9 +271,9 @@ def test_what_the_user_wrote_is_checked_before_a_worker_starts(moe, outside, spa
 
 
 def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypatch):
-    from vllm_spac.integration import preflight
+    from vllm_spac.integration import compatibility
 
-    monkeypatch.setattr(preflight.drafts, "plans_drafts", lambda vllm_config: True)
+    monkeypatch.setattr(compatibility.drafts, "plans_drafts", lambda vllm_config: True)
     with pytest.raises(
         ValueError, match="looks at what layers compute, which works on a CPU with vLLM's V1 runner only"
     ):
@@ -425,7 +425,7 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             "prefetch=shadow .* --tensor-parallel-size 2 .*not tried.*; use --spac-prefetch utility",
         ),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
-        ({"decisions": "device"}, EXPERTS, "decisions=device .*; use --spac-decisions host"),
+        ({"decisions": "device"}, EXPERTS, "decisions=device .*; use --spac-kernel vllm --spac-decisions host"),
         ({"store": "host", "cpu_experts": "auto"}, EXPERTS, "cpu_experts=auto .*; use --spac-cpu-experts off"),
         (
             {"prefetch": "linear", "predictor_file": __file__},

@@ -89,7 +89,7 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
 def _of_divided_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
     option = "--enable-expert-parallel"
     yield gpu, f"{option} on a GPU (it was not tested there) is not supported", (_WHOLE,)
-    instead = without_workers(config) if config.has_workers else use(kernel=AUTO, decisions="host")
+    instead = without_workers(config) if config.has_workers else use(kernel="vllm", decisions="host")
     yield (
         not config.execution_class.divides_experts,
         f"{plane(config)} with {option} is not supported",

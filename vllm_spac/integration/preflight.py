@@ -129,10 +129,10 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         if config.bound.experts is not None:
             validate(config.bound.experts, model.get_num_experts(), top_k, config.budget_coverage)
     _check_quantisation(model, config)
+    compatibility.check(config, vllm_config, gpu=_device_type() != "cpu")
     for refused, flag, instead in _refusals(config, vllm_config):
         if refused:
             raise UnsupportedError.refused(f"spac: {flag} is not supported", *instead)
-    compatibility.check(config, vllm_config, gpu=_device_type() != "cpu")
     trees.check(config, vllm_config)
     if (facts := device.query()) is not None:
         device.check_device(
