@@ -419,14 +419,8 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     ("knobs", "options", "named"),
     [
         ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
-        (
-            {"prefetch": "shadow"},
-            {},
-            "prefetch=shadow .* --tensor-parallel-size 2 .*not tried.*; use --spac-prefetch utility",
-        ),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
         ({"decisions": "device"}, EXPERTS, "decisions=device .*; use --spac-kernel vllm --spac-decisions host"),
-        ({"store": "host", "cpu_experts": "auto"}, EXPERTS, "cpu_experts=auto .*; use --spac-cpu-experts off"),
         (
             {"prefetch": "linear", "predictor_file": __file__},
             EXPERTS,

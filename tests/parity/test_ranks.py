@@ -110,6 +110,35 @@ def test_same_tokens_whatever_the_ranks_hold(family, spac, method, stock, checkp
         assert found.total["steps"]["verify"] > 0 and "guard" not in found.stats
 
 
+# Trees need blocks and rows of their own; a copy of the model is the drafter whose routing a shadow reads.
+TREE = {"tree": 16, "guard": "off"}, {"speculative_config": {"method": "eagle3", "model": str(TOY / "eagle3")}}
+COPY = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 4}
+EXPERTS = {"enable_expert_parallel": True}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("spac", "options"),
+    [
+        TREE,
+        (TREE[0] | {"cpu_experts": "waterfill", "store": "host"}, TREE[1]),
+        (TREE[0] | {"cpu_experts": "waterfill", "store": "host"}, TREE[1] | EXPERTS),
+        ({"cpu_experts": 2, "store": "host"}, EXPERTS),
+        ({"prefetch": "shadow"}, {"speculative_config": COPY}),
+    ],
+    ids=["tree", "tree, CPU experts", "tree, CPU experts, divided", "CPU experts, divided", "shadow"],
+)
+def test_what_goes_with_several_ranks(spac, options):
+    """Each rank drafts and decides by itself, from what all of them have."""
+    room = {"max_num_batched_tokens": 256, "max_num_seqs": 2, "block_size": 32, "max_tokens": 64}
+    room |= {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 256 << 20}
+    found = run(TOY / "target", {"slots": "25%"} | spac, **room, **options)
+    assert_same_tokens(found, run(TOY / "target", None, **room))
+    for worker in found.workers:
+        assert worker["misses"] > 0 and ("prefetch" not in spac or worker["prefetch_hits"] > 0)
+        assert ("cpu_experts" in spac) == (worker["cpu_experts"] > 0)
+
+
 @pytest.mark.full
 def test_engines_of_other_sizes_and_swapped_folders(stock, checkpoint, tmp_path):
     """One folder of packed experts for engines of one and two ranks: each finds its own and repairs what is not."""

@@ -72,7 +72,6 @@ def test_what_the_user_chose_stays() -> None:
         ({"speculative_config": None}, "add --speculative-config"),
         ({"speculative_config": HEAD | {"num_speculative_tokens": 5}}, "drop num_speculative_tokens"),
         ({"speculative_config": HEAD | {"disable_padded_drafter_batch": False}}, "needs disable_padded_drafter_batch"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size above 1.*; drop --spac-tree"),
         ({"scheduler_cls": "a.B"}, "drop --scheduler-cls"),
     ],
 )

@@ -316,9 +316,22 @@ class SlotExecution(Execution):
             return kernel(x, weights, routed)
         if self._step is not None and self._layers.looks:
             self._layers.look(layer, x[: rows.real], routed[: rows.real], weights[: rows.real])
-        if (cold := self.cold(layer, routed, rows.real)) is None:
-            return self.in_slots(layer, x, weights, routed, kernel, there=there)
-        beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)
+        return self._shared(layer, x, weights, routed, kernel, rows.real, there)
+
+    def _shared(
+        self,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        kernel: LayerKernel,
+        real: int,
+        there: Tensor | None = None,
+    ) -> Tensor:
+        """As ``in_slots``, but for the pairs that the CPU takes; ``real``: leading rows that belong to requests."""
+        if (cold := self.cold(layer, ids, real)) is None:
+            return self.in_slots(layer, x, weights, ids, kernel, there=there)
+        beside, hot = Share.of(ids, cold), Share.of(ids, ~cold)
         with self.computing(layer, beside, x, weights) as computation:
             part = self.in_slots(layer, *hot.pick(x, weights), hot.ids, kernel, computation.give_way)
             combined = combine(x, [(hot.rows, part), (beside.rows, computation.result())])
@@ -343,7 +356,7 @@ class SlotExecution(Execution):
             else:
                 if self._step is not None and self._layers.looks:
                     self._layers.look(layer, picked[0], share.ids, picked[1])
-                out[share.rows] = self.in_slots(layer, *picked, share.ids, kernel)
+                out[share.rows] = self._shared(layer, *picked, share.ids, kernel, len(share.rows))
         return out
 
     def in_slots(

@@ -38,9 +38,6 @@ def check(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> None:
 
 
 def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if config.tree and (reason := drafts.untreed(ranks)) is not None:  # asked before vLLM makes its configuration, too
-        yield True, f"{_given(config, 'tree')} does not work with {reason.problem}", (reason.remedy,)
     yield from _of_workers(config, vllm_config, gpu)
     yield from _of_ranks(config, vllm_config)
     if vllm_config.parallel_config.enable_expert_parallel:
@@ -78,12 +75,6 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         "ones) is not supported",
         (drop("speculate"),),
     )
-    named = config.named_prefetch
-    yield (
-        several and named != "off" and Signal.DRAFT_ROUTING in components.find("predictors", named).needs,
-        f"{_given(config, 'prefetch')} {option} (it was not tried) is not supported",
-        (use(prefetch="utility"), drop("prefetch")),
-    )
 
 
 def _of_divided_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
@@ -95,8 +86,6 @@ def _of_divided_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
         f"{plane(config)} with {option} is not supported",
         (instead, _WHOLE),
     )
-    cpu = f"{_given(config, 'cpu_experts')} with {option} is not supported"
-    yield config.uses_cpu_experts, cpu, (use(cpu_experts="off"), _WHOLE)
     yield (
         config.predictor_file is not None,
         f"{_given(config, 'prefetch')}, whose predictor knows the experts of all ranks, with {option} is not supported",

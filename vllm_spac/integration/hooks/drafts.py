@@ -45,11 +45,6 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     return None
 
 
-def untreed(ranks: int) -> Reason | None:
-    """Why drafts cannot form trees with so many ranks, and what helps; None if they can."""
-    return Reason(f"--tensor-parallel-size {ranks}, where they were not tested", CHAINS) if ranks > 1 else None
-
-
 def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     """Why votes cannot be weighted by the draft's probabilities, in ``trees`` or not, and what helps; None if they can.
 

@@ -273,12 +273,17 @@ def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThrea
 
 
 def one_row(execution: Execution, layer: ManagedExperts) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], Tensor]]:
-    """Returns (x, weights, ids) of a row on the CPU, and a function that runs it through ``layer`` in fast memory."""
+    """Returns (x, weights, ids) of a row on the CPU, and a function that runs it through ``layer`` in fast memory.
+
+    The row's experts are the first ones of this process.
+    """
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.moe_config.in_dtype)
     weights = torch.full((1, top_k), 1 / top_k, dtype=torch.float32)
-    row = x, weights, torch.arange(top_k, dtype=torch.int32)[None]
-    there, routed, chosen = (tensor.to(layer.spac.device) for tensor in row)
+    held, own = execution.local_of, torch.arange(top_k, dtype=torch.int32)
+    named = own if held is None else held.argsort(stable=True)[(held < 0).sum() :][:top_k].int()
+    row = x, weights, own[None]
+    there, routed, chosen = (tensor.to(layer.spac.device) for tensor in (x, weights, named[None]))
     rows = Rows(1, as_routed=True)
     return row, partial(execution.forward, layer.spac_index, there, routed, chosen, layer.spac_kernel, rows)
 

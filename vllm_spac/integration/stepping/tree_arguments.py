@@ -38,8 +38,6 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     if not config.tree:
         return
     named = f"tree={config.tree} (--spac-tree)"
-    if (reason := drafts.untreed(engine_args.tensor_parallel_size)) is not None:  # what else is in the way need not be
-        raise UnsupportedError.refused(f"spac: {named} does not work with {reason.problem}", reason.remedy)
     given = engine_args.speculative_config
     if not isinstance(given, dict):
         raise ConfigError.refused(f"spac: {named} is drafted by an EAGLE head", _EAGLE, drop("tree"))
