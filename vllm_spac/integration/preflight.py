@@ -20,7 +20,7 @@ import psutil
 from vllm_spac import components
 from vllm_spac.cache import sizing
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import AUTO, SlotCount
+from vllm_spac.config.types import SlotCount
 from vllm_spac.config.types import flag as knob_flag
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import PredictorFile
@@ -296,21 +296,9 @@ def _check_cpu_experts(config: SpacConfig) -> None:
 
 
 def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Raises ``UnsupportedError`` if a predictor looks at layers that are not on the host."""
-    on_host = _device_type() == "cpu" and not drafts.plans_drafts(vllm_config)
+    """Raises ``UnsupportedError`` if a predictor looks at what the drafter computes, and that is not known."""
     named = config.named_prefetch
-    looks = config.prefetch == AUTO or (named != "off" and components.find("predictors", named).looks_at_layers())
-    if looks and not on_host and config.execution_class.needs_host:
-        on_device = config.prefetch != AUTO and components.find("predictors", named).on_device
-        pointers = use(execution="pointers").but(", whose layers are looked at on the GPU")
-        raise UnsupportedError.refused(
-            f"spac: prefetch={config.prefetch} (--spac-prefetch) looks at what layers compute, which works on a CPU "
-            "with vLLM's V1 runner only",
-            use(prefetch="utility"),
-            drop("prefetch"),
-            *((pointers,) if on_device else ()),
-        )
-    needs = components.find("predictors", named).needs if looks and config.prefetch != AUTO else frozenset()
+    needs = frozenset() if named == "off" else components.find("predictors", named).needs
     if DRAFTING & needs:
         unknown = drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.unread
         tree = drafts.Reason("no tree of drafts can be read", drop("tree"))

@@ -242,7 +242,7 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
         requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights, parents))
         start = stop
     reads = experts.runtime.looks_at_drafts
-    tokens = runner.input_ids.gpu[:start].long().cpu() if reads or experts.runtime.looks_at_tokens else None
+    tokens = runner.input_ids.gpu[:start].long() if reads or experts.runtime.looks_at_tokens else None
     draft = None
     if reads:
         rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, requests, strict=True)]
