@@ -661,6 +661,20 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
             preflight.check_votes(SpacConfig(**knobs, budget_votes="path"), config)
 
 
+def test_nodes_of_trees_have_states_and_no_routing():
+    """Of an EAGLE head, which has no experts; a shadow would have to be the draft model in its place."""
+    from vllm_spac.config.config import SpacConfig
+    from vllm_spac.integration import preflight
+
+    head = SimpleNamespace(
+        method="eagle3", parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
+    )
+    config = SimpleNamespace(speculative_config=head)
+    preflight._check_prefetch(SpacConfig(prefetch="draft_gate", predictor_file="p", tree=8), config)
+    with pytest.raises(ValueError, match="shadow.*work here: draft trees grow from EAGLE heads.*; drop --spac-tree"):
+        preflight._check_prefetch(SpacConfig(prefetch="shadow", tree=8), config)
+
+
 @pytest.mark.parametrize(
     ("spac", "needed"),
     [

@@ -300,9 +300,10 @@ def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
     named = config.named_prefetch
     needs = frozenset() if named == "off" else components.find("predictors", named).needs
     if DRAFTING & needs:
-        unknown = drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.unread
-        tree = drafts.Reason("no tree of drafts can be read", drop("tree"))
-        if (reason := tree if config.tree else unknown(vllm_config)) is not None:
+        shadow = Signal.DRAFT_ROUTING in needs
+        heads = drafts.Reason("draft trees grow from EAGLE heads, which have no experts", drop("tree"))
+        reason = drafts.unshadowed(vllm_config) if shadow else drafts.unread(vllm_config)
+        if (reason := heads if shadow and config.tree else reason) is not None:
             what = f"spac: prefetch={config.prefetch} (--spac-prefetch) cannot work here"
             raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, drop("prefetch"))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_spac.core import Step
 from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping import draft_routing
 from vllm_spac.integration.stepping.tree_install import device_trees_of
@@ -36,7 +37,9 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch)
     if not experts.runtime.looks_at_drafts:
         return step_of(batch, tokens=experts.runtime.looks_at_tokens)
     if not hasattr(runner, "_spac_reader"):
-        vars(runner)["_spac_reader"] = SpeculatorReader(runner.speculator, experts)
+        vars(runner)["_spac_reader"] = reader = SpeculatorReader(runner.speculator, experts)
+        if trees is not None:
+            trees.drafter.reading = reader.reading
     step = step_of(batch, tokens=True)
     rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, step.requests, strict=True)]
     return replace(step, draft=experts.serving.draft_states.take(rows, step.tokens))
@@ -46,7 +49,7 @@ class SpeculatorReader:
     """Keeps what V2's drafter computes in each of its forwards, and passes what it has so far on to a predictor.
 
     With ``ModelExperts.draft_routing``, that is what the drafter's routers chose, else its states. None of it is read
-    on the host.
+    on the host. Of a tree, it sees the first pass, and the tree's drafter tells ``reading`` of the levels.
 
     Args:
         speculator: V2's; two of its methods are replaced on this object.
@@ -54,7 +57,7 @@ class SpeculatorReader:
     """
 
     def __init__(self, speculator: Any, experts: Any) -> None:
-        self._speculator, self._experts = speculator, experts
+        self._speculator, self._routing, self.reading = speculator, experts.draft_routing, DraftReading(experts)
         self._tokens: Tensor | None = None  # that the next forward reads, int [requests]; None outside of ``propose``
         self._propose, speculator.propose = speculator.propose, self.propose
         self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
@@ -75,10 +78,10 @@ class SpeculatorReader:
         """Around the speculator's, of which each forward reads the token that the one before has drafted."""
         given = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
         sampled = num_sampled, num_rejected, last_sampled
-        if kwargs.get("dummy_run") or not self._experts.runtime.in_step:
+        if kwargs.get("dummy_run") or not self.reading.wanted:
             return self._propose(*given, *sampled, *args, **kwargs)
-        routing = self._experts.draft_routing
-        self._experts.serving.draft_states.begin(input_batch.req_ids)
+        routing = self._routing
+        self.reading.begin(input_batch.req_ids)
         self._tokens = last_sampled[input_batch.idx_mapping[: input_batch.num_reqs]].flatten()
         try:
             with contextlib.nullcontext() if routing is None else routing.observing():
@@ -90,12 +93,11 @@ class SpeculatorReader:
         """Around the speculator's, which is called once in each forward."""
         if self._tokens is None:
             return self._sample(hidden_states, *args, **kwargs)
-        found, routing, requests = self._experts.serving.draft_states, self._experts.draft_routing, len(hidden_states)
-        read = hidden_states
-        if routing is not None:
-            read = routing.take(requests, None if found.forwards else self._speculator.last_token_indices[:requests])
-        found.add(self._tokens[:requests], read)
-        self._experts.runtime.drafting(*found.known())
+        computed, requests = hidden_states, len(hidden_states)
+        if self._routing is not None:
+            first = None if self.reading.forwards else self._speculator.last_token_indices[:requests]
+            computed = self._routing.take(requests, first)
+        self.reading.read(self._tokens[:requests], computed)
         self._tokens = drafts = self._sample(hidden_states, *args, **kwargs)
         return drafts
 
