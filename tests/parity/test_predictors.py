@@ -146,6 +146,18 @@ def test_speculated_execution(trained: Path) -> None:
 
 
 @pytest.mark.full
+def test_speculated_execution_of_draft_trees(trained: Path) -> None:
+    """What is predicted decides alone which experts run, wherever they are. In float32: the same bits in each slot."""
+    head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off", "tree": 8}
+    spac |= {"prefetch": "linear", "predictor_file": str(trained / "p.safetensors"), "speculate": "predicted"}
+    options = {"speculative_config": head, "max_num_batched_tokens": 256, "block_size": 32, "dtype": "float32"}
+    run, resident = compare(MODELS / "target", [spac, spac | {"slots": "100%"}], max_tokens=16, **options)
+    assert run.tokens == resident.tokens and run.stats["budget"] == resident.stats["budget"]
+    assert run.stats["misses"] > 0 == resident.stats["misses"] and run.stats["budget"]["rows"] > 1000
+
+
+@pytest.mark.full
 def test_quality_of_speculated_execution(trained: Path) -> None:
     said = vllm_spac_command(
         *("quality", MODELS / "target", "--prompts", trained / "held.jsonl", "--speculate", "restricted,predicted"),
