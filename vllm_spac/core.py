@@ -59,9 +59,9 @@ class Step:
 
     Attributes:
         requests: empty for dummy and profile runs, whose rows belong to no request.
-        tokens: int64 [rows], the token of each row; None where nothing looks at them. On the host, unless layers do not
-            wait for it.
-        draft: [rows, ...] on the host, what the drafter computed when it read the token of each row: its state, or what
+        tokens: int64 [rows], the token of each row, on the device that runs the layers; None where nothing looks at
+            them.
+        draft: [rows, ...] there, what the drafter computed when it read the token of each row: its state, or what
             its routers chose (``Seen.draft``, ``Seen.draft_ids``); None where nothing looks at it.
     """
 

@@ -322,8 +322,8 @@ class Runtime:
         """The drafter has read tokens of the next step; called after each of its forwards.
 
         Args:
-            tokens: int64 [rows] on the host, those that it has read since the last step.
-            read: what it computed for them, on the host: as ``Seen.draft`` or ``Seen.draft_ids``.
+            tokens: int64 [rows], those that it has read since the last step, on the device that runs the layers.
+            read: what it computed for them, there: as ``Seen.draft`` or ``Seen.draft_ids``.
         """
         for execution in self.executions:
             if DRAFTING & execution.looks_at:

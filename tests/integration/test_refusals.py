@@ -270,17 +270,17 @@ def test_what_the_user_wrote_is_checked_before_a_worker_starts(moe, outside, spa
     assert (outside / "text").read_text() == "precious"
 
 
-def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypatch):
+def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, monkeypatch):
+    """With the V2 runner. What they read of a drafter must be there, as with V1's."""
     from vllm_spac.integration import compatibility
 
     monkeypatch.setattr(compatibility.drafts, "plans_drafts", lambda vllm_config: True)
-    with pytest.raises(
-        ValueError, match="looks at what layers compute, which works on a CPU with vLLM's V1 runner only"
-    ):
-        engine_config(moe, {"prefetch": "frequency", "predictor_file": "other.predictors"})
-    engine_config(moe, {"prefetch": "utility"})
-    with pytest.raises(ValueError, match="prefetch=shadow.*works on a CPU with vLLM's V1 runner only"):
+    copy = {"method": "draft_model", "model": str(moe), "num_speculative_tokens": 2}
+    engine_config(moe, {"prefetch": "shadow"}, speculative_config=copy)
+    with pytest.raises(ValueError, match="prefetch=shadow.*work here: there is no draft model"):
         engine_config(moe, {"prefetch": "shadow"})
+    with pytest.raises(ValueError, match=r"made for .*not for this model"):  # the file; nothing is refused before it
+        engine_config(moe, {"prefetch": "frequency", "predictor_file": "other.predictors"})
 
 
 def test_a_shadow_is_a_draft_model_with_the_layers_and_experts_of_the_model(moe, tmp_path):
@@ -658,6 +658,21 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
     else:
         with pytest.raises(ValueError, match=f"spac: budget_votes=path .--spac-budget-votes.*{remedy}"):
             compatibility.check(SpacConfig(**knobs, budget_votes="path"), config, gpu=False)
+
+
+def test_nodes_of_trees_have_states_and_no_routing():
+    """Of an EAGLE head, which has no experts; a shadow would have to be the draft model in its place."""
+    from vllm_spac.config.config import SpacConfig
+    from vllm_spac.integration import compatibility
+
+    head = SimpleNamespace(
+        method="eagle3", parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
+    )
+    parallel = SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False)
+    config = SimpleNamespace(speculative_config=head, parallel_config=parallel)
+    compatibility.check(SpacConfig(prefetch="draft_gate", predictor_file="p", tree=8), config, gpu=False)
+    with pytest.raises(ValueError, match="shadow.*work here: draft trees grow from EAGLE heads.*; drop --spac-tree"):
+        compatibility.check(SpacConfig(prefetch="shadow", tree=8), config, gpu=False)
 
 
 @pytest.mark.parametrize(

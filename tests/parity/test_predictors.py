@@ -110,6 +110,19 @@ def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None
     assert stats["prefetch_stops"] == 0
 
 
+@pytest.mark.full
+def test_nodes_of_draft_trees_are_guessed_of_before_their_step(trained: Path) -> None:
+    """The drafter's states of each level. Without, only prompts read ahead."""
+    head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off", "tree": 8}
+    ahead = {"prefetch": "draft_gate", "predictor_file": str(trained / "p.safetensors")}
+    options = {"speculative_config": head, "max_num_batched_tokens": 256, "block_size": 32}
+    plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=16, **options)
+    assert run.tokens == plain.tokens and run.stats["trees"]["trees"] > 40
+    more = {name: run.stats[name] - plain.stats[name] for name in ("prefetches", "prefetch_hits", "misses")}
+    assert more["prefetch_hits"] > 0.8 * more["prefetches"] > 200 and more["misses"] < -200, more
+
+
 def test_speculated_execution(trained: Path) -> None:
     """Exact until it is switched on and after; the true router among predicted experts drops less than predictions."""
     spac = {"slots": "25%", "disk_dir": str(trained), "predictor_file": str(trained / "p.safetensors")}
@@ -130,6 +143,18 @@ def test_speculated_execution(trained: Path) -> None:
         assert 0 < dropped["restricted"] < dropped["predicted"] < 0.5 and same["restricted"] > 0.5, (dropped, same)
         llm.collective_rpc("spac_budget", args=({},))
         assert engines.say(llm) == exact
+
+
+@pytest.mark.full
+def test_speculated_execution_of_draft_trees(trained: Path) -> None:
+    """What is predicted decides alone which experts run, wherever they are. In float32: the same bits in each slot."""
+    head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off", "tree": 8}
+    spac |= {"prefetch": "linear", "predictor_file": str(trained / "p.safetensors"), "speculate": "predicted"}
+    options = {"speculative_config": head, "max_num_batched_tokens": 256, "block_size": 32, "dtype": "float32"}
+    run, resident = compare(MODELS / "target", [spac, spac | {"slots": "100%"}], max_tokens=16, **options)
+    assert run.tokens == resident.tokens and run.stats["budget"] == resident.stats["budget"]
+    assert run.stats["misses"] > 0 == resident.stats["misses"] and run.stats["budget"]["rows"] > 1000
 
 
 @pytest.mark.full

@@ -162,7 +162,7 @@ def walk(tree: DraftTree, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def trees_of(growth: Growth, nodes: int) -> list[DraftTree]:
     """The tree of each request, with at most ``nodes`` draft tokens."""
-    parts = (part.cpu() for part in growth.chosen())
+    parts = (part.cpu() for part in growth.chosen()[:3])
     return [
         DraftTree(
             tuple(tokens[:nodes].tolist()),

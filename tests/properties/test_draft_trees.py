@@ -13,7 +13,7 @@ from list_trees import DraftTree, TreeRows, after_walk, before_forward, scattere
 
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape, TreeShape, parse
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.trees.growth import Growth
+from vllm_spac.methods.trees.growth import Chosen, Growth
 from vllm_spac.methods.trees.tensors import level_batch, scratch_blocks
 
 VOCABULARY = 12
@@ -39,11 +39,21 @@ def grown(shape: TreeShape, seed: int, requests: int, coarse: bool, nodes: int) 
         logits = torch.randn(*size, VOCABULARY, generator=rng) * 3
         return (logits.round() * 4 if coarse else logits).log_softmax(-1)
 
-    growth = Growth(shape, logp(requests))
+    growth, read = Growth(shape, logp(requests)), [torch.full((requests, 0), -1)]
     while not growth.over:
         assert growth.tokens.shape == growth.parent.shape == growth.expanded.shape
+        read.append(growth.tokens)
         growth.add(logp(*growth.expanded.shape))
+    check_read(growth.chosen(), torch.cat(read, 1))
     return trees_of(growth, nodes)
+
+
+def check_read(chosen: Chosen, read: torch.Tensor) -> None:
+    """``Chosen.read`` names each node's token among those ``read``, each once, and that of each node with children."""
+    for tokens, parents, numbers, known in zip(chosen.tokens, chosen.parents, chosen.read, read, strict=True):
+        found = numbers[numbers >= 0]
+        assert len(found.unique()) == len(found) and torch.equal(known[found], tokens[numbers >= 0])
+        assert (numbers[parents[parents > 0] - 1] >= 0).all()
 
 
 @given(

@@ -86,7 +86,7 @@ class Kernel:
 
 
 class Pool(SlotExecution):
-    def __init__(self, slots: int, policy: str = "lru", background: type = Instant, **knobs) -> None:
+    def __init__(self, slots: int, policy: str = "lru", background: type = Instant, exchange=None, **knobs) -> None:
         self.script = Script()
         before, transfers.Background = transfers.Background, background
         ahead = PrefetchSettings(prefetch="script", built=self.script, **knobs)
@@ -94,7 +94,7 @@ class Pool(SlotExecution):
         try:
             super().__init__(
                 SHAPE, slots, chosen, Recorded(), {"w": torch.full((slots, 1), float("nan"))},
-                io_threads=2, path="double", ahead=ahead,
+                io_threads=2, path="double", ahead=ahead, exchange=exchange,
             )  # fmt: skip
         finally:
             transfers.Background = before

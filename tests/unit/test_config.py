@@ -508,7 +508,6 @@ SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file":
             r"and budget=8 \(--spac-budget\) both choose .*; drop --spac-speculate, or drop --spac-budget",
         ),
         (SPECULATES | {"budget": 0.9}, r"and budget=0.9 \(--spac-budget\) both choose"),
-        (SPECULATES | {"tree": 8}, "was not tried with draft trees; drop --spac-tree"),
         ({"speculate": "predicted", "decisions": "device"}, "decisions=device .*; drop --spac-speculate"),
     ],
     ids=str,

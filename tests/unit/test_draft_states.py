@@ -70,6 +70,54 @@ def test_states_are_copies_and_known_forward_by_forward() -> None:
     assert first(taken) == [2, 4] and taken.dtype == torch.bfloat16
 
 
+def tree_states() -> DraftStates:
+    """Requests a and b: the root, two nodes of a level, one of the next; the trees have three nodes.
+
+    Of a, nodes 0 and 2 were read first and last, and node 1 was not. Of b, nodes 0 and 1 in the second forward.
+    """
+    found = DraftStates(WIDTH)
+    found.begin(["a", "b"])
+    found.add(torch.tensor([10, 20]), state(1.0, 2.0))
+    found.add(torch.tensor([11, 12, 21, 22]), state(3.0, 4.0, 5.0, 6.0))
+    found.add(torch.tensor([13, 23]), state(7.0, 8.0))
+    found.settle(torch.tensor([[0, -1, 2], [0, 1, -1]]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "expected"),
+    [
+        ([("a", slice(0, 4), 3)], [10, 11, 98, 13], [1, 3, None, 7]),
+        ([("b", slice(1, 5), 3), ("c", slice(0, 1), 0)], [10, 20, 21, 22, 97], [None, 2, 5, 6, None]),
+        ([("b", slice(0, 2), 1), ("a", slice(2, 6), 3)], [20, 21, 10, 11, 98, 13], [2, 5, 1, 3, None, 7]),
+        ([("a", slice(0, 4), 3)], [10, 99, 98, 13], [1, None, None, 7]),
+        ([("a", slice(0, 1), 0)], [10], [1]),
+    ],
+    ids=str,
+)
+def test_nodes_of_a_tree_have_the_states_of_the_forward_that_read_them(
+    requests: list, tokens: list, expected: list
+) -> None:
+    """A node does not follow the one before it: another token says nothing of the others."""
+    assert first(tree_states().take(requests, torch.tensor(tokens))) == expected
+
+
+def test_after_a_tree_a_chain_is_a_chain() -> None:
+    found = tree_states()
+    found.begin(["a"])
+    found.add(torch.tensor([4]), state(1.0))
+    found.add(torch.tensor([5]), state(2.0))
+    assert first(found.take([("a", slice(0, 3), 2)], torch.tensor([4, 5, 6]))) == [1, 2, None]
+
+
+def test_a_tree_of_one_level_has_only_its_root_read() -> None:
+    found = DraftStates(WIDTH)
+    found.begin(["a"])
+    found.add(torch.tensor([4]), state(1.0))
+    found.settle(torch.tensor([[-1, -1]]))
+    assert first(found.take([("a", slice(0, 3), 2)], torch.tensor([4, 4, 4]))) == [1, None, None]
+
+
 @pytest.mark.parametrize(
     ("sampled", "expected"),
     [

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.integration.hooks.runner_hooks import tokens_of
+from vllm_spac.integration.stepping import runner_v2
 from vllm_spac.integration.stepping.runner_v1 import sampled_plainly, unless_plain
 from vllm_spac.integration.stepping.runner_v2 import step_of
 
@@ -106,3 +109,113 @@ class Copying:
 )
 def test_tokens(output, tokens) -> None:
     assert tokens_of(output) == tokens
+
+
+# -- what its drafter computes -----------------------------------------------------------------------------------------
+
+WIDTH = 2
+
+
+class Speculator:
+    """Drafts two tokens of each request: 10 more than the one that it has read, then 10 more."""
+
+    last_token_indices = torch.tensor([1, 0, 7])
+
+    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+        read, drafts = args[6][input_batch.idx_mapping].flatten(), []
+        for number in range(2):
+            states = (read[:, None] + torch.zeros(WIDTH)) / 100
+            drafts.append(self.sample_draft(states, read + 10, draft_step=number))
+            read = drafts[-1]
+        return torch.stack(drafts, 1)
+
+    def sample_draft(self, hidden_states: torch.Tensor, drafts: torch.Tensor, draft_step: int) -> torch.Tensor:
+        return drafts
+
+
+class Routing:
+    """What a draft model's routers chose: the rows that they are asked for, and the number of the forward."""
+
+    def __init__(self) -> None:
+        self.forwards, self.open = 0, False
+
+    def observing(self):
+        return self
+
+    def __enter__(self) -> None:
+        self.open = True
+
+    def __exit__(self, *error: object) -> None:
+        self.open = False
+
+    def take(self, requests: int, rows: torch.Tensor | None) -> torch.Tensor:
+        assert self.open
+        self.forwards += 1
+        found = torch.arange(requests) if rows is None else rows
+        return torch.stack([found, torch.full_like(found, self.forwards)], 1)[:, None]
+
+
+def reading(routing: Routing | None = None) -> tuple[SimpleNamespace, SimpleNamespace, list]:
+    """A runner whose predictor looks at the drafter, its experts, and what the predictor was told."""
+    told: list[tuple[list, list]] = []
+    runtime = SimpleNamespace(
+        looks_at_drafts=True,
+        in_step=True,
+        drafting=lambda tokens, states: told.append((tokens.tolist(), states.flatten(1)[:, -1].tolist())),
+    )
+    states = DraftStates(WIDTH) if routing is None else DraftStates(1, 2, unread=-1)
+    experts = SimpleNamespace(runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing)
+    return SimpleNamespace(_spac_experts=experts, speculator=Speculator()), experts, told
+
+
+def drafted_batch() -> SimpleNamespace:
+    """Requests a and b, in places 2 and 0 of the runner's state; of each the last token and two drafts."""
+    found = batch([3, 3], [False, False], [2, 2])
+    found.req_ids, found.idx_mapping = ["a", "b"], torch.tensor([2, 0])
+    found.input_ids = torch.tensor([3, 13, 23, 1, 11, 99], dtype=torch.int32)
+    return found
+
+
+def proposed(runner: SimpleNamespace, **more: Any) -> list:
+    last_sampled = torch.tensor([[1], [2], [3]])
+    return runner.speculator.propose(drafted_batch(), *6 * [None], last_sampled, **more).tolist()
+
+
+def test_a_predictor_reads_each_forward_of_the_drafter() -> None:
+    """Drafts are as before; the step gets the states of the rows whose token was read, up to the first other draft."""
+    runner, experts, told = reading()
+    step = runner_v2._step(runner, None, drafted_batch())
+    assert step.draft.isnan().all() and step.tokens.tolist() == [3, 13, 23, 1, 11, 99]
+    assert proposed(runner) == [[13, 23], [11, 21]]
+    assert told == [
+        ([3, 1], pytest.approx([0.03, 0.01])),
+        ([3, 1, 13, 11], pytest.approx([0.03, 0.01, 0.13, 0.11])),
+    ]
+    step = runner_v2._step(runner, None, drafted_batch())
+    assert step.draft[:, 0].tolist() == pytest.approx([0.03, 0.13, float("nan"), 0.01, 0.11, float("nan")], nan_ok=True)
+
+
+def test_dummy_drafts_are_not_read() -> None:
+    runner, experts, told = reading()
+    runner_v2._step(runner, None, drafted_batch())
+    assert proposed(runner, dummy_run=True) == [[13, 23], [11, 21]]
+    experts.runtime.in_step = False  # vLLM warms up with batches that look real
+    assert proposed(runner) == [[13, 23], [11, 21]]
+    assert told == [] and experts.serving.draft_states.forwards == 0
+
+
+def test_a_shadow_s_first_forward_reads_whole_requests() -> None:
+    runner, experts, told = reading(Routing())
+    runner_v2._step(runner, None, drafted_batch())
+    proposed(runner)
+    step = runner_v2._step(runner, None, drafted_batch())
+    assert step.draft.tolist() == [[[1, 1]], [[0, 2]], [[-1, -1]], [[0, 1]], [[1, 2]], [[-1, -1]]]
+    assert not experts.draft_routing.open
+
+
+def test_a_runner_whose_predictor_reads_no_drafter_is_left_alone() -> None:
+    runner, experts, _ = reading()
+    experts.runtime.looks_at_drafts, experts.runtime.looks_at_tokens = False, True
+    step = runner_v2._step(runner, None, drafted_batch())
+    assert step.draft is None and step.tokens.tolist() == [3, 13, 23, 1, 11, 99]
+    assert not vars(runner.speculator)

@@ -81,6 +81,7 @@ class ExpertLoader:
         transfers: moves bytes; owned.
         counters, layer_experts, settings, balancer: as in ``Prefetcher``.
         top_k: experts per row; a predictor that looks at layers is taken to name as many.
+        away: as in ``Lookahead``.
 
     Attributes:
         prefetcher: reads ahead; its caller tells it of steps and layers, where something is to be guessed about them.
@@ -96,11 +97,12 @@ class ExpertLoader:
         settings: PrefetchSettings,
         balancer: Balancer | None = None,
         top_k: int = 1,
+        away: bool = False,
     ) -> None:
         self.residency = residency
         self._transfers = transfers
         self._counters = counters
-        self._layer_experts, self._top_k = layer_experts, top_k
+        self._layer_experts, self._top_k, self._away = layer_experts, top_k, away
         self.prefetcher: Prefetcher
         self._use = LayerUse(len(residency.slot_of) // layer_experts, layer_experts, top_k)
         self.read_ahead(settings, balancer)
@@ -115,7 +117,7 @@ class ExpertLoader:
         if settings.looks:
             guesser = settings.build(keys)
             self.needs = guesser.needs
-            self.prefetcher = Lookahead(*shared, guesser, self._top_k)
+            self.prefetcher = Lookahead(*shared, guesser, self._top_k, self._away)
         else:
             self.prefetcher = Prefetcher(*shared)
 

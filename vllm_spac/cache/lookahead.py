@@ -7,14 +7,15 @@ the last layer of a step comes the first one of the next.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from vllm_spac.cache.link import Link
+from vllm_spac.cache.named import Named, named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
@@ -75,6 +76,15 @@ class Expected:
         for layer, experts in named(guess, self._experts, self._top_k):
             self.expect(layer, experts)
 
+    def names(self, guess: Guess) -> Named:
+        """Returns what ``guess`` names, on its device; for ``hear``."""
+        return Named.of(guess, self._experts, self._top_k)
+
+    def hear(self, names: Named) -> None:
+        """As ``name``, of ``names`` that are on the host."""
+        for layer, experts in names.by_layer():
+            self.expect(layer, experts)
+
     def expect(self, layer: int, experts: np.ndarray) -> None:
         """Takes ``experts`` (int, distinct, the likeliest first) of ``layer`` as ``name`` takes those of a guess."""
         if layer != self._running or self._left:
@@ -123,36 +133,8 @@ class _Until:
         return key in self.expected and self.expected.distance(key) <= self.distance
 
 
-def named(guess: Guess, experts: int, top_k: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields each layer that ``guess`` scores, and the experts that it names of it, the likeliest first: int [n].
-
-    Args:
-        experts: experts per layer.
-        top_k: experts that a row names.
-    """
-    scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)
-    best = (-scores).argsort(axis=2, kind="stable")[:, :, :top_k]
-    for number in range(scores.shape[1]):
-        yield guess.first // experts + number, _ranked(scores[:, number], best[:, number])
-
-
-def _ranked(scores: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """Returns the experts that rows name, the likeliest first.
-
-    Args:
-        scores: float [rows, experts].
-        best: int [rows, k], the best of a row first.
-    """
-    if len(best) == 1:  # each call into numpy takes a microsecond or more, in every layer of every token
-        likeliest = best[0]
-        return likeliest[scores[0][likeliest] > -np.inf]
-    names = np.take_along_axis(scores, best, 1) > -np.inf
-    votes = np.bincount(best.ravel(), (np.arange(best.shape[1], 0, -1) * names).ravel())
-    order = np.argsort(-votes, kind="stable")
-    return order[: np.count_nonzero(votes)]
-
-
 logger = logging.getLogger("vllm.spac")
+_Taken = TypeVar("_Taken")
 
 
 class Lookahead(Prefetcher):
@@ -164,9 +146,13 @@ class Lookahead(Prefetcher):
     its read has not begun. While drafts are made, reads are of the layers below the cutoff. After an error of the
     predictor, which is logged, it is not asked again.
 
+    Where layers run on a device, the predictor does too. Then the caller asks it (``ask``), and passes on what it names
+    once that is on the host: in the first layer of a step what it names at the start.
+
     Args:
         guesser: the predictor; the arguments before it as in ``Prefetcher``.
         top_k: experts per row, of which a guess names as many.
+        away: the predictor is on a device, and the caller asks it.
     """
 
     def __init__(
@@ -180,9 +166,10 @@ class Lookahead(Prefetcher):
         balancer: Balancer | None,
         guesser: Predictor,
         top_k: int,
+        away: bool = False,
     ) -> None:
         super().__init__(residency, transfers, counters, layer_experts, predictor, settings, balancer)
-        self._guesser = guesser
+        self._guesser, self._away = guesser, away
         self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k)
         self._phases = DraftPhases(settings.depth)
         self._drafting = False  # the drafter has read tokens of a step that has not begun
@@ -197,14 +184,18 @@ class Lookahead(Prefetcher):
         """Whether nothing follows from a guess."""
         return self._broken or (self._payback is not None and self._payback.stopped)
 
-    def draft(self, seen: Seen) -> None:
+    def ask(self, seen: Seen) -> list[Named]:
+        asked = self._away and not self._idle and (seen.layer == START or self._guesser.reach > 0)
+        return self._guesses(seen, self.expected.names) if asked else []
+
+    def draft(self, seen: Seen | None, names: Sequence[Named] = ()) -> None:
         self.reap()
         if self._idle:
             return
         if not self._drafting:
             self._drafting = True
             self.expected.begin()
-        self._ask(seen)
+        self._hear(seen, names)
         self._cancel_unexpected()
         layers = [self.expected.of(layer) for layer in range(self.expected.layers)]
         missing = [int((self._residency.slot_of[keys] == NOWHERE).sum()) for keys in layers]
@@ -214,22 +205,22 @@ class Lookahead(Prefetcher):
     def begin_step(self, seen: Seen | None) -> None:
         self.reap()
         self._phases.end(self._ahead.keys)
-        self._drafting = False
+        drafted, self._drafting = self._drafting, False
         self._began, self._rows = self._link.clock(), 0
         if seen is None or self._idle:
             self.expected.clear()
-        else:
+        elif not (self._away and drafted):  # what was named of the drafts holds until the step's names arrive
             self.expected.begin()
-            self._ask(seen)
+            self._hear(seen, ())
         self._proceed(0)
 
-    def look(self, seen: Seen) -> None:
+    def look(self, seen: Seen, names: Sequence[Named] = ()) -> None:
         assert seen.ids is not None
         self._rows = len(seen.ids)
         if not self._idle:
             self.expected.enter(seen.layer, seen.ids.numpy())
-            if self._guesser.reach:
-                self._ask(seen)
+            if self._away or self._guesser.reach:
+                self._hear(seen, names)
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
         if not self._idle:
@@ -288,11 +279,21 @@ class Lookahead(Prefetcher):
             self._ahead.fetch(loads)
         return [key for key, _ in loads]
 
-    def _ask(self, seen: Seen) -> None:
+    def _hear(self, seen: Seen | None, names: Sequence[Named]) -> None:
+        """Takes what the predictor names of ``seen``; where it is away, ``names``, which it has named of it."""
+        if self._away:
+            for each in names:
+                self.expected.hear(each)
+        else:
+            assert seen is not None
+            self._guesses(seen, self.expected.name)
+
+    def _guesses(self, seen: Seen, take: Callable[[Guess], _Taken]) -> list[_Taken]:
+        """Returns what ``take`` makes of each guess about ``seen``; nothing after an error."""
         try:
-            for guess in self._guesser.guesses(seen):
-                self.expected.name(guess)
+            return [take(guess) for guess in self._guesser.guesses(seen)]
         except Exception:  # of any predictor, also of another package: it moves experts ahead of need, and no more
             self._broken = True
             self.expected.clear()
             logger.exception("spac: prefetch=%s failed; nothing is read ahead from now on", self._settings.prefetch)
+            return []

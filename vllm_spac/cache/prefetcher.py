@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_spac.cache.allowance import Allowance, PauseNotice
 from vllm_spac.cache.link import Link, Moved
+from vllm_spac.cache.named import Named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.decisions.balancers.base import Balancer
@@ -127,11 +128,23 @@ class Prefetcher:
     def begin_step(self, seen: Seen | None) -> None:
         """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed."""
 
-    def draft(self, seen: Seen) -> None:
-        """The drafter has read the tokens of some rows of the next step: for a predictor that looks at its states."""
+    def ask(self, seen: Seen) -> list[Named]:
+        """Returns what a predictor on a device names of ``seen``, for ``draft`` or ``look``; waits for nothing."""
+        return []
 
-    def look(self, seen: Seen) -> None:
-        """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers."""
+    def draft(self, seen: Seen | None, names: Sequence[Named] = ()) -> None:
+        """The drafter has read the tokens of some rows of the next step: for a predictor that looks at its states.
+
+        With a predictor on a device: ``names``, what it has named of ``seen``, have arrived on the host.
+        """
+
+    def look(self, seen: Seen, names: Sequence[Named] = ()) -> None:
+        """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers.
+
+        Args:
+            seen: ``ids`` are on the host.
+            names: of a predictor on a device, what has arrived with them.
+        """
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
         """``experts`` (int, distinct, the likeliest first) are guessed of the next run of ``layer``; between layers."""

@@ -228,8 +228,6 @@ def _check_speculate(config: Any) -> None:
             drop("speculate"),
             drop("budget"),
         )
-    if config.tree:
-        raise _refused(f"{named} was not tried with draft trees", drop("tree"), drop("speculate"))
     off = config.prefetch in ("off", AUTO)
     if off or not components.find("predictors", config.prefetch).needs_file:
         raise _refused(

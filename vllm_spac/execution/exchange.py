@@ -13,8 +13,8 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -196,6 +196,7 @@ def capturing(tensor: torch.Tensor) -> bool:
 
 
 _BUFFERS = 4  # for copies in flight to the device
+_ALIGNED = 16  # bytes
 
 
 class Lane(Protocol):
@@ -217,6 +218,18 @@ class CurrentStream:
         return _CudaEvent(event)
 
 
+class Sent(NamedTuple):
+    """Tensors on their way to the CPU.
+
+    Attributes:
+        tensors: memory of their own on the CPU.
+        arrived: when they are there.
+    """
+
+    tensors: list[Tensor]
+    arrived: Event
+
+
 class Exchange:
     """Copies tensors to and from a device. Called by one thread.
 
@@ -233,11 +246,28 @@ class Exchange:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the device's ``tensor`` on the CPU, owned by the caller; waits for the device."""
-        self._in = _grown(self._in, tensor.nbytes)
-        arrived = _as(self._in, tensor)
-        self._lane.copy(arrived, tensor)
+        return self.all_to_host((tensor,))[0]
+
+    def all_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As ``to_host``, of several tensors: there is one wait for all of them."""
+        self._in = _grown(self._in, sum(map(_padded, tensors)))
+        arrived = self._copied(tensors, self._in)
         self._lane.record().wait()
-        return arrived.clone()
+        return [each.clone() for each in arrived]
+
+    def send(self, tensors: Sequence[Tensor]) -> Sent:
+        """Copies the device's ``tensors`` to the CPU; does not wait for the device."""
+        arriving = self._copied(tensors, _grown(None, sum(map(_padded, tensors))))
+        return Sent(arriving, self._lane.record())
+
+    def _copied(self, tensors: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+        """Launches copies of ``tensors`` into ``buffer``, one after another; returns where they arrive."""
+        arriving, start = [], 0
+        for tensor in tensors:
+            arriving.append(_as(buffer[start:], tensor))
+            self._lane.copy(arriving[-1], tensor)
+            start += _padded(tensor)
+        return arriving
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the CPU's ``tensor`` on the device, for work launched from now on; does not wait for it."""
@@ -258,6 +288,11 @@ def _grown(buffer: Tensor | None, nbytes: int) -> Tensor:
     if buffer is not None and buffer.numel() >= nbytes:
         return buffer
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes of ``tensor``, rounded up so that any other may begin behind it."""
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
 
 
 def _as(buffer: Tensor, like: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_spac.cache.loader import ExpertLoader
+from vllm_spac.cache.named import Named
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.decisions.payback import Payback
-from vllm_spac.decisions.predictors.base import Seen
+from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.recording.metrics import Counters
 
 if TYPE_CHECKING:
@@ -197,15 +198,34 @@ class SlotLayers:
         """Whether ``look`` is to be called in the layers of the step."""
         return self._seen is not None
 
-    def look(self, layer: int, hidden: Tensor | None, ids: Tensor, weights: Tensor | None) -> None:
+    def ask(self, layer: int, *there: Tensor | None) -> list[Named]:
+        """As ``Prefetcher.ask``, of the start of the step (``START``) or of a layer whose router has chosen.
+
+        Args:
+            layer: number of the layer.
+            there: hidden, ids and weights, as in ``look``, on the predictor's device; nothing at the start.
+        """
+        assert self._seen is not None, "a step in which nothing is guessed"
+        seen = self._seen if layer == START else Seen(layer, self._seen.tokens, *there)
+        return self.loader.prefetcher.ask(seen)
+
+    def look(
+        self,
+        layer: int,
+        hidden: Tensor | None,
+        ids: Tensor,
+        weights: Tensor | None,
+        names: Sequence[Named] = (),
+    ) -> None:
         """A router has chosen for the rows of the step, none of them padding; before ``cold`` and ``waves``.
 
         Args:
             layer: number of the layer.
             hidden, ids, weights: as in ``Seen``; those that the predictor does not need may be None.
+            names: as of ``Prefetcher.look``.
         """
         assert self._seen is not None, "a step in which nothing is guessed"
-        self.loader.prefetcher.look(Seen(layer, self._seen.tokens, hidden, ids, weights))
+        self.loader.prefetcher.look(Seen(layer, self._seen.tokens, hidden, ids, weights), names)
 
     def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
         """Loads the keys of each layer into free slots; yields how many were loaded."""

@@ -7,6 +7,7 @@ the decisions. For kernels whose result for a row depends on an expert's other r
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.loader import ExpertLoader
+from vllm_spac.cache.named import Named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
@@ -25,7 +27,7 @@ from vllm_spac.core import NOT_RUN, MoEShape, Step
 from vllm_spac.cpu_kernels._thread import Computation, ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import Seen
+from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.row_shares import Share, combine, numbered, runnable, typed_like
 from vllm_spac.execution.slot_layers import CpuCheck, SlotLayers, filled_experts
@@ -35,7 +37,7 @@ from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
     from vllm_spac.cache.transfers import HostRows
-    from vllm_spac.execution.exchange import Exchange
+    from vllm_spac.execution.exchange import Exchange, Sent
 
 
 class StepRouting:
@@ -212,9 +214,13 @@ class SlotExecution(Execution):
         knobs = ahead or PrefetchSettings()
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host, self.local_of = host, local_of
-        self._loader = ExpertLoader(self.residency, transfers, self.counters, shape.experts, knobs, top_k=shape.top_k)
+        shared = self.residency, transfers, self.counters, shape.experts, knobs
+        self._loader = ExpertLoader(*shared, top_k=shape.top_k, away=exchange is not None)
         self._layers = SlotLayers(self._loader, shape.experts)
         self.looks_at = frozenset() if self.holds_all else self._loader.needs or frozenset()
+        # What a predictor on the device named that is not on the host yet: of the step, and of drafts.
+        self._asked: list[Named] = []
+        self._sent: deque[tuple[Sent, list[int]]] = deque()
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
@@ -239,7 +245,22 @@ class SlotExecution(Execution):
         return None if self._step is None else self.counters
 
     def draft(self, tokens: Tensor, read: Tensor) -> None:
-        self._loader.prefetcher.draft(Seen.at_start(tokens, read, self.looks_at))
+        seen, prefetcher = Seen.at_start(tokens, read, self.looks_at), self._loader.prefetcher
+        if self._exchange is None:
+            prefetcher.draft(seen)
+        elif names := prefetcher.ask(seen):
+            sent = self._exchange.send([each.ids for each in names])
+            self._sent.append((sent, [each.first for each in names]))
+            self._hear_of_drafts()
+
+    def _hear_of_drafts(self) -> None:
+        """Passes on the newest names of drafts that have arrived, which include the older ones."""
+        newest = None
+        while self._sent and self._sent[0][0].arrived.done():
+            newest = self._sent.popleft()
+        if newest is not None:
+            sent, firsts = newest
+            self._loader.prefetcher.draft(None, list(map(Named, firsts, sent.tensors)))
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -247,7 +268,10 @@ class SlotExecution(Execution):
             self._routed.clear()  # of a forward that failed
             seen = Seen.at_start(step.tokens, step.draft, self.looks_at)
             alike = bool(step.requests) and not step.prompts
+            self._hear_of_drafts()
+            self._sent.clear()  # the first layer brings more
             self._layers.begin_step(seen if alike else None, step.rows if alike else 0)
+            self._asked = self._layers.ask(START) if self._layers.looks else []
         self.counters.began(step.kind)
 
     def end_forward(self) -> None:
@@ -302,9 +326,9 @@ class SlotExecution(Execution):
         if self.local_of is not None:
             return self._own_part(layer, x, weights, ids, kernel, rows)
         routed, there = ids, None
+        names: list[Named] = []
         if not kernel.takes_slots:
-            assert self._exchange is not None
-            routed = self._exchange.to_host(ids)  # waits for the router
+            routed, names = self._to_host(layer, x, weights, ids, rows)
         if rows.as_routed:  # each call into torch takes microseconds, in every layer of every token
             there = ids
             self._tell(layer, routed, weights, rows)
@@ -315,7 +339,7 @@ class SlotExecution(Execution):
         if self.holds_all:
             return kernel(x, weights, routed)
         if self._step is not None and self._layers.looks:
-            self._layers.look(layer, x[: rows.real], routed[: rows.real], weights[: rows.real])
+            self._layers.look(layer, x[: rows.real], routed[: rows.real], weights[: rows.real], names)
         return self._shared(layer, x, weights, routed, kernel, rows.real, there)
 
     def _shared(
@@ -337,6 +361,22 @@ class SlotExecution(Execution):
             combined = combine(x, [(hot.rows, part), (beside.rows, computation.result())])
         self._layers.admit()
         return combined
+
+    def _to_host(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Rows) -> tuple[Tensor, list[Named]]:
+        """Returns ``ids`` on the host, and what a predictor named on the device; waits once, for the router.
+
+        Arguments as in ``forward``.
+        """
+        assert self._exchange is not None
+        asked, self._asked = self._asked, []
+        if self._step is not None and self._layers.looks:
+            real = slice(rows.real)
+            chosen = ids[real], weights[real]
+            if not rows.as_routed:
+                chosen = chosen[0].clamp(min=0), chosen[1].masked_fill(chosen[0] < 0, 0)
+            asked += self._layers.ask(layer, x[real], *chosen)
+        routed, *named = self._exchange.all_to_host([ids, *(each.ids for each in asked)])
+        return routed, [Named(each.first, found) for each, found in zip(asked, named, strict=True)]
 
     def _own_part(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         """Computes what this process's experts add to a layer's output; vLLM adds the parts of all ranks behind it.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.rules import plane, without_workers
-from vllm_spac.config.types import AUTO
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import UnsupportedError, add, drop, flag, use
 from vllm_spac.integration.hooks import drafts
@@ -45,7 +44,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
     yield from _of_guard(config, vllm_config)
     yield from _of_votes(config, vllm_config)
     yield from _of_cpu_experts(config, gpu)
-    yield from _of_prefetch(config, vllm_config, gpu)
+    yield from _of_prefetch(config, vllm_config)
 
 
 def _given(config: SpacConfig, knob: str) -> str:
@@ -127,21 +126,15 @@ def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
     )
 
 
-def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    """A predictor that looks at what the drafter computes, where that is not known."""
     named = config.named_prefetch
-    looks = config.prefetch == AUTO or (named != "off" and components.find("predictors", named).looks_at_layers())
-    on_host = not gpu and not drafts.plans_drafts(vllm_config)
-    on_device = config.prefetch != AUTO and components.find("predictors", named).on_device if looks else False
-    device = use(decisions="device").but(", whose layers are looked at on the GPU")
-    yield (
-        looks and not on_host and config.execution_class.needs_host,
-        f"{_given(config, 'prefetch')} looks at what layers compute, which works on a CPU with vLLM's V1 runner only",
-        (use(prefetch="utility"), drop("prefetch"), *((device,) if on_device else ())),
-    )
-    needs = components.find("predictors", named).needs if looks and config.prefetch != AUTO else frozenset()
-    if DRAFTING & needs:
-        unknown = drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.unread
-        tree = drafts.Reason("no tree of drafts can be read", drop("tree"))
-        if (reason := tree if config.tree else unknown(vllm_config)) is not None:
-            what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"
-            yield True, what, (reason.remedy, drop("prefetch"))
+    needs = frozenset() if named == "off" else components.find("predictors", named).needs
+    if not DRAFTING & needs:
+        return
+    shadow = Signal.DRAFT_ROUTING in needs
+    heads = drafts.Reason("draft trees grow from EAGLE heads, which have no experts", drop("tree"))
+    reason = drafts.unshadowed(vllm_config) if shadow else drafts.unread(vllm_config)
+    if (reason := heads if shadow and config.tree else reason) is not None:
+        what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"
+        yield True, what, (reason.remedy, drop("prefetch"))

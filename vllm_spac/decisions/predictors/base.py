@@ -92,7 +92,8 @@ class Predictor(ABC):
     ``guesses`` is called once at the start of a step and, if ``reach`` is not 0, in each layer as soon as its router
     has chosen; a predictor that needs a signal of ``DRAFTING`` also while a drafter drafts, as at the start of a step,
     about the rows that are known by then. The caller ranks experts over layers, and decides what to read or to keep
-    because of a guess.
+    because of a guess. What it is passed is on the device that runs the layers, and so are its scores; nothing that it
+    does there may wait for that device.
 
     Built with ``num_experts``, the number of keys (the experts of all layers together), or from a file of
     ``vllm-spac train-predictor``.

@@ -66,9 +66,13 @@ class Linear(Maps):
 
     def scores_of(self, seen: Seen) -> Tensor:
         assert seen.tokens is not None
-        if seen.tokens is not self._tokens and (self._tokens is None or not torch.equal(seen.tokens, self._tokens)):
+        if seen.tokens is not self._tokens and not self._has(seen.tokens):
             self._tokens, self._by_token = seen.tokens, self.of_step(seen.tokens).split(self._widths, 1)
         return torch.addmm(self._by_token[seen.layer], self.features(seen), self._maps[seen.layer])
+
+    def _has(self, tokens: Tensor) -> bool:
+        """Whether ``tokens`` are those of ``_by_token``; on a GPU a comparison would wait."""
+        return self._tokens is not None and not tokens.is_cuda and torch.equal(tokens, self._tokens)
 
     def of_step(self, tokens: Tensor | None) -> Tensor:
         assert tokens is not None

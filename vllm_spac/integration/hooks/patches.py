@@ -56,6 +56,7 @@ EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
 _AUTOREGRESSIVE = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
@@ -270,6 +271,20 @@ PATCHES = (
     ),
     Patch(
         f"{PROPOSER}.load_model", "a predictor reads a draft model's routers", "v1", ("target_model",), until=_ROUTING
+    ),
+    Patch(
+        f"{SPECULATOR}.load_model", "a predictor reads a draft model's routers", "v2", ("target_model",), until=_ROUTING
+    ),
+    *(
+        Patch(target, why, "v2", takes, until="hidden states that a drafter returns", on="object")
+        for target, why, takes in (
+            (
+                f"{SPECULATOR}.propose",
+                "a predictor reads the drafter's states: of the token sampled last, then of each draft",
+                ("input_batch", "num_sampled", "num_rejected", "last_sampled", "dummy_run"),
+            ),
+            (f"{SPECULATOR}.sample_draft", "a forward of the drafter is over: its states", ("hidden_states",)),
+        )
     ),
     Patch(f"{PROPOSER}.set_inputs_first_pass", "tells the rows to draft from", "v1", until=_ROUTING, on="object"),
     Patch(

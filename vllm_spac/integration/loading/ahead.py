@@ -78,7 +78,7 @@ def predictor(
 
     Args:
         drafter: returns the fingerprint of the drafter; called if the predictor reads its states.
-        device: that computes, for an execution whose layers do not wait for the host: the predictor is there then, and
+        device: that computes, where the predictor is asked. Of an execution whose layers do not wait for the host it
             looks one layer ahead.
 
     Raises:
@@ -95,9 +95,8 @@ def predictor(
             f"spac: {name} of {path} was trained with another drafter ({file.drafter[:12]}) than this engine's "
             f"({found[:12] or 'none'}); train again with `vllm-spac train-predictor` and its speculative_config"
         )
-    if not config.execution_class.needs_host:
-        return file.on(device).build(name, reach=1)
-    return file.build(name)
+    there = file if device.type == "cpu" else file.on(device)
+    return there.build(name) if config.execution_class.needs_host else there.build(name, reach=1)
 
 
 def choose_for(
@@ -125,7 +124,8 @@ def choose_for(
     nbytes = {name: file.nbytes(name) for name in names}
     choice = choose(recalls, nbytes, _costs(config, execution, layer, store))
     if choice.predictor is not None:
-        built = file.build(choice.predictor)
+        device = layer.spac.device
+        built = (file if device.type == "cpu" else file.on(device)).build(choice.predictor)
         execution.read_ahead(PrefetchSettings.configured(config, choice.predictor, built, stops=True, drafts=most))
     return choice
 

@@ -276,7 +276,7 @@ class ModelExperts:
         if config.uses_cpu_experts:
             assembly.balance(config, vllm_config, execution, first)
         if prefetch == AUTO and plan.predictors is not None:
-            read = not config.tree and drafts.unread(vllm_config) is None
+            read = drafts.unread(vllm_config) is None
             drafter = self._drafter() if read and plan.predictors.drafter else ""
             args = config, execution, first, plan.predictors, self.packing.store_name, drafter
             prefetch = ahead.choose_for(*args, drafts.most(vllm_config)).describe()

@@ -1,4 +1,4 @@
-"""What the routers of V1's draft model choose while it drafts, which stock vLLM keeps inside its layers."""
+"""What the routers of a draft model choose while it drafts, which stock vLLM keeps inside its layers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from vllm_spac.integration.layers import routers
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 logger = logging.getLogger("vllm.spac")
 
 
 def install() -> None:
-    """Hooks the loading of a draft model: of its routers, if a predictor looks at them, and of an MTP head; once."""
+    """Hooks the loading of V1's draft model: of its routers, if a predictor looks at them, and of an MTP head; once."""
     patches.wrap(f"{patches.PROPOSER}.load_model", _loading)
+
+
+def install_in_v2() -> None:
+    """Hooks the loading of V2's draft model, for its routers; a second call does nothing."""
+    patches.wrap(f"{patches.SPECULATOR}.load_model", _loading_in_v2)
 
 
 def _loading(load_model: Callable):
@@ -33,11 +39,24 @@ def _loading(load_model: Callable):
         experts = model_host.experts_in(target_model)
         with model_host.drafting_for(experts):
             load_model(self, target_model, *args, **kwargs)
-        if experts is not None and experts.reads_draft_routing:
-            [execution] = experts.runtime.executions
-            experts.draft_routing = DraftRouting(self.model, execution.shape)
+        _hook(experts, self.model)
 
     return loaded
+
+
+def _loading_in_v2(load_model: Callable):
+    def loaded(self: DraftModelSpeculator, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        load_model(self, target_model, *args, **kwargs)
+        _hook(model_host.experts_in(target_model), self.model)
+
+    return loaded
+
+
+def _hook(experts: Any, model: torch.nn.Module) -> None:
+    """Hooks the routers of a draft ``model``, if a predictor of ``experts``, those of its target, looks at them."""
+    if experts is not None and experts.reads_draft_routing:
+        [execution] = experts.runtime.executions
+        experts.draft_routing = DraftRouting(model, execution.shape)
 
 
 class DraftRouting:
@@ -55,6 +74,7 @@ class DraftRouting:
         layers = [module for module in model.modules() if hasattr(module, "routed_experts")]
         _check(layers, shape)
         self._layers, self._top_k = len(layers), shape.top_k
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._chosen: dict[int, Tensor] = {}  # of a forward: int [rows, k] by layer
         self._rows: Tensor | None = None  # that the first forward drafts from; None: of each further one, all
         self._reads = self._warned = False
@@ -62,8 +82,18 @@ class DraftRouting:
             routers.observe(layer, partial(self._chose, number))
 
     @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context in which forwards are observed; ``take`` is called after each."""
+        self._reads = True
+        try:
+            yield
+        finally:
+            self._reads, self._rows = False, None
+            self._chosen.clear()
+
+    @contextlib.contextmanager
     def reading(self, drafter: SpecDecodeBaseProposer) -> Iterator[None]:
-        """Context in which the forwards of ``drafter`` are observed; ``take`` is called after each."""
+        """As ``observing``, of V1's ``drafter``, which tells the rows that its first forward drafts from."""
         prepare: Any = drafter.set_inputs_first_pass
 
         def prepared(*args: Any, **kwargs: Any) -> tuple:
@@ -72,20 +102,22 @@ class DraftRouting:
             return found
 
         drafter.set_inputs_first_pass = prepared
-        self._reads = True
         try:
-            yield
+            with self.observing():
+                yield
         finally:
             del drafter.set_inputs_first_pass  # from this object; its class has it
-            self._reads, self._rows = False, None
-            self._chosen.clear()
 
-    def take(self, requests: int) -> Tensor:
+    def take(self, requests: int, drafted_from: Tensor | None = None) -> Tensor:
         """Returns the experts of the tokens that the last forward drafted from, int64 [requests, layers, k].
 
         The expert with the greatest weight is first. -1 if a layer was not observed, which is logged once.
+
+        Args:
+            drafted_from: int [requests], their rows; None: those that ``reading`` was told of, or else the first ones.
         """
-        rows = slice(requests) if self._rows is None else self._rows.long()
+        found = self._rows if drafted_from is None else drafted_from
+        rows = slice(requests) if found is None else found.long()
         chosen, self._rows = [self._chosen[layer] for layer in sorted(self._chosen)], None
         self._chosen.clear()
         if len(chosen) == self._layers:
@@ -97,7 +129,7 @@ class DraftRouting:
                 len(chosen),
                 self._layers,
             )
-        return torch.full((requests, self._layers, self._top_k), -1)
+        return torch.full((requests, self._layers, self._top_k), -1, device=self._device)
 
     def _chose(self, layer: int, weights: Tensor, ids: Tensor) -> None:
         if self._reads:

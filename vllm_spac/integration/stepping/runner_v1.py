@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_spac.core import Step
 from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping import draft_routing
 from vllm_spac.integration.stepping.tree_install import trees_of
@@ -163,13 +164,12 @@ def _reading(runner: GPUModelRunner, experts: Any, sampled: Any) -> Callable[[Te
 
     With ``ModelExperts.draft_routing``, it keeps what the drafter's routers chose instead.
     """
-    found, inputs = experts.serving.draft_states, runner.drafter.input_ids
+    found, inputs = DraftReading(experts), runner.drafter.input_ids
     found.begin(runner.input_batch.req_ids)
 
     def read(states: Tensor, logits: Tensor) -> None:
         tokens = inputs[: len(states)] if found.forwards else last_tokens(sampled)
-        found.add(tokens, states if experts.draft_routing is None else experts.draft_routing.take(len(states)))
-        experts.runtime.drafting(*found.known())
+        found.read(tokens, states if experts.draft_routing is None else experts.draft_routing.take(len(states)))
 
     return read
 
@@ -242,7 +242,7 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
         requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights, parents))
         start = stop
     reads = experts.runtime.looks_at_drafts
-    tokens = runner.input_ids.gpu[:start].long().cpu() if reads or experts.runtime.looks_at_tokens else None
+    tokens = runner.input_ids.gpu[:start].long() if reads or experts.runtime.looks_at_tokens else None
     draft = None
     if reads:
         rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, requests, strict=True)]

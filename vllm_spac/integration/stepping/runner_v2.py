@@ -1,12 +1,21 @@
-"""Hooks of vLLM's V2 model runner, the default on CUDA: steps from its batches. The scheduler plans its drafts."""
+"""Hooks of vLLM's V2 model runner, the default on CUDA: steps from its batches. The scheduler plans its drafts.
+
+What the drafter computes stays on the device, where a predictor reads it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from vllm_spac.core import Step
 from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
+from vllm_spac.integration.stepping import draft_routing
 from vllm_spac.integration.stepping.tree_install import device_trees_of
 
 if TYPE_CHECKING:
@@ -18,12 +27,79 @@ if TYPE_CHECKING:
 def install() -> None:
     """Wraps the methods of V2's runner; a second call does nothing."""
     hook_steps(patches.RUNNER_V2, "prepare_inputs", _step)
+    draft_routing.install_in_v2()
 
 
 def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch) -> Step:
     if (trees := device_trees_of(runner)) is not None:
         trees.begin(batch)
-    return step_of(batch, tokens=managed_experts(runner).runtime.looks_at_tokens)
+    experts = managed_experts(runner)
+    if not experts.runtime.looks_at_drafts:
+        return step_of(batch, tokens=experts.runtime.looks_at_tokens)
+    if not hasattr(runner, "_spac_reader"):
+        vars(runner)["_spac_reader"] = reader = SpeculatorReader(runner.speculator, experts)
+        if trees is not None:
+            trees.drafter.reading = reader.reading
+    step = step_of(batch, tokens=True)
+    rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, step.requests, strict=True)]
+    return replace(step, draft=experts.serving.draft_states.take(rows, step.tokens))
+
+
+class SpeculatorReader:
+    """Keeps what V2's drafter computes in each of its forwards, and passes what it has so far on to a predictor.
+
+    With ``ModelExperts.draft_routing``, that is what the drafter's routers chose, else its states. None of it is read
+    on the host. Of a tree, it sees the first pass, and the tree's drafter tells ``reading`` of the levels.
+
+    Args:
+        speculator: V2's; two of its methods are replaced on this object.
+        experts: ``ModelExperts`` of the target.
+    """
+
+    def __init__(self, speculator: Any, experts: Any) -> None:
+        self._speculator, self._routing, self.reading = speculator, experts.draft_routing, DraftReading(experts)
+        self._tokens: Tensor | None = None  # that the next forward reads, int [requests]; None outside of ``propose``
+        self._propose, speculator.propose = speculator.propose, self.propose
+        self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Around the speculator's, of which each forward reads the token that the one before has drafted."""
+        given = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
+        sampled = num_sampled, num_rejected, last_sampled
+        if kwargs.get("dummy_run") or not self.reading.wanted:
+            return self._propose(*given, *sampled, *args, **kwargs)
+        routing = self._routing
+        self.reading.begin(input_batch.req_ids)
+        self._tokens = last_sampled[input_batch.idx_mapping[: input_batch.num_reqs]].flatten()
+        try:
+            with contextlib.nullcontext() if routing is None else routing.observing():
+                return self._propose(*given, *sampled, *args, **kwargs)
+        finally:
+            self._tokens = None
+
+    def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Around the speculator's, which is called once in each forward."""
+        if self._tokens is None:
+            return self._sample(hidden_states, *args, **kwargs)
+        computed, requests = hidden_states, len(hidden_states)
+        if self._routing is not None:
+            first = None if self.reading.forwards else self._speculator.last_token_indices[:requests]
+            computed = self._routing.take(requests, first)
+        self.reading.read(self._tokens[:requests], computed)
+        self._tokens = drafts = self._sample(hidden_states, *args, **kwargs)
+        return drafts
 
 
 def step_of(batch: InputBatch, *, tokens: bool = False) -> Step:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.tree_guard import TreeGuard
+from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping import tree_attention
 from vllm_spac.integration.stepping.tree_scratch import Scratch
 from vllm_spac.methods.trees.growth import Chosen, Growth
@@ -197,9 +198,17 @@ def first_pass(drafter: EagleProposer, propose: Callable, *args: Any, **kwargs: 
 
 
 def grow(
-    drafter: EagleProposer, shape: TreeShape, scratch: Scratch, start: FirstPass, requests: Sequence[int]
+    drafter: EagleProposer,
+    shape: TreeShape,
+    scratch: Scratch,
+    start: FirstPass,
+    requests: Sequence[int],
+    read: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Chosen:
-    """Drafts one tree for each of ``requests``, numbers of the batch."""
+    """Drafts one tree for each of ``requests``, numbers of the batch.
+
+    ``read`` is called after each forward, with the tokens that it has read and its last states, [R * F] and [R * F, d].
+    """
     chosen = torch.tensor(requests)
     caches = _caches(drafter)
     table = start.metadata.block_table_tensor[chosen]
@@ -222,6 +231,8 @@ def grow(
             _copy(caches, there.flatten(), here.flatten())
         batch = level_batch(table, bases, growth.level, here, size)
         last, hidden = _forward(drafter, growth, batch, before, start.metadata)
+        if read is not None:
+            read(growth.tokens.flatten(), last)
         growth.add(drafter.model.compute_logits(last).float().log_softmax(-1).view(len(requests), front, -1))
         hidden, previous = hidden.view(len(requests), front, -1), here
     return growth.chosen()
@@ -281,12 +292,18 @@ class TreeDecoding:
         shape: of the trees.
         scratch: blocks that no request uses.
         guard: learns which nodes are accepted, if it chooses the number of nodes.
+        reading: what a predictor reads of the drafter.
     """
 
     def __init__(
-        self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch, guard: TreeGuard | None = None
+        self,
+        runner: GPUModelRunner,
+        shape: TreeShape,
+        scratch: Scratch,
+        guard: TreeGuard | None = None,
+        reading: DraftReading | None = None,
     ) -> None:
-        self._guard = guard
+        self._guard, self._reading = guard, reading
         self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters(shape.nodes)
         self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
@@ -298,7 +315,7 @@ class TreeDecoding:
         self._last: Tensor | None = None  # last accepted row of each tree of ``_step``
         self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
         self.scattered: Scattered | None = None  # while the target runs
-        self._drafting: list[int] = []  # requests that the drafter continues
+        self._sampled: dict[int, int] = {}  # last token of each request that the drafter continues, by its number
         drafter = runner.drafter
         names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
         self._layers = [name for name in names if name not in drafter._draft_attn_layer_names]
@@ -427,7 +444,7 @@ class TreeDecoding:
             sampled: tokens that each request emitted; none for a prompt that goes on.
             states: hidden states of the rows of the step, [rows, d] each; changed in place.
         """
-        self._drafting = [number for number, tokens in enumerate(sampled) if tokens]
+        self._sampled = {number: tokens[-1] for number, tokens in enumerate(sampled) if tokens}
         if self._step is None or self._last is None:
             return
         tokens = self._step.rows.token
@@ -452,13 +469,13 @@ class TreeDecoding:
         requests = self._runner.input_batch.req_ids
         drafts: list[list[int]] = [[] for _ in requests]
         room = self._runner.effective_drafter_max_model_len - self._shape.depth - 1
-        drafting = [number for number in self._drafting if int(start.positions[number]) < room]
+        drafting = [number for number in self._sampled if int(start.positions[number]) < room]
         if not drafting or num_speculative_tokens < 1:
             return drafts
-        chosen = grow(self._runner.drafter, self._shape, self.scratch, start, drafting)
-        nodes = num_speculative_tokens
-        chosen = Chosen(chosen.tokens[:, :nodes], chosen.parents[:, : nodes + 1], chosen.logp[:, :nodes])
         chain = torch.tensor([self._needs_chain(requests[number]) for number in drafting])
+        chosen, nodes = self._grown(start, drafting, chain), num_speculative_tokens
+        tokens, parents, logp, read = chosen
+        chosen = Chosen(tokens[:, :nodes], parents[:, : nodes + 1], logp[:, :nodes], read[:, :nodes])
         tokens, logp, trees = trees_of(chosen, self._shape.depth, chain)
         reached, real = logp.double().exp().tolist(), (trees.parents != FILLER).sum(1).tolist()
         for place, number in enumerate(drafting):
@@ -470,6 +487,17 @@ class TreeDecoding:
             )
             drafts[number] = list(mine)
         return drafts
+
+    def _grown(self, start: FirstPass, drafting: Sequence[int], chain: Tensor) -> Chosen:
+        """Drafts one tree for each of the requests ``drafting``; ``chain``: bool, which of them get a chain instead."""
+        reading, given = self._reading, (self._runner.drafter, self._shape, self.scratch, start, drafting)
+        if reading is None or not reading.wanted:
+            return grow(*given)
+        reading.begin([self._runner.input_batch.req_ids[number] for number in drafting])
+        reading.read(torch.tensor([self._sampled[number] for number in drafting]), start.last[torch.tensor(drafting)])
+        chosen = grow(*given, reading.read)
+        reading.settle(chosen.read.masked_fill(chain[:, None], -1))  # whose drafts are others
+        return chosen
 
     def _needs_chain(self, request: str) -> bool:
         """Whether vLLM's masks for a request, of structured output, assume that its drafts follow one another."""

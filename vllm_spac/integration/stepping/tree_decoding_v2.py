@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
+from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping.tree_attention import updating
 from vllm_spac.integration.stepping.tree_scratch import Scratch, to_device
 from vllm_spac.methods.trees.growth import Growth
@@ -174,6 +175,9 @@ class Drafter:
         scratch: blocks that no request uses.
         caches: KV cache of each of the drafter's attention layers, [blocks, ...].
         keep: gets (requests of the runner's state, int64 [R], their trees).
+
+    Attributes:
+        reading: what a predictor reads of the forwards after the first pass; None: nothing.
     """
 
     def __init__(
@@ -186,6 +190,7 @@ class Drafter:
     ) -> None:
         self._speculator, self._shape, self._scratch, self._caches = speculator, shape, scratch, caches
         self._keep = keep
+        self.reading: DraftReading | None = None
         self._chain: np.ndarray | None = None  # of the requests that are drafted for; None: made-up ones
         self._logits: Tensor | None = None  # of the first pass
         self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
@@ -219,11 +224,15 @@ class Drafter:
             return self._decode(num_reqs, *args, **kwargs)
         speculator = self._speculator
         chain = to_device(self._chain, speculator.device)
-        tokens, _, trees = trees_of(self._grown(num_reqs, self._logits).chosen(), self._shape.depth, chain)
+        reading = self.reading if self.reading is not None and self.reading.wanted else None
+        chosen = self._grown(num_reqs, self._logits, reading).chosen()
+        if reading is not None:
+            reading.settle(chosen.read.masked_fill(chain[:, None], -1))  # whose drafts are others
+        tokens, _, trees = trees_of(chosen, self._shape.depth, chain)
         speculator.draft_tokens[:num_reqs] = tokens
         self._keep(speculator.idx_mapping[:num_reqs], trees)
 
-    def _grown(self, requests: int, logits: Tensor) -> Growth:
+    def _grown(self, requests: int, logits: Tensor, reading: DraftReading | None) -> Growth:
         speculator, size = (
             self._speculator,
             self._speculator.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
@@ -245,6 +254,8 @@ class Drafter:
                 self._copy(previous.gather(1, parents.expand(-1, -1, self._scratch.each)), here)
             batch = level_batch(table, bases, growth.level, here, size)
             last, hidden = self._forward(growth, batch, before.flatten(0, 1))
+            if reading is not None:
+                reading.read(growth.tokens.flatten(), last)
             level = speculator.compute_draft_logits(last, growth.level).float().log_softmax(-1)
             hidden, previous = hidden.clone().view(requests, front, -1), here
             growth.add(level.view(requests, front, -1))
@@ -317,7 +328,7 @@ class TreeDecodingV2:
         for name in self._layers:
             layers[name].impl.do_kv_cache_update = updating(layers[name].impl.do_kv_cache_update, self)
         caches = [layers[name].kv_cache for name in speculator.draft_attn_layer_names]
-        self._drafter = Drafter(speculator, shape, scratch, caches, self._keep)
+        self.drafter = Drafter(speculator, shape, scratch, caches, self._keep)
         self._propose, speculator.propose = speculator.propose, self.propose
         self._prepare_attn, runner.model_state.prepare_attn = runner.model_state.prepare_attn, self.prepare_attn
         self._add_request, runner.sampler.add_request = runner.sampler.add_request, self.add_request
@@ -425,7 +436,7 @@ class TreeDecodingV2:
             last_hidden_states = reordered(last_hidden_states, order)
             aux_hidden_states = [reordered(state, order) for state in aux_hidden_states or ()] or None
         chain = None if dummy_run else self._as_chain[input_batch.idx_mapping_np]
-        with self._drafter.growing(chain):
+        with self.drafter.growing(chain):
             return self._propose(
                 input_batch,
                 attn_metadata,

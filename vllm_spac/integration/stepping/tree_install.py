@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_spac.decisions.guard.tree_guard import TreeGuard
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.drafts import plans_drafts
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
 from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
@@ -62,7 +63,7 @@ def _initializing(initialize: Callable):
             self._spac_trees = TreeDecodingV2(self, shape, scratch)
         else:
             guard = experts.serving.guard if isinstance(experts.serving.guard, TreeGuard) else None
-            self._spac_trees = TreeDecoding(self, shape, scratch, guard)
+            self._spac_trees = TreeDecoding(self, shape, scratch, guard, DraftReading(experts))
         experts.trees = self._spac_trees
         return result
 

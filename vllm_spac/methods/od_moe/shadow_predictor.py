@@ -31,7 +31,7 @@ class Shadow(Predictor):
             assert seen.draft_ids is not None
             rows, layers, top_k = seen.draft_ids.shape
             experts, ids = self._keys // layers, seen.draft_ids.long()
-            places = torch.arange(top_k, 0, -1, dtype=torch.float32).expand(ids.shape)
-            scores = torch.full((rows, layers, experts + 1), -torch.inf)  # the last column is for -1
+            places = torch.arange(top_k, 0, -1, dtype=torch.float32, device=ids.device).expand(ids.shape)
+            scores = places.new_full((rows, layers, experts + 1), -torch.inf)  # the last column is for -1
             scores.scatter_(2, ids.where(ids >= 0, experts), places)
             yield Guess(0, scores[:, :, :experts].reshape(rows, -1))

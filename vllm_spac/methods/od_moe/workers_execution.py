@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.lookahead import named
+from vllm_spac.cache.named import named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, Step

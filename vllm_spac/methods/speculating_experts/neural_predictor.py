@@ -77,15 +77,23 @@ class Neural(Trained):
 
     def _run(self, net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Returns what ``_run`` does, up to rounding: with ``net`` of ``_merged``, in six calls of torch."""
+        hidden, skipped = self._products(net, inputs)
+        inner = functional.silu(torch.addmm(net["up_bias"], hidden, net["up"]), inplace=True)
+        hidden = torch.addmm(hidden, inner, net["down"])
+        hidden = functional.layer_norm(hidden, (INNER,), net["scale"], net["shift"])
+        return torch.addmm(skipped, hidden, net["head"])
+
+    def _products(self, net: Mapping[str, Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the hidden layers and the linear part make of the input, [rows, INNER] and [rows, N]."""
+        parts = INNER, self.sizes.experts
+        if inputs.is_cuda:  # a graph refers to memory, which must not be that of another size's buffer
+            return torch.addmm(net["first_bias"], inputs, net["first"]).split(parts, 1)
         if len(inputs) != len(self._first):
             with torch.inference_mode(False):  # a buffer for calls inside and outside of it
-                self._first = torch.empty(len(inputs), INNER + self.sizes.experts)
-                self._hidden, self._skipped = self._first.split([INNER, self.sizes.experts], 1)
+                self._first = torch.empty(len(inputs), sum(parts))
+                self._hidden, self._skipped = self._first.split(parts, 1)
         torch.addmm(net["first_bias"], inputs, net["first"], out=self._first)
-        inner = functional.silu(torch.addmm(net["up_bias"], self._hidden, net["up"]), inplace=True)
-        hidden = torch.addmm(self._hidden, inner, net["down"])
-        hidden = functional.layer_norm(hidden, (INNER,), net["scale"], net["shift"])
-        return torch.addmm(self._skipped, hidden, net["head"])
+        return self._hidden, self._skipped
 
 
 def _merged(net: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,43 @@
+"""What a predictor reads of a drafter, forward by forward: passed on and kept for the step that verifies its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class DraftReading:
+    """One drafter's side of ``DraftStates`` and ``Runtime.drafting``.
+
+    Args:
+        experts: ``ModelExperts`` of the target.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a predictor looks at drafts of the requests that are served, not of those that vLLM warms up with."""
+        return self._experts.runtime.looks_at_drafts and self._experts.runtime.in_step
+
+    @property
+    def forwards(self) -> int:
+        """Forwards since ``begin``."""
+        return self._experts.serving.draft_states.forwards
+
+    def begin(self, requests: Sequence[str]) -> None:
+        """Drafts are made for ``requests`` now."""
+        self._experts.serving.draft_states.begin(requests)
+
+    def read(self, tokens: Tensor, computed: Tensor) -> None:
+        """A forward has read ``tokens``, int [rows], and ``computed`` its states, or what its routers chose."""
+        found = self._experts.serving.draft_states
+        found.add(tokens, computed)
+        self._experts.runtime.drafting(*found.known())
+
+    def settle(self, read: Tensor) -> None:
+        """As ``DraftStates.settle``."""
+        self._experts.serving.draft_states.settle(read)
