@@ -14,8 +14,8 @@ from vllm_spac.kernels.types import ADMITTED
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
-from vllm_spac.decisions.predictors._maps import Maps
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds, needed
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.execution import pointers_execution
@@ -24,6 +24,8 @@ from vllm_spac.execution.pointers_execution import MOST_ROWS
 __all__ = ["made"]  # a fixture
 
 WORDS = 20
+ON_DEVICE = [name for name, kind in kinds().items() if kind.on_device]
+CHOSEN = ("token_table", "neural")  # by hybrid, of the layers behind the first
 
 
 def file(seed: int = 0, reach: int = 1) -> PredictorFile:
@@ -31,28 +33,32 @@ def file(seed: int = 0, reach: int = 1) -> PredictorFile:
     rng = torch.Generator().manual_seed(seed)
     sizes = Sizes(LAYERS, EXPERTS, TOP_K, D, reach, WORDS)
     tensors = {}
-    for name in ("token_table", "gate", "quasi_hidden", "linear"):
+    for name in ON_DEVICE:
         tensors[name] = {}
         for part, (dtype, size) in kinds()[name].specs(sizes).items():
             if dtype == torch.int16:
                 tensors[name][part] = torch.rand(size, generator=rng).argsort(-1).to(dtype)
-            elif dtype == torch.int64:
+            elif part == "tokens":
                 tensors[name][part] = torch.arange(WORDS) * 3
+            elif part == "choice":
+                tensors[name][part] = torch.tensor([0, *(sorted(needed(name, ON_DEVICE)).index(n) for n in CHOSEN)])
+            elif dtype == torch.int64:
+                tensors[name][part] = torch.randint(1, 99, size, generator=rng)
             else:
                 tensors[name][part] = torch.rand(size, generator=rng).sub(0.5 * part.startswith("map")).to(dtype)
     return PredictorFile(Identity("f", "m", tuple("abc")), sizes, 1, tensors, {}, dict.fromkeys(tensors, {}))
 
 
-def predictor(name: str = "gate", seed: int = 0) -> Maps:
+def predictor(name: str = "gate", seed: int = 0) -> OnDevice:
     found = file(seed).build(name, reach=1)
-    assert isinstance(found, Maps)
+    assert isinstance(found, OnDevice)
     return found
 
 
 class Foreseen:
     """Steps whose routing after the first layer is what ``gate`` names, with the probability ``right``."""
 
-    def __init__(self, pool: Pool, named: Maps, right: float, seed: int = 0) -> None:
+    def __init__(self, pool: Pool, named: OnDevice, right: float, seed: int = 0) -> None:
         self.pool, self.named, self.right = pool, named, right
         self.rng, self.choice = torch.Generator().manual_seed(seed), random.Random(seed)
 
@@ -152,7 +158,11 @@ def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> Non
     assert pool.snapshot()["prefetches"] == before
 
 
-@pytest.mark.parametrize("name", ["gate", "quasi_hidden", "linear"])
+def test_every_predictor_that_needs_no_drafter_is_there() -> None:
+    assert set(ON_DEVICE) == set(kinds()) - {"draft_gate"} and len(CHOSEN) == LAYERS - 1
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
 def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
     """By the token, by the router's input and choice; from a file that looks two layers ahead, too."""
     pool = made(10, predictor=file(reach=2).build(name, reach=1), extra=1.0)
@@ -161,15 +171,21 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
     tokens = torch.tensor([0, 3, 4, 57])
     if "tokens" in named.needs:
         ahead._know(tokens)
-    list(named.guesses(Seen(START, tokens=tokens)))
+    scores: dict[int, torch.Tensor] = {}  # of each layer, the newest
+
+    def ask(seen: Seen) -> None:
+        for guess in named.guesses(seen):
+            for number, each in enumerate(guess.scores.split(EXPERTS, 1), guess.first // EXPERTS):
+                scores[number] = each.expand(4, -1)
+
+    ask(Seen(START, tokens=tokens))
     for layer in range(LAYERS - 1):
         x, weights = torch.randn(4, D, generator=rng), torch.rand(4, TOP_K, generator=rng)
         ids = torch.rand(4, EXPERTS, generator=rng).topk(TOP_K).indices.int()
         out = torch.zeros(4, TOP_K, dtype=torch.int32)
         ahead.name(layer, x, ids, weights, out)
-        (guess,) = named.guesses(Seen(layer, tokens=tokens, hidden=x, ids=ids, weights=weights))
-        assert guess.first == (layer + 1) * EXPERTS
-        assert torch.equal(out, guess.scores.topk(TOP_K).indices.int())
+        ask(Seen(layer, tokens=tokens, hidden=x, ids=ids, weights=weights))
+        assert torch.equal(out, scores[layer + 1].topk(TOP_K).indices.int())
 
 
 def test_what_warms_up_moves_nothing(made) -> None:
@@ -225,8 +241,9 @@ def test_padding_names_nothing(made) -> None:
     assert total > 10
 
 
-def test_tokens_are_those_of_the_step(made) -> None:
-    pool = made(10, predictor=predictor("linear"), extra=1.0)
+@pytest.mark.parametrize("name", ["linear", "token_table", "hybrid"])
+def test_tokens_are_those_of_the_step(made, name: str) -> None:
+    pool = made(10, predictor=predictor(name), extra=1.0)
     x = torch.randn(2, D)
     for tokens in (torch.tensor([3, 6]), torch.tensor([9, 4])):
         pool.begin_step(Step((RequestRows(0, 2, RowKind.DECODE),), tokens))
@@ -235,7 +252,7 @@ def test_tokens_are_those_of_the_step(made) -> None:
             pool.run(layer, x, torch.rand(2, TOP_K), ids, "silu", torch.empty_like(x))
         pool.end_forward()
     assert pool._ahead._pairs and "tokens" in pool.looks_at
-    assert torch.equal(pool._ahead._known[:2].flatten(1), predictor("linear").of_step(tokens))
+    assert torch.equal(pool._ahead._known[:2].flatten(1), predictor(name).of_step(tokens))
 
 
 def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
@@ -262,10 +279,13 @@ def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made,
     assert pool.snapshot()["prefetches"] == 0
 
 
-@pytest.mark.parametrize("slots", [TOP_K, 10, LAYERS * EXPERTS - 1])
-def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "name"),
+    [(TOP_K, "gate"), (10, "gate"), (LAYERS * EXPERTS - 1, "gate"), (10, "frequency"), (10, "neural")],
+)
+def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int, name: str) -> None:
     pool, choice, rng = (
-        made(slots, predictor=predictor(), extra=1.0),
+        made(slots, predictor=predictor(name), extra=1.0),
         random.Random(0),
         torch.Generator().manual_seed(0),
     )

@@ -470,8 +470,8 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "decisions": "device"
         ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
-            ON_DEVICE | {"prefetch": "neural"},
-            "decided on the host.*use --spac-prefetch gate --spac-predictor-file FILE, or use --spac",
+            ON_DEVICE | {"prefetch": "draft_gate"},
+            "decided on the host.*use --spac-prefetch frequency --spac-predictor-file FILE, or use --spac",
         ),
         (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),
         (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*use --spac-prefetch linear"),

@@ -186,3 +186,15 @@ def test_what_a_row_does_not_name_is_not_expected() -> None:
         made = expected()
         made.name(guess(0, *rows))
         assert list(made.ranked()) == soon(made) == keys
+
+
+def test_a_process_that_holds_some_experts_expects_those() -> None:
+    """Guesses and routers name experts of the model: here 6 of which 1, 3 and 5 are held, as 0, 1 and 2."""
+    made = Expected(LAYERS, 3, 2, np.array([-1, 0, -1, 1, -1, 2]))
+    made.begin()
+    made.name(guess(1, row(3, 0), row(5, 1)))
+    assert list(made.ranked()) == [3 + 1, 3 + 2, 3 + 0], "of layer 1, the likeliest first"
+    made.hear(made.names(guess(2, row(2, 5))))
+    assert list(made.ranked()) == [4, 5, 3, 6 + 2]
+    made.enter(2, np.array([[1, 2], [4, 5]]))
+    assert [key for key in range(LAYERS * 3) if key in made] == [6, 8] and list(made.ranked()) == []

@@ -81,7 +81,7 @@ class ExpertLoader:
         transfers: moves bytes; owned.
         counters, layer_experts, settings, balancer: as in ``Prefetcher``.
         top_k: experts per row; a predictor that looks at layers is taken to name as many.
-        away: as in ``Lookahead``.
+        away, local_of: as in ``Lookahead``.
 
     Attributes:
         prefetcher: reads ahead; its caller tells it of steps and layers, where something is to be guessed about them.
@@ -98,11 +98,12 @@ class ExpertLoader:
         balancer: Balancer | None = None,
         top_k: int = 1,
         away: bool = False,
+        local_of: np.ndarray | None = None,
     ) -> None:
         self.residency = residency
         self._transfers = transfers
         self._counters = counters
-        self._layer_experts, self._top_k, self._away = layer_experts, top_k, away
+        self._layer_experts, self._top_k, self._away, self._local_of = layer_experts, top_k, away, local_of
         self.prefetcher: Prefetcher
         self._use = LayerUse(len(residency.slot_of) // layer_experts, layer_experts, top_k)
         self.read_ahead(settings, balancer)
@@ -115,9 +116,10 @@ class ExpertLoader:
         shared = residency, self._transfers, self._counters, self._layer_experts, predictor, settings, balancer
         self.needs: frozenset[Signal] | None = None
         if settings.looks:
-            guesser = settings.build(keys)
+            of_model = self._layer_experts if self._local_of is None else len(self._local_of)
+            guesser = settings.build(keys // self._layer_experts * of_model)
             self.needs = guesser.needs
-            self.prefetcher = Lookahead(*shared, guesser, self._top_k, self._away)
+            self.prefetcher = Lookahead(*shared, guesser, self._top_k, self._away, self._local_of)
         else:
             self.prefetcher = Prefetcher(*shared)
 

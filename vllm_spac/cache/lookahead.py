@@ -34,10 +34,13 @@ class Expected:
     Args:
         layers, experts: numbers of layers, and of experts per layer; the keys of a layer are consecutive.
         top_k: experts per row.
+        local_of: int [experts of the model], the number of each among the ``experts`` that this process holds, -1: of
+            another one. Guesses and routers name experts of the model. None: this process holds all of them.
     """
 
-    def __init__(self, layers: int, experts: int, top_k: int) -> None:
+    def __init__(self, layers: int, experts: int, top_k: int, local_of: np.ndarray | None = None) -> None:
         self.layers, self._experts, self._top_k = layers, experts, top_k
+        self._local_of, self._of_model = local_of, experts if local_of is None else len(local_of)
         self._running = START
         self._left = False  # the running layer has its output
         self._named: dict[int, list[int]] = {}  # layer that has not run -> keys, the likeliest first
@@ -63,7 +66,7 @@ class Expected:
             passed = range(first, self.layers + layer + 1)
         self._pass(passed)
         self._running, self._left = layer, False
-        self._soon[layer * self._experts + used.ravel()] = True
+        self._soon[layer * self._experts + self._held(used.ravel())] = True
 
     def leave(self) -> None:
         """The running layer has its output: what it used is not expected, and it may be guessed about its next run."""
@@ -73,17 +76,17 @@ class Expected:
 
     def name(self, guess: Guess) -> None:
         """Takes ``guess`` in place of earlier ones about the same layers, except about the running layer."""
-        for layer, experts in named(guess, self._experts, self._top_k):
-            self.expect(layer, experts)
+        for layer, experts in named(guess, self._of_model, self._top_k):
+            self.expect(layer, self._held(experts))
 
     def names(self, guess: Guess) -> Named:
         """Returns what ``guess`` names, on its device; for ``hear``."""
-        return Named.of(guess, self._experts, self._top_k)
+        return Named.of(guess, self._of_model, self._top_k)
 
     def hear(self, names: Named) -> None:
         """As ``name``, of ``names`` that are on the host."""
         for layer, experts in names.by_layer():
-            self.expect(layer, experts)
+            self.expect(layer, self._held(experts))
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
         """Takes ``experts`` (int, distinct, the likeliest first) of ``layer`` as ``name`` takes those of a guess."""
@@ -113,6 +116,13 @@ class Expected:
 
     def __contains__(self, key: Any) -> bool:
         return bool(self._soon[key])
+
+    def _held(self, experts: np.ndarray) -> np.ndarray:
+        """Returns the numbers of those of ``experts``, of the model, that this process holds."""
+        if self._local_of is None:
+            return experts
+        local = self._local_of[experts]
+        return local[local >= 0]
 
     def _pass(self, layers: range) -> None:
         """Forgets what is expected of ``layers``, counted on into the next step."""
@@ -153,6 +163,7 @@ class Lookahead(Prefetcher):
         guesser: the predictor; the arguments before it as in ``Prefetcher``.
         top_k: experts per row, of which a guess names as many.
         away: the predictor is on a device, and the caller asks it.
+        local_of: as in ``Expected``.
     """
 
     def __init__(
@@ -167,10 +178,11 @@ class Lookahead(Prefetcher):
         guesser: Predictor,
         top_k: int,
         away: bool = False,
+        local_of: np.ndarray | None = None,
     ) -> None:
         super().__init__(residency, transfers, counters, layer_experts, predictor, settings, balancer)
         self._guesser, self._away = guesser, away
-        self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k)
+        self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k, local_of)
         self._phases = DraftPhases(settings.depth)
         self._drafting = False  # the drafter has read tokens of a step that has not begun
         self._broken = False  # the predictor has failed

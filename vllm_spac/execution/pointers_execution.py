@@ -52,7 +52,7 @@ from vllm_spac.system.host_memory import gib
 if TYPE_CHECKING:
     from vllm_spac.config.types import SlotCount
     from vllm_spac.core import Step
-    from vllm_spac.decisions.predictors._maps import Maps
+    from vllm_spac.decisions.predictors._on_device import OnDevice
     from vllm_spac.execution.exchange import Event, Stream
 
 MOST_ROWS = 256  # of a forward; the scores that follow from its tokens are kept in as many rows
@@ -62,14 +62,14 @@ class DeviceLookahead:
     """Called by the thread that launches.
 
     Args:
-        predictor: on the device, looking one layer ahead.
+        predictor: on the device, looking one layer ahead or at the step's start.
         compute, copy: the stream that runs the model, and one for copies.
         rows: maximum number of rows of a forward.
     """
 
-    def __init__(self, predictor: Maps, admission: Admission, compute: Stream, copy: Stream, rows: int) -> None:
+    def __init__(self, predictor: OnDevice, admission: Admission, compute: Stream, copy: Stream, rows: int) -> None:
         sizes, device = predictor.sizes, admission.memory.device
-        assert predictor.reach == 1 and sizes.experts == admission.shape.experts
+        assert predictor.reach <= 1 and sizes.experts == admission.shape.experts
         self.rows = min(rows, MOST_ROWS)
         self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
         self._last = sizes.layers - 1
@@ -82,12 +82,12 @@ class DeviceLookahead:
         self._arrives: Event | None = None
         self._kept: tuple[Tensor, ...] = ()  # inputs that the copy stream reads, which must not be freed meanwhile
         self._by_token = Signal.TOKENS in predictor.needs
-        if not self._by_token:
+        if not self._by_token and self._last:
             self._know(None)
 
     def begin(self, step: Step) -> None:
         """Called after ``Admission.begin``; nothing is read ahead in steps with prompts, or while it does not pay."""
-        ahead = not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
+        ahead = self._last and not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
         pairs = step.rows * self._named.shape[1] if ahead else 0
         if ahead and self._by_token:
             self._compute.submit(self._know, step.tokens)
@@ -144,8 +144,8 @@ class DeviceLookahead:
     def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
         """Writes the experts of layer ``layer + 1`` that are likeliest for each row into ``out``, int32 [rows, k]."""
         there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
-        features = self._predictor.features(Seen(layer, hidden=x, ids=there, weights=weights))
-        scores = torch.addmm(self._known[: len(x), layer], features, self._predictor.matrix(layer))
+        seen = Seen(layer, hidden=x, ids=there, weights=weights)
+        scores = self._predictor.of_next(seen, self._known[: len(x), layer])
         out.copy_(scores.topk(out.shape[1]).indices)
 
 
@@ -188,7 +188,7 @@ class PointerExecution(Execution):
         *,
         path: str,
         rows: int,
-        predictor: Maps | None = None,
+        predictor: OnDevice | None = None,
         extra: float = 1.0,
         prefetch: str = "off",
         staged: bool = False,
@@ -237,7 +237,7 @@ class PointerExecution(Execution):
             context.tensors,
             path=context.path,
             rows=context.rows,
-            predictor=cast("Maps | None", context.predictor),  # as ``config.rules`` checks
+            predictor=cast("OnDevice | None", context.predictor),  # as ``config.rules`` checks
             extra=context.config.prefetch_share,
             prefetch=context.config.prefetch.partition("@")[0],
             staged=context.room.staged,

@@ -214,8 +214,9 @@ class SlotExecution(Execution):
         knobs = ahead or PrefetchSettings()
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host, self.local_of = host, local_of
+        held = None if local_of is None else local_of.numpy()
         shared = self.residency, transfers, self.counters, shape.experts, knobs
-        self._loader = ExpertLoader(*shared, top_k=shape.top_k, away=exchange is not None)
+        self._loader = ExpertLoader(*shared, top_k=shape.top_k, away=exchange is not None, local_of=held)
         self._layers = SlotLayers(self._loader, shape.experts)
         self.looks_at = frozenset() if self.holds_all else self._loader.needs or frozenset()
         # What a predictor on the device named that is not on the host yet: of the step, and of drafts.
@@ -388,14 +389,15 @@ class SlotExecution(Execution):
         self.observe(layer, local[: rows.real])
         if rows.record is not None:
             rows.record(layer, ids[: rows.real], weights[: rows.real])
+        if self._step is not None and self._layers.looks and not self.holds_all:  # predictors know all experts
+            real, chosen = slice(rows.real), runnable(ids, rows.real)
+            self._layers.look(layer, x[real], chosen[real], weights[real].masked_fill(ids[real] < 0, 0))
         share, out = Share.of(local, local >= 0), torch.zeros_like(x)
         if len(share.rows):
             picked = share.pick(x, weights)
             if self.holds_all:
                 out[share.rows] = kernel(*picked, share.ids)
             else:
-                if self._step is not None and self._layers.looks:
-                    self._layers.look(layer, picked[0], share.ids, picked[1])
                 out[share.rows] = self._shared(layer, *picked, share.ids, kernel, len(share.rows))
         return out
 

@@ -85,11 +85,6 @@ def _of_divided_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
         f"{plane(config)} with {option} is not supported",
         (instead, _WHOLE),
     )
-    yield (
-        config.predictor_file is not None,
-        f"{_given(config, 'prefetch')}, whose predictor knows the experts of all ranks, with {option} is not supported",
-        (use(prefetch="utility", predictor_file=None), drop("prefetch", "predictor_file"), _WHOLE),
-    )
 
 
 def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:

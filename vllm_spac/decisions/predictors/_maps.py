@@ -9,11 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
 from vllm_spac.decisions.predictors.base import Guess, Seen, Signal
 
 
-class Maps(Trained):
+class Maps(OnDevice):
     """Scores of layer l + a = features of layer l @ map(a, l + a) + bias(a, l + a), for a = 1 .. reach.
 
     Maps are stored in bfloat16, and computed with in float32: those of a layer side by side, so that one product gives
@@ -21,7 +22,6 @@ class Maps(Trained):
     """
 
     needs = frozenset({Signal.ROUTER_INPUT})
-    on_device: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
@@ -58,19 +58,11 @@ class Maps(Trained):
         """Returns float32 [rows, N * layers ahead], the scores of all layers that a layer sees."""
         return torch.addmm(self._bias[seen.layer], self.features(seen), self._maps[seen.layer])
 
-    def matrix(self, layer: int) -> Tensor:
-        """Returns float32 [features, N * layers ahead], what the features of a layer are multiplied with."""
-        return self._maps[layer]
+    def of_next(self, seen: Seen, known: Tensor) -> Tensor:
+        return torch.addmm(known, self.features(seen), self._maps[seen.layer])
 
     def of_step(self, tokens: Tensor | None) -> Tensor:
-        """Returns what is added to the products of all layers, known before the first one runs.
-
-        Args:
-            tokens: int64 [rows], if it ``needs`` them.
-
-        Returns:
-            float32 [rows, N * maps], those of a layer side by side; [1, N * maps] if it does not depend on tokens.
-        """
+        """As in ``OnDevice``: what is added to the products; with a greater reach, of all maps side by side."""
         return torch.cat([self._bias[layer] for layer in range(self.sizes.layers - 1)])[None]
 
     @classmethod

@@ -102,7 +102,7 @@ class Predictor(ABC):
         needs: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
         reach: layers that it sees ahead of a router; 0: it is asked at the start of a step only, for all of its layers.
         offline: why no engine can serve with it; empty if one can.
-        on_device: its guesses are products of tensors, which may run in CUDA graphs: see ``Maps``.
+        on_device: it can look ahead without the host, also in CUDA graphs: see ``OnDevice``.
         needs_file: it is built from a file of ``vllm-spac train-predictor``, which an engine must be given.
         scores: int64 [keys], of a predictor that needs counts: its scores after the last step; 0 for an expert that is
             not worth fetching. Updates replace the array, none writes to it.

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
 from vllm_spac.decisions.predictors.base import START, Guess, Seen
 
 
-class Frequency(Trained):
+class Frequency(OnDevice):
     """Scores all layers at the start of a step by the share of rows that selected an expert.
 
     The counts are those of the training texts; ``Calibration.counts`` are such counts too.
@@ -35,6 +36,9 @@ class Frequency(Trained):
         sizes = material.sizes
         counts = [torch.bincount(ids.flatten(), minlength=sizes.experts) for ids in material.samples.ids]
         return {"counts": torch.stack(counts)}
+
+    def of_step(self, tokens: Tensor | None) -> Tensor:
+        return self._shares[1:].view(1, -1)
 
     def guesses(self, seen: Seen) -> Iterable[Guess]:
         if seen.layer == START:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._samples import Samples
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
 from vllm_spac.decisions.predictors.base import START, Guess, Seen, Signal
@@ -17,7 +18,7 @@ _LEAST = 1e-5  # probability whose logarithm stands for all smaller ones
 _SMOOTHING = 4.0  # rows of the mean distribution that each token's own rows are averaged with
 
 
-class TokenTable(Trained):
+class TokenTable(OnDevice):
     """Scores all layers at the start of a step, by token.
 
     An entry is the mean router distribution of the token's rows, smoothed with that of all rows. Of each entry the
@@ -66,6 +67,10 @@ class TokenTable(Trained):
             assert seen.tokens is not None
             scores = self.scores_of(slice(None), self.places(seen.tokens))
             yield Guess(0, scores.transpose(0, 1).flatten(1))
+
+    def of_step(self, tokens: Tensor | None) -> Tensor:
+        assert tokens is not None
+        return self.scores_of(slice(1, None), self.places(tokens)).transpose(0, 1).flatten(1)
 
     def places(self, tokens: Tensor) -> Tensor:
         """Returns int64 [rows], the entries of tokens."""

@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 _SECONDS = 0.1  # of each measurement, about
 
 
-def predictors(config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[], str]) -> PredictorFile | None:
+def predictors(
+    config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[], str], parts: int = 1
+) -> PredictorFile | None:
     """Reads the file of trained predictors, if one is given.
 
     Args:
         shapes: of the model's layers.
         model: as in ``budget``.
+        parts: processes that divide the experts of each layer.
 
     Raises:
         ConfigError: it cannot be read or is of another model, or layers differ in shape.
@@ -42,7 +45,7 @@ def predictors(config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[
     if config.predictor_file is None:
         return None
     shape = _only(config, shapes)
-    return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), shape.experts)
+    return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), parts * shape.experts)
 
 
 def _only(config: SpacConfig, shapes: Sequence[MoEShape]) -> MoEShape:

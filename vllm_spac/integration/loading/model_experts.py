@@ -154,7 +154,8 @@ class ModelExperts:
         config, vllm_config = self.config, self.vllm_config
         shapes = self._shapes()
         routers.install(model, self._layers)
-        predictors = ahead.predictors(config, shapes, self.model_name)
+        parts = self.ranks.size if self.ranks.divide_experts else 1
+        predictors = ahead.predictors(config, shapes, self.model_name, parts)
         predictor = ahead.predictor(config, predictors, self._drafter, self.device)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         args = config, vllm_config, self._layers, self.device, self.model_name, predictor

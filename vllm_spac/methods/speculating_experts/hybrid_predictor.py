@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
-from vllm_spac.decisions.predictors.base import START, Guess, Seen
+from vllm_spac.decisions.predictors.base import START, Guess, Seen, Signal
 
 
-class Hybrid(Trained):
+class Hybrid(OnDevice):
     """Scores each layer by one of the file's other predictors (Speculating Experts' hybrid, over more than two).
 
     Only guesses at the start of a step and one layer ahead are compared: the last ones before a layer runs.
@@ -52,6 +53,23 @@ class Hybrid(Trained):
                 if guess.first == target * self.sizes.experts:
                     alone = guess.scores.shape[1] == self.sizes.experts
                     yield guess if alone else Guess(guess.first, guess.scores[:, : self.sizes.experts])
+
+    def of_step(self, tokens: Tensor | None) -> Tensor:
+        known = {name: self._known(each, tokens) for name, each in self._used.items()}
+        found = [known[name][:, layer] for layer, name in enumerate(self.chosen[1:])]
+        rows = max((len(each) for each in found), default=1)
+        return torch.cat([each.expand(rows, -1) for each in found], 1)
+
+    def _known(self, predictor: Trained, tokens: Tensor | None) -> Tensor:
+        """Returns [rows or 1, L - 1, N], what a predictor knows before a step; those of the file are on the device."""
+        assert isinstance(predictor, OnDevice)
+        found = predictor.of_step(tokens if Signal.TOKENS in predictor.needs else None)
+        return found.unflatten(1, (-1, self.sizes.experts))
+
+    def of_next(self, seen: Seen, known: Tensor) -> Tensor:
+        predictor = self._used[self.chosen[seen.layer + 1]]
+        assert isinstance(predictor, OnDevice)
+        return predictor.of_next(seen, known)
 
     def _layers(self, guess: Guess) -> Iterable[tuple[int, Tensor]]:
         return enumerate(guess.scores.split(self.sizes.experts, 1), guess.first // self.sizes.experts)

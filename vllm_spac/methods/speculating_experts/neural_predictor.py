@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_spac.decisions.predictors._features import LayerFeatures, distil, ridge
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained, mixing
 from vllm_spac.decisions.predictors.base import START, Guess, Seen, Signal
 
@@ -17,7 +18,7 @@ _STEPS, _RATE = 600, 2e-3
 _PARTS = ("in", "in_bias", "up", "up_bias", "down", "down_bias", "scale", "shift", "head", "skip", "bias")
 
 
-class Neural(Trained):
+class Neural(OnDevice):
     """Scores of layer l + 1 on layer l, after the paper's appendix A.
 
     With x = [h_l | m_l] (router input, routing weights): z = x @ in, z += silu(z @ up) @ down,
@@ -74,6 +75,13 @@ class Neural(Trained):
         target = seen.layer + 1
         if seen.layer != START and target in self._nets:
             yield Guess(target * self.sizes.experts, self._run(self._nets[target], self._features.of(seen)))
+
+    def of_step(self, tokens: Tensor | None) -> Tensor:
+        networks = [net["head"] for net in self._nets.values()]
+        return torch.cat([head.new_zeros(1, self.sizes.experts) for head in networks], 1)  # they add nothing to it
+
+    def of_next(self, seen: Seen, known: Tensor) -> Tensor:
+        return self._run(self._nets[seen.layer + 1], self._features.of(seen))
 
     def _run(self, net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Returns what ``_run`` does, up to rounding: with ``net`` of ``_merged``, in six calls of torch."""

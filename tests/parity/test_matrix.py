@@ -1,0 +1,110 @@
+"""Engines drawn from all combinations that ``vllm-spac compatibility`` accepts on a CPU, in float32.
+
+Exact ones say what stock vLLM of as many ranks says. Lossy ones say what the same engine says with a slot for each
+expert: what is dropped depends on no cache. Hypothesis draws the same combinations in each run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import engines
+import forked
+import pytest
+from compare import METHODS, TOY, program
+from exactness import FLOAT32, assert_same_tokens
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from vllm_spac.tools.planning.compatibility_table import Cell, cells
+
+QUICK, ENGINES = 3, 300
+TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+COPY = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 4}
+HEAD = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
+DRAFTS = {"none": None, "chain": METHODS["eagle3"], "tree": HEAD, "copy": COPY}
+# Trees need rows and blocks of their own.
+ROOM = {"max_num_batched_tokens": 256, "max_num_seqs": 2, "block_size": 32, "num_gpu_blocks_override": None}
+ASKED = {"prompts": engines.PROMPTS[2:5], "max_tokens": 12, "kv_cache_memory_bytes": 128 << 20, **ROOM, **FLOAT32}
+
+accepted = [cell for cell in cells() if cell.platform == "cpu" and cell.refusal is None]
+drawn = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],  # an engine takes half a minute: the first one that differs is reported as it is
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def run(cell: Cell | None, spac: dict | None, ranks: int = 1, divided: bool = False) -> engines.Run:
+    options = dict(ASKED)
+    if ranks > 1:
+        options |= {"tensor_parallel_size": ranks, "enable_expert_parallel": divided}
+    if cell is not None and DRAFTS[cell.speculation] is not None:
+        options["speculative_config"] = DRAFTS[cell.speculation]
+    changes = ONE_THREAD if ranks > 1 else {}
+    return engines.Run(**forked.answer(forked.run(program(TOY / "target", spac, **options), changes)))
+
+
+@cache
+def stock(ranks: int, divided: bool) -> engines.Run:
+    return run(None, None, ranks, divided)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, Path]:
+    """Kind of drafts -> predictors of the toy, trained with that drafter."""
+    folder, found = tmp_path_factory.mktemp("trained"), {}
+    fast = "from vllm_spac.methods.speculating_experts import neural_predictor as n; n._STEPS = 20"
+    texts = folder / "texts.jsonl"
+    assert forked.run([TEXTS, texts, "--training", "--count", "6"]).returncode == 0
+    for kind, drafts in (("chain", METHODS["eagle3"]), ("copy", COPY)):
+        found[kind] = folder / f"{kind}.safetensors"
+        arguments = ["train-predictor", TOY / "target", "--prompts", texts, "--output", found[kind]]
+        arguments += ["--disk-dir", folder, "--slots", "60%", "--engine", json.dumps({"speculative_config": drafts})]
+        done = forked.run(["-c", f"{fast}; from vllm_spac.cli.main import app; app()", *arguments])
+        assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return found | {"none": found["chain"], "tree": found["chain"]}
+
+
+def check(cell: Cell, trained: dict[str, Path], folder: Path) -> None:
+    knobs = cell.knobs | {"guard": "off"}
+    if "predictor_file" in knobs:
+        knobs["predictor_file"] = str(trained[cell.speculation])
+    if cell.plane != "device" and knobs.get("store") != "host":
+        knobs["disk_dir"] = str(folder)
+    if "budget" in knobs:
+        knobs["budget_when"] = "all"
+    ranks, divided = cell.ranks.count, cell.ranks.divide_experts
+    found = run(cell, knobs, ranks, divided)
+    assert max(found.stats.get("misses", 0), found.stats.get("hits", 0)) > 0, cell
+    if cell.exact:
+        assert_same_tokens(found, stock(ranks, divided), cell)
+    else:
+        assert_same_tokens(found, run(cell, knobs | {"slots": "100%"}, ranks, divided), cell)
+
+
+def try_some(count: int, among: list[Cell], trained: dict[str, Path], folder: Path) -> None:
+    @settings(drawn, max_examples=count)
+    @given(st.sampled_from(among))
+    def tried(cell: Cell) -> None:
+        check(cell, trained, folder)
+
+    tried()
+
+
+def test_a_few_of_what_is_accepted(tmp_path: Path) -> None:
+    """Of one rank, and without predictors, which have to be trained."""
+    few = [cell for cell in accepted if cell.ranks.count == 1 and "predictor_file" not in cell.knobs]
+    try_some(QUICK, few, {}, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks spin while they wait: needs 2 CPUs")
+def test_whatever_is_accepted_says_what_it_should(trained, tmp_path: Path) -> None:
+    try_some(ENGINES, accepted, trained, tmp_path)
