@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 
@@ -152,7 +153,7 @@ class MoEShape:
         """Number of experts in all layers together."""
         return len(self.layers) * self.experts
 
-    @property
+    @cached_property
     def expert_bytes(self) -> int:
         """Bytes of one expert (W_e)."""
         return sum(spec.nbytes for spec in self.tensors.values())

@@ -111,8 +111,9 @@ class Pool(SlotExecution):
 
 
 def making(build: Callable[..., SlotExecution]) -> Iterator[Callable[..., SlotExecution]]:
-    """Yields what builds pools over ``Gated`` stores; afterwards opens their gates and closes them."""
+    """Yields what builds pools over ``Gated`` stores, read by threads; afterwards opens their gates and closes them."""
     made: list[SlotExecution] = []
+    hand_off, transfers._HAND_OFF = transfers._HAND_OFF, -1
 
     def make(*args, **kwargs) -> SlotExecution:
         made.append(build(*args, **kwargs))
@@ -123,6 +124,7 @@ def making(build: Callable[..., SlotExecution]) -> Iterator[Callable[..., SlotEx
         for gate in pool.store.gates.values():
             gate.set()
         pool.close()
+    transfers._HAND_OFF = hand_off
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_spac.cache import transfers as transfers_module
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
@@ -47,6 +48,17 @@ def values(slots: dict[str, Tensor]) -> list[float | None]:
     return [None if row[0].isnan() else row[0].item() for row in rows]
 
 
+@pytest.fixture(params=[-1, 1 << 20], ids=["threads", "caller alone"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads beside each other, or by the caller alone, as of few bytes: no difference may be seen."""
+    monkeypatch.setattr(transfers_module, "_HAND_OFF", request.param)
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers_module, "_HAND_OFF", -1)
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., tuple[Transfers, dict[str, Tensor]]]]:
     made: list[Transfers] = []
@@ -61,7 +73,7 @@ def make() -> Iterator[Callable[..., tuple[Transfers, dict[str, Tensor]]]]:
         transfers.close()
 
 
-def test_fills_these_slots_and_no_other(make) -> None:
+def test_fills_these_slots_and_no_other(either, make) -> None:
     transfers, slots = make()
     assert transfers.load([(7, 1), (0, 4), (3, 6), (5, 0), (2, 2), (6, 7)], None) == {}
     assert values(slots) == [5, 7, 2, None, 0, None, 3, 6]
@@ -75,7 +87,7 @@ def test_nothing_to_do(make) -> None:
     assert values(slots) == [None] * 8
 
 
-def test_counts(make) -> None:
+def test_counts(either, make) -> None:
     transfers, _ = make(lambda key: time.sleep(0.01))
     counters = Counters(loads=1, bytes={"somewhere": 5, "else": 7})
     transfers.load([(0, 0), (1, 1), (2, 2)], counters)
@@ -84,7 +96,7 @@ def test_counts(make) -> None:
     assert (counters.hits, counters.misses, counters.waves) == (0, 0, 0), "not its business"
 
 
-def test_reads_run_beside_each_other(make) -> None:
+def test_reads_run_beside_each_other(beside, make) -> None:
     """All threads and the caller: none gets past the barrier unless five reads are in flight at once."""
     barrier = threading.Barrier(THREADS + 1, timeout=30)
     transfers, slots = make(lambda key: barrier.wait() and None)
@@ -92,7 +104,7 @@ def test_reads_run_beside_each_other(make) -> None:
     assert values(slots)[:5] == [0, 1, 2, 3, 4]
 
 
-def test_never_more_reads_than_threads_and_the_caller(make) -> None:
+def test_never_more_reads_than_threads_and_the_caller(beside, make) -> None:
     running, most, lock = 0, 0, threading.Lock()
 
     def before(key: int) -> None:
@@ -109,8 +121,28 @@ def test_never_more_reads_than_threads_and_the_caller(make) -> None:
     assert most <= 3
 
 
+def test_a_few_bytes_are_read_by_the_caller(make) -> None:
+    threads = set()
+    transfers, slots = make(lambda key: threads.add(threading.current_thread()))
+    assert transfers.load([(key, key) for key in range(8)], None) == {}
+    assert values(slots) == list(range(8)) and threads == {threading.current_thread()}
+
+
+def test_an_interrupt_ends_the_reads_of_the_caller(make) -> None:
+    def before(key: int) -> None:
+        if key == 1:
+            raise KeyboardInterrupt
+
+    transfers, slots = make(before)
+    with pytest.raises(KeyboardInterrupt):
+        transfers.load([(key, key) for key in range(3)], None)
+    assert values(slots)[:3] == [0, None, None]
+    transfers.load([(2, 2)], None)
+    assert values(slots)[2] == 2
+
+
 @pytest.mark.parametrize("bad", [{0}, {3}, {7}, {0, 4}, set(range(8))])
-def test_failures_are_told_key_by_key(bad: set[int], make) -> None:
+def test_failures_are_told_key_by_key(bad: set[int], either, make) -> None:
     """The first is read by the caller, the others by threads: no difference may be seen."""
 
     def before(key: int) -> None:
@@ -128,7 +160,7 @@ def test_failures_are_told_key_by_key(bad: set[int], make) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), RuntimeError("cuda"), ValueError("shape")])
-def test_any_exception_is_told(error: Exception, make) -> None:
+def test_any_exception_is_told(error: Exception, either, make) -> None:
     def before(key: int) -> None:
         raise error
 
@@ -136,7 +168,7 @@ def test_any_exception_is_told(error: Exception, make) -> None:
     assert transfers.load([(0, 0), (1, 1)], None) == {0: error, 1: error}
 
 
-def test_a_failure_does_not_end_the_others_early(make) -> None:
+def test_a_failure_does_not_end_the_others_early(beside, make) -> None:
     """A read that goes on after ``load`` would write into a slot that has been given to another expert."""
     finished: list[int] = []
 
@@ -152,7 +184,7 @@ def test_a_failure_does_not_end_the_others_early(make) -> None:
     assert values(slots)[:3] == [None, 1, 2]
 
 
-def test_a_load_that_failed_can_be_tried_again(make) -> None:
+def test_a_load_that_failed_can_be_tried_again(either, make) -> None:
     tries: list[int] = []
 
     def before(key: int) -> None:
@@ -166,7 +198,7 @@ def test_a_load_that_failed_can_be_tried_again(make) -> None:
     assert values(slots)[:2] == [0, 1]
 
 
-def test_close_stops_the_threads(make) -> None:
+def test_close_stops_the_threads(beside, make) -> None:
     transfers, _ = make()
     before = threading.active_count()
     transfers.load([(key, key) for key in range(8)], None)

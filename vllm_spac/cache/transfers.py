@@ -293,6 +293,9 @@ class Background:
             return None
 
 
+_HAND_OFF = 256 << 10  # bytes that are copied while a thread wakes up, some 30 us
+
+
 class _Stalls:
     """Measures how long a CUDA stream is busy with copies; the host learns it later and never waits for it."""
 
@@ -330,7 +333,8 @@ class Transfers:
     Args:
         store: source of the experts.
         slots: name -> tensor of shape [slots, ...]; a load writes one row of each.
-        threads: maximum number of loads on demand in flight, in addition to the one in the calling thread.
+        threads: maximum number of loads on demand in flight, in addition to the one in the calling thread. Where the
+            others together are copied while a thread would begin, the calling thread does all.
         path: the name of the store in ``Counters.bytes``.
         background: maximum number of prefetch reads in flight; half of ``threads`` unless given.
         rows: host memory between the slots and the store, if any.
@@ -350,7 +354,8 @@ class Transfers:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
         self.ahead = Background(self._mover, reads_ahead(threads, background), self._device)
-        queued = self._device.type == "cuda" and rows is None and store.addressable
+        self._addressable, self._expert_bytes = rows is None and store.addressable, store.shape.expert_bytes
+        queued = self._device.type == "cuda" and self._addressable
         self._stalls = _Stalls() if queued else None
 
     def clock(self) -> float:
@@ -374,15 +379,17 @@ class Transfers:
         planned = [self._mover.plan(key, slot) for key, slot in loads]
         left, results = deque(planned[1:]), dict[int, Moved | BaseException]()
         failed: dict[int, BaseException] = {}
-        with self.ahead.paused():
+        helped = not self._quick(len(left))
+        with self.ahead.paused() if helped else contextlib.nullcontext():
             helpers: list[Future] = []
             try:
-                helpers = self._submit(min(self._threads, len(left)), left, results)
+                helpers = self._submit(min(self._threads, len(left)), left, results) if helped else []
                 self._perform(deque(planned[:1]), results)  # this thread would only wait otherwise
                 self._perform(left, results)
             finally:
                 left.clear()  # it was interrupted
-                _settle(helpers)
+                if helpers:
+                    _settle(helpers)
                 for move in planned:
                     result = results.get(move.key) or given_up()
                     self._mover.ended(move, result)
@@ -448,6 +455,10 @@ class Transfers:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.ahead.close()
         self._mover.close()
+
+    def _quick(self, loads: int) -> bool:
+        """Whether so many loads take less time than a thread takes to begin."""
+        return self._addressable and loads * self._expert_bytes <= _HAND_OFF
 
     def _submit(self, count: int, left: deque[HostMove], results: dict[int, Moved | BaseException]) -> list[Future]:
         """Starts up to ``count`` threads that perform what is left; those that come too late find nothing."""

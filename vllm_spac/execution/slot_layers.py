@@ -302,6 +302,38 @@ class SlotLayers:
             self.loader.ran(layer, len(routed), used)
         return residency.slot_of[here][routed]
 
+    def bring(self, layer: int, routed: np.ndarray, counters: Counters | None) -> tuple[np.ndarray, list[int]] | None:
+        """Makes all experts resident together, where ``resident`` found that some are not.
+
+        As ``waves`` with a single wave, without what several take.
+
+        Args:
+            layer, routed, counters: as in ``waves``.
+
+        Returns:
+            The slot of each pair, int32 [rows, top_k], and the keys to ``release`` when the layer has run; None if they
+            need more slots than there are, and nothing changes.
+
+        Raises:
+            StoreError: an expert could not be loaded.
+        """
+        here, residency = self._keys(layer), self.loader.residency
+        used = _distinct(routed)
+        if not 0 < len(used) <= residency.slots:
+            return None
+        keys = (used + here.start).tolist()
+        missed = self.loader.hold(keys, counters)
+        if counters is not None:
+            counters.waves += 1
+            counters.misses += len(missed)
+            counters.hits += len(keys) - len(missed)
+            self.loader.ran(layer, len(routed), used)
+        return residency.slot_of[here][routed], keys
+
+    def release(self, keys: list[int]) -> None:
+        """Unpins what ``bring`` has pinned."""
+        self.loader.release(keys)
+
     def waves(self, layer: int, routed: np.ndarray, counters: Counters | None) -> Generator[HeldRows, None, None]:
         """Makes the experts of a layer resident, wave by wave; each is pinned until the next wave is requested.
 
