@@ -64,11 +64,13 @@ class Step:
             them.
         draft: [rows, ...] there, what the drafter computed when it read the token of each row: its state, or what
             its routers chose (``Seen.draft``, ``Seen.draft_ids``); None where nothing looks at it.
+        bounds: most experts that all rows together run, of each layer of the model; None: as many as they choose.
     """
 
     requests: tuple[RequestRows, ...] = ()
     tokens: torch.Tensor | None = field(default=None, compare=False)
     draft: torch.Tensor | None = field(default=None, compare=False)
+    bounds: tuple[int, ...] | None = field(default=None, compare=False)
 
     @property
     def rows(self) -> int:

@@ -107,8 +107,8 @@ class Pool(SlotExecution):
     def expected(self):
         return self._loader.prefetcher.expected
 
-    def begin(self, rows: int = 1, kind: RowKind = RowKind.DECODE) -> None:
-        self.begin_step(Step((RequestRows(0, rows, kind),)))
+    def begin(self, rows: int = 1, kind: RowKind = RowKind.DECODE, bounds=None, votes=None) -> None:
+        self.begin_step(Step((RequestRows(0, rows, kind, weights=votes),), bounds=bounds))
 
     def layer(self, layer: int, *rows: tuple[int, ...]) -> None:
         ids = torch.tensor(rows, dtype=torch.int32)
@@ -246,6 +246,38 @@ def test_a_predictor_that_fails_is_logged_once_and_not_asked_again(caplog: pytes
         assert made.script.asked == [START, 0, 1] and made.counters.prefetches == made.counters.prefetch_hits == 2
     [record] = caplog.records
     assert "prefetch=script failed; nothing is read ahead" in record.getMessage() and record.exc_info is not None
+
+
+# -- under a budget ------------------------------------------------------------------------------------------------
+
+
+class ByRow(Script):
+    """Guesses at the start what each row names of layer 1."""
+
+    rows = ((4, 5), (4, 6), (7, 5))
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if seen.layer == START:
+            named = [[float(EXPERTS - r.index(e)) if e in r else 0.0 for e in range(EXPERTS)] for r in self.rows]
+            yield Guess(EXPERTS, torch.tensor(named))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "votes", "read"),
+    [
+        (None, None, {4, 5, 6, 7}),
+        (None, (0.1, 0.1, 1.0), {4, 5, 6, 7}),
+        ((1, 4, 1, 1), None, {4, 5, 6, 7}),
+        ((1, 2, 1, 1), None, {4, 5}),
+        ((1, 2, 1, 1), (0.1, 0.1, 1.0), {5, 7}),
+    ],
+)
+def test_a_budget_leaves_what_it_would_keep(bounds, votes, read: set[int]) -> None:
+    """The first by the votes of all rows, of its own layer; a row that is hardly reached counts hardly."""
+    with pool(16) as made:
+        made._loader.prefetcher._guesser = ByRow()
+        made.begin(3, RowKind.VERIFY, bounds, votes)
+        assert {key - EXPERTS for key in made.store.order} == read
 
 
 # -- while drafts are made -----------------------------------------------------------------------------------------

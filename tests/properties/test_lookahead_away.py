@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from test_lookahead import BUSY, EXPERTS, POLICIES, STEPS, TOP, Kernel, Pool, draft, run
 from torch import Tensor
 
-from vllm_spac.cache.named import Named, named
+from vllm_spac.cache.named import Named, Ration, named
 from vllm_spac.core import RowKind
 from vllm_spac.decisions.predictors.base import START, Guess
 from vllm_spac.execution.exchange import Exchange
@@ -198,7 +199,45 @@ def test_names_are_those_of_the_scores(data) -> None:
     rows, layers, top = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, EXPERTS))
     scores = torch.stack([torch.tensor(data.draw(st.permutations(range(EXPERTS)))) for _ in range(rows * layers)])
     scores = scores.float().masked_fill(scores < data.draw(st.integers(0, EXPERTS)), -torch.inf).view(rows, -1)
-    guess = Guess(2 * EXPERTS, scores)
-    ours, theirs = list(Named.of(guess, EXPERTS, top).by_layer()), list(named(guess, EXPERTS, top))
+    guess, votes = (
+        Guess(2 * EXPERTS, scores),
+        data.draw(st.lists(st.sampled_from([0.25, 1.0]), min_size=rows, max_size=rows)),
+    )
+    ration = Ration(
+        data.draw(st.sampled_from([None, (1, 1, 3, 2, 4)])), data.draw(st.sampled_from([None, np.array(votes)]))
+    )
+    ours, theirs = list(Named.of(guess, EXPERTS, top).by_layer(ration)), list(named(guess, EXPERTS, top, ration))
     assert [layer for layer, _ in ours] == [layer for layer, _ in theirs] == [2 + number for number in range(layers)]
     assert [experts.tolist() for _, experts in ours] == [experts.tolist() for _, experts in theirs]
+
+
+@pytest.mark.parametrize(("logits", "bounds", "first"), [(True, (1,), 0), (False, (1,), 2), (True, None, 2)])
+def test_under_a_budget_a_name_counts_as_much_as_its_weight(logits: bool, bounds: tuple | None, first: int) -> None:
+    """One row is sure of expert 0, two are in doubt and name 2 before 3; without a budget places alone count."""
+    scores = torch.zeros(3, EXPERTS)
+    scores[0, 0], scores[1:, 2], scores[1:, 3] = 10.0, 0.2, 0.1
+    guess, ration = Guess(0, scores, logits), Ration(bounds)
+    [(_, ours)] = Named.of(guess, EXPERTS, TOP, ration).by_layer(ration)
+    [(_, theirs)] = named(guess, EXPERTS, TOP, ration)
+    assert ours[0] == theirs[0] == first and (bounds is None or len(ours) == len(theirs) == 1)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 2), st.integers(1, EXPERTS))
+def test_weights_of_names_are_the_same_on_both_sides(seed: int, rows: int, layers: int, bound: int) -> None:
+    scores = 3 * torch.randn(rows, layers * EXPERTS, generator=torch.Generator().manual_seed(seed))
+    guess, ration = Guess(0, scores, logits=True), Ration((bound,) * layers)
+    ours = [experts.tolist() for _, experts in Named.of(guess, EXPERTS, TOP, ration).by_layer(ration)]
+    assert ours == [experts.tolist() for _, experts in named(guess, EXPERTS, TOP, ration)]
+
+
+def test_weights_arrive_beside_the_names() -> None:
+    """Of several guesses, each with what is its own."""
+    with away(16) as made:
+        made.script.says = {0: [(1, (6, 7)), (2, (5, 4))]}
+        guesses = made.script.guesses
+        made.script.guesses = lambda seen: (  # type: ignore[method-assign]
+            Guess(each.first, each.scores.expand(2, -1), logits=each.first == EXPERTS) for each in guesses(seen)
+        )
+        made.begin(2, RowKind.VERIFY, (8, 1, 1, 8))
+        made.layer(0, (0, 1), (1, 2))
+        assert made.store.order == [EXPERTS + 6, 2 * EXPERTS + 5]

@@ -323,6 +323,26 @@ def test_votes_that_are_all_the_same_change_nothing(settings: dict, window: int 
     assert weighed.begin_step(WEIGHED) == unweighted
 
 
+@pytest.mark.parametrize(
+    ("settings", "step", "bounds"),
+    [
+        ({"budget": 3}, Step((VERIFY, OTHER)), (3, 3)),
+        ({"budget": {"layer.0": 3, "layer.1": 5}}, Step((VERIFY,)), (3, 5)),
+        ({"budget": 3, "when": "decode"}, Step((DECODE, VERIFY)), (3, 3)),
+        ({"budget": 3}, Step((DECODE, VERIFY)), None),
+        ({"budget": 3, "window": 2}, Step((VERIFY,)), None),
+        ({"mass": 0.9}, Step((VERIFY,)), None),
+        ({}, Step((VERIFY,)), None),
+    ],
+    ids=str,
+)
+def test_a_number_bounds_a_step_whose_rows_it_cuts_together(settings: dict, step: Step, bounds: tuple | None) -> None:
+    """Other rows keep what they chose, and a share of the mass bounds no number."""
+    budget = control(layers=2)
+    budget.change(BudgetSettings(**settings))
+    assert budget.begin_step(step).bounds == bounds
+
+
 def test_a_window_has_the_votes_of_its_rows() -> None:
     asked = []
     budget = control()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vllm_spac.cache.link import Link
-from vllm_spac.cache.named import Named, named
+from vllm_spac.cache.named import UNBOUNDED, Named, Ration, named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
@@ -36,6 +36,9 @@ class Expected:
         top_k: experts per row.
         local_of: int [experts of the model], the number of each among the ``experts`` that this process holds, -1: of
             another one. Guesses and routers name experts of the model. None: this process holds all of them.
+
+    Attributes:
+        ration: of the rows that guesses are about.
     """
 
     def __init__(self, layers: int, experts: int, top_k: int, local_of: np.ndarray | None = None) -> None:
@@ -45,6 +48,7 @@ class Expected:
         self._left = False  # the running layer has its output
         self._named: dict[int, list[int]] = {}  # layer that has not run -> keys, the likeliest first
         self._soon = np.zeros(layers * experts, dtype=bool)
+        self.ration = UNBOUNDED
 
     def begin(self) -> None:
         """A step begins: forgets what was expected of layers that the last one did not run."""
@@ -76,16 +80,16 @@ class Expected:
 
     def name(self, guess: Guess) -> None:
         """Takes ``guess`` in place of earlier ones about the same layers, except about the running layer."""
-        for layer, experts in named(guess, self._of_model, self._top_k):
+        for layer, experts in named(guess, self._of_model, self._top_k, self.ration):
             self.expect(layer, self._held(experts))
 
     def names(self, guess: Guess) -> Named:
         """Returns what ``guess`` names, on its device; for ``hear``."""
-        return Named.of(guess, self._of_model, self._top_k)
+        return Named.of(guess, self._of_model, self._top_k, self.ration)
 
     def hear(self, names: Named) -> None:
         """As ``name``, of ``names`` that are on the host."""
-        for layer, experts in names.by_layer():
+        for layer, experts in names.by_layer(self.ration):
             self.expect(layer, self._held(experts))
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
@@ -207,6 +211,7 @@ class Lookahead(Prefetcher):
         if not self._drafting:
             self._drafting = True
             self.expected.begin()
+            self.expected.ration = Ration(self.expected.ration.bounds)  # of the step before; other rows
         self._hear(seen, names)
         self._cancel_unexpected()
         layers = [self.expected.of(layer) for layer in range(self.expected.layers)]
@@ -214,8 +219,9 @@ class Lookahead(Prefetcher):
         first = cutoff(list(map(len, layers)), missing, self._residency.slots, self._phases.left)
         self._phases.ask(self._read(chain.from_iterable(layers[:first])))
 
-    def begin_step(self, seen: Seen | None) -> None:
+    def begin_step(self, seen: Seen | None, ration: Ration = UNBOUNDED) -> None:
         self.reap()
+        self.expected.ration = ration
         self._phases.end(self._ahead.keys)
         drafted, self._drafting = self._drafting, False
         self._began, self._rows = self._link.clock(), 0

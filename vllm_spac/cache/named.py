@@ -5,9 +5,9 @@ Names take a few bytes per row, so that a guess made on a device reaches the hos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,14 +16,35 @@ from torch import Tensor
 from vllm_spac.decisions.predictors.base import Guess
 
 
-def named(guess: Guess, experts: int, top_k: int) -> Iterator[tuple[int, np.ndarray]]:
+class Ration(NamedTuple):
+    """What a budget of experts per layer leaves of the names of a step.
+
+    Attributes:
+        bounds: most experts of each layer; None: all that are named.
+        votes: float [rows], how much each row counts; None: as much as any other.
+    """
+
+    bounds: Sequence[int] | None = None
+    votes: np.ndarray | None = None
+
+    def of(self, layer: int, experts: np.ndarray) -> np.ndarray:
+        """Returns the first of ``experts`` of ``layer``, the likeliest first, as many as it may run."""
+        return experts if self.bounds is None else experts[: self.bounds[layer]]
+
+
+UNBOUNDED = Ration()
+
+
+def named(guess: Guess, experts: int, top_k: int, ration: Ration = UNBOUNDED) -> Iterator[tuple[int, np.ndarray]]:
     """Yields each layer that ``guess``, which is on the host, scores, and the experts that it names: int [n].
 
-    Those that more rows name, and more highly, come first.
+    Those that more rows name, and more highly, come first. Under a budget the names of a row count as much as their
+    weights, which the budget sums too, where the scores say what these are; else, and without one, by their place.
 
     Args:
         experts: experts per layer.
         top_k: experts that a row names.
+        ration: of the rows of ``guess``.
     """
     scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)
     best = (-scores).argsort(axis=2, kind="stable")[:, :, :top_k]
@@ -31,10 +52,11 @@ def named(guess: Guess, experts: int, top_k: int) -> Iterator[tuple[int, np.ndar
         layer = guess.first // experts + number
         if len(best) == 1:  # each call into numpy takes a microsecond or more, in every layer of every token
             likeliest = best[0, number]
-            yield layer, likeliest[scores[0, number][likeliest] > -np.inf]
+            yield layer, ration.of(layer, likeliest[scores[0, number][likeliest] > -np.inf])
         else:
-            places = np.take_along_axis(scores[:, number], best[:, number], 1) > -np.inf
-            yield layer, _ranked(best[:, number], places)
+            own = np.take_along_axis(scores[:, number], best[:, number], 1)
+            weights = _softmax(scores[:, number], own) if guess.logits and ration.bounds is not None else None
+            yield layer, ration.of(layer, _ranked(best[:, number], own > -np.inf, ration.votes, weights))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,32 +66,57 @@ class Named:
     Attributes:
         first: number of the first layer.
         ids: int64 [rows, layers, k], experts, the likeliest first, on any device; -1: the row names no more.
+        weights: float32 [rows, layers, k], of the names, for a budget's ration; None: by their place.
     """
 
     first: int
     ids: Tensor
+    weights: Tensor | None = None
 
     @classmethod
-    def of(cls, guess: Guess, experts: int, top_k: int) -> Self:
+    def of(cls, guess: Guess, experts: int, top_k: int, ration: Ration = UNBOUNDED) -> Self:
         """As ``named``, launched on the device of ``guess``; of equal scores any may come first."""
-        scores, ids = guess.scores.unflatten(1, (-1, experts)).topk(top_k)
-        return cls(guess.first // experts, ids.masked_fill_(scores == -torch.inf, -1))
+        scores = guess.scores.unflatten(1, (-1, experts))
+        best, ids = scores.topk(top_k)
+        weights = scores.softmax(-1).gather(-1, ids) if guess.logits and ration.bounds is not None else None
+        return cls(guess.first // experts, ids.masked_fill_(best == -torch.inf, -1), weights)
 
-    def by_layer(self) -> Iterator[tuple[int, np.ndarray]]:
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What has to arrive on the host."""
+        return [self.ids] if self.weights is None else [self.ids, self.weights]
+
+    def arrived(self, tensors: Iterator[Tensor]) -> Named:
+        """Returns the same names on the host; takes the copies of ``tensors`` from an iterator."""
+        return Named(self.first, next(tensors), None if self.weights is None else next(tensors))
+
+    def by_layer(self, ration: Ration = UNBOUNDED) -> Iterator[tuple[int, np.ndarray]]:
         """Yields what ``named`` does; ``ids`` are on the host."""
-        ids = self.ids.numpy()
+        ids, given = self.ids.numpy(), None if self.weights is None else self.weights.numpy()
         for number in range(ids.shape[1]):
-            best = ids[:, number]
-            yield self.first + number, _ranked(np.maximum(best, 0), best >= 0)
+            best, layer = ids[:, number], self.first + number
+            weights = None if given is None else given[:, number]
+            yield layer, ration.of(layer, _ranked(np.maximum(best, 0), best >= 0, ration.votes, weights))
 
 
-def _ranked(best: np.ndarray, names: np.ndarray) -> np.ndarray:
+def _ranked(best: np.ndarray, names: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None) -> np.ndarray:
     """Returns the experts that rows name, the likeliest first.
 
     Args:
         best: int [rows, k], the best of a row first.
         names: bool [rows, k], which of them the row names.
+        rows: float [rows], votes of the rows; None, and where all rows have one guess: 1 each.
+        weights: float [rows, k], how much each name counts; None: by its place, k for the first one.
     """
-    votes = np.bincount(best.ravel(), (np.arange(best.shape[1], 0, -1) * names).ravel())
+    each = (np.arange(best.shape[1], 0, -1) if weights is None else weights) * names
+    if rows is not None and len(rows) == len(each):
+        each = each * rows[:, None]
+    votes = np.bincount(best.ravel(), each.ravel())
     order = np.argsort(-votes, kind="stable")
     return order[: np.count_nonzero(votes)]
+
+
+def _softmax(scores: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """Returns the softmax of ``scores`` [rows, experts] at those that are ``of`` [rows, k]."""
+    most = scores.max(1, keepdims=True)
+    return np.exp(of - most) / np.exp(scores - most).sum(1, keepdims=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_spac.cache.allowance import Allowance, PauseNotice
 from vllm_spac.cache.link import Link, Moved
-from vllm_spac.cache.named import Named
+from vllm_spac.cache.named import UNBOUNDED, Named, Ration
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.decisions.balancers.base import Balancer
@@ -125,8 +125,11 @@ class Prefetcher:
         self._predictor.observe_step(counts)
         self.scores = self._predictor.scores
 
-    def begin_step(self, seen: Seen | None) -> None:
-        """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed."""
+    def begin_step(self, seen: Seen | None, ration: Ration = UNBOUNDED) -> None:
+        """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed.
+
+        ``ration``: of its rows.
+        """
 
     def ask(self, seen: Seen) -> list[Named]:
         """Returns what a predictor on a device names of ``seen``, for ``draft`` or ``look``; waits for nothing."""

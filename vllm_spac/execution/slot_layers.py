@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.named import Named
+from vllm_spac.cache.named import UNBOUNDED, Named, Ration
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.decisions.payback import Payback
@@ -173,18 +173,19 @@ class SlotLayers:
         self.loader.prefetcher.balancer = self._balancer = balancer
         self._check = check
 
-    def begin_step(self, seen: Seen | None, rows: int = 0) -> None:
+    def begin_step(self, seen: Seen | None, rows: int = 0, ration: Ration = UNBOUNDED) -> None:
         """A step begins.
 
         Args:
             seen: of its rows, or None if they predict little, as those of prompts.
             rows: its rows, if its duration may be compared with that of others.
+            ration: what a budget leaves of the names of its rows.
         """
         if self._check is not None:
             self._check.begin_step(rows)
         if self.loader.needs is not None:
             self._seen = seen
-            self.loader.prefetcher.begin_step(seen)
+            self.loader.prefetcher.begin_step(seen, ration)
 
     def end_step(self, counts: np.ndarray | None) -> None:
         """As ``ExpertLoader.end_step``; also decides whether the CPU computes experts in the next step."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.named import Named
+from vllm_spac.cache.named import Named, Ration
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
@@ -159,6 +159,10 @@ def by_expert(
     return out.to(x.dtype)
 
 
+def _tensors(names: Sequence[Named]) -> list[Tensor]:
+    return [tensor for each in names for tensor in each.tensors]
+
+
 _COUNT_BATCH = 1024  # forwards of layers whose routing is kept before it is counted
 _COUNT_PAIRS = 4 << 20  # (row, expert) pairs kept: 16 MiB of ids, possibly in GPU memory
 
@@ -221,7 +225,7 @@ class SlotExecution(Execution):
         self.looks_at = frozenset() if self.holds_all else self._loader.needs or frozenset()
         # What a predictor on the device named that is not on the host yet: of the step, and of drafts.
         self._asked: list[Named] = []
-        self._sent: deque[tuple[Sent, list[int]]] = deque()
+        self._sent: deque[tuple[Sent, list[Named]]] = deque()
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
@@ -250,8 +254,7 @@ class SlotExecution(Execution):
         if self._exchange is None:
             prefetcher.draft(seen)
         elif names := prefetcher.ask(seen):
-            sent = self._exchange.send([each.ids for each in names])
-            self._sent.append((sent, [each.first for each in names]))
+            self._sent.append((self._exchange.send(_tensors(names)), names))
             self._hear_of_drafts()
 
     def _hear_of_drafts(self) -> None:
@@ -260,8 +263,9 @@ class SlotExecution(Execution):
         while self._sent and self._sent[0][0].arrived.done():
             newest = self._sent.popleft()
         if newest is not None:
-            sent, firsts = newest
-            self._loader.prefetcher.draft(None, list(map(Named, firsts, sent.tensors)))
+            sent, names = newest
+            tensors = iter(sent.tensors)
+            self._loader.prefetcher.draft(None, [each.arrived(tensors) for each in names])
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -271,7 +275,9 @@ class SlotExecution(Execution):
             alike = bool(step.requests) and not step.prompts
             self._hear_of_drafts()
             self._sent.clear()  # the first layer brings more
-            self._layers.begin_step(seen if alike else None, step.rows if alike else 0)
+            votes = step.generating_weights if alike else None  # of all rows
+            ration = Ration(step.bounds, None if votes is None else np.array(votes))
+            self._layers.begin_step(seen if alike else None, step.rows if alike else 0, ration)
             self._asked = self._layers.ask(START) if self._layers.looks else []
         self.counters.began(step.kind)
 
@@ -376,8 +382,9 @@ class SlotExecution(Execution):
             if not rows.as_routed:
                 chosen = chosen[0].clamp(min=0), chosen[1].masked_fill(chosen[0] < 0, 0)
             asked += self._layers.ask(layer, x[real], *chosen)
-        routed, *named = self._exchange.all_to_host([ids, *(each.ids for each in asked)])
-        return routed, [Named(each.first, found) for each, found in zip(asked, named, strict=True)]
+        routed, *found = self._exchange.all_to_host([ids, *_tensors(asked)])
+        tensors = iter(found)
+        return routed, [each.arrived(tensors) for each in asked]
 
     def _own_part(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         """Computes what this process's experts add to a layer's output; vLLM adds the parts of all ranks behind it.

@@ -52,7 +52,7 @@ class Maps(OnDevice):
 
     def guesses(self, seen: Seen) -> Iterable[Guess]:
         if seen.layer in self._maps:
-            yield Guess((seen.layer + 1) * self.sizes.experts, self.scores_of(seen))
+            yield Guess((seen.layer + 1) * self.sizes.experts, self.scores_of(seen), logits=True)
 
     def scores_of(self, seen: Seen) -> Tensor:
         """Returns float32 [rows, N * layers ahead], the scores of all layers that a layer sees."""

@@ -80,10 +80,12 @@ class Guess:
         scores: [rows, n], or [1, n] if all rows have the same; n is a multiple of the experts per layer. The greater,
             the likelier; comparable between experts of one row and layer only. -inf: the row does not name this
             expert, even if it then names fewer than it will use.
+        logits: their softmax is the router's distribution, as far as the predictor knows it.
     """
 
     first: int
     scores: Tensor
+    logits: bool = False
 
 
 class Predictor(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -187,6 +188,15 @@ class BudgetControl:
         budget = self.settings.budget
         return budget[layer.name] if isinstance(budget, dict) else budget
 
+    def _bounds(self, step: Step) -> tuple[int, ...] | None:
+        """Returns how many experts of each layer all rows of ``step`` together may run, if a number bounds them all."""
+        settings = self.settings
+        if settings.budget is None or settings.window is not None or settings.speculate != "off":
+            return None
+        if any(request.kind not in settings.kinds for request in step.requests):
+            return None
+        return tuple(self._bound(layer) or layer.experts for layer in self.layers)
+
     def apply(
         self,
         index: int,
@@ -239,11 +249,13 @@ class BudgetControl:
             step: with the probabilities that rows are reached, where they are known.
 
         Returns:
-            ``step`` with the rows' votes in their place, see ``votes``.
+            ``step`` with the rows' votes in their place, see ``votes``, and its bounds.
         """
         if self.weighs:
             self.counters.unweighted += unknown(step)
         votes = voted(step, self.settings.alpha)
+        if (bounds := self._bounds(step)) is not None:
+            votes = replace(votes, bounds=bounds)
         if self._graphs is not None and self.captured and self.active:
             self._graphs.begin_step(votes, self.settings.kinds)
         return votes

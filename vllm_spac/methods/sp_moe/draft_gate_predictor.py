@@ -89,7 +89,7 @@ class DraftGate(Trained):
             table = logarithm(self._table.scores_of(slice(None), self._table.places(seen.tokens)))
             layers = scores.view(len(scores), -1, experts).transpose(0, 1)
             layers.baddbmm_(table, self._of_table)
-            yield Guess(0, scores)
+            yield Guess(0, scores, logits=True)
 
 
 def read(states: Tensor) -> Tensor:

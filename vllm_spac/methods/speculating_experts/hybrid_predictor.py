@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -47,12 +48,12 @@ class Hybrid(OnDevice):
                 for guess in predictor.guesses(seen):
                     for layer, scores in self._layers(guess):
                         if self.chosen[layer] == name:
-                            yield Guess(layer * self.sizes.experts, scores)
+                            yield Guess(layer * self.sizes.experts, scores, guess.logits)
         elif (target := seen.layer + 1) < self.sizes.layers:
             for guess in self._used[self.chosen[target]].guesses(seen):
                 if guess.first == target * self.sizes.experts:
                     alone = guess.scores.shape[1] == self.sizes.experts
-                    yield guess if alone else Guess(guess.first, guess.scores[:, : self.sizes.experts])
+                    yield guess if alone else replace(guess, scores=guess.scores[:, : self.sizes.experts])
 
     def of_step(self, tokens: Tensor | None) -> Tensor:
         known = {name: self._known(each, tokens) for name, each in self._used.items()}

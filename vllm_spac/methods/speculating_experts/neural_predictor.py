@@ -74,7 +74,8 @@ class Neural(OnDevice):
     def guesses(self, seen: Seen) -> Iterable[Guess]:
         target = seen.layer + 1
         if seen.layer != START and target in self._nets:
-            yield Guess(target * self.sizes.experts, self._run(self._nets[target], self._features.of(seen)))
+            scores = self._run(self._nets[target], self._features.of(seen))
+            yield Guess(target * self.sizes.experts, scores, logits=True)
 
     def of_step(self, tokens: Tensor | None) -> Tensor:
         networks = [net["head"] for net in self._nets.values()]
