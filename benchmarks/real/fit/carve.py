@@ -57,6 +57,10 @@ def weights_of(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     return torch.zeros_like(logits).scatter(-1, ids, values.softmax(-1) * top_k)
 
 
+Choice = Callable[[torch.Tensor, int], torch.Tensor]
+"""From the router's logits and k to the weights of experts, as ``weights_of`` does."""
+
+
 def holders_of(sets: torch.Tensor, neurons: int) -> torch.Tensor:
     """S: float32 [experts, neurons], 1 where an expert holds a neuron; sets int64 [experts, size]."""
     return torch.zeros(len(sets), neurons).scatter(1, sets, 1.0)
@@ -77,10 +81,10 @@ class CarvedLayer:
         """Takes the experts' ``left`` and ``right`` as they are now."""
         self._down = self.experts.corrected(self._layer.down).to(BF16)
 
-    def neurons(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def neurons(self, h: torch.Tensor, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``down'`` multiplies, float32 [tokens, neurons], and the router's logits [tokens, experts]."""
         logits = F.linear(h, self._router).float()
-        weights = weights_of(logits, self._top_k)
+        weights = (choice or weights_of)(logits, self._top_k)
         active = F.silu(F.linear(h, self._layer.gate)) * F.linear(h, self._layer.up)
         return active.float() * (self._always + weights @ self._holders), logits
 

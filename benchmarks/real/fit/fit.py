@@ -180,9 +180,10 @@ def head(
     held: Annotated[Path | None, typer.Option(help="a file of roll on held texts, to judge by")] = None,
     output: Annotated[Path, typer.Option(help="the file to write")] = artefact.HEAD,
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 25.0,
-    rate: Annotated[float, typer.Option(help="learning rate")] = 1e-3,
-    batch: Annotated[int, typer.Option(help="rows of a step")] = 8,
+    rate: Annotated[float, typer.Option(help="learning rate")] = 1.5e-3,
+    batch: Annotated[int, typer.Option(help="rows of a step")] = 4,
     neurons: Annotated[int, typer.Option(help="of the head's FFN")] = 1024,
+    start: Annotated[Path | None, typer.Option(help="a head to go on from")] = None,
 ) -> None:
     """Trains the EAGLE-3 head; keeps what there is every 200 steps."""
     model = Llama(dense)
@@ -194,6 +195,8 @@ def head(
     )
     common = torch.as_tensor(counts).topk(eagle.COMMON).indices
     trainee, begun = eagle.Head(model, neurons), time.monotonic()
+    if start:
+        trainee.load_state_dict(artefact.load_head(start).weights)
     numbers = {"depths": list(eagle.DEPTHS), "tokens": found.ids.numel(), "minutes": minutes, "rate": rate}
 
     def said(step: int, loss: float, agreed: list[float]) -> None:
