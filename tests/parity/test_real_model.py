@@ -24,6 +24,8 @@ QUESTIONS = (
     "Why is the sky blue?",
 )
 DENSE_DRAFTS = {"method": "draft_model", "num_speculative_tokens": 4}
+EAGLE = {"method": "eagle3", "num_speculative_tokens": 4}
+FOLDERS = {"draft_model": "dense", "eagle3": "eagle3"}  # method -> the drafter's folder
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 RUNS = [
     pytest.param({"slots": "25%", "store": "host"}, None, id="a quarter, RAM"),
@@ -32,6 +34,7 @@ RUNS = [
     pytest.param({"slots": "50%", "store": "host", "cpu_experts": 8}, None, id="half, RAM, CPU experts"),
     pytest.param({"slots": "25%", "store": "disk"}, NGRAM, id="a quarter, n-grams"),
     pytest.param({"slots": "25%", "store": "disk"}, DENSE_DRAFTS, id="a quarter, the dense parent drafts"),
+    pytest.param({"slots": "25%", "store": "disk"}, EAGLE, id="a quarter, the EAGLE-3 head drafts"),
     pytest.param({"slots": "100%"}, DENSE_DRAFTS, id="all, the dense parent drafts"),
 ]
 pytestmark = pytest.mark.full
@@ -71,8 +74,8 @@ def test_the_bytes_are_those_that_were_published(models: Path) -> None:
 def test_same_tokens_as_stock(
     models: Path, prompts, stock, spac: dict[str, Any], drafts: dict[str, Any] | None
 ) -> None:
-    if drafts is DENSE_DRAFTS:
-        drafts = drafts | {"model": str(models / "dense")}
+    if drafts and (folder := FOLDERS.get(drafts["method"])):
+        drafts = drafts | {"model": str(models / folder)}
     options = FLOAT32 | ({"speculative_config": drafts} if drafts else {})
     with engines.engine(str(models / "target"), spac, **options) as llm:
         import vllm_spac

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ sys.path[:0] = [str(REAL), str(REAL / "fit")]
 artefact = importlib.import_module("artefact")
 carve = importlib.import_module("carve")
 dense = importlib.import_module("dense")
+eagle = importlib.import_module("eagle")
 export = importlib.import_module("export")
 llama = importlib.import_module("llama")
 
@@ -71,7 +73,7 @@ def tiny(folder: Path) -> tuple[torch.Tensor, ...]:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     numbers = {"num_hidden_layers": 1, "hidden_size": HIDDEN, "intermediate_size": NEURONS, "rms_norm_eps": 1e-5}
-    numbers |= {"num_attention_heads": 1, "num_key_value_heads": 1, "rope_theta": 1e4}
+    numbers |= {"num_attention_heads": 1, "num_key_value_heads": 1, "rope_theta": 1e4, "vocab_size": 20}
     (folder / "config.json").write_text(json.dumps(numbers))
     for name in export.TOKENIZER:
         (folder / name).write_text("{}")
@@ -133,14 +135,104 @@ def test_an_exported_layer_computes_what_was_fitted(tmp_path: Path) -> None:
     assert float((got - wanted).norm() / wanted.norm()) < 0.02
 
 
+def head_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A model of one layer and a head that reads the stream before and after it."""
+    tiny(folder / "dense")
+    monkeypatch.setattr(eagle, "DEPTHS", (0, 1))
+    model = llama.Llama(folder / "dense")
+    return model, eagle.Head(model, 16)
+
+
+def test_a_chain_of_drafts_attends_as_a_decoder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training unrolls the chains of all bases at once; here one chain is decoded token by token."""
+    model, head = head_of(tmp_path, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    streams = torch.randn(2, 10, 2, HIDDEN, generator=generator).to(torch.bfloat16)
+    embedded = torch.randn(2, 9, HIDDEN, generator=generator).to(torch.bfloat16)
+    base = 3
+    bases = torch.tensor([1, base])
+    steps = [x for _, x in head.unrolled(embedded, streams, bases)]
+    assert len(steps) == eagle.STEPS
+
+    x = head.combined(streams[:, : base + 1])
+    _, keys, values = head.projected(embedded[:, : base + 1], x, torch.arange(base + 1))
+    x = x[:, -1:]
+    for step, wanted in enumerate(steps):
+        rows = torch.tensor([base + step])
+        q, k, v = head.projected(embedded[:, rows], x, rows)
+        if step:
+            keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        x = head.finished(x, F.scaled_dot_product_attention(q, keys, values))
+        wanted = wanted[:, base if step == 0 else 1]
+        assert (x[:, 0] - wanted).detach().float().norm() < 0.02 * wanted.detach().float().norm()
+
+
+def test_what_the_target_said_has_the_streams_of_a_single_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = head_of(tmp_path, monkeypatch)
+    layers = [carve.CarvedLayer(model.layers[0], experts(), TOP_K)]
+    prompts = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
+    rolls = eagle.rolled_out(model, layers, prompts, 12, torch.tensor([True, True, False, False]), 0.7)
+    assert torch.equal(rolls.ids[:, :5], prompts) and rolls.begun == 5
+    with torch.inference_mode():
+        last = model.hidden(rolls.ids, lambda number, h: layers[number](h))
+    apart = (last - rolls.streams[:, :, 1])[:, :-1].float().norm(dim=-1) / last[:, :-1].float().norm(dim=-1)
+    assert float(apart.median()) < 0.02
+    eagle.save(rolls, tmp_path / "rolls")
+    again = eagle.joined([eagle.load(tmp_path / "rolls")] * 2)
+    assert torch.equal(again.ids[:4], rolls.ids) and torch.equal(again.streams[4:], rolls.streams)
+
+
+def test_a_head_learns_what_the_target_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one sequence: after some steps the head knows it by heart."""
+    model, head = head_of(tmp_path, monkeypatch)
+    layers = [carve.CarvedLayer(model.layers[0], experts(), TOP_K)]
+    prompts = torch.randint(0, 20, (1, 5), generator=torch.Generator().manual_seed(0))
+    rolls = eagle.rolled_out(model, layers, prompts, 20, torch.ones(1, dtype=torch.bool), 1.0)
+    losses: list[float] = []
+    eagle.trained(head, model, rolls, torch.arange(20), 3.0, 3e-3, 1, lambda step, loss, _: losses.append(loss))
+    assert losses[-1] < losses[0]
+    assert 1 <= eagle.tokens_a_step(head, model, rolls) <= 1 + eagle.STEPS
+
+
+def test_an_exported_head_has_the_names_and_shapes_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, head = head_of(tmp_path, monkeypatch)
+    weights = {name: weight.detach() for name, weight in head.named_parameters()}
+    artefact.save_head(artefact.Head(weights, {"depths": [0, 1]}), tmp_path / "head")
+    read = artefact.load_head(tmp_path / "head")
+    assert read.numbers == {"depths": [0, 1]} and read.weights.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert (read.weights[name] - weight).abs().max() <= 0.01 * weight.abs().max()
+    export.write_eagle(tmp_path / "dense", read, tmp_path / "eagle3")
+    tensors = load_file(tmp_path / "eagle3" / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    attention = {f"midlayer.self_attn.{part}_proj.weight": (HIDDEN, 2 * HIDDEN) for part in "qkv"}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    assert shapes == attention | {f"{name}.weight": (HIDDEN,) for name in (*norms, "fc_norm.0", "fc_norm.1")} | {
+        "fc.weight": (HIDDEN, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "midlayer.mlp.gate_proj.weight": (16, HIDDEN),
+        "midlayer.mlp.up_proj.weight": (16, HIDDEN),
+        "midlayer.mlp.down_proj.weight": (HIDDEN, 16),
+    }
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1] and config["fc_norm"] is True
+
+
 def test_the_artefact_is_small_and_its_experts_are_all_different() -> None:
-    assert artefact.PATH.stat().st_size <= MOST_BYTES
+    assert artefact.PATH.stat().st_size + artefact.HEAD.stat().st_size <= MOST_BYTES
     target = artefact.load()["target"]
     assert len(target.layers) == 30
     for layer in target.layers:
         assert layer.sets.shape == (64, 96) and layer.router.shape == (64, 576)
         assert len(torch.unique(layer.sets, dim=0)) == len(layer.sets)
         assert not set(layer.shared.tolist()) & set(layer.sets.flatten().tolist())
+
+
+def test_the_head_reads_streams_that_the_target_has() -> None:
+    head = artefact.load_head()
+    depths = head.numbers["depths"]
+    assert head.weights["fc"].shape == (576, 576 * len(depths)) and head.weights["fc_norms"].shape == (len(depths), 576)
+    assert depths == sorted(set(depths)) and depths[0] >= 0 and depths[-1] <= 30
 
 
 def test_without_an_index_the_reason_and_the_remedy_are_said(tmp_path: Path) -> None:
