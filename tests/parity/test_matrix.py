@@ -19,7 +19,7 @@ from exactness import FLOAT32, assert_same_tokens
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.tools.planning.compatibility_table import Cell, cells
+from vllm_spac.tools.planning.compatibility_table import Cell, RankCount, cells
 
 QUICK, ENGINES = 3, 300
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
@@ -108,3 +108,30 @@ def test_a_few_of_what_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks spin while they wait: needs 2 CPUs")
 def test_whatever_is_accepted_says_what_it_should(trained, tmp_path: Path) -> None:
     try_some(ENGINES, accepted, trained, tmp_path)
+
+
+@pytest.mark.full
+def test_the_parts_together(trained, tmp_path: Path) -> None:
+    """Experts ranked over a draft tree by the votes of paths, in slots for our kernel, read while drafts are made.
+
+    A quarter has slots, and the CPU computes a share. With a budget of all experts: stock's tokens.
+    """
+    every = {
+        "slots": "25%",
+        "kernel": "table",
+        "tree": 16,
+        "budget": 64,
+        "budget_votes": "path@alpha=0.5",
+        "prefetch": "draft_gate",
+        "predictor_file": str(trained["tree"]),
+        "store": "host",
+        "cpu_experts": "2",
+        "guard": "off",
+    }
+    tree = Cell("cpu", "host", (), "tree", RankCount())
+    exact, cut = run(tree, every), run(tree, every | {"budget": 16})
+    assert_same_tokens(exact, stock(1, False))
+    for found in (exact, cut):
+        assert found.stats["execution"] == "table" and found.stats["trees"]["trees"] > 0
+        assert found.stats["cpu_experts"] > 0 and found.stats["prefetch_hits"] > 0
+    assert cut.tokens != exact.tokens and cut.stats["budget"]["dropped_share"] > 0

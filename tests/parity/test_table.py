@@ -8,7 +8,7 @@ from __future__ import annotations
 import engines
 import pytest
 import zoo
-from compare import METHODS, TOY, compare
+from compare import TOY, compare
 from exactness import FLOAT32, assert_same_tokens
 
 # What only the host decides, which pointers refuse: a disk with host memory before it and reads ahead by use; the CPU's
@@ -46,24 +46,3 @@ def test_every_family(family, checkpoint):
     for slots in ("50%", "100%"):
         run = engines.generate(checkpoint(family), {"kernel": "table", "slots": slots}, **FLOAT32)
         assert_same_tokens(run, stock, slots)
-
-
-@pytest.mark.full
-def test_ranked_over_a_tree_and_shared_with_the_cpu():
-    """A draft tree of 16, a budget of all experts by the votes of paths, the CPU's share, a quarter in slots."""
-    every = {
-        "tree": 16,
-        "slots": "25%",
-        "store": "host",
-        "cpu_experts": "2",
-        "budget": 64,
-        "budget_votes": "path@alpha=0.5",
-    }
-    options = {"prompts": engines.PROMPTS[2:5], "max_tokens": 24, "max_num_seqs": 1}
-    drafted = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
-    (stock,) = compare(TOY / "target", [None], **options, **FLOAT32)
-    runs = compare(
-        TOY / "target", knobs([every, every | {"budget": 16}]), speculative_config=drafted, **options, **FLOAT32
-    )
-    assert_same_tokens(runs[0], stock, every)
-    assert runs[0].stats["cpu_experts"] > 0 and runs[1].tokens != stock.tokens

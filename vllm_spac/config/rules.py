@@ -80,10 +80,11 @@ def _check_device_prefetch(config: Any, device: str) -> None:
     """Refuses reads ahead that cannot be decided on the device."""
     named = f"prefetch={config.prefetch} (--spac-prefetch)"
     if config.prefetch == AUTO or not components.find("predictors", config.prefetch).on_device:
-        names = [name for name in components.names("predictors") if components.find("predictors", name).on_device]
-        trained = (use(prefetch=name, predictor_file="FILE") for name in names)
         raise _refused(
-            f"{named} is decided on the host, which no layer waits for with {device}", *trained, drop("prefetch")
+            f"{named} is decided on the host, which no layer waits for with {device}",
+            use(decisions="host"),
+            use(prefetch="linear", predictor_file="FILE"),
+            drop("prefetch"),
         )
     name, given = components.parse(config.prefetch)
     if given.keys() - {"extra"}:
