@@ -471,7 +471,7 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "decisions": "device"
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
             ON_DEVICE | {"prefetch": "draft_gate"},
-            "decided on the host.*use --spac-prefetch frequency --spac-predictor-file FILE, or use --spac",
+            "decided on the host.*use --spac-decisions host, or use --spac-prefetch linear --spac-predictor-file FILE",
         ),
         (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),
         (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*use --spac-prefetch linear"),
