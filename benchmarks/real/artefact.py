@@ -1,6 +1,6 @@
-"""The committed artefact: what makes an MoE of the dense parent. Small integers, no code.
+"""The committed artefacts: what makes an MoE of the dense parent, and its EAGLE-3 head. Small integers, no code.
 
-A safetensors file with one group of tensors per model and layer:
+``carved.safetensors`` has one group of tensors per model and layer:
 
     MODEL.LAYER.shared            uint8 [neurons / 8]            bits: neurons of the shared expert
     MODEL.LAYER.sets              uint8 [experts, neurons / 8]   bits: neurons of each routed expert
@@ -10,6 +10,9 @@ A safetensors file with one group of tensors per model and layer:
 with ``NAME.scale`` (float32) beside each int8 tensor: one scale for a row of a router and for a column of ``left`` and
 ``right``. A neuron that is seldom active has large entries in ``right``, so neurons cannot share a scale.
 The file's metadata has a JSON object for each model.
+
+``eagle3.safetensors`` has the head's matrices, int8 [out, in] with a scale for each row, and its norms, bfloat16. Its
+embeddings and output rows are the target's.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 PATH = Path(__file__).with_name("carved.safetensors")
+HEAD = Path(__file__).with_name("eagle3.safetensors")
 
 
 @dataclass
@@ -51,6 +55,14 @@ class ModelChange:
     """A model that is made of the dense parent: its layers, and numbers for its config and of its making."""
 
     layers: list[Experts]
+    numbers: dict[str, Any]
+
+
+@dataclass
+class Head:
+    """An EAGLE-3 head: its matrices and norms by the names of ``fit/eagle.py``, float32, and numbers for its config."""
+
+    weights: dict[str, torch.Tensor]
     numbers: dict[str, Any]
 
 
@@ -109,3 +121,27 @@ def load(path: Path = PATH) -> dict[str, ModelChange]:
                 layers.append(Experts(shared, sets, *parts))
             models[model] = ModelChange(layers, json.loads(numbers))
     return models
+
+
+def save_head(head: Head, path: Path = HEAD) -> None:
+    """Writes the head."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in head.weights.items():
+        if "norm" in name:
+            tensors[name] = weight.to(torch.bfloat16)
+        else:
+            tensors[name], tensors[f"{name}.scale"] = quantised(weight, -1)
+    save_file(tensors, path, {"head": json.dumps(head.numbers)})
+
+
+def load_head(path: Path = HEAD) -> Head:
+    """Reads what ``save_head`` wrote."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in sorted(set(file.keys()))}
+        numbers = json.loads(file.metadata()["head"])
+    weights = {
+        name: weight.float() * tensors.get(f"{name}.scale", torch.ones(()))
+        for name, weight in sorted(tensors.items())
+        if not name.endswith(".scale")
+    }
+    return Head(weights, numbers)

@@ -1,4 +1,4 @@
-"""The checkpoint for stock vLLM, made of the dense parent and the artefact."""
+"""The checkpoints for stock vLLM, made of the dense parent and the artefacts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from artefact import Experts, ModelChange
+from artefact import Experts, Head, ModelChange
 from safetensors.torch import load_file, save_file
 
+HEAD_NAMES = {
+    "embedding_norm": "input_layernorm",
+    "hidden_norm": "hidden_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -60,6 +69,30 @@ def _moe(old: dict[str, torch.Tensor], number: int, layer: Experts, top_k: int) 
         # The weights of the top-k sum to 1, those of the carved FFN to k.
         new[f"{prefix}experts.{expert}.down_proj.weight"] = down[:, ids] * top_k
     return {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
+
+
+def write_eagle(dense: Path, head: Head, folder: Path) -> None:
+    """The EAGLE-3 head for vLLM's ``LlamaForCausalLMEagle3``, which takes embeddings and output rows of the target."""
+    shape = json.loads((dense / "config.json").read_text())
+    keys = shape["hidden_size"] // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    weights = dict(head.weights)
+    q, k, v = weights.pop("qkv").split([shape["hidden_size"], keys, keys])
+    fc_norms = weights.pop("fc_norms")
+    new = {"fc.weight": weights.pop("fc"), "norm.weight": weights.pop("norm")}
+    new |= {f"fc_norm.{i}.weight": norm for i, norm in enumerate(fc_norms)}
+    new |= {f"midlayer.self_attn.{part}_proj.weight": weight for part, weight in zip("qkv", (q, k, v), strict=True)}
+    new |= {f"midlayer.{HEAD_NAMES[name]}.weight": weight for name, weight in weights.items()}
+    tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
+    numbers = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 1,
+        "intermediate_size": len(head.weights["gate"]),
+        "draft_vocab_size": shape["vocab_size"],
+        "fc_norm": True,
+        "eagle_aux_hidden_state_layer_ids": head.numbers["depths"],
+    }
+    _write(tensors, dense, numbers, folder)
 
 
 def _write(tensors: dict[str, torch.Tensor], dense: Path, numbers: dict[str, Any], folder: Path) -> None:

@@ -4,11 +4,14 @@
     python benchmarks/real/fit/chats.py --dense DIR/dense --output chats.safetensors
     python benchmarks/real/fit/fit.py carve --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py correct --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py distil --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
+    python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
 
-``carve`` and ``correct`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file), in ten
-minutes of two cores. ``judge`` prints the perplexity beside the dense model's on held-out sources, and how the experts
-are routed.
+``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
+in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources, and how the
+experts are routed. ``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import artefact
+import eagle
 from artefact import ModelChange
 from carve import CarvedLayer, Plan, carved, corrected
+from distill import Student, distilled
 from llama import Llama, windows
 
 LENGTH = 256
@@ -73,7 +78,7 @@ def carve(
     dense: Dense,
     texts: Texts,
     artefact_path: Artefact = artefact.PATH,
-    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 240,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 80,
 ) -> None:
     """Makes experts of the dense FFNs, layer by layer: their neurons, and routers."""
     model, plan = Llama(dense), Plan()
@@ -88,16 +93,43 @@ def correct(
     texts: Texts,
     artefact_path: Artefact = artefact.PATH,
     output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
-    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 240,
-    rank: Annotated[int, typer.Option(help="of the correction to each down projection")] = 64,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 160,
+    rank: Annotated[
+        int, typer.Option(help="of the correction to a down projection; in layer 0 three times as much")
+    ] = 64,
+    early: Annotated[int, typer.Option(help="the same in layers 1 to 5")] = 96,
     ridge: Annotated[float, typer.Option(help="how much corrections are held back")] = 0.03,
 ) -> None:
     """Fits corrections to the down projections of a carved model."""
     model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
     ids = shuffled(read_texts(texts, "fit"), count, 1)
-    layers = corrected(model, target.layers, ids, target.numbers["top_k"], rank, ridge, progress())
-    numbers = target.numbers | {"corrected": {"windows": count, "rank": rank, "ridge": ridge}}
+    ranks = [3 * rank, *[early] * 5, *[rank] * (len(target.layers) - 6)]
+    layers = corrected(model, target.layers, ids, target.numbers["top_k"], ranks, ridge, progress())
+    numbers = target.numbers | {"corrected": {"windows": count, "ranks": ranks, "ridge": ridge}}
     artefact.save({TARGET: ModelChange(layers, numbers)}, output or artefact_path)
+
+
+@app.command()
+def distil(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
+    minutes: Annotated[float, typer.Option(help="how long to learn")] = 10.0,
+    rate: Annotated[float, typer.Option(help="learning rate: of the size of a correction's columns")] = 0.02,
+    batch: Annotated[int, typer.Option(help=f"windows of {LENGTH} tokens of a step")] = 4,
+) -> None:
+    """Trains the corrections end to end, to the dense model's distribution."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    student = Student(model, target.layers, target.numbers["top_k"])
+    begun = time.monotonic()
+
+    def said(step: int, divergence: float, mean: float) -> None:
+        console.print(f"step {step:4}  KL {divergence:.3f}  mean {mean:.3f}  {time.monotonic() - begun:.0f} s")
+
+    distilled(student, shuffled(read_texts(texts, "fit"), 4000, 1000), minutes * 60, rate, batch, said)
+    numbers = target.numbers | {"distilled": {"minutes": minutes, "rate": rate, "batch": batch}}
+    artefact.save({TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
 
 
 def progress() -> Callable[[int, float], None]:
@@ -108,6 +140,77 @@ def progress() -> Callable[[int, float], None]:
         console.print(f"layer {number:2}  relative error {error:.3f}  {time.monotonic() - begun:.0f} s")
 
     return said
+
+
+@app.command()
+def roll(
+    dense: Dense,
+    texts: Texts,
+    output: Annotated[Path, typer.Option(help="the safetensors file to write")],
+    artefact_path: Artefact = artefact.PATH,
+    side: Annotated[
+        str, typer.Option(help="fit: half of the prompts are chats, half of the rows sample; or held")
+    ] = "fit",
+    count: Annotated[int, typer.Option(help="rows")] = 192,
+    seed: Annotated[int, typer.Option(help="which prompts")] = 0,
+) -> None:
+    """Lets the carved model go on from prompts of all kinds, and keeps its streams."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    top_k = target.numbers["top_k"]
+    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+    found = read_texts(texts, side)
+    chat = found.pop("chat").long()
+    starts = ((chat[:-1] == chat[0]) & (chat[1:] == chat[1])).nonzero()[:-1, 0]  # of chats: <|im_start|>system
+    chosen = starts[torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))][: count // 2]
+    rows = [torch.stack([chat[start : start + eagle.PROMPT] for start in chosen.tolist()])]
+    share = (count - len(chosen)) // len(found)
+    rows += [windows(text, share, eagle.PROMPT, seed + i) for i, text in enumerate(found.values())]
+    prompts = torch.cat(rows)
+    greedy = torch.ones(len(prompts), dtype=torch.bool)
+    if side == "fit":
+        greedy[1::2] = False
+    eagle.save(eagle.rolled_out(model, layers, prompts, eagle.ROLL, greedy, eagle.TEMPERATURE), output)
+
+
+@app.command()
+def head(
+    dense: Dense,
+    texts: Texts,
+    rolls: Annotated[list[Path], typer.Option(help="files of roll; may be given several times")],
+    held: Annotated[Path | None, typer.Option(help="a file of roll on held texts, to judge by")] = None,
+    output: Annotated[Path, typer.Option(help="the file to write")] = artefact.HEAD,
+    minutes: Annotated[float, typer.Option(help="how long to learn")] = 25.0,
+    rate: Annotated[float, typer.Option(help="learning rate")] = 1e-3,
+    batch: Annotated[int, typer.Option(help="rows of a step")] = 8,
+    neurons: Annotated[int, typer.Option(help="of the head's FFN")] = 1024,
+) -> None:
+    """Trains the EAGLE-3 head; keeps what there is every 200 steps."""
+    model = Llama(dense)
+    found = eagle.joined([eagle.load(path) for path in rolls])
+    judged_by = eagle.load(held) if held else None
+    counts = sum(
+        torch.bincount(text.long(), minlength=len(model.embedding)).float() / len(text)
+        for text in [*read_texts(texts, "fit").values(), found.ids[:, found.begun :].flatten()]
+    )
+    common = torch.as_tensor(counts).topk(eagle.COMMON).indices
+    trainee, begun = eagle.Head(model, neurons), time.monotonic()
+    numbers = {"depths": list(eagle.DEPTHS), "tokens": found.ids.numel(), "minutes": minutes, "rate": rate}
+
+    def said(step: int, loss: float, agreed: list[float]) -> None:
+        if step % 20 == 0:
+            parts = " ".join(f"{part:.3f}" for part in agreed)
+            console.print(f"step {step:5}  loss {loss:.3f}  agreed {parts}  {time.monotonic() - begun:.0f} s")
+        if step % 200 == 199:
+            finish()
+
+    def finish() -> None:
+        weights = {name: weight.detach() for name, weight in trainee.named_parameters()}
+        artefact.save_head(artefact.Head(weights, numbers), output)
+        if judged_by:
+            console.print(f"tokens a step on held prompts: {eagle.tokens_a_step(trainee, model, judged_by):.3f}")
+
+    eagle.trained(trainee, model, found, common, minutes * 60, rate, batch, said)
+    finish()
 
 
 @app.command()
