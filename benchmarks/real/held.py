@@ -30,7 +30,7 @@ def beside(model: Path) -> list[Path]:
 
 def texts(files: list[Path], side: str) -> dict[str, np.ndarray]:
     """Returns kind of text -> its token ids, int32 [tokens]; ``side``: fit or held."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for path in files:
         with safe_open(path, "np") as file:
             names = [name for name in sorted(file.keys()) if name.endswith(f".{side}")]
