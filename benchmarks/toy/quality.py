@@ -41,9 +41,11 @@ def main(
     name: Annotated[str, typer.Option(help="Of the results: NAME_quality.json.")] = "toy",
     window: Annotated[int, typer.Option(help="Rows of a verify step; generated is with one draft less.")] = 9,
     budgets: Annotated[str, typer.Option(help="Experts per layer.")] = BUDGETS,
+    masses: Annotated[str, typer.Option("--mass", help="Shares of the mass; empty: none.")] = MASSES,
     rankings: Annotated[str, typer.Option(help="Of the experts.")] = RANKINGS,
     coverages: Annotated[str, typer.Option(help="What unranked experts are replaced by.")] = COVERAGES,
     slots: Annotated[str, typer.Option(help="Experts in fast memory.")] = "50%",
+    calibrated: Annotated[str, typer.Option(help="Name of a run whose calibration this one takes.")] = "",
     generate: Annotated[bool, typer.Option(help="Also generate, with the EAGLE-3 head.")] = True,
 ) -> None:
     """Calibrate, sweep budgets, and copy the results."""
@@ -53,11 +55,11 @@ def main(
     for kind, training, count in (("calibration", True, 80), ("held-out", False, 20)):
         lines = [json.dumps(text) + "\n" for text in chosen(training, count, 192, ROOT / target)]
         (work / f"{kind}.jsonl").write_text("".join(lines))
-    calibration = cache / "toy.calibration.safetensors"
+    calibration = WORK / (calibrated or name) / "toy.calibration.safetensors"
     common = (target, "--window", str(window), "--slots", slots, "--disk-dir", cache / "packed")
     if not (ROOT / calibration).exists():
         vllm_spac("calibrate", *common, "--prompts", cache / "calibration.jsonl", "--output", calibration)
-    options = ["--budgets", budgets, "--mass", MASSES, "--calibration", calibration]
+    options = ["--budgets", budgets, "--calibration", calibration, *(("--mass", masses) if masses else ())]
     options += ["--rankings", rankings, "--coverages", coverages, "--title", f"{target}, windows of {window} tokens"]
     if generate:
         drafts = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": window - 1}
