@@ -12,7 +12,8 @@ from pages import result
 from vllm_spac.system.pictures import save_picture
 
 MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name
-ROUTING = {"flat": "flat routing", "local": "local routing"}
+WITH_REAL = {"flat": "toy", "real": "real"}
+ROUTING = {"flat": "flat routing (toy)", "local": "local routing (toy)", "real": "real model"}
 SIZES = {"weights": "equal weights", "process": "equal memory", "all": "all in memory"}
 Axes = Any
 
@@ -86,7 +87,7 @@ def toy_policies(axes: Sequence[Axes]) -> None:
 
 
 def toy_moe_spec(axes: Sequence[Axes]) -> None:
-    for routing, name in MODELS.items():
+    for routing, name in WITH_REAL.items():
         found, label = result(f"{name}_moe_spec"), ROUTING[routing]
         _band(axes[0], found["sizes"], found["spread"]["distinct"], label)
         _band(axes[1], range(1, found["experts"] + 1), found["spread"]["mass_63"], label)
@@ -98,7 +99,7 @@ def toy_moe_spec(axes: Sequence[Axes]) -> None:
 
 
 def toy_moe_spac(axes: Sequence[Axes]) -> None:
-    for routing, name in MODELS.items():
+    for routing, name in WITH_REAL.items():
         curves = result(f"{name}_moe_spac")["spread"]
         _band(axes[0], range(len(curves["frequency"]["mean"])), curves["frequency"], ROUTING[routing])
     axes[0].set(title="Rows of the next step that select an expert", xlabel="score before the step", ylim=(0, None))
@@ -183,6 +184,7 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     peers_8gb_toy: 1,
     gpu_h100: 3,
 }
+WITH_REAL_MODEL = (toy_moe_spec, toy_moe_spac)
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
 
 
@@ -199,7 +201,8 @@ def draw(file: str) -> None:
     PICTURES[file](axes[0])
     if axes[0][0].get_legend_handles_labels()[0]:
         axes[0][0].legend(fontsize=8)
-    figure.supxlabel("toy model, not representative of a real one", fontsize=7)
+    note = ", beside SmolLM2-135M made an MoE" * (PICTURES[file] in WITH_REAL_MODEL)
+    figure.supxlabel(f"toy model, not representative of a real one{note}", fontsize=7)
     save_picture(figure, RESULTS / file)
 
 
