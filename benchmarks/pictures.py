@@ -77,7 +77,7 @@ def scaled_trees_toy(axes: Sequence[Axes]) -> None:
 
 
 def toy_policies(axes: Sequence[Axes]) -> None:
-    for axis, (routing, name) in zip(axes, MODELS.items(), strict=True):
+    for axis, (routing, name) in zip(axes, WITH_REAL.items(), strict=True):
         found = result(f"{name}_policies")
         for policy in ("lru", "layer_lru", "lfu", "pinned", "utility", "reuse", "belady"):
             style = {"belady": "k--"}.get(policy, "-")
@@ -184,7 +184,7 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     peers_8gb_toy: 1,
     gpu_h100: 3,
 }
-WITH_REAL_MODEL = (toy_moe_spec, toy_moe_spac)
+WITH_REAL_MODEL = (toy_policies, toy_moe_spec, toy_moe_spac)
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
 
 

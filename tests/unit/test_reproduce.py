@@ -32,7 +32,12 @@ PEERS = "{% set peers = result('peers_8gb_toy').rows[0].peers %}"
 BATCHES = """{% set found = [] %}{% for one in result('stock_batches').dtypes.values() %}{% set rows = [] %}
 {% for name, row in one.by_batch.items() if name != 'alone once more' %}{% do rows.append(row) %}{% endfor %}
 {% do found.append(rows|sum(attribute='with_other_tokens') ~ ' of ' ~ rows|sum(attribute='requests')) %}{% endfor %}"""
+HITS = "{% set flat, real = result('toy_policies').mean_hit_rates, result('real_policies').mean_hit_rates %}"
 SENTENCES = (
+    HITS + "`lru` {{ flat.lru[3]|pct }} and {{ real.lru[2]|pct }} %, `layer_lru` {{ flat.layer_lru[3]|pct }} and"
+    " {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[3]|pct }} and {{ real.reuse[2]|pct }} %",
+    HITS + "{{ flat.utility[3]|pct }} and {{ flat.reuse[3]|pct }} % (flat), {{ real.utility[2]|pct }} and"
+    " {{ real.reuse[2]|pct }} % (real model)",
     LADDER + "`policy=reuse` gives {{ (rows|selectattr('rung', 'eq', 'reuse')|first).speedup|f }} times the tokens/s",
     LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"
     "it is {{ row.speedup|f }} times (95 % interval {{ row.speedup_interval|span(2, ' – ') }})",

@@ -1,6 +1,6 @@
 """Where a value other than a knob's default wins: the column *wins in* of ``KNOBS.md``.
 
-Of the results in ``benchmarks/results``, all of toy models. Knobs that are not here win in none.
+Of the results in ``benchmarks/results``, of toy models where nothing else is said. Knobs that are not here win in none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 WINS: dict[str, tuple[str, str]] = {
     "store": ("host, on a CPU, over slots, host memory and disk", "paired_three_tiers_host_toy.json"),
     "host_memory": ("1380MiB, over none", "paired_three_tiers_disk_toy.json"),
-    "policy": ("layer_lru, simulated, local routing and half of the experts in slots", "toy_local_tables.json"),
+    "policy": ("layer_lru, in hits, on the real model with half of the experts in slots", "real_policies.json"),
     "prefetch": ("shadow", "paired_shadow_local_large.json"),
     "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
     "tree_shape": ("static, by 1 % of the tokens per step, from 63 nodes", "toy_local_trees.json"),
