@@ -8,6 +8,7 @@ the traces, or ``traces-SEED.json``, describes how they were recorded.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -89,8 +90,13 @@ def main(
             "batch": batch,
             "sha256": sha256(path),
         }
-    facts = {"prompts": asked.describe(), "output_tokens": output_tokens, "traces": recorded}
-    write_result(folder / (f"traces-{seed}.json" if seed else "traces.json"), {"provenance": origin} | facts)
+    file = folder / (f"traces-{seed}.json" if seed else "traces.json")
+    facts = {"prompts": asked.describe(), "output_tokens": output_tokens}
+    before = json.loads(file.read_text()) if file.exists() else {}
+    if {name: before.get(name) for name in facts} == facts:  # more cases of the same prompts
+        recorded = before["traces"] | recorded
+        facts["earlier"] = [*before.get("earlier", []), before["provenance"]]
+    write_result(file, {"provenance": origin} | facts | {"traces": recorded})
 
 
 if __name__ == "__main__":
