@@ -118,15 +118,20 @@ def toy_quality(axes: Sequence[Axes]) -> None:
 
 
 def toy_predictors(axes: Sequence[Axes]) -> None:
-    models = result("toy_predictors")["models"]
+    models = result("toy_predictors")["models"] | result("real_predictors")["models"]
     names = sorted(models["flat"], key=lambda name: models["flat"][name]["recall_at_k"])
     for axis, kind, title in (
         (axes[0], "recall_at_k", "Experts of the next layer that are guessed"),
         (axes[1], "recall_on_misses", "and of those that a cache misses"),
     ):
-        for shift, routing in ((-0.2, "flat"), (0.2, "local")):
+        for shift, routing in ((-0.2, "flat"), (0.2, "real")):
             places = [place + shift for place in range(len(names))]
-            axis.barh(places, [100 * models[routing][name][kind] for name in names], 0.4, label=ROUTING[routing])
+            axis.barh(
+                places,
+                [100 * models[routing].get(name, {kind: 0})[kind] for name in names],
+                0.4,
+                label=ROUTING[routing],
+            )
         axis.set_yticks(range(len(names)), names)
         axis.set(title=title, xlabel="recall, %", xlim=(0, 100))
 
@@ -184,7 +189,7 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     peers_8gb_toy: 1,
     gpu_h100: 3,
 }
-WITH_REAL_MODEL = (toy_policies, toy_moe_spec, toy_moe_spac)
+WITH_REAL_MODEL = (toy_policies, toy_predictors, toy_moe_spec, toy_moe_spac)
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
 
 

@@ -33,7 +33,12 @@ BATCHES = """{% set found = [] %}{% for one in result('stock_batches').dtypes.va
 {% for name, row in one.by_batch.items() if name != 'alone once more' %}{% do rows.append(row) %}{% endfor %}
 {% do found.append(rows|sum(attribute='with_other_tokens') ~ ' of ' ~ rows|sum(attribute='requests')) %}{% endfor %}"""
 HITS = "{% set flat, real = result('toy_policies').mean_hit_rates, result('real_policies').mean_hit_rates %}"
+RECALL = """{% set flat, real = result('toy_predictors').models.flat, result('real_predictors').models.real %}
+{% set found = [] %}{% for name in ('gate', 'quasi_hidden', 'linear') %}
+{% do found.append('`' ~ name ~ '` ' ~ flat[name].recall_at_k|pct ~ ' / ' ~ real[name].recall_at_k|pct) %}
+{% endfor %}"""
 SENTENCES = (
+    RECALL + "flat toy / real model: {{ found|join(', ') }} %",
     HITS + "`lru` {{ flat.lru[3]|pct }} and {{ real.lru[2]|pct }} %, `layer_lru` {{ flat.layer_lru[3]|pct }} and"
     " {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[3]|pct }} and {{ real.reuse[2]|pct }} %",
     HITS + "{{ flat.utility[3]|pct }} and {{ flat.reuse[3]|pct }} % (flat), {{ real.utility[2]|pct }} and"
