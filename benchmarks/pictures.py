@@ -106,15 +106,19 @@ def toy_moe_spac(axes: Sequence[Axes]) -> None:
 
 
 def toy_quality(axes: Sequence[Axes]) -> None:
-    for axis, (routing, name) in zip(axes, MODELS.items(), strict=True):
+    shown = {"toy": "flat routing (toy), 9 rows", "real_6": "real model, 6 rows", "real_17": "real model, 17 rows"}
+    for axis, (name, title) in zip(axes, shown.items(), strict=True):
         found = result(f"{name}_quality")
-        for ranking in ("selected", "router", "coactivation"):
+        for colour, ranking in enumerate(("selected", "router", "coactivation")):
             of = [one for one in found["points"] if (one["ranking"], one["coverage"]) == (ranking, "substitution")]
             cut = [one for one in of if one["budget"]]
             saved = [100 * (1 - one["distinct"] / found["natural"]["distinct"]) for one in cut]
-            axis.plot(saved, [100 * one["agreement"] for one in cut], marker="o", label=ranking)
-        title = f"What budgets keep, {ROUTING[routing]}"
-        axis.set(title=title, xlabel="bytes saved, %", ylabel="top-1 agreement, %", xlim=(0, 60), ylim=(60, 100.5))
+            change = [100 * one["perplexity_change"] for one in cut]
+            error = [100 * one["perplexity_change_error"] for one in cut]
+            if cut:
+                axis.errorbar(saved, change, error, marker="o", capsize=3, color=f"C{colour}", label=ranking)
+        axis.axhline(3, color="grey", linewidth=0.8)
+        axis.set(title=f"Budgets, {title}", xlabel="bytes saved, %", ylabel="perplexity, % more", ylim=(-1, 20))
 
 
 def toy_predictors(axes: Sequence[Axes]) -> None:
@@ -183,13 +187,13 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     toy_policies: 2,
     toy_moe_spec: 3,
     toy_moe_spac: 1,
-    toy_quality: 2,
+    toy_quality: 3,
     toy_predictors: 2,
     resident_budgets_toy: 2,
     peers_8gb_toy: 1,
     gpu_h100: 3,
 }
-WITH_REAL_MODEL = (toy_policies, toy_predictors, toy_moe_spec, toy_moe_spac)
+WITH_REAL_MODEL = (toy_policies, toy_quality, toy_predictors, toy_moe_spec, toy_moe_spac)
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
 
 

@@ -37,7 +37,16 @@ RECALL = """{% set flat, real = result('toy_predictors').models.flat, result('re
 {% set found = [] %}{% for name in ('gate', 'quasi_hidden', 'linear') %}
 {% do found.append('`' ~ name ~ '` ' ~ flat[name].recall_at_k|pct ~ ' / ' ~ real[name].recall_at_k|pct) %}
 {% endfor %}"""
+BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}, [] %}
+{% for ranking in ('selected', 'coactivation') %}{% for budget in (24, 16) %}
+{% set point = point_of(sweep, ranking, budget, none) %}
+{% do points.update({(ranking, budget): point.perplexity_change|pct(1, '+') ~ ' ± ' ~
+ point.perplexity_change_error|pct ~ ' %'}) %}
+{% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}{% endfor %}"""
 SENTENCES = (
+    BUDGETS + "perplexity {{ points[('selected', 24)] }} and {{ points[('selected', 16)] }},"
+    " {{ saved[0] }} and {{ saved[1] }} % fewer bytes",
+    BUDGETS + "perplexity {{ points[('coactivation', 24)] }} and {{ points[('coactivation', 16)] }}",
     RECALL + "flat toy / real model: {{ found|join(', ') }} %",
     HITS + "`lru` {{ flat.lru[3]|pct }} and {{ real.lru[2]|pct }} %, `layer_lru` {{ flat.layer_lru[3]|pct }} and"
     " {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[3]|pct }} and {{ real.reuse[2]|pct }} %",
