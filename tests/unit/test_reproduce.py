@@ -43,7 +43,10 @@ BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}
 {% do points.update({(ranking, budget): point.perplexity_change|pct(1, '+') ~ ' ± ' ~
  point.perplexity_change_error|pct ~ ' %'}) %}
 {% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}{% endfor %}"""
+SCORES = "{% set flat, real = result('toy_moe_spac').spread, result('real_moe_spac').spread %}"
 SENTENCES = (
+    SCORES + "{{ flat.frequency.mean[0]|f(1) }} and {{ flat.frequency.mean[-1]|f(1) }} (flat),"
+    " {{ real.frequency.mean[0]|f(1) }} and {{ real.frequency.mean[-1]|f(1) }} (real model)",
     BUDGETS + "perplexity {{ points[('selected', 24)] }} and {{ points[('selected', 16)] }},"
     " {{ saved[0] }} and {{ saved[1] }} % fewer bytes",
     BUDGETS + "perplexity {{ points[('coactivation', 24)] }} and {{ points[('coactivation', 16)] }}",
