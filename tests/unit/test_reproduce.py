@@ -345,6 +345,7 @@ def test_commands() -> None:
         ("python x.py .cache/toy/local-mid", ["stored.py local", "inflate.py benchmarks/toy/models/local/target"]),
         ("python benchmarks/toy/predictors.py", ["stored.py local"]),
         ("python benchmarks/toy/train_predictor.py", []),
+        ("python x.py .cache/real/target", ["real/build.py", "fit/texts.py", "fit/chats.py"]),
         ("python x.py benchmarks/traces/local", []),
     ],
 )
@@ -353,6 +354,7 @@ def test_models_that_a_result_needs_are_made_first(elsewhere: Path, command: str
     assert len(found) == len(made) and all(text in one for one, text in zip(found, made, strict=True)), found
     for one in found[:1]:
         folder = "benchmarks/toy/models/local" if "local" in one else ".cache/toy/mid"
+        folder = ".cache/real/target" if "real" in one else folder
         (elsewhere / folder).mkdir(parents=True)
         assert list(reproduce.prepared(reproduce.Made("a table", commands=(command,)))) == found[1:]
 
