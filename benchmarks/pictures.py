@@ -12,7 +12,8 @@ from pages import result
 from vllm_spac.system.pictures import save_picture
 
 MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name
-ROUTING = {"flat": "flat routing", "local": "local routing"}
+WITH_REAL = {"flat": "toy", "real": "real"}
+ROUTING = {"flat": "flat routing (toy)", "local": "local routing (toy)", "real": "real model"}
 SIZES = {"weights": "equal weights", "process": "equal memory", "all": "all in memory"}
 Axes = Any
 
@@ -76,7 +77,7 @@ def scaled_trees_toy(axes: Sequence[Axes]) -> None:
 
 
 def toy_policies(axes: Sequence[Axes]) -> None:
-    for axis, (routing, name) in zip(axes, MODELS.items(), strict=True):
+    for axis, (routing, name) in zip(axes, WITH_REAL.items(), strict=True):
         found = result(f"{name}_policies")
         for policy in ("lru", "layer_lru", "lfu", "pinned", "utility", "reuse", "belady"):
             style = {"belady": "k--"}.get(policy, "-")
@@ -86,7 +87,7 @@ def toy_policies(axes: Sequence[Axes]) -> None:
 
 
 def toy_moe_spec(axes: Sequence[Axes]) -> None:
-    for routing, name in MODELS.items():
+    for routing, name in WITH_REAL.items():
         found, label = result(f"{name}_moe_spec"), ROUTING[routing]
         _band(axes[0], found["sizes"], found["spread"]["distinct"], label)
         _band(axes[1], range(1, found["experts"] + 1), found["spread"]["mass_63"], label)
@@ -98,34 +99,43 @@ def toy_moe_spec(axes: Sequence[Axes]) -> None:
 
 
 def toy_moe_spac(axes: Sequence[Axes]) -> None:
-    for routing, name in MODELS.items():
+    for routing, name in WITH_REAL.items():
         curves = result(f"{name}_moe_spac")["spread"]
         _band(axes[0], range(len(curves["frequency"]["mean"])), curves["frequency"], ROUTING[routing])
     axes[0].set(title="Rows of the next step that select an expert", xlabel="score before the step", ylim=(0, None))
 
 
 def toy_quality(axes: Sequence[Axes]) -> None:
-    for axis, (routing, name) in zip(axes, MODELS.items(), strict=True):
+    shown = {"toy": "flat routing (toy), 9 rows", "real_6": "real model, 6 rows", "real_17": "real model, 17 rows"}
+    for axis, (name, title) in zip(axes, shown.items(), strict=True):
         found = result(f"{name}_quality")
-        for ranking in ("selected", "router", "coactivation"):
+        for colour, ranking in enumerate(("selected", "router", "coactivation")):
             of = [one for one in found["points"] if (one["ranking"], one["coverage"]) == (ranking, "substitution")]
             cut = [one for one in of if one["budget"]]
             saved = [100 * (1 - one["distinct"] / found["natural"]["distinct"]) for one in cut]
-            axis.plot(saved, [100 * one["agreement"] for one in cut], marker="o", label=ranking)
-        title = f"What budgets keep, {ROUTING[routing]}"
-        axis.set(title=title, xlabel="bytes saved, %", ylabel="top-1 agreement, %", xlim=(0, 60), ylim=(60, 100.5))
+            change = [100 * one["perplexity_change"] for one in cut]
+            error = [100 * one["perplexity_change_error"] for one in cut]
+            if cut:
+                axis.errorbar(saved, change, error, marker="o", capsize=3, color=f"C{colour}", label=ranking)
+        axis.axhline(3, color="grey", linewidth=0.8)
+        axis.set(title=f"Budgets, {title}", xlabel="bytes saved, %", ylabel="perplexity, % more", ylim=(-1, 20))
 
 
 def toy_predictors(axes: Sequence[Axes]) -> None:
-    models = result("toy_predictors")["models"]
+    models = result("toy_predictors")["models"] | result("real_predictors")["models"]
     names = sorted(models["flat"], key=lambda name: models["flat"][name]["recall_at_k"])
     for axis, kind, title in (
         (axes[0], "recall_at_k", "Experts of the next layer that are guessed"),
         (axes[1], "recall_on_misses", "and of those that a cache misses"),
     ):
-        for shift, routing in ((-0.2, "flat"), (0.2, "local")):
+        for shift, routing in ((-0.2, "flat"), (0.2, "real")):
             places = [place + shift for place in range(len(names))]
-            axis.barh(places, [100 * models[routing][name][kind] for name in names], 0.4, label=ROUTING[routing])
+            axis.barh(
+                places,
+                [100 * models[routing].get(name, {kind: 0})[kind] for name in names],
+                0.4,
+                label=ROUTING[routing],
+            )
         axis.set_yticks(range(len(names)), names)
         axis.set(title=title, xlabel="recall, %", xlim=(0, 100))
 
@@ -177,12 +187,13 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     toy_policies: 2,
     toy_moe_spec: 3,
     toy_moe_spac: 1,
-    toy_quality: 2,
+    toy_quality: 3,
     toy_predictors: 2,
     resident_budgets_toy: 2,
     peers_8gb_toy: 1,
     gpu_h100: 3,
 }
+WITH_REAL_MODEL = (toy_policies, toy_quality, toy_predictors, toy_moe_spec, toy_moe_spac)
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
 
 
@@ -199,7 +210,8 @@ def draw(file: str) -> None:
     PICTURES[file](axes[0])
     if axes[0][0].get_legend_handles_labels()[0]:
         axes[0][0].legend(fontsize=8)
-    figure.supxlabel("toy model, not representative of a real one", fontsize=7)
+    note = ", beside SmolLM2-135M made an MoE" * (PICTURES[file] in WITH_REAL_MODEL)
+    figure.supxlabel(f"toy model, not representative of a real one{note}", fontsize=7)
     save_picture(figure, RESULTS / file)
 
 

@@ -28,13 +28,17 @@ from stored import LOCAL
 
 FIGURES = {name: pages.source(name)[0] for name in pages.names()}
 _FLAT, _LOCAL = "benchmarks/toy/models", str(LOCAL.relative_to(ROOT))
-PREPARED = {  # folder of a model that a command names -> what makes it, in this order
+_REAL, _FIT = ".cache/real", "python benchmarks/real/fit"
+PREPARED = {  # folder of a model that a command names, or file beside it -> what makes it, in this order
     _LOCAL: "python benchmarks/toy/stored.py local",
     ".cache/toy/mid": f"{_FLAT}/target .cache/toy/mid --expert-bytes 1.2MB --eagle3 {_FLAT}/eagle3",
     ".cache/toy/local-mid": f"{_LOCAL}/target .cache/toy/local-mid --expert-bytes 1.2MB --eagle3 {_LOCAL}/eagle3",
     ".cache/toy/quantised": f"{_FLAT}/target .cache/toy/quantised --hidden 512 --intermediate 384",
     ".cache/toy/large": f"{_FLAT}/target .cache/toy/large --expert-bytes 9.4MB",
     ".cache/toy/local-large": f"{_LOCAL}/target .cache/toy/local-large --expert-bytes 9.4MB",
+    f"{_REAL}/target": f"python benchmarks/real/build.py --output {_REAL}",
+    f"{_REAL}/texts.safetensors": f"{_FIT}/texts.py --dense {_REAL}/dense --output {_REAL}/texts.safetensors",
+    f"{_REAL}/chats.safetensors": f"{_FIT}/chats.py --dense {_REAL}/dense --output {_REAL}/chats.safetensors",
 }
 USES_LOCAL = re.compile(r"toy/models/local|toy/local-|toy/(predictors|speculated)\.py")
 
@@ -129,7 +133,8 @@ def prepared(made: Made) -> Iterator[str]:
     """Yields the commands that make what is missing of the models that a result needs."""
     named = " ".join(made.commands)
     for folder, command in PREPARED.items():
-        needed = USES_LOCAL if folder == _LOCAL else re.compile(rf"{re.escape(folder)}(?!\w)")
+        wanted = _REAL if folder.startswith(_REAL) else folder
+        needed = USES_LOCAL if folder == _LOCAL else re.compile(rf"{re.escape(wanted)}(?!\w)")
         if needed.search(named) and not (ROOT / folder).exists():
             yield command if command.startswith("python ") else f"python benchmarks/toy/inflate.py {command}"
 

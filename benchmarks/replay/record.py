@@ -1,13 +1,14 @@
 """Records routing traces of a model for the other scripts here: one engine each, with and without drafts, greedy.
 
-Prompts are text that the toy model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
-at batch 8. Each trace begins with a few tokens of warm-up. Routers' weights are left out: nothing here reads them, and
-with them a trace is three times as large. ``traces.json`` next to the traces, or ``traces-SEED.json``, describes how
-they were recorded.
+Prompts are text that the model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
+at batch 8; of the real model ``draft`` is its dense parent. Each trace begins with a few tokens of warm-up. Routers'
+weights are left out: nothing here reads them, and with them a trace is three times as large. ``traces.json`` next to
+the traces, or ``traces-SEED.json``, describes how they were recorded.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -34,23 +35,27 @@ CASES = {  # name -> speculation, drafts, batch
     "eagle4_1": ("eagle3", 4, 1),
     "eagle4_8": ("eagle3", 4, 8),
     "eagle8_1": ("eagle3", 8, 1),
+    "draft4_1": ("draft", 4, 1),
     "draft8_1": ("draft", 8, 1),
 }
+RECORDED = "none1,none8,eagle4_1,eagle4_8,eagle8_1,draft8_1"
 EXAMPLES = """[bold]Examples[/]
 
 python benchmarks/replay/record.py
 
 python benchmarks/replay/record.py --case none1,eagle4_1 --output-tokens 256 --folder /tmp/traces
+
+python benchmarks/replay/record.py .cache/real/target --case none1,none8 --folder /tmp/traces
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
 @app.command(help=__doc__, epilog=EXAMPLES)
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder of the model; eagle3 and draft are next to it.")] = TOY
+    model: Annotated[Path, typer.Argument(help="Folder of the model; eagle3 and draft (dense) are next to it.")] = TOY
     / "models"
     / "target",
-    case: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = ",".join(CASES),
+    case: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = RECORDED,
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts per engine.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
@@ -64,10 +69,12 @@ def main(
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}; use {', '.join(CASES)}")
     folder.mkdir(parents=True, exist_ok=True)
     name_of_model = os.path.relpath(model, ROOT)  # the same on every machine
+    parent = model.parent / "dense"  # of the real model
+    draft = parent if parent.is_dir() else model.parent / "draft"
     asked, recorded = prompts.load(model, count, prompt_tokens, seed), {}
     for name in track(names, "recording", console=Console(stderr=True)):
         speculation, tokens, batch = CASES[name]
-        drafts = plan.Drafts(tokens, model.parent / "eagle3", model.parent / "draft")
+        drafts = plan.Drafts(tokens, model.parent / "eagle3", draft)
         common = model, (batch,), prompt_tokens, output_tokens, 0, True, "disk", ROOT / ".cache" / "serving", drafts
         job = Settings(*common, 3600.0, guard="off").job(plan.Configuration(plan.FULL, "lru", speculation), asked.ids)
         path = folder / (f"{name}-{seed}.trace" if seed else f"{name}.trace")
@@ -83,8 +90,13 @@ def main(
             "batch": batch,
             "sha256": sha256(path),
         }
-    facts = {"prompts": asked.describe(), "output_tokens": output_tokens, "traces": recorded}
-    write_result(folder / (f"traces-{seed}.json" if seed else "traces.json"), {"provenance": origin} | facts)
+    file = folder / (f"traces-{seed}.json" if seed else "traces.json")
+    facts = {"prompts": asked.describe(), "output_tokens": output_tokens}
+    before = json.loads(file.read_text()) if file.exists() else {}
+    if {name: before.get(name) for name in facts} == facts:  # more cases of the same prompts
+        recorded = before["traces"] | recorded
+        facts["earlier"] = [*before.get("earlier", []), before["provenance"]]
+    write_result(file, {"provenance": origin} | facts | {"traces": recorded})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prompts as token ids: text that the toy model never saw, or random ids where there is no tokenizer."""
+"""Prompts as token ids: text that the model never saw, or random ids where there is no tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import xxhash
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 import corpus
+import held
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,16 @@ class Prompts:
     def describe(self) -> dict:
         """Returns facts for the result that show whether two runs used the same prompts."""
         digest = xxhash.xxh3_64_hexdigest(json.dumps(self.ids).encode())
-        return {"count": len(self.ids), "tokens": len(self.ids[0]), "source": self.source, "xxh3_64": digest}
+        return {"count": len(self.ids), "tokens": max(map(len, self.ids)), "source": self.source, "xxh3_64": digest}
 
 
 def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
-    """Returns ``count`` different prompts of ``tokens`` tokens each for the model in the folder ``model``."""
+    """Returns ``count`` different prompts of ``tokens`` tokens each for the model in the folder ``model``.
+
+    Beside the real model lie its texts (see ``held``): they and questions, some of which are shorter.
+    """
+    if files := held.beside(model):
+        return Prompts(held.prompts(model, files, count, tokens, seed), held.SOURCE)
     if not (model / "tokenizer.json").is_file():
         config = json.loads((model / "config.json").read_text())
         vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]

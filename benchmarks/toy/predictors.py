@@ -1,9 +1,10 @@
-"""Trains predictors of experts on both toy models and measures their recall on files that training never saw.
+"""Trains predictors of experts on models and measures their recall on texts that training never saw.
 
     python benchmarks/toy/predictors.py
+    python benchmarks/toy/predictors.py .cache/real --name real --only gate,quasi_hidden,token_table
 
-The drafter whose states ``draft_gate`` maps is each model's EAGLE-3 head. All numbers are of the toy models and not
-representative of a real one; microseconds per layer are of one row, on this machine.
+The drafter whose states ``draft_gate`` maps is each model's EAGLE-3 head, if it has one. Microseconds per layer are of
+one row, on this machine.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from texts import chosen
+import typer
+from texts import TARGET, chosen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, provenance, write_result
+from common import RESULTS, ROOT, is_toy, provenance, write_result
 
 MODELS = {"flat": "benchmarks/toy/models", "local": "benchmarks/toy/models/local"}  # with target and eagle3
 WORK = Path(".cache") / "toy" / "predictors"  # from the checkout's root
@@ -31,10 +33,10 @@ def vllm_spac(*arguments: str | Path) -> None:
     subprocess.run([Path(sys.executable).parent / "vllm-spac", *map(str, arguments)], cwd=ROOT, check=True)
 
 
-def write_texts(kind: str, folder: Path) -> Path:
-    """Writes the texts of ``kind``, a key of ``TEXTS``, into ``folder``."""
-    path, (training, count, length) = folder / f"{kind}.jsonl", TEXTS[kind]
-    path.write_text("".join(json.dumps(text) + "\n" for text in chosen(training, count, length)))
+def write_texts(kind: str, folder: Path, model: Path = TARGET, count: int = 0) -> Path:
+    """Writes the texts of ``kind``, a key of ``TEXTS``, into ``folder``; ``count``: another number of them."""
+    path, (training, usual, length) = folder / f"{kind}.jsonl", TEXTS[kind]
+    path.write_text("".join(json.dumps(text) + "\n" for text in chosen(training, count or usual, length, model)))
     return path
 
 
@@ -53,31 +55,39 @@ def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = 
     vllm_spac("train-predictor", model, *options)
 
 
-def measured(name: str, model: str) -> dict[str, Any]:
+def measured(name: str, model: str, reach: int = REACH, only: str = "") -> dict[str, Any]:
     """Trains and measures on one model; returns the results by predictor."""
     file, output = WORK / f"{name}.predictors.safetensors", WORK / f"{name}.json"
-    target, head = f"{model}/target", f"{model}/eagle3"
-    train(target, WORK / "training.jsonl", file, REACH, head=head)
+    target, head = f"{model}/target", f"{model}/eagle3" if (ROOT / model / "eagle3").is_dir() else ""
+    train(target, WORK / "training.jsonl", file, reach, only, head)
     texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
     vllm_spac("predictors", target, *texts, "--json", output, *engine(head))
     return json.loads((ROOT / output).read_text())
 
 
-def begun() -> dict[str, Any]:
+def begun(model: Path = TARGET, training: int = 0) -> dict[str, Any]:
     """Writes the texts into ``WORK``; returns a result's beginning, which says what they are."""
     (ROOT / WORK).mkdir(parents=True, exist_ok=True)
-    for kind in TEXTS:
-        write_texts(kind, ROOT / WORK)
-    texts = {kind: {"files": count, "tokens": count * length} for kind, (_, count, length) in TEXTS.items()}
-    return {"provenance": provenance(), "toy_model": True, "texts": texts}
+    counts = {kind: count for kind, (_, count, _) in TEXTS.items()} | ({"training": training} if training else {})
+    for kind, count in counts.items():
+        write_texts(kind, ROOT / WORK, model, count)
+    texts = {kind: {"files": count, "tokens": count * TEXTS[kind][2]} for kind, count in counts.items()}
+    return {"provenance": provenance(), "toy_model": is_toy(model), "texts": texts}
 
 
-def main() -> None:
-    """Write the texts, measure on both models, and write the result."""
-    result = begun() | {"slots_percent": SLOTS}
-    result["models"] = {name: measured(name, model) for name, model in MODELS.items()}
-    write_result(RESULTS / "toy_predictors.json", result)
+def main(
+    model: Annotated[Path | None, typer.Argument(help="Folder of target and eagle3.", show_default="both toys")] = None,
+    name: Annotated[str, typer.Option(help="Of the model; the result is NAME_predictors.json.")] = "toy",
+    only: Annotated[str, typer.Option(help="Predictors, separated by commas; empty: all.")] = "",
+    reach: Annotated[int, typer.Option(min=1, help="Layers that predictors look ahead.")] = REACH,
+    training: Annotated[int, typer.Option(help="Texts to train on.")] = TEXTS["training"][1],
+) -> None:
+    """Write the texts, measure on each model, and write the result."""
+    models = {name: str(model)} if model else MODELS
+    result = begun(model / "target" if model else TARGET, training) | {"slots_percent": SLOTS}
+    result["models"] = {one: measured(one, folder, reach, only) for one, folder in models.items()}
+    write_result(RESULTS / f"{name}_predictors.json", result)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,9 +1,9 @@
-"""Measures the cost of budgets on the toy model: calibrates, sweeps budgets with EAGLE-3 drafts, keeps the results.
+"""Measures the cost of budgets: calibrates, sweeps budgets, with an EAGLE-3 head also generates, keeps the results.
 
     python benchmarks/toy/quality.py
-    python benchmarks/toy/quality.py benchmarks/toy/models/local --name toy_local
+    python benchmarks/toy/quality.py .cache/real --name real --window 6 --budgets 16,24,32
 
-All numbers are of the toy model and not representative of a real one. An interrupted run continues where it stopped.
+Windows are of as many tokens as a verify step has rows. An interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WORK = Path(".cache") / "toy" / "quality"
 RESULTS = ROOT / "benchmarks" / "results"
 BUDGETS = "8,16,24,32,40,42,44,48,56"
 MASSES = "0.9,0.95,0.98"  # of the routing weights of selected experts
-DRAFTS = 8
-TITLE = f"toy model (6 layers of 64 experts, top-8), {DRAFTS} EAGLE-3 draft tokens: not a measurement of a real model"
+RANKINGS = "router,static,coactivation,selected,resident,oracle"
+COVERAGES = "substitution,truncation"
 
 
 def vllm_spac(*arguments: str | Path) -> None:
@@ -39,23 +39,32 @@ def main(
         Path, typer.Argument(help="Folder of target and eagle3.", show_default="benchmarks/toy/models")
     ] = MODELS,
     name: Annotated[str, typer.Option(help="Of the results: NAME_quality.json.")] = "toy",
+    window: Annotated[int, typer.Option(help="Rows of a verify step; generated is with one draft less.")] = 9,
+    budgets: Annotated[str, typer.Option(help="Experts per layer.")] = BUDGETS,
+    masses: Annotated[str, typer.Option("--mass", help="Shares of the mass; empty: none.")] = MASSES,
+    rankings: Annotated[str, typer.Option(help="Of the experts.")] = RANKINGS,
+    coverages: Annotated[str, typer.Option(help="What unranked experts are replaced by.")] = COVERAGES,
+    slots: Annotated[str, typer.Option(help="Experts in fast memory.")] = "50%",
+    calibrated: Annotated[str, typer.Option(help="Name of a run whose calibration this one takes.")] = "",
+    generate: Annotated[bool, typer.Option(help="Also generate, with the EAGLE-3 head.")] = True,
 ) -> None:
     """Calibrate, sweep budgets, and copy the results."""
     models, cache = Path(os.path.relpath(models, ROOT)), WORK / name
-    work = ROOT / cache
+    work, target = ROOT / cache, models / "target"
     work.mkdir(parents=True, exist_ok=True)
     for kind, training, count in (("calibration", True, 80), ("held-out", False, 20)):
-        lines = [json.dumps(text) + "\n" for text in chosen(training, count, 192)]
+        lines = [json.dumps(text) + "\n" for text in chosen(training, count, 192, ROOT / target)]
         (work / f"{kind}.jsonl").write_text("".join(lines))
-    calibration, window = cache / "toy.calibration.safetensors", str(1 + DRAFTS)
-    common = (models / "target", "--window", window, "--slots", "50%", "--disk-dir", cache / "packed")
+    calibration = WORK / (calibrated or name) / "toy.calibration.safetensors"
+    common = (target, "--window", str(window), "--slots", slots, "--disk-dir", cache / "packed")
     if not (ROOT / calibration).exists():
         vllm_spac("calibrate", *common, "--prompts", cache / "calibration.jsonl", "--output", calibration)
-    drafts = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": DRAFTS}
-    options = ("--budgets", BUDGETS, "--mass", MASSES, "--calibration", calibration, "--title", TITLE)
-    generation = ("--speculative-config", json.dumps(drafts), "--new-tokens", "48")
-    texts = ("--prompts", cache / "held-out.jsonl", "--output", cache)
-    vllm_spac("quality", *common, *texts, *options, *generation)
+    options = ["--budgets", budgets, "--calibration", calibration, *(("--mass", masses) if masses else ())]
+    options += ["--rankings", rankings, "--coverages", coverages, "--title", f"{target}, windows of {window} tokens"]
+    if generate:
+        drafts = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": window - 1}
+        options += ["--speculative-config", json.dumps(drafts), "--new-tokens", "48"]
+    vllm_spac("quality", *common, "--prompts", cache / "held-out.jsonl", "--output", cache, *options)
     shutil.copyfile(work / "quality.json", RESULTS / f"{name}_quality.json")
 
 

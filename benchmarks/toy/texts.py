@@ -9,6 +9,7 @@ Each is the middle of a library file, at most one per file. Held-out files are t
 from __future__ import annotations
 
 import json
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +18,19 @@ import corpus
 import typer
 from tokenizers import Tokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
+import held
+
 TARGET = Path(__file__).parent / "models" / "target"
 
 
-def chosen(training: bool, count: int, length: int) -> list[dict]:
-    """Returns ``count`` files, spread evenly over those that are long enough: {"file", "prompt_token_ids"}."""
+def chosen(training: bool, count: int, length: int, model: Path = TARGET) -> list[dict]:
+    """Returns ``count`` files, spread evenly over those that are long enough: {"file", "prompt_token_ids"}.
+
+    Of the real model they are windows of the texts beside it, and "file" is their kind.
+    """
+    if files := held.beside(model):
+        return held.windows(files, "fit" if training else "held", count, length)
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     paths = [p for p in corpus.files() if corpus.is_held_out(p) != training and "test" not in p.parts]

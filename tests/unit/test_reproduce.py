@@ -32,7 +32,29 @@ PEERS = "{% set peers = result('peers_8gb_toy').rows[0].peers %}"
 BATCHES = """{% set found = [] %}{% for one in result('stock_batches').dtypes.values() %}{% set rows = [] %}
 {% for name, row in one.by_batch.items() if name != 'alone once more' %}{% do rows.append(row) %}{% endfor %}
 {% do found.append(rows|sum(attribute='with_other_tokens') ~ ' of ' ~ rows|sum(attribute='requests')) %}{% endfor %}"""
+HITS = "{% set flat, real = result('toy_policies').mean_hit_rates, result('real_policies').mean_hit_rates %}"
+RECALL = """{% set flat, real = result('toy_predictors').models.flat, result('real_predictors').models.real %}
+{% set found = [] %}{% for name in ('gate', 'quasi_hidden', 'linear') %}
+{% do found.append('`' ~ name ~ '` ' ~ flat[name].recall_at_k|pct ~ ' / ' ~ real[name].recall_at_k|pct) %}
+{% endfor %}"""
+BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}, [] %}
+{% for ranking in ('selected', 'coactivation') %}{% for budget in (24, 16) %}
+{% set point = point_of(sweep, ranking, budget, none) %}
+{% do points.update({(ranking, budget): point.perplexity_change|pct(1, '+') ~ ' ± ' ~
+ point.perplexity_change_error|pct ~ ' %'}) %}
+{% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}{% endfor %}"""
+SCORES = "{% set flat, real = result('toy_moe_spac').spread, result('real_moe_spac').spread %}"
 SENTENCES = (
+    SCORES + "{{ flat.frequency.mean[0]|f(1) }} and {{ flat.frequency.mean[-1]|f(1) }} (flat),"
+    " {{ real.frequency.mean[0]|f(1) }} and {{ real.frequency.mean[-1]|f(1) }} (real model)",
+    BUDGETS + "perplexity {{ points[('selected', 24)] }} and {{ points[('selected', 16)] }},"
+    " {{ saved[0] }} and {{ saved[1] }} % fewer bytes",
+    BUDGETS + "perplexity {{ points[('coactivation', 24)] }} and {{ points[('coactivation', 16)] }}",
+    RECALL + "flat toy / real model: {{ found|join(', ') }} %",
+    HITS + "`lru` {{ flat.lru[3]|pct }} and {{ real.lru[2]|pct }} %, `layer_lru` {{ flat.layer_lru[3]|pct }} and"
+    " {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[3]|pct }} and {{ real.reuse[2]|pct }} %",
+    HITS + "{{ flat.utility[3]|pct }} and {{ flat.reuse[3]|pct }} % (flat), {{ real.utility[2]|pct }} and"
+    " {{ real.reuse[2]|pct }} % (real model)",
     LADDER + "`policy=reuse` gives {{ (rows|selectattr('rung', 'eq', 'reuse')|first).speedup|f }} times the tokens/s",
     LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"
     "it is {{ row.speedup|f }} times (95 % interval {{ row.speedup_interval|span(2, ' – ') }})",
@@ -55,6 +77,8 @@ SENTENCES = (
     GPU + "slots took {{ over|span(1) }} times as long as pointers",
     GPU + "{{ faster|span(1) }} times the speed of stock's offloaders",
     "save at most {{ (result('toy_ceilings').rows|map(attribute='gain.rows')|max - 1)|pct }} % of a step",
+    "without a cache {{ result('toy_reuse').spread.needed_experts.mean[4]|f }} is enough with flat routing, and"
+    " {{ result('real_reuse').spread.needed_experts.mean[4]|f }} on the real model",
     "was {{ result('reads_submitted').rows|map(attribute='ratio')|span(2) }}, with a gain for experts",
 )
 
@@ -321,6 +345,7 @@ def test_commands() -> None:
         ("python x.py .cache/toy/local-mid", ["stored.py local", "inflate.py benchmarks/toy/models/local/target"]),
         ("python benchmarks/toy/predictors.py", ["stored.py local"]),
         ("python benchmarks/toy/train_predictor.py", []),
+        ("python x.py .cache/real/target", ["real/build.py", "fit/texts.py", "fit/chats.py"]),
         ("python x.py benchmarks/traces/local", []),
     ],
 )
@@ -329,6 +354,7 @@ def test_models_that_a_result_needs_are_made_first(elsewhere: Path, command: str
     assert len(found) == len(made) and all(text in one for one, text in zip(found, made, strict=True)), found
     for one in found[:1]:
         folder = "benchmarks/toy/models/local" if "local" in one else ".cache/toy/mid"
+        folder = ".cache/real/target" if "real" in one else folder
         (elsewhere / folder).mkdir(parents=True)
         assert list(reproduce.prepared(reproduce.Made("a table", commands=(command,)))) == found[1:]
 

@@ -1,6 +1,6 @@
 """Where a value other than a knob's default wins: the column *wins in* of ``KNOBS.md``.
 
-Of the results in ``benchmarks/results``, all of toy models. Knobs that are not here win in none.
+Of the results in ``benchmarks/results``, of toy models where nothing else is said. Knobs that are not here win in none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 WINS: dict[str, tuple[str, str]] = {
     "store": ("host, on a CPU, over slots, host memory and disk", "paired_three_tiers_host_toy.json"),
     "host_memory": ("1380MiB, over none", "paired_three_tiers_disk_toy.json"),
-    "policy": ("layer_lru, simulated, local routing and half of the experts in slots", "toy_local_tables.json"),
+    "policy": ("layer_lru, in hits, on the real model with half of the experts in slots", "real_policies.json"),
     "prefetch": ("shadow", "paired_shadow_local_large.json"),
     "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
     "tree_shape": ("static, by 1 % of the tokens per step, from 63 nodes", "toy_local_trees.json"),
@@ -19,7 +19,7 @@ WINS: dict[str, tuple[str, str]] = {
     "kernel": ("table, for formats that vLLM reads in no slots", "gpu_h100.json"),
     "decisions": ("device, on an H100, over host", "gpu_h100.json"),
     "budget": ("16 and 24, LOSSY", "resident_budgets_toy.json"),
-    "budget_ranking": ("coactivation, in quality", "toy_quality.json"),
+    "budget_ranking": ("coactivation, in quality, with flat routing only", "toy_quality.json"),
     "budget_coverage": ("truncation, in top-1 agreement, with B = 32", "toy_quality.json"),
     "budget_when": ("decode, with everything resident", "resident_budgets_toy.json"),
     "budget_votes": ("path, in quality", "toy_local_votes.json"),

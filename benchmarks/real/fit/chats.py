@@ -13,7 +13,6 @@ import torch
 import typer
 from rich.console import Console
 from safetensors.torch import save_file
-from vllm import LLM, SamplingParams
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
@@ -45,12 +44,19 @@ ROUNDS = 3  # sampled answers to each held question
 console = Console()
 
 
+def begun(question: str) -> str:
+    """A question in the chat template, up to where its answer begins."""
+    return SYSTEM + USER + question.strip() + END + ASSISTANT
+
+
 def main(
     dense: Annotated[Path, typer.Option(help="the dense model's folder")],
     output: Annotated[Path, typer.Option(help="the safetensors file to write: chat.fit and chat.held, int32 [tokens]")],
     chats: Annotated[int, typer.Option(help="how many chats to fit on")] = 600,
     seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
 ) -> None:
+    from vllm import LLM, SamplingParams  # not where the questions alone are wanted
+
     llm = LLM(
         str(dense),
         dtype="bfloat16",
@@ -70,9 +76,9 @@ def main(
     questions = sampled([SYSTEM + USER] * chats, 0.9, 96)
     tensors = {}
     for side, asked in (("fit", questions), ("held", list(HELD_QUESTIONS) * ROUNDS)):
-        begun = [SYSTEM + USER + question.strip() + END + ASSISTANT for question in asked]
-        answers = sampled(begun, 0.7, 256)
-        texts = [start + answer + END for start, answer in zip(begun, answers, strict=True)]
+        starts = list(map(begun, asked))
+        answers = sampled(starts, 0.7, 256)
+        texts = [start + answer + END for start, answer in zip(starts, answers, strict=True)]
         ids = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         tensors[f"chat.{side}"] = torch.tensor(ids, dtype=torch.int32)
         console.print(f"chat {side:5} {len(texts):5} chats {len(ids):8,} tokens; one of them:\n{texts[1]}")
