@@ -10,8 +10,8 @@
     python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
 
 ``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
-in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources, and how the
-experts are routed. ``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said.
+in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
+``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import json
 import math
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -224,14 +222,14 @@ def judge(
     count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens of each kind")] = 8,
     output: Annotated[Path | None, typer.Option(help="a JSON file for the figures")] = None,
 ) -> None:
-    """Perplexity beside the dense model's, and routing, on sources that nothing was fitted on."""
+    """Perplexity beside the dense model's, on sources that nothing was fitted on."""
     model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
     top_k = target.numbers["top_k"]
     layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
     rows: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
         for kind, text in read_texts(texts, "held").items():
-            rows[kind] = judged(model, layers, windows(text, count, LENGTH, 1), top_k)
+            rows[kind] = judged(model, layers, windows(text, count, LENGTH, 1))
     names = list(next(iter(rows.values())))
     rows["mean"] = {name: sum(row[name] for row in rows.values()) / len(rows) for name in names}
     mean = rows["mean"]
@@ -248,14 +246,11 @@ def judge(
         output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor, top_k: int) -> dict[str, float]:
+def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor) -> dict[str, float]:
     """One kind's figures; ids int64 [windows, LENGTH]."""
-    logits: list[list[torch.Tensor]] = [[] for _ in layers]
 
     def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
-        neurons, routed = layers[number].neurons(h)
-        logits[number].append(routed)
-        return layers[number].output(neurons)
+        return layers[number](h)
 
     losses, agreed, apart = [0.0, 0.0], 0.0, 0.0
     for batch in ids.split(4):
@@ -272,43 +267,7 @@ def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor, top_k: in
         "ratio": carved / dense,
         "KL": apart / tokens,
         "top-1": agreed / tokens,
-        **routing(torch.stack([torch.cat(each) for each in logits]), top_k),
     }
-
-
-def routing(logits: torch.Tensor, top_k: int) -> dict[str, float]:
-    """How experts follow each other in texts; logits float32 [layers, windows, tokens, experts]."""
-    experts = logits.shape[-1]
-    ids = logits.topk(top_k, -1).indices
-    chosen = torch.zeros_like(logits).scatter(-1, ids, 1.0)
-    load = chosen.mean((1, 2))
-    mass = logits[:, :, :63].softmax(-1).mean(2).sort(-1, descending=True).values[..., : experts // 2].sum(-1)
-    figures = {
-        "overlap": float((chosen[:, :, 1:] * chosen[:, :, :-1]).sum(-1).mean()) / top_k,
-        **{f"LRU {share}%": lru_hits(ids, round(experts * share / 100)) for share in (19, 25, 38, 50)},
-        "mass of the best half": float(mass.mean()),
-        "load: CV": float((load.std(1) / load.mean(1)).mean()),
-        "load: least": float(load.min()) * experts / top_k,
-    }
-    for rows in (5, 9, 17):
-        steps = chosen[:, :, : LENGTH // rows * rows].unflatten(2, (-1, rows))
-        figures[f"experts of {rows} rows"] = float(steps.amax(3).sum(-1).mean())
-    return figures
-
-
-def lru_hits(ids: torch.Tensor, capacity: int) -> float:
-    """The hit rate of one LRU per layer; ids int64 [layers, windows, tokens, k]."""
-    hits = total = 0
-    for window in ids.flatten(0, 1).tolist():
-        cache: OrderedDict[int, None] = OrderedDict()
-        for expert in chain.from_iterable(window):
-            total += 1
-            hits += expert in cache
-            cache[expert] = None
-            cache.move_to_end(expert)
-            if len(cache) > capacity:
-                cache.popitem(last=False)
-    return hits / total
 
 
 if __name__ == "__main__":
