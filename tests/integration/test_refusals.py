@@ -422,11 +422,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
         ({"decisions": "device"}, EXPERTS, "decisions=device .*; use --spac-kernel vllm --spac-decisions host"),
         (
-            {"prefetch": "linear", "predictor_file": __file__},
-            EXPERTS,
-            "experts of all ranks.*--spac-prefetch utility",
-        ),
-        (
             {"speculate": "restricted", "prefetch": "linear", "predictor_file": __file__},
             {},
             "speculate=restricted .* with --tensor-parallel-size 2 .*; drop --spac-speculate",

@@ -15,6 +15,7 @@ from engines import PROMPTS
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.cache import transfers
 from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.transfers import HostRows
@@ -106,7 +107,9 @@ class Model:
 
 
 @pytest.fixture(params=["on demand", "host memory", "CPU", "ahead"])
-def recorded(request, tmp_path: Path) -> Iterator[tuple[Model, Recording]]:
+def recorded(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Model, Recording]]:
+    """Threads read, though the experts are so small that the forward would be faster alone."""
+    monkeypatch.setattr(transfers, "_HAND_OFF", -1)
     options = {"host memory": {"host": 6}, "CPU": {"cpu": 1}, "ahead": {"prefetch": "utility"}}
     model = Model(9, **options.get(request.param, {}))
     writer = TimelineWriter(tmp_path / "run.timeline", model.facts, 100)

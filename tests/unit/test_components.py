@@ -29,10 +29,12 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def write(name: str, text: str) -> None:
         (tmp_path / f"{name}.py").write_text(text)
         added.append(f"vllm_spac.decisions.policies.{name}")
+        components.modules.cache_clear()
 
     yield write
     for name in added:
         sys.modules.pop(name, None)
+    components.modules.cache_clear()
 
 
 @pytest.mark.parametrize(("family", "some"), [("policies", ["lfu", "lru"]), ("stores", ["disk", "host", "memory"])])
