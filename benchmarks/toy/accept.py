@@ -1,10 +1,11 @@
-"""Measures the acceptance length of the toy model's drafts on stock vLLM, one fresh process per method.
+"""Measures the acceptance length of a model's drafters on stock vLLM, one fresh process per method.
 
     python benchmarks/toy/accept.py all
     python benchmarks/toy/accept.py all --only eagle3-5 --only draft-3 --dtype float32
+    python benchmarks/toy/accept.py all --models .cache/real --output real_acceptance.json
 
-Prompts are held-out library files, decoding is greedy. Acceptance length is 1 + accepted / drafts: the tokens
-per forward of the target. All numbers are of the toy model and not representative of a real one.
+Prompts are held-out library files, or for the real model its held-out texts and questions; decoding is greedy.
+Acceptance length is 1 + accepted / drafts: the tokens per forward of the target.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from quantize import int8_copy
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, provenance, write_result
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
+import held
+from common import RESULTS, ROOT, is_toy, provenance, write_result
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
@@ -41,10 +44,20 @@ def methods(models: Path, int8: Path) -> dict[str, dict | None]:
     table: dict[str, dict | None] = {"none": None, "ngram-5": ngram}
     for k in (3, 5, 8):
         table[f"eagle3-{k}"] = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": k}
-    for name, folder in (("draft", models / "draft"), ("int8", int8)):
-        for k in (3, 5):
+    drafters = {"draft": models / "draft", "dense": models / "dense", "int8": int8}
+    for name, folder in drafters.items():
+        for k in (3, 5) if name == "int8" or folder.is_dir() else ():
             table[f"{name}-{k}"] = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": k}
     return table
+
+
+def held_out(model: Path, count: int, length: int) -> list[dict]:
+    """Returns prompts as ``prompts``: those of the real model by kind of text, else files of the standard library."""
+    if not (files := held.beside(model)):
+        return prompts(Tokenizer.from_file(str(model / "tokenizer.json")), count, length)
+    kinds = ["chat", *(kind for kind in held.texts(files, "held") if kind != "chat")]
+    asked = held.prompts(model, files, count, length, 0)
+    return [{"file": kinds[number % len(kinds)], "ids": ids} for number, ids in enumerate(asked)]
 
 
 def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[dict]:
@@ -73,7 +86,11 @@ def summary(counters: dict, outputs: list[list[int]], reference: list[list[int]]
 
 
 def generate(job: dict) -> dict:
-    """Runs vLLM in this process; returns {"outputs": token ids per request, "counters": its speculation counters}."""
+    """Runs vLLM in this process, one kind of text after the other.
+
+    Returns:
+        "outputs": token ids per request; "counters": speculation counters; "kinds": acceptance length by kind, if any.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -91,14 +108,30 @@ def generate(job: dict) -> dict:
         speculative_config=job["speculative_config"],
     )
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
-    requests = [{"prompt_token_ids": prompt["ids"]} for prompt in job["prompts"]]
-    outputs = llm.generate(requests, sampling, use_tqdm=False)
-    counters = {}
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix("vllm:spec_decode_")
-        if name in _COUNTERS:
-            counters[name] = metric.values if hasattr(metric, "values") else metric.value
-    return {"outputs": [list(output.outputs[0].token_ids) for output in outputs], "counters": counters}
+
+    def counted() -> dict[str, Any]:
+        found = {}
+        for metric in llm.get_metrics():
+            name = metric.name.removeprefix("vllm:spec_decode_")
+            if name in _COUNTERS:
+                found[name] = metric.values if hasattr(metric, "values") else metric.value
+        return found
+
+    groups: dict[str, list[int]] = {}
+    for number, prompt in enumerate(job["prompts"]):
+        groups.setdefault(prompt["file"] if job["by_kind"] else "", []).append(number)
+    outputs: list[list[int]] = [[]] * len(job["prompts"])
+    kinds, before = {}, counted()
+    for kind, numbers in groups.items():
+        requests = [{"prompt_token_ids": job["prompts"][number]["ids"]} for number in numbers]
+        for number, output in zip(numbers, llm.generate(requests, sampling, use_tqdm=False), strict=True):
+            outputs[number] = list(output.outputs[0].token_ids)
+        after = counted()
+        if kind and after:
+            drafts, accepted = (after[name] - before.get(name, 0) for name in ("num_drafts", "num_accepted_tokens"))
+            kinds[kind] = round(1 + accepted / drafts, 4)
+        before = after
+    return {"outputs": outputs, "counters": before, "kinds": kinds}
 
 
 @app.command(hidden=True)
@@ -137,31 +170,34 @@ def run_all(
     max_tokens: Annotated[int, typer.Option(help="New tokens per request.")] = 128,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     only: Annotated[list[str] | None, typer.Option(help="Methods to run in addition to none; default: all.")] = None,
-    models: Annotated[Path, typer.Option(help="Folder with target, draft and eagle3.")] = MODELS,
+    models: Annotated[Path, typer.Option(help="Folder with target, eagle3, and draft or dense.")] = MODELS,
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULT,
 ) -> None:
     """Measure every method and write the table."""
     origin = provenance()
     int8 = CACHE / "int8"
-    int8_copy(models / TARGET, int8)
     table = methods(models, int8)
     unknown = set(only or ()) - table.keys()
     if unknown:
         raise typer.BadParameter(f"unknown methods {sorted(unknown)}; there are {', '.join(table)}")
-    tokenizer = Tokenizer.from_file(str(models / TARGET / "tokenizer.json"))
+    if not only or any(name.startswith("int8") for name in only):
+        int8_copy(models / TARGET, int8)
+    toy = is_toy(models / TARGET)
     job: dict[str, Any] = {"target": str(models / TARGET), "dtype": dtype, "max_tokens": max_tokens}
-    job["prompts"] = prompts(tokenizer, count, length)
-    origin = provenance()
+    job |= {"prompts": held_out(models / TARGET, count, length), "by_kind": not toy}
     reference, results = None, {}
     for method in [name for name in table if not only or name == "none" or name in only]:
         answer = in_fresh_process(method, {**job, "speculative_config": table[method]})
         reference = reference or answer["outputs"]
         results[method] = {"config": portable(table[method])}
         results[method] |= summary(answer["counters"], answer["outputs"], reference)
+        results[method] |= {"acceptance_by_kind": answer["kinds"]} if answer["kinds"] else {}
         equal = f"{results[method]['requests_equal_to_no_speculation']}/{count} requests equal"
         typer.echo(f"{method:10} acceptance length {results[method].get('acceptance_length', '-')}  {equal}")
     record = {
-        "model": "toy model (trained from scratch for this repository; not a measurement of any real model)",
+        "model": "toy model (trained from scratch for this repository; not a measurement of any real model)"
+        if toy
+        else models.name,
         "provenance": origin,
         "dtype": dtype,
         "decoding": "greedy",
