@@ -85,6 +85,12 @@ def _of_divided_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
         f"{plane(config)} with {option} is not supported",
         (instead, _WHOLE),
     )
+    named = config.named_prefetch
+    yield (
+        named != "off" and Signal.DRAFT_ROUTING in components.find("predictors", named).needs,
+        f"{_given(config, 'prefetch')} with {option} (the draft model divides its experts, too) is not supported",
+        (use(prefetch="utility"), drop("prefetch"), _WHOLE),
+    )
 
 
 def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
