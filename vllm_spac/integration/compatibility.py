@@ -40,7 +40,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
     yield from _of_workers(config, vllm_config, gpu)
     yield from _of_ranks(config, vllm_config)
     if vllm_config.parallel_config.enable_expert_parallel:
-        yield from _of_divided_experts(config, gpu)
+        yield from _of_divided_experts(config, vllm_config, gpu)
     yield from _of_guard(config, vllm_config)
     yield from _of_votes(config, vllm_config)
     yield from _of_cpu_experts(config, gpu)
@@ -76,20 +76,20 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     )
 
 
-def _of_divided_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
+def _of_divided_experts(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
     option = "--enable-expert-parallel"
+    drafter = vllm_config.speculative_config
+    yield (
+        getattr(drafter, "method", None) == "draft_model" and drafter.draft_model_config.get_num_experts() > 0,
+        f"a draft model with experts and {option} (vLLM's kernel would have to divide these, too) is not supported",
+        (_WHOLE,),
+    )
     yield gpu, f"{option} on a GPU (it was not tested there) is not supported", (_WHOLE,)
     instead = without_workers(config) if config.has_workers else use(kernel="vllm", decisions="host")
     yield (
         not config.execution_class.divides_experts,
         f"{plane(config)} with {option} is not supported",
         (instead, _WHOLE),
-    )
-    named = config.named_prefetch
-    yield (
-        named != "off" and Signal.DRAFT_ROUTING in components.find("predictors", named).needs,
-        f"{_given(config, 'prefetch')} with {option} (the draft model divides its experts, too) is not supported",
-        (use(prefetch="utility"), drop("prefetch"), _WHOLE),
     )
 
 
