@@ -274,6 +274,7 @@ def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: 
         ({"kernel": "table"}, "table", "decisions=host, kernel=table"),
         ({"decisions": "device"}, "pointers", "decisions=device, kernel=table"),
         ({"kernel": "table", "decisions": "device"}, "pointers", "decisions=device, kernel=table"),
+        ({"executor": "processes", "workers": 2}, "workers", "executor=processes"),
     ],
 )
 def test_decisions_and_kernel_name_the_execution(raw: dict, execution: str, plane: str) -> None:

@@ -252,6 +252,8 @@ class SpacConfig(BaseModel):
     @property
     def plane(self) -> str:
         """Who decides and what computes, as the engine runs it."""
+        if self.has_workers:
+            return f"executor={self.executor}"
         planes = {"slots": "decisions=host, kernel=vllm", "table": "decisions=host, kernel=table"}
         return planes.get(self.execution_name, "decisions=device, kernel=table")
 

@@ -45,8 +45,7 @@ def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={prefetch}"
     tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
     shown = f" ({details})" if details else ""
-    plane = f"executor={config.executor}" if config.has_workers else config.plane
-    return f"{plane}{shown}, policy={config.policy}{ahead}{tuned}"
+    return f"{config.plane}{shown}, policy={config.policy}{ahead}{tuned}"
 
 
 def stats(runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: Guard | None) -> dict:
