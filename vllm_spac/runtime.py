@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_spac.core import RowKind, Step
 from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.worth import Worth
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
@@ -105,12 +106,13 @@ class Runtime:
         executions: one per ``MoEShape``.
         budget: bounds the experts of a layer; exact until it is changed.
         trace: records the routing of the only execution, if given.
-        guard: decides how many draft tokens the next step gets, if given.
+        guard: decides how many draft tokens the next step gets at most, if given.
         saved: saves what each thread did and when, if given; ``watch`` begins to record it.
         clock: monotonic time in seconds.
         failed: called with the error of a layer before it is raised.
 
     Attributes:
+        worth: chooses among the drafts that the guard allows; None without one.
         timeline: records events of the forward thread; None: nobody records.
         recordings: the files that are recorded, and why one of them stopped.
     """
@@ -129,6 +131,7 @@ class Runtime:
         self.executions = list(executions)
         self.budget = budget
         self.guard = guard
+        self.worth = None if guard is None else Worth()
         self.listeners: list[Listener] = []
         self.recordings = Recordings(trace, saved, clock)
         self.timeline: Timeline | None = None
@@ -140,6 +143,7 @@ class Runtime:
         self._replayed = False
         self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
         self._drafts = 0
+        self._drafting = 0.0  # seconds of the drafter since the step began
         self._began = 0  # when the step began, in the timeline
         self._first_layer: dict[Execution, int] = {}  # of all layers, by execution; for the timeline
         # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
@@ -169,7 +173,7 @@ class Runtime:
         if self.timeline is not None:
             self._began = now()
         self._step, self._rows = step, step.rows
-        self._timed = step, self._drafts, self._clock()
+        self._timed, self._drafting = (step, self._drafts, self._clock()), 0.0
         votes = self.budget.begin_step(step)
         for execution in self.executions:
             execution.begin_step(votes)
@@ -331,7 +335,10 @@ class Runtime:
 
     def drafted(self, drafts: int, seconds: float) -> None:
         """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request, one after another."""
+        self._drafting = seconds
         if drafts and not self.in_prompt:  # whose rows the drafter reads, too
+            if self.worth is not None:
+                self.worth.making(drafts, seconds)
             for execution in self.executions:
                 if execution.balancer is not None:
                     execution.balancer.drafted(seconds / drafts)
@@ -360,7 +367,12 @@ class Runtime:
             emitted = [
                 count for count, r in zip(tokens, step.requests, strict=True) if r.kind != RowKind.PREFILL and count
             ]
-            self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
+            seconds = self._clock() - start
+            self.guard.observe(drafts, emitted, len(step.requests), seconds)
+            if self.worth is not None and emitted and len(emitted) == len(step.requests):
+                verified = sum(r.drafts for r in step.requests) / len(emitted)
+                accepted = min(verified, sum(emitted) / len(emitted) - 1)
+                self.worth.took(accepted, verified - accepted, len(emitted), max(seconds - self._drafting, 1e-9))
         saved = self.recordings.timeline
         self.recordings.end_step(tokens, paths)
         if self.recordings.timeline is not saved:  # nobody will read what is recorded; a live page begins anew

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
 from vllm_spac.decisions.guard.draft_probabilities import PADDING, DraftProbabilities
+from vllm_spac.decisions.guard.worth import Worth
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.stepping import runner_v1
 from vllm_spac.methods.moe_spec.rankings import weighted
@@ -128,6 +129,7 @@ class Drafter:
 
     def __init__(self, logits: list[torch.Tensor], sampled: torch.Tensor | None = None) -> None:
         self._logits, self._sampled = logits, sampled
+        self.input_ids = torch.zeros(2, dtype=torch.int32)
         self.model = Model()
 
     def propose(self) -> torch.Tensor:
@@ -180,7 +182,11 @@ def test_sampled_drafts_have_the_probabilities_that_they_were_drawn_with() -> No
 class Runner(SimpleNamespace):
     """V1's runner, with a batch of two requests that swap places."""
 
-    def propose(self, scheduled: SimpleNamespace) -> torch.Tensor:
+    speculative_config = SimpleNamespace(
+        method="eagle3", parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
+    )
+
+    def propose(self, scheduled: SimpleNamespace, sampled: list[list[int]]) -> torch.Tensor:
         return self.drafter.propose()
 
 
@@ -188,13 +194,14 @@ class Runner(SimpleNamespace):
 def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     budget = SimpleNamespace(weighs=weighs)
     runtime = SimpleNamespace(budget=budget, draft_length=lambda: 2, in_prompt=False, looks_at_tokens=weighs)
+    runtime.worth, runtime.timeline, runtime.drafted = Worth(), None, lambda drafts, seconds: None
     runtime.looks_at_drafts = False
     experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
     runner = Runner(_spac_experts=experts, drafter=Drafter(list(logits)))
-    runner.input_batch = SimpleNamespace(req_ids=["a", "b"])
+    runner.input_batch = SimpleNamespace(req_ids=["a", "b"], sampling_metadata=SimpleNamespace(all_greedy=False))
     plan = SimpleNamespace(num_spec_tokens_to_schedule=3)
-    drafts = runner_v1._proposing(Runner.propose)(runner, plan)
+    drafts = runner_v1._proposing(Runner.propose)(runner, plan, [[5], [6]])
     assert drafts == [[0, 2], [1, 0]], "as long as the guard allows"
     runner.input_batch = SimpleNamespace(
         req_ids=["b", "a", "c"], num_computed_tokens_cpu=[9, 9, 0], num_prompt_tokens=[5, 5, 5]

@@ -117,6 +117,11 @@ def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> Reason | 
     return None
 
 
+def shows_logits(speculation: SpeculativeConfig) -> bool:
+    """Whether the logits of a drafter's forwards can be observed, each of which drafts one token."""
+    return _hidden(speculation, "", "") is None
+
+
 def without(option: str) -> Remedy:
     """Returns the remedy of leaving ``option`` out of ``--speculative-config``."""
     return Remedy(f"drop {option} from --speculative-config", {f"--speculative-config.{option}": None})

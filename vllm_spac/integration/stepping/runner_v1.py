@@ -1,8 +1,8 @@
 """Hooks of vLLM's V1 model runner, which its CPU build uses.
 
-Steps are made from its batches, the guard limits its draft lengths, and while it drafts, what its drafter computes and
-does not return is kept: the probabilities of greedy drafts, for a budget whose votes are weighted by them, and states
-or routing, for a predictor.
+Steps are made from its batches, and the guard limits its drafts. While it drafts, what its drafter computes and does
+not return is kept: the probabilities of greedy drafts, for the guard and for a budget whose votes are weighted by them,
+and states or routing, for a predictor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import Step
+from vllm_spac.decisions.guard.worth import Drafted, Worth
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_reading import DraftReading
+from vllm_spac.integration.hooks.drafts import shows_logits
 from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping import draft_routing
 from vllm_spac.integration.stepping.tree_install import trees_of
@@ -89,44 +91,61 @@ def install() -> None:
         _paths,
     )
     patches.wrap(f"{patches.RUNNER_V1}._calc_spec_decode_metadata", unless_plain)
-    patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", lambda propose: _recorded(_proposing(propose)))
+    patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
     draft_routing.install()
 
 
-def _proposing(propose: Callable):
-    """Limits the draft length to the guard's. At length 0 the drafter does not run, except in steps with prompts."""
+class _Enough(Exception):  # noqa: N818 - control flow through vLLM's loop over forwards, no error
+    """No more drafts are worth making; ``drafts``: int64 [requests, drafts] that there are."""
 
-    propose = _observing(propose)
+    def __init__(self, drafts: Tensor) -> None:
+        self.drafts = drafts
+
+
+class _Made(NamedTuple):
+    """What a drafter proposed.
+
+    Attributes:
+        tokens: of each request.
+        chances: the drafter's probability of each token given those before it, float32 [requests, drafts]; None where
+            it has none.
+    """
+
+    tokens: list[list[int]]
+    chances: Tensor | None
+
+
+def _proposing(propose: Callable):
+    """Limits drafts to what the guard allows and to what is worth verifying.
+
+    At length 0 the drafter does not run, except in steps with prompts.
+    """
 
     def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
-        experts = managed_experts(self)
-        if (trees := trees_of(self)) is not None:
+        experts, trees = managed_experts(self), trees_of(self)
+        if trees is not None:
             sampled, _, hidden, _, auxiliary = args[:5]
             trees.restore(sampled, [hidden, *(auxiliary or ())])
-        length = experts.runtime.draft_length() if experts is not None else None
-        if length is None:
-            return propose(self, scheduler_output, *args, **kwargs)
-        if length == 0 and not experts.runtime.in_prompt:
-            return [[] for _ in self.input_batch.req_ids]
-        planned = scheduler_output.num_spec_tokens_to_schedule
-        scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
-        drafts = propose(self, scheduler_output, *args, **kwargs)
-        return [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
-
-    return proposed
-
-
-def _recorded(propose: Callable):
-    """Tells the runtime how long the drafter takes (on a GPU, to launch it), and the timeline, if there is one."""
-
-    def proposed(self, *args: Any, **kwargs: Any):
-        experts = managed_experts(self)
         if experts is None:
-            return propose(self, *args, **kwargs)
-        start = now()
-        drafts = propose(self, *args, **kwargs)
-        runtime = experts.runtime
-        runtime.drafted(max(map(len, drafts), default=0), (now() - start) / 1e9)
+            return propose(self, scheduler_output, *args, **kwargs)
+        runtime, worth, requests = experts.runtime, experts.runtime.worth, self.input_batch.req_ids
+        if worth is not None:
+            for request, said in zip(requests, _said(args[0]), strict=True):
+                worth.answered(request, said)
+        length, start = runtime.draft_length(), now()
+        if length == 0 and not runtime.in_prompt:
+            return [[] for _ in requests]
+        if length is not None:
+            planned = scheduler_output.num_spec_tokens_to_schedule
+            scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
+        made = _observed(propose, self, scheduler_output, *args, **kwargs)
+        if isinstance(made, _Made) and length is not None:
+            made = made._replace(tokens=[ids[:length] for ids in made.tokens])
+        drafts = made.tokens if isinstance(made, _Made) else made
+        most = max(map(len, drafts), default=0)
+        runtime.drafted(most, (now() - start) / 1e9)
+        if isinstance(made, _Made) and worth is not None and trees is None:
+            drafts = _kept(worth, requests, made)
         if runtime.timeline is not None:
             runtime.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts
@@ -134,29 +153,71 @@ def _recorded(propose: Callable):
     return proposed
 
 
-def _observing(propose: Callable):
-    """Keeps the draft's probabilities, if votes are weighted by them, and what a predictor reads of the drafter."""
+def _said(sampled: Tensor | list[list[int]]) -> list[list[int]]:
+    """Tokens that each request emitted; arguments as of ``last_tokens``."""
+    if isinstance(sampled, list):
+        return sampled
+    return [[token for token in row if token >= 0] for row in sampled.tolist()]
 
-    def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
-        experts, logits, routing = managed_experts(self), None, contextlib.nullcontext()
-        observers: list[Callable[[Tensor, Tensor], None]] = []
-        if experts is not None and trees_of(self) is None:
-            if experts.runtime.budget.weighs:
-                logits = DraftLogits(self.drafter)
-                observers.append(logits.add)
-            if experts.runtime.looks_at_drafts:
-                observers.append(_reading(self, experts, sampled=args[0]))
-                if experts.draft_routing is not None:
-                    routing = experts.draft_routing.reading(self.drafter)
-        if not observers:
-            return propose(self, scheduler_output, *args, **kwargs)
-        with routing, observed(self.drafter, observers):
+
+def _kept(worth: Worth, requests: Sequence[str], made: _Made) -> list[list[int]]:
+    """The drafts of each request that are worth verifying."""
+    chances = None if made.chances is None else made.chances.tolist()
+    kept = []
+    for number, (request, tokens) in enumerate(zip(requests, made.tokens, strict=True)):
+        known = Drafted.unknown(tokens) if chances is None else Drafted(tokens, chances[number][: len(tokens)])
+        kept.append(tokens[: worth.keep(request, known)])
+    return kept
+
+
+def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
+    """Drafts, and keeps what the drafter computes and does not return, for votes, for a predictor and for the guard.
+
+    Returns ``_Made``, or without a guard what vLLM's own method returns.
+    """
+    experts, logits, routing = managed_experts(self), None, contextlib.nullcontext()
+    worth = experts.runtime.worth
+    observers: list[Callable[[Tensor, Tensor], None]] = []
+    if trees_of(self) is None:
+        if experts.runtime.budget.weighs or (worth is not None and shows_logits(self.speculative_config)):
+            logits = DraftLogits(self.drafter)
+            observers.append(logits.add)
+        if experts.runtime.looks_at_drafts:
+            observers.append(_reading(self, experts, sampled=args[0]))
+            if experts.draft_routing is not None:
+                routing = experts.draft_routing.reading(self.drafter)
+        if worth is not None and logits is not None:
+            observers.append(_stopping(self, worth, logits, scheduler_output.num_spec_tokens_to_schedule))
+    try:
+        with routing, observed(self.drafter, observers) if observers else contextlib.nullcontext():
             drafts = propose(self, scheduler_output, *args, **kwargs)
-        if logits is not None and (probabilities := logits.of(drafts)) is not None:
-            experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), probabilities.tolist())
+    except _Enough as stopped:
+        drafts = stopped.drafts
+    chances = None if logits is None else logits.of(drafts)
+    if chances is not None and experts.runtime.budget.weighs:
+        experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), chances.tolist())
+    if worth is None:
         return drafts
+    return _Made(drafts if isinstance(drafts, list) else drafts.tolist(), chances)
 
-    return proposed
+
+def _stopping(runner: GPUModelRunner, worth: Worth, logits: DraftLogits, most: int) -> Callable[[Tensor, Tensor], None]:
+    """Returns what ends drafting, by raising ``_Enough``, when no further draft is worth making.
+
+    vLLM's loop over ``most`` forwards cannot be shortened from outside. It keeps nothing that is not set anew.
+    """
+    inputs, read = runner.drafter.input_ids, list[Tensor]()
+
+    def checked(states: Tensor, computed: Tensor) -> None:
+        if logits.best[1:]:  # this forward has read the last one's draft
+            read.append(inputs[: len(states)].clone())
+        if len(logits.best) == most or not runner.input_batch.sampling_metadata.all_greedy:
+            return
+        so_far = torch.stack(logits.best, 1).tolist()
+        if not worth.goes_on(zip(runner.input_batch.req_ids, so_far, strict=True)):
+            raise _Enough(torch.stack([*(ids.long() for ids in read), computed.argmax(-1)], 1))
+
+    return checked
 
 
 def _reading(runner: GPUModelRunner, experts: Any, sampled: Any) -> Callable[[Tensor, Tensor], None]:
@@ -230,6 +291,8 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
     experts = managed_experts(runner)
     drafted = experts.drafted if experts.runtime.budget.weighs else None
     experts.drafted.forget(scheduled.finished_req_ids)
+    if experts.runtime.worth is not None:
+        experts.runtime.worth.forget(scheduled.finished_req_ids)
     for index, request in enumerate(batch.req_ids):
         stop = start + scheduled.num_scheduled_tokens[request]
         drafts = scheduled.scheduled_spec_decode_tokens.get(request, ())

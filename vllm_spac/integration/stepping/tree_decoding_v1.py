@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.tree_guard import TreeGuard
+from vllm_spac.decisions.guard.worth import Drafted, Worth
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping import tree_attention
 from vllm_spac.integration.stepping.tree_scratch import Scratch
@@ -73,6 +74,15 @@ class TreeDrafts(NamedTuple):
     def branches(self) -> bool:
         """Whether some draft token does not follow the one before it."""
         return any(parent != row for row, parent in enumerate(self.parents[1:]))
+
+    @property
+    def drafts(self) -> Drafted:
+        """As what is worth verifying is chosen from."""
+        before = [self.reached[parent] for parent in self.parents[1:]]
+        chances = [
+            reached / parent if parent else 0.0 for reached, parent in zip(self.reached[1:], before, strict=True)
+        ]
+        return Drafted(self.tokens, chances, self.parents[1:])
 
     def cut(self, drafts: int) -> TreeDrafts:
         """The first ``drafts`` draft tokens, which are a tree too."""
@@ -292,6 +302,7 @@ class TreeDecoding:
         shape: of the trees.
         scratch: blocks that no request uses.
         guard: learns which nodes are accepted, if it chooses the number of nodes.
+        worth: chooses among these nodes, if given.
         reading: what a predictor reads of the drafter.
     """
 
@@ -301,9 +312,10 @@ class TreeDecoding:
         shape: TreeShape,
         scratch: Scratch,
         guard: TreeGuard | None = None,
+        worth: Worth | None = None,
         reading: DraftReading | None = None,
     ) -> None:
-        self._guard, self._reading = guard, reading
+        self._guard, self._worth, self._reading = guard, worth, reading
         self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters(shape.nodes)
         self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
@@ -481,11 +493,10 @@ class TreeDecoding:
         for place, number in enumerate(drafting):
             rows = real[place]
             mine = tuple(tokens[place, : rows - 1].tolist())
-            probabilities = (1.0, *reached[place][: rows - 1])
-            self._drafted[requests[number]] = TreeDrafts(
-                mine, tuple(trees.parents[place, :rows].tolist()), probabilities
-            )
-            drafts[number] = list(mine)
+            tree = TreeDrafts(mine, tuple(trees.parents[place, :rows].tolist()), (1.0, *reached[place][: rows - 1]))
+            self._drafted[requests[number]] = tree
+            kept = len(mine) if self._worth is None else self._worth.keep(requests[number], tree.drafts)
+            drafts[number] = list(mine[:kept])
         return drafts
 
     def _grown(self, start: FirstPass, drafting: Sequence[int], chain: Tensor) -> Chosen:

@@ -63,7 +63,8 @@ def _initializing(initialize: Callable):
             self._spac_trees = TreeDecodingV2(self, shape, scratch)
         else:
             guard = experts.serving.guard if isinstance(experts.serving.guard, TreeGuard) else None
-            self._spac_trees = TreeDecoding(self, shape, scratch, guard, DraftReading(experts))
+            worth = experts.runtime.worth
+            self._spac_trees = TreeDecoding(self, shape, scratch, guard, worth, DraftReading(experts))
         experts.trees = self._spac_trees
         return result
 

@@ -1,0 +1,66 @@
+"""How likely a draft is accepted where the token before it was, learned from what the target went on to say. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_DEPTHS = 8  # places in a path that are told apart; further ones are like the last
+_KEEP = 0.998  # of what was learned, with each further draft
+_PRIOR = np.array([2.0, 0.5, 1.0, *[0.7] * _DEPTHS])  # standard deviations of the weights that nothing is known of
+_CERTAIN = 0.01  # a drafter's probability counts as at least this far from 0 and from 1
+_RECENT = 0.8  # weight of a request's earlier drafts in how its last ones fared
+UNKNOWN = math.nan  # in place of a drafter's probability
+
+
+class Odds:
+    """Logistic regression on the drafter's probability, the place in the path, and how the request's last drafts fared.
+
+    A Newton step for each draft whose fate is known; older drafts count less. It begins with the drafter's word.
+    """
+
+    def __init__(self) -> None:
+        self._weights = np.zeros(len(_PRIOR))
+        self._weights[1] = 1.0
+        self._spread = np.diag(_PRIOR**2)
+        self._recent: dict[str, float] = {}  # by request: how many of its last first drafts were right, from 0 to 1
+
+    def chance(self, request: str, depth: int, probability: float) -> float:
+        """Returns the probability that a draft is accepted given that its parent is.
+
+        Args:
+            request: id.
+            depth: tokens of its path before it; 0 for one that follows the last token.
+            probability: the drafter's, given the path; ``UNKNOWN`` if it has none.
+        """
+        return _logistic(float(self._weights @ self._features(request, depth, probability)))
+
+    def add(self, request: str, depth: int, probability: float, accepted: bool) -> None:
+        """Adds a draft whose parent was accepted; arguments as of ``chance``."""
+        features = self._features(request, depth, probability)
+        chance = _logistic(float(self._weights @ features))
+        weight = max(chance * (1 - chance), 0.05)
+        towards = self._spread @ features
+        gain = towards / (1 / weight + features @ towards)
+        self._weights = self._weights + gain * (accepted - chance) / weight
+        self._spread = _KEEP * (self._spread - np.outer(gain, towards)) + (1 - _KEEP) * np.diag(_PRIOR**2)
+
+    def fared(self, request: str, right: bool) -> None:
+        """A request's first draft, or one beside it, was ``right``, or none was."""
+        self._recent[request] = _RECENT * self._recent.get(request, 0.5) + (1 - _RECENT) * right
+
+    def forget(self, request: str) -> None:
+        """The request has finished."""
+        self._recent.pop(request, None)
+
+    def _features(self, request: str, depth: int, probability: float) -> np.ndarray:
+        known = 0.5 if math.isnan(probability) else min(max(probability, _CERTAIN), 1 - _CERTAIN)
+        features = np.zeros(len(_PRIOR))
+        features[:3] = 1.0, math.log(known / (1 - known)), 2 * self._recent.get(request, 0.5) - 1
+        features[3 + min(depth, _DEPTHS - 1)] = 1.0
+        return features
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-min(max(x, -12.0), 12.0)))
