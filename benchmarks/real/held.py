@@ -69,3 +69,9 @@ def prompts(model: Path, files: list[Path], count: int, tokens: int, seed: int) 
 
     sources = [cycle(asked), *(drawn(ids) for kind, ids in texts(files, "held").items() if kind != "chat")]
     return list(islice((next(source) for source in cycle(sources)), count))
+
+
+def kinds(files: list[Path], count: int) -> list[str]:
+    """Returns the kind of each of as many ``prompts``."""
+    others = (kind for kind in texts(files, "held") if kind != "chat")
+    return list(islice(cycle(["chat", *others]), count))

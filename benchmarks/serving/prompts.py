@@ -47,6 +47,12 @@ def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
     return Prompts(_windows(tokenizer, count, tokens, seed), "held-out files of Python's standard library")
 
 
+def kinds(model: Path, count: int) -> list[str]:
+    """Returns the kind of text of each of ``count`` prompts of ``load``."""
+    files = held.beside(model)
+    return held.kinds(files, count) if files else ["text"] * count
+
+
 def _windows(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[list[int]]:
     """Returns one window of each of ``count`` held-out files, or more per file if there are too few."""
     paths = [path for path in corpus.files() if corpus.is_held_out(path)]

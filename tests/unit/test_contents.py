@@ -298,3 +298,16 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 def test_a_folder_is_its_files(model: Path, home: Path, opened: list[str]) -> None:
     assert content(model) == content(model) and len(opened) == 3
     assert [path.name[:11] for path in (home / "packed").iterdir()] == ["checkpoint-"]
+
+
+def test_a_drafter_is_known_by_its_files_unless_it_is_a_part_of_the_model(model: Path, tmp_path: Path) -> None:
+    """An n-gram drafter's and an MTP head's model is the target; so may be that of a draft model, which has states."""
+    same = SimpleNamespace(model=str(model))
+
+    def known(method: str | None) -> bool:
+        speculation = None if method is None else SimpleNamespace(method=method, draft_model_config=same)
+        load = SimpleNamespace(load_format="auto")
+        config = SimpleNamespace(speculative_config=speculation, model_config=same, load_config=load)
+        return bool(fingerprint.drafter_fingerprint(config, tmp_path))
+
+    assert [known(method) for method in (None, "ngram", "mtp", "draft_model")] == [False, False, False, True]

@@ -1,0 +1,165 @@
+"""Drafts over no drafts on scaled machines, exact: each drafter with drafts chosen in each step, and always as many.
+
+All engines take turns with each prompt: one without drafts, and for each drafter one whose guard and chooser are on and
+one that verifies --draft-tokens in every step. Experts that are not in slots are loaded or computed by the CPU, as
+[bold]waterfill[/] divides them. A point is a machine and a share of the slots. Times are [bold]scaled[/], see run.py
+beside this file: only ratios mean anything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+import plan
+import prompts
+from common import RESULTS, exit_on_sigterm, write_result
+from ladder import PACED, WATERFILL, total
+from paired import Arm, Side, take_turns
+from processes import EngineError
+from proportions import Proportions, names
+from run import PACKED, PackedFolder, Settings
+from scale import Cores, Scale, engines_at_once, head, on
+
+from vllm_spac.decisions.comparison import Ratio
+from vllm_spac.errors import SpacError
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
+
+_EPILOG = """[bold]Example[/]
+
+python benchmarks/scaled/speculation.py .cache/real/target --machines rtx4090-int4 --slots 25%,50%
+"""
+CHOSEN, ALWAYS = "chosen", "always"
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+def sides(slots: str, drafters: list[str]) -> list[Side]:
+    """Returns the engine without drafts, and two for each drafter."""
+    knobs = {"slots": slots, **PACED, **WATERFILL}
+    found = [Side("no drafts", knobs)]
+    for drafter in drafters:
+        found += [
+            Side(f"{drafter} {CHOSEN}", {**knobs, "guard": "on"}, drafter),
+            Side(f"{drafter} {ALWAYS}", {**knobs, "guard": "off"}, drafter),
+        ]
+    return found
+
+
+def row(point: str, arms: list[Side], which: int, turns: list[list[dict]], kinds: list[str], seed: int) -> dict:
+    """Returns what engine ``which`` did, compared with the first one, for the ``turns`` [turns][engines]."""
+    ratios = [turn[0]["tpot"][0] / turn[which]["tpot"][0] for turn in turns]
+    ratio, by_kind = Ratio.of(ratios, seed), defaultdict(list)
+    for kind, each in zip(kinds, ratios, strict=True):
+        by_kind[kind].append(each)
+    counters = total([turn[which]["counters"] for turn in turns])
+    return {
+        "point": point,
+        "engine": arms[which].text,
+        "exact": True,
+        "ratio": ratio.median,
+        "low": ratio.low,
+        "high": ratio.high,
+        "turns": ratio.turns,
+        "by_kind": {kind: statistics.median(each) for kind, each in sorted(by_kind.items())},
+        "tokens_equal": all(turn[which]["tokens"] == turn[0]["tokens"] for turn in turns),
+        "tpot": statistics.median(turn[which]["tpot"][0] for turn in turns),
+        "counters": counters,
+        "guard": turns[-1][which]["choices"].get("guard"),
+    }
+
+
+@app.command(help=__doc__, epilog=_EPILOG)
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
+    machines: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090-int4,rtx4090",
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots.")] = "25%,50%",
+    drafters: Annotated[str, typer.Option(help="Of ngram, eagle3, draft.")] = "ngram,eagle3",
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Most draft tokens of a step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: dense beside the model.")] = None,
+    turns: Annotated[int, typer.Option(min=2, help="Prompts that count.")] = 10,
+    warm: Annotated[int, typer.Option(min=0, help="Prompts before them that do not.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 48,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
+    disk_dir: PackedFolder = PACKED,
+    seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
+    output: Annotated[Path, typer.Option(help="The result.")] = RESULTS / "speculation_real.json",
+) -> None:
+    exit_on_sigterm()
+    console = Console(width=max(140, Console().width))
+    folders = eagle3 or model.with_name("eagle3"), draft or model.with_name("dense")
+    drafts = plan.Drafts(draft_tokens, *folders)
+    try:
+        cores, reals = Cores.here(), [Proportions.of(machine) for machine in plan.split(machines)]
+        for drafter in plan.split(drafters):
+            drafts.settings(drafter)
+        settings = Settings(
+            model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, timeout,
+            dtype="float32", environment=cores.environment(),
+        )  # fmt: skip
+        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+        result = head(", ".join(real.name for real in reals), asked, settings)
+        result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "scales": {}}
+        kinds = prompts.kinds(model, warm + turns)[warm:]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with (
+            Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+            tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
+        ):
+            task = progress.add_task("", total=len(reals) * len(plan.split(slots)) * (warm + turns))
+            for real in reals:
+                progress.update(task, description=f"{real.name}: all experts resident")
+                scale = Scale.derive(real, settings, asked.ids[:3], 1, cores)
+                result["scales"][real.name] = scale.plain()
+                paced = on(scale.machine, settings, Path(folder))
+                for size in plan.split(slots):
+                    arms, point = sides(size, plan.split(drafters)), f"{real.name} {size}"
+                    if len(arms) > (room := engines_at_once(scale.resident, read_checkpoint(model).total)):
+                        raise plan.PlanError(f"{len(arms)} engines do not fit into memory, {room} do: drop a drafter")
+                    answered: list[list[dict[str, Any]]] = []
+                    for answers in take_turns([Arm(side) for side in arms], asked.ids, paced):
+                        answered.append(answers)
+                        progress.update(task, advance=1, description=point)
+                    counted = answered[warm:]
+                    result["rows"] += [row(point, arms, which, counted, kinds, seed) for which in range(len(arms))]
+                    write_result(output, result)
+    except (ValueError, SpacError, EngineError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
+    console.print(table(result))
+    console.print(f"wrote {output}", highlight=False)
+    if not all(each["tokens_equal"] for each in result["rows"]):
+        raise typer.Exit(1)
+
+
+def table(result: dict) -> Table:
+    """The ratios to no drafts, by kind of text too."""
+    kinds = list(result["rows"][0]["by_kind"])
+    found = Table("point", "engine", "x no drafts", "95 %", *kinds, "tokens", title=result["label"])
+    for each in result["rows"]:
+        found.add_row(
+            each["point"],
+            each["engine"],
+            f"{each['ratio']:.2f}",
+            f"{each['low']:.2f} - {each['high']:.2f}",
+            *(f"{each['by_kind'][kind]:.2f}" for kind in kinds),
+            "equal" if each["tokens_equal"] else "DIFFER",
+        )
+    return found
+
+
+if __name__ == "__main__":
+    app()
