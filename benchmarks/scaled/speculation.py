@@ -1,7 +1,7 @@
 """Drafts over no drafts on scaled machines, exact: each drafter with drafts chosen in each step, and always as many.
 
-All engines take turns with each prompt: one without drafts, and for each drafter one whose guard and chooser are on and
-one that verifies --draft-tokens in every step. Experts that are not in slots are loaded or computed by the CPU, as
+Three engines take turns with each prompt: one without drafts, one whose guard and chooser are on, and one that verifies
+--draft-tokens in every step. Experts that are not in slots are loaded or computed by the CPU, as
 [bold]waterfill[/] divides them. A point is a machine and a share of the slots. Times are [bold]scaled[/], see run.py
 beside this file: only ratios mean anything.
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -31,33 +31,30 @@ from paired import Arm, Side, take_turns
 from processes import EngineError
 from proportions import Proportions, names
 from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, engines_at_once, head, on
+from scale import Cores, Scale, head, on
 
 from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.errors import SpacError
-from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 _EPILOG = """[bold]Example[/]
 
 python benchmarks/scaled/speculation.py .cache/real/target --machines rtx4090-int4 --slots 25%,50%
 """
-CHOSEN, ALWAYS = "chosen", "always"
+NONE, CHOSEN, ALWAYS = "none", "chosen", "always"
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
-def sides(slots: str, drafters: list[str]) -> list[Side]:
-    """Returns the engine without drafts, and two for each drafter."""
+def sides(slots: str, drafter: str) -> list[Side]:
+    """Returns the engine without drafts, and the two with them."""
     knobs = {"slots": slots, **PACED, **WATERFILL}
-    found = [Side("no drafts", knobs)]
-    for drafter in drafters:
-        found += [
-            Side(f"{drafter} {CHOSEN}", {**knobs, "guard": "on"}, drafter),
-            Side(f"{drafter} {ALWAYS}", {**knobs, "guard": "off"}, drafter),
-        ]
-    return found
+    return [
+        Side(NONE, knobs),
+        Side(CHOSEN, {**knobs, "guard": "on"}, drafter),
+        Side(ALWAYS, {**knobs, "guard": "off"}, drafter),
+    ]
 
 
-def row(point: str, arms: list[Side], which: int, turns: list[list[dict]], kinds: list[str], seed: int) -> dict:
+def row(which: int, turns: list[list[dict]], kinds: list[str], seed: int) -> dict:
     """Returns what engine ``which`` did, compared with the first one, for the ``turns`` [turns][engines]."""
     ratios = [turn[0]["tpot"][0] / turn[which]["tpot"][0] for turn in turns]
     ratio, by_kind = Ratio.of(ratios, seed), defaultdict(list)
@@ -65,8 +62,6 @@ def row(point: str, arms: list[Side], which: int, turns: list[list[dict]], kinds
         by_kind[kind].append(each)
     counters = total([turn[which]["counters"] for turn in turns])
     return {
-        "point": point,
-        "engine": arms[which].text,
         "exact": True,
         "ratio": ratio.median,
         "low": ratio.low,
@@ -119,22 +114,22 @@ def main(
             Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
             tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
         ):
-            task = progress.add_task("", total=len(reals) * len(plan.split(slots)) * (warm + turns))
+            points = [(size, drafter) for size in plan.split(slots) for drafter in plan.split(drafters)]
+            task = progress.add_task("", total=len(reals) * len(points) * (warm + turns))
             for real in reals:
                 progress.update(task, description=f"{real.name}: all experts resident")
                 scale = Scale.derive(real, settings, asked.ids[:3], 1, cores)
                 result["scales"][real.name] = scale.plain()
                 paced = on(scale.machine, settings, Path(folder))
-                for size in plan.split(slots):
-                    arms, point = sides(size, plan.split(drafters)), f"{real.name} {size}"
-                    if len(arms) > (room := engines_at_once(scale.resident, read_checkpoint(model).total)):
-                        raise plan.PlanError(f"{len(arms)} engines do not fit into memory, {room} do: drop a drafter")
-                    answered: list[list[dict[str, Any]]] = []
+                for size, drafter in points:
+                    arms, point = sides(size, drafter), f"{real.name}, {size}, {drafter}"
+                    answered = []
                     for answers in take_turns([Arm(side) for side in arms], asked.ids, paced):
                         answered.append(answers)
                         progress.update(task, advance=1, description=point)
-                    counted = answered[warm:]
-                    result["rows"] += [row(point, arms, which, counted, kinds, seed) for which in range(len(arms))]
+                    for which, side in enumerate(arms):
+                        found = row(which, answered[warm:], kinds, seed)
+                        result["rows"].append({"point": point, "drafts": side.text, **found})
                     write_result(output, result)
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
@@ -148,11 +143,11 @@ def main(
 def table(result: dict) -> Table:
     """The ratios to no drafts, by kind of text too."""
     kinds = list(result["rows"][0]["by_kind"])
-    found = Table("point", "engine", "x no drafts", "95 %", *kinds, "tokens", title=result["label"])
+    found = Table("point", "drafts", "x no drafts", "95 %", *kinds, "tokens", title=result["label"])
     for each in result["rows"]:
         found.add_row(
             each["point"],
-            each["engine"],
+            each["drafts"],
             f"{each['ratio']:.2f}",
             f"{each['low']:.2f} - {each['high']:.2f}",
             *(f"{each['by_kind'][kind]:.2f}" for kind in kinds),

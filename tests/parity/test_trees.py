@@ -88,7 +88,8 @@ def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
         max_num_batched_tokens=max(tree_runs.SEEDED_TOKENS, requests * rows),
     )
     assert_same(found, stock)
-    assert found["preempted"] > 0 and trees_of(found)["trees"] > 100
+    enough = 100 if (EXACT | spac)["guard"] == "off" else 20
+    assert found["preempted"] > 0 and trees_of(found)["trees"] > enough
 
 
 @pytest.mark.full

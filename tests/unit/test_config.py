@@ -503,6 +503,7 @@ SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file":
             {"speculate": "predicted", "prefetch": "utility"},
             "prefetch=utility .* names none; add --spac-prefetch linear",
         ),
+        ({"speculate": "predicted", "prefetch": "frequency", "predictor_file": "/x"}, "one layer ahead, .*=frequency"),
         (SPECULATES | {"prefetch": "auto"}, "prefetch=auto .* names none"),
         (
             SPECULATES | {"budget": 8},

@@ -24,7 +24,7 @@ cost = st.floats(0.0, 2.0)
 def told(accepted: float, rejected: float, making: float = 0.0) -> Worth:
     """A ``Worth`` that has been told what drafts cost, in tokens, and that drafters' probabilities are true."""
     worth = Worth()
-    worth._now = SimpleNamespace(known=True, token=1.0, accepted=accepted, rejected=rejected)
+    worth._now = SimpleNamespace(known=True, unsure=False, token=1.0, accepted=accepted, rejected=rejected)
     worth._making = making
     return worth
 
@@ -133,7 +133,8 @@ class Asked(Odds):
         (None, [5, 6, 9], [(0, 0.9, True), (1, 0.8, True), (2, 0.7, False)]),  # the last one had not been verified
         (None, [4], [(0, 0.9, False)]),
         ([0, 0, 2], [6, 7], [(0, 0.9, False), (0, 0.8, True), (1, 0.7, True)]),  # a second branch
-        ([0, 0, 1], [5, 8], [(0, 0.9, True), (1, 0.7, False)]),  # no word of the one beside the accepted one
+        ([0, 0, 1], [5, 8], [(0, 0.9, True), (0, 0.8, False), (1, 0.7, False)]),
+        ([0, 1, 0], [5], [(0, 0.9, True), (0, 0.7, False)]),  # beside the accepted one
         (None, [], []),
     ],
 )
@@ -279,3 +280,29 @@ def test_drafting_ends_where_it_does_not_pay(sure, greedy: bool, drafts) -> None
     propose = runner_v1._proposing(lambda runner, plan, sampled: loop.propose(plan.num_spec_tokens_to_schedule))
     assert propose(runner, plan, torch.tensor([[3, -1], [5, 6]])) == drafts
     assert loop.forwards == (2 if greedy and sure[1] < 0.5 else 4)
+
+
+NODES = (0.5, 0.35, 0.29, 0.25, 0.22, 0.2, 0.19, 0.18)  # chance of each node of a tree, all after the last token
+
+
+def grown(nodes: int | None, cost: float, steps: int = 4000) -> float:
+    """Seconds per token with trees of so many nodes, or as many as are worth it; a rejected one adds ``cost``."""
+    draw, worth, seconds, tokens = random.Random(0), Worth(), 0.0, 0
+    tree = Drafted(range(len(NODES)), NODES, [0] * len(NODES))
+    for _ in range(steps):
+        count = worth.keep("a", tree) if nodes is None else nodes
+        place = draw.random()  # siblings exclude one another
+        right = next((n for n in range(len(NODES)) if place < sum(NODES[: n + 1]) / 2), len(NODES))
+        accepted = int(right < count)
+        took = 1 + 0.02 * accepted + cost * (count - accepted)
+        worth.answered("a", [right, 99])
+        worth.took(accepted, count - accepted, 1, took)
+        seconds, tokens = seconds + took, tokens + 1 + accepted
+    return seconds / tokens
+
+
+@pytest.mark.parametrize("cost", [0.01, 0.08, 0.15])
+def test_a_tree_has_about_as_many_nodes_as_pay(cost: float) -> None:
+    """Its drafter is twice too sure of itself."""
+    fixed = [grown(nodes, cost) for nodes in range(len(NODES) + 1)]
+    assert grown(None, cost) < 1.03 * min(fixed), fixed

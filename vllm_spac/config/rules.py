@@ -230,7 +230,7 @@ def _check_speculate(config: Any) -> None:
             drop("budget"),
         )
     off = config.prefetch in ("off", AUTO)
-    if off or not components.find("predictors", config.prefetch).needs_file:
+    if off or not components.find("predictors", config.prefetch).looks_ahead():
         raise _refused(
             f"{named} needs a predictor that looks one layer ahead, and prefetch={config.prefetch} (--spac-prefetch) "
             "names none",

@@ -12,6 +12,7 @@ _DRIFT = 0.03  # by which a machine's speed changes from step to step, all costs
 _CHANGE = 0.004  # the same of each cost alone, in steps without drafts
 _NOISE, _LEAST = 0.1, 0.02  # spread of a step's seconds, relative: at first, at least
 _FAR = 3.0  # standard deviations from which a step is an outlier, unless the next one is as well
+_UNSURE = 0.5  # relative error
 _MEMORY = 0.95  # weight of what a token cost before a step
 
 
@@ -49,6 +50,12 @@ class StepTime:
         """Seconds that a rejected draft adds, as few as they may be: what seems too dear by mistake is tried again."""
         assert self._costs is not None
         return max(0.0, float(self._costs[2]) - math.sqrt(max(0.0, float(self._spread[2, 2]))))
+
+    @property
+    def unsure(self) -> bool:
+        """Whether ``rejected`` is hardly known, as where all steps had as many drafts."""
+        assert self._costs is not None
+        return self._spread[2, 2] > (_UNSURE * max(self._costs[2], _UNSURE * _START[2] * self._costs[0])) ** 2
 
     def add(self, accepted: float, rejected: float, seconds: float) -> None:
         """Adds a step with so many drafts per request, in the mean."""

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from vllm_spac.decisions.guard.odds import UNKNOWN, Odds
 from vllm_spac.decisions.guard.step_time import StepTime
 
+_LOOK = 8  # steps
+
 
 class Drafted(NamedTuple):
     """The drafts of one request, in the order in which they would be verified; a parent comes before its children.
@@ -46,6 +48,7 @@ class Worth:
         self._times: dict[int, StepTime] = {}  # by batch size, one for each power of two
         self._now = StepTime()  # of the last batch size
         self._drafted: dict[str, Drafted] = {}  # those that the target has not answered yet
+        self._steps = 0
         self._making = 0.0  # seconds that a further draft takes the drafter
         self.made = self.kept = 0
 
@@ -56,23 +59,22 @@ class Worth:
         drafts = self._drafted.pop(request, None)
         if drafts is None or not said:
             return
-        place, depth, right = 0, 0, False
+        depths = {0: 0}  # of those that it has said
         for number, (token, chance) in enumerate(zip(drafts.tokens, drafts.chances, strict=True)):
-            if drafts.parent(number) != place:
-                continue
-            if depth == len(said):
-                break
-            accepted = token == said[depth]
-            self._odds.add(request, depth, chance, accepted)
-            if accepted:
-                place, depth, right = number + 1, depth + 1, True
-        self._odds.fared(request, right)
+            depth = depths.get(drafts.parent(number), len(said))
+            if depth < len(said):
+                accepted = token == said[depth]
+                self._odds.add(request, depth, chance, accepted)
+                if accepted:
+                    depths[number + 1] = depth + 1
+        self._odds.fared(request, len(depths) > 1)
 
     def took(self, accepted: float, rejected: float, requests: int, seconds: float) -> None:
         """A step without prompts took ``seconds``, the drafter's not included; drafts per request, in the mean."""
         size = (requests - 1).bit_length()
         self._now = self._times.setdefault(size, StepTime())
         self._now.add(accepted, rejected, seconds)
+        self._steps += 1
 
     def making(self, drafts: int, seconds: float) -> None:
         """The drafter took ``seconds`` for ``drafts`` of each request, one after another."""
@@ -85,12 +87,17 @@ class Worth:
             self._drafted.pop(request, None)
             self._odds.forget(request)
 
+    def facts(self) -> dict:
+        """Statistics to report: drafts that were made, and those of them that were to be verified."""
+        return {"drafted": self.made, "verified": self.kept}
+
     # -- what follows ----------------------------------------------------------------------------------------
 
     def keep(self, request: str, drafts: Drafted) -> int:
         """Returns how many of a request's drafts are to be verified, and waits for the answer to all of them.
 
-        The most worth, of the first n for some n: what comes later may make up for one that is not worth it.
+        The most worth, of the first n for some n: what comes later may make up for one that is not worth it. Only half
+        of them now and then, where otherwise nothing would tell what rejected ones cost.
         """
         self._drafted[request] = drafts
         worth = best = 0.0
@@ -103,6 +110,8 @@ class Worth:
             worth += self._worth(reached[-1])
             if worth >= best:
                 best, count = worth, number + 1
+        if self._now.known and self._now.unsure and self._steps % _LOOK == 0:
+            count //= 2
         self.made, self.kept = self.made + len(drafts.tokens), self.kept + count
         return count
 

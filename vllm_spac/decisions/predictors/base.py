@@ -123,6 +123,11 @@ class Predictor(ABC):
         return cls.needs_file or Signal.COUNTS not in cls.needs
 
     @classmethod
+    def looks_ahead(cls) -> bool:
+        """Whether it may be asked in each layer for the next one."""
+        return Signal.ROUTER_INPUT in cls.needs
+
+    @classmethod
     def follows_drafts(cls, options: Mapping[str, Any]) -> bool:
         """Whether it takes ``gamma``, the draft tokens of a step, with these arguments, if that is not one of them."""
         return False

@@ -23,7 +23,6 @@ from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs, ExpertSize
 from vllm_spac.decisions.guard.guard import Guard
-from vllm_spac.decisions.guard.tree_guard import TreeGuard
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.predictors.base import Predictor
 from vllm_spac.errors import ConfigError, UnsupportedError
@@ -176,7 +175,11 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
     if (reason := drafts.unguarded(vllm_config, config.tree > 0)) is not None:
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
-    return TreeGuard(config.tree) if config.tree else Guard(speculation.num_speculative_tokens)
+    most = config.tree or speculation.num_speculative_tokens
+    chosen = Guard(most)
+    if not drafts.plans_drafts(vllm_config):  # V1's runner chooses among the drafts of each step
+        chosen.restrict([most])
+    return chosen
 
 
 def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> TraceWriter | None:

@@ -58,7 +58,7 @@ def stats(runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: st
     }
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:
-        total["guard"] = guard.facts()
+        total["guard"] = guard.facts() | (runtime.worth.facts() if runtime.worth is not None else {})
     return total | {"budget": {"setting": budget.describe(), **budget.counters.snapshot()}}
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
-from vllm_spac.decisions.guard.tree_guard import TreeGuard
 from vllm_spac.decisions.guard.worth import Drafted, Worth
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping import tree_attention
@@ -301,8 +300,7 @@ class TreeDecoding:
         runner: V1's, its KV cache initialised.
         shape: of the trees.
         scratch: blocks that no request uses.
-        guard: learns which nodes are accepted, if it chooses the number of nodes.
-        worth: chooses among these nodes, if given.
+        worth: chooses among the nodes of a tree, if given.
         reading: what a predictor reads of the drafter.
     """
 
@@ -311,11 +309,10 @@ class TreeDecoding:
         runner: GPUModelRunner,
         shape: TreeShape,
         scratch: Scratch,
-        guard: TreeGuard | None = None,
         worth: Worth | None = None,
         reading: DraftReading | None = None,
     ) -> None:
-        self._guard, self._worth, self._reading = guard, worth, reading
+        self._worth, self._reading = worth, reading
         self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters(shape.nodes)
         self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
@@ -445,8 +442,6 @@ class TreeDecoding:
             self._last = found.last[torch.from_numpy(self._layout.requests)]
             self._copy(self._step.after_walk(self._last, self._block_size))
         self.counters.verified(trees.parents, rows, torch.tensor(list(map(len, found.paths))))
-        if self._guard is not None:
-            self._guard.accepted(found.paths)
         return found.output
 
     def restore(self, sampled: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_spac.decisions.guard.tree_guard import TreeGuard
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_reading import DraftReading
@@ -62,9 +61,7 @@ def _initializing(initialize: Callable):
         if plans_drafts(self.vllm_config):
             self._spac_trees = TreeDecodingV2(self, shape, scratch)
         else:
-            guard = experts.serving.guard if isinstance(experts.serving.guard, TreeGuard) else None
-            worth = experts.runtime.worth
-            self._spac_trees = TreeDecoding(self, shape, scratch, guard, worth, DraftReading(experts))
+            self._spac_trees = TreeDecoding(self, shape, scratch, experts.runtime.worth, DraftReading(experts))
         experts.trees = self._spac_trees
         return result
 

@@ -34,6 +34,10 @@ class Hybrid(OnDevice):
         self.reach = max(min(predictor.reach, 1) for predictor in self._used.values())
 
     @classmethod
+    def looks_ahead(cls) -> bool:
+        return True  # if one of those that it uses does
+
+    @classmethod
     def specs(cls, sizes: Sizes) -> Specs:
         return {"choice": (torch.int64, (sizes.layers,))}
 
