@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,8 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from vllm_spac.core import RowKind, Step
-from vllm_spac.decisions.guard.guard import Guard
-from vllm_spac.decisions.guard.worth import Worth
+from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
@@ -22,6 +22,8 @@ from vllm_spac.recording.timeline_file import TimelineWriter
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
 from vllm_spac.recording.trace_writer import TraceWriter
 from vllm_spac.system.threads import Closer
+
+logger = logging.getLogger("vllm.spac")
 
 
 class Listener(Protocol):
@@ -106,13 +108,12 @@ class Runtime:
         executions: one per ``MoEShape``.
         budget: bounds the experts of a layer; exact until it is changed.
         trace: records the routing of the only execution, if given.
-        guard: decides how many draft tokens the next step gets at most, if given.
+        chooser: chooses the drafts of each step, if given.
         saved: saves what each thread did and when, if given; ``watch`` begins to record it.
         clock: monotonic time in seconds.
         failed: called with the error of a layer before it is raised.
 
     Attributes:
-        worth: chooses among the drafts that the guard allows; None without one.
         timeline: records events of the forward thread; None: nobody records.
         recordings: the files that are recorded, and why one of them stopped.
     """
@@ -122,7 +123,7 @@ class Runtime:
         executions: Sequence[Execution],
         budget: Rerouting,
         trace: TraceWriter | None = None,
-        guard: Guard | None = None,
+        chooser: Chooser | None = None,
         saved: TimelineWriter | None = None,
         clock: Callable[[], float] = time.perf_counter,
         failed: Callable[[Exception], None] | None = None,
@@ -130,8 +131,7 @@ class Runtime:
         assert trace is None or len(executions) == 1
         self.executions = list(executions)
         self.budget = budget
-        self.guard = guard
-        self.worth = None if guard is None else Worth()
+        self.chooser = chooser
         self.listeners: list[Listener] = []
         self.recordings = Recordings(trace, saved, clock)
         self.timeline: Timeline | None = None
@@ -141,8 +141,7 @@ class Runtime:
         self._rows = 0  # of that step
         self._warming = False
         self._replayed = False
-        self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
-        self._drafts = 0
+        self._timed: tuple[Step, float, int] | None = None  # step, its start, ``_missed`` then
         self._drafting = 0.0  # seconds of the drafter since the step began
         self._began = 0  # when the step began, in the timeline
         self._first_layer: dict[Execution, int] = {}  # of all layers, by execution; for the timeline
@@ -173,7 +172,7 @@ class Runtime:
         if self.timeline is not None:
             self._began = now()
         self._step, self._rows = step, step.rows
-        self._timed, self._drafting = (step, self._drafts, self._clock()), 0.0
+        self._timed, self._drafting = (step, self._clock(), 0 if self.chooser is None else self._missed()), 0.0
         votes = self.budget.begin_step(step)
         for execution in self.executions:
             execution.begin_step(votes)
@@ -293,6 +292,11 @@ class Runtime:
         if timeline is not None:
             timeline.add(Kind.UPDATE, start)
 
+    def _missed(self) -> int:
+        """Experts that were not in fast memory when a layer needed them, so far."""
+        counters = [execution.counters for execution in self.executions]
+        return sum(each.misses + each.cpu_experts for each in counters)
+
     @property
     def in_step(self) -> bool:
         """Whether a step has begun and not ended: its layers run, or drafts are made of its tokens."""
@@ -304,12 +308,11 @@ class Runtime:
         return self._timed is not None and self._timed[0].prompts
 
     def draft_length(self) -> int | None:
-        """Draft tokens per request for the next step; None leaves the number to vLLM."""
-        if self.guard is None:
+        """Most draft tokens per request that may be made for the next step; None leaves the number to vLLM."""
+        if self.chooser is None:
             return None
         generating = sum(r.kind != RowKind.PREFILL for r in self._timed[0].requests) if self._timed else 0
-        self._drafts = self.guard.choose(generating or None)
-        return self._drafts
+        return self.chooser.allows(generating or None)
 
     @property
     def looks_at_tokens(self) -> bool:
@@ -337,8 +340,8 @@ class Runtime:
         """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request, one after another."""
         self._drafting = seconds
         if drafts and not self.in_prompt:  # whose rows the drafter reads, too
-            if self.worth is not None:
-                self.worth.making(drafts, seconds)
+            if self.chooser is not None:
+                self.chooser.making(drafts, seconds)
             for execution in self.executions:
                 if execution.balancer is not None:
                     execution.balancer.drafted(seconds / drafts)
@@ -347,7 +350,7 @@ class Runtime:
     def counts_tokens(self) -> bool:
         """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
         return self._timed is not None and (
-            self.recordings.trace is not None or self.guard is not None or self.timeline is not None
+            self.recordings.trace is not None or self.chooser is not None or self.timeline is not None
         )
 
     def end_step(self, tokens: Sequence[int] | None, paths: Sequence[Sequence[int]] | None = None) -> None:
@@ -362,17 +365,18 @@ class Runtime:
             count = UNKNOWN if tokens is None else sum(tokens)
             self.timeline.add(Kind.STEP, self._began, STEP_KINDS.index(timed[0].kind), count)
         self._began = 0
-        if self.guard is not None and tokens is not None and timed is not None:
-            step, drafts, start = timed
-            emitted = [
-                count for count, r in zip(tokens, step.requests, strict=True) if r.kind != RowKind.PREFILL and count
+        if self.chooser is not None and tokens is not None and timed is not None:
+            step, start, before = timed
+            answered = [
+                (r.drafts, count)
+                for count, r in zip(tokens, step.requests, strict=True)
+                if r.kind != RowKind.PREFILL and count
             ]
-            seconds = self._clock() - start
-            self.guard.observe(drafts, emitted, len(step.requests), seconds)
-            if self.worth is not None and emitted and len(emitted) == len(step.requests):
-                verified = sum(r.drafts for r in step.requests) / len(emitted)
-                accepted = min(verified, sum(emitted) / len(emitted) - 1)
-                self.worth.took(accepted, verified - accepted, len(emitted), max(seconds - self._drafting, 1e-9))
+            drafts, emitted = [drafts for drafts, _ in answered], [count for _, count in answered]
+            seconds, missed = self._clock() - start, self._missed() - before
+            verdict = self.chooser.took(drafts, emitted, len(step.requests), seconds, self._drafting, missed)
+            if verdict is not None and verdict.changes:
+                logger.info("spac: drafts are %s: %s", "left out" if verdict.stop else "made", verdict)
         saved = self.recordings.timeline
         self.recordings.end_step(tokens, paths)
         if self.recordings.timeline is not saved:  # nobody will read what is recorded; a live page begins anew

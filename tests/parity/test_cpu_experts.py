@@ -14,7 +14,7 @@ from exactness import FLOAT32, agreeing, assert_same_tokens
 
 import vllm_spac
 from vllm_spac.core import Rates
-from vllm_spac.decisions.payback import LEAST
+from vllm_spac.decisions.guard.payback import LEAST
 from vllm_spac.execution import slot_layers
 from vllm_spac.integration.loading import assembly
 

@@ -24,7 +24,7 @@ from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSp
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.cpu_kernels.torch import Torch
-from vllm_spac.decisions import payback
+from vllm_spac.decisions.guard import payback
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution import slot_layers
 from vllm_spac.execution.base import Rows

@@ -24,7 +24,7 @@ from vllm_spac.cache import allowance, transfers
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.decisions import payback
+from vllm_spac.decisions.guard import payback
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.base import Rows

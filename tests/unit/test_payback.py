@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from vllm_spac.decisions.payback import BLOCK, KEEP, LEAST, LONGEST, MOST, PAUSE, Payback, Verdict
+from vllm_spac.decisions.guard.payback import BLOCK, KEEP, LEAST, LONGEST, MOST, PAUSE, Payback, Verdict
 from vllm_spac.execution import slot_layers
 
 COMPARED = 2 * BLOCK  # steps of a pair

@@ -24,20 +24,23 @@ VERIFY = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 6, RowKind.V
 MIXED = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 9, RowKind.PREFILL)))
 
 
-class Guard:
-    """Wants two drafts, then none; keeps what it is told."""
+class Told:
+    """Allows two drafts, then none; keeps what it is told."""
 
     def __init__(self) -> None:
         self.told: list[tuple] = []
         self.asked: list[int | None] = []
         self.answers = itertools.cycle([2, 0])
 
-    def choose(self, requests=None) -> int:
+    def allows(self, requests=None) -> int:
         self.asked.append(requests)
         return next(self.answers)
 
-    def observe(self, drafts, emitted, requests, seconds) -> None:
-        self.told.append((drafts, list(emitted), requests, seconds))
+    def making(self, drafts, seconds) -> None:
+        self.told.append((drafts, seconds))
+
+    def took(self, *step) -> None:
+        self.told.append(step)
 
 
 def runtime(**options) -> Runtime:
@@ -46,18 +49,17 @@ def runtime(**options) -> Runtime:
     return Runtime([], budget, clock=lambda: float(next(ticks)), **options)
 
 
-def test_guard_hears_of_the_length_that_the_step_ran_under() -> None:
-    guard = Guard()
-    run = runtime(guard=guard)
-    for step, tokens in ((VERIFY, [1, 1]), (VERIFY, [3, 1]), (VERIFY, [1, 1])):
-        run.begin_step(step)
+def test_the_chooser_hears_of_drafts_tokens_and_seconds() -> None:
+    chooser = Told()
+    run = runtime(chooser=chooser)
+    for tokens in ([1, 1], [3, 1]):
+        run.begin_step(VERIFY)
         run.end_forward()
         run.draft_length()
+        run.drafted(2, 0.25)
         run.end_step(tokens)
-    assert [told[0] for told in guard.told] == [0, 2, 0], "what was chosen meanwhile is for the next step"
-    assert [told[1] for told in guard.told] == [[1, 1], [3, 1], [1, 1]]
-    assert all(told[2:] == (2, 1.0) for told in guard.told)
-    assert guard.asked == [2, 2, 2]
+    assert chooser.told == [(2, 0.25), ([2, 2], [1, 1], 2, 1.0, 0.25, 0), (2, 0.25), ([2, 2], [3, 1], 2, 1.0, 0.25, 0)]
+    assert chooser.asked == [2, 2]
 
 
 def test_balancers_learn_what_a_draft_token_takes() -> None:
@@ -98,29 +100,30 @@ def test_the_time_of_drafts_widens_the_window_of_loads() -> None:
     assert found[0] < found[1]
 
 
-def test_prompts_emit_nothing_that_the_guard_counts() -> None:
-    guard = Guard()
-    run = runtime(guard=guard)
+def test_prompts_emit_nothing_that_the_chooser_counts() -> None:
+    chooser = Told()
+    run = runtime(chooser=chooser)
     run.begin_step(MIXED)
     assert run.in_prompt
     run.end_forward()
     run.draft_length()
+    run.drafted(2, 0.25)
     run.end_step([2, 1])
-    assert guard.told[0][1:3] == ([2], 2) and guard.asked == [1]
+    assert chooser.told == [([2], [2], 2, 1.0, 0.25, 0)] and chooser.asked == [1]
     assert not run.in_prompt
 
 
-def test_without_a_guard_or_tokens_nothing_is_decided() -> None:
+def test_without_a_chooser_or_tokens_nothing_is_decided() -> None:
     run = runtime()
     run.begin_step(VERIFY)
     assert run.draft_length() is None
     run.end_step([1, 1])
-    guard = Guard()
-    run = runtime(guard=guard)
+    chooser = Told()
+    run = runtime(chooser=chooser)
     run.begin_step(VERIFY)
     run.end_forward()
     run.end_step(None)
-    assert guard.told == []
+    assert chooser.told == []
 
 
 def test_dummy_runs_are_routed_unchanged_and_unheard() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
+from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.draft_probabilities import PADDING, DraftProbabilities
-from vllm_spac.decisions.guard.worth import Worth
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.stepping import runner_v1
 from vllm_spac.methods.moe_spec.rankings import weighted
@@ -194,7 +194,7 @@ class Runner(SimpleNamespace):
 def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     budget = SimpleNamespace(weighs=weighs)
     runtime = SimpleNamespace(budget=budget, draft_length=lambda: 2, in_prompt=False, looks_at_tokens=weighs)
-    runtime.worth, runtime.timeline, runtime.drafted = Worth(), None, lambda drafts, seconds: None
+    runtime.chooser, runtime.timeline, runtime.drafted = Chooser(4), None, lambda drafts, seconds: None
     runtime.looks_at_drafts = False
     experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])

@@ -21,7 +21,7 @@ from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.cutoff import DraftPhases, cutoff
-from vllm_spac.decisions.payback import Payback
+from vllm_spac.decisions.guard.payback import Payback
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
 from vllm_spac.recording.metrics import Counters
 

@@ -17,7 +17,7 @@ from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.named import UNBOUNDED, Named, Ration
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
-from vllm_spac.decisions.payback import Payback
+from vllm_spac.decisions.guard.payback import Payback
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.recording.metrics import Counters
 

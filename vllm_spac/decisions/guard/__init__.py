@@ -1,1 +1,1 @@
-"""How many drafts a step gets."""
+"""Which drafts a step gets, and whether they pay."""

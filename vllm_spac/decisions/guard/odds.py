@@ -10,7 +10,7 @@ _DEPTHS = 8  # places in a path that are told apart; further ones are like the l
 _KEEP = 0.998  # of what was learned, with each further draft
 _PRIOR = np.array([2.0, 0.5, 1.0, *[0.7] * _DEPTHS])  # standard deviations of the weights that nothing is known of
 _CERTAIN = 0.01  # a drafter's probability counts as at least this far from 0 and from 1
-_RECENT = 0.8  # weight of a request's earlier drafts in how its last ones fared
+_RECENT, _USUAL = 0.8, 0.98  # weight of the earlier drafts in how the last ones fared: of a request, of all
 UNKNOWN = math.nan  # in place of a drafter's probability
 
 
@@ -25,6 +25,7 @@ class Odds:
         self._weights[1] = 1.0
         self._spread = np.diag(_PRIOR**2)
         self._recent: dict[str, float] = {}  # by request: how many of its last first drafts were right, from 0 to 1
+        self._usual = 0.5  # the same of all requests
 
     def chance(self, request: str, depth: int, probability: float) -> float:
         """Returns the probability that a draft is accepted given that its parent is.
@@ -48,16 +49,20 @@ class Odds:
 
     def fared(self, request: str, right: bool) -> None:
         """A request's first draft, or one beside it, was ``right``, or none was."""
-        self._recent[request] = _RECENT * self._recent.get(request, 0.5) + (1 - _RECENT) * right
+        self._recent[request] = _RECENT * self._recent.get(request, self._usual) + (1 - _RECENT) * right
+        self._usual = _USUAL * self._usual + (1 - _USUAL) * right
 
     def forget(self, request: str) -> None:
         """The request has finished."""
         self._recent.pop(request, None)
 
+    def _fared(self, request: str) -> float:
+        return self._recent.get(request, self._usual)
+
     def _features(self, request: str, depth: int, probability: float) -> np.ndarray:
         known = 0.5 if math.isnan(probability) else min(max(probability, _CERTAIN), 1 - _CERTAIN)
         features = np.zeros(len(_PRIOR))
-        features[:3] = 1.0, math.log(known / (1 - known)), 2 * self._recent.get(request, 0.5) - 1
+        features[:3] = 1.0, math.log(known / (1 - known)), 2 * self._fared(request) - 1
         features[3 + min(depth, _DEPTHS - 1)] = 1.0
         return features
 

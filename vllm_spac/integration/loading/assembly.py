@@ -22,6 +22,7 @@ from vllm_spac.cpu_kernels._thread import ExecutorThread, binding, threads_of
 from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs, ExpertSize
+from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.predictors.base import Predictor
@@ -167,8 +168,11 @@ def host_rows(
     return HostRows(tier, HostBlock(shape.tensors, rows, device.type == "cuda"))
 
 
-def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
-    """Builds the guard of speculation; None without speculation, or if the draft length cannot be changed."""
+def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None:
+    """Builds what decides how many drafts a step has; None without speculation, or if that cannot be changed.
+
+    V2's scheduler plans a number for all requests (``Guard``), V1's runner has the drafts before it (``Chooser``).
+    """
     speculation = vllm_config.speculative_config
     if speculation is None or config.guard == "off":
         return None
@@ -176,10 +180,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
     most = config.tree or speculation.num_speculative_tokens
-    chosen = Guard(most)
-    if not drafts.plans_drafts(vllm_config):  # V1's runner chooses among the drafts of each step
-        chosen.restrict([most])
-    return chosen
+    return Guard(most) if drafts.plans_drafts(vllm_config) else Chooser(most)
 
 
 def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> TraceWriter | None:

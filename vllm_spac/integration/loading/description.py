@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.execution.base import Execution
 from vllm_spac.methods.moe_spec.control import BudgetControl
@@ -48,7 +49,9 @@ def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
     return f"{config.plane}{shown}, policy={config.policy}{ahead}{tuned}"
 
 
-def stats(runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: Guard | None) -> dict:
+def stats(
+    runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: Guard | Chooser | None
+) -> dict:
     """Settings and counters of one worker, summed over executions, as plain data."""
     total: dict[str, Any] = {
         "mode": mode(budget, runtime.executions),
@@ -58,7 +61,7 @@ def stats(runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: st
     }
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:
-        total["guard"] = guard.facts() | (runtime.worth.facts() if runtime.worth is not None else {})
+        total["guard"] = guard.facts()
     return total | {"budget": {"setting": budget.describe(), **budget.counters.snapshot()}}
 
 

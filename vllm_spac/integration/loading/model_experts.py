@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, SlotCount
 from vllm_spac.core import MoEShape
+from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.draft_probabilities import DraftProbabilities
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.guard.guard import Guard
@@ -75,7 +76,7 @@ class Serving:
 
     runtime: Runtime
     budget: BudgetControl
-    guard: Guard | None
+    guard: Guard | Chooser | None
     timeline_facts: TimelineFacts
     draft_states: DraftStates
     other_weights: int
@@ -186,9 +187,10 @@ class ModelExperts:
         saved = assembly.timeline(config, facts) if first else None
         guard = assembly.guard(config, vllm_config)
         plans = drafts.plans_drafts(vllm_config)
-        runtime = Runtime(executions, plan.budget, trace, None if plans else guard, saved, failed=self.ranks.failed)
+        chooser = guard if isinstance(guard, Chooser) else None
+        runtime = Runtime(executions, plan.budget, trace, chooser, saved, failed=self.ranks.failed)
         self.serving = Serving(runtime, plan.budget, guard, facts, plan.draft_states, plan.other_weights)
-        if plans and guard is not None:
+        if isinstance(guard, Guard):
             draft_planning.offer(vllm_config, guard)
         for execution in executions:
             self._balance(execution, plan)

@@ -1,7 +1,7 @@
 """Hooks of vLLM's V1 model runner, which its CPU build uses.
 
-Steps are made from its batches, and the guard limits its drafts. While it drafts, what its drafter computes and does
-not return is kept: the probabilities of greedy drafts, for the guard and for a budget whose votes are weighted by them,
+Steps are made from its batches, and a chooser limits its drafts. While it drafts, what its drafter computes and does
+not return is kept: the probabilities of greedy drafts, for the chooser and for a budget whose votes they weight,
 and states or routing, for a predictor.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import Step
-from vllm_spac.decisions.guard.worth import Drafted, Worth
+from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.drafts import shows_logits
@@ -116,7 +116,7 @@ class _Made(NamedTuple):
 
 
 def _proposing(propose: Callable):
-    """Limits drafts to what the guard allows and to what is worth verifying.
+    """Limits drafts to what is worth making and verifying.
 
     At length 0 the drafter does not run, except in steps with prompts.
     """
@@ -128,10 +128,10 @@ def _proposing(propose: Callable):
             trees.restore(sampled, [hidden, *(auxiliary or ())])
         if experts is None:
             return propose(self, scheduler_output, *args, **kwargs)
-        runtime, worth, requests = experts.runtime, experts.runtime.worth, self.input_batch.req_ids
-        if worth is not None:
+        runtime, chooser, requests = experts.runtime, experts.runtime.chooser, self.input_batch.req_ids
+        if chooser is not None:
             for request, said in zip(requests, _said(args[0]), strict=True):
-                worth.answered(request, said)
+                chooser.answered(request, said)
         length, start = runtime.draft_length(), now()
         if length == 0 and not runtime.in_prompt:
             return [[] for _ in requests]
@@ -144,8 +144,8 @@ def _proposing(propose: Callable):
         drafts = made.tokens if isinstance(made, _Made) else made
         most = max(map(len, drafts), default=0)
         runtime.drafted(most, (now() - start) / 1e9)
-        if isinstance(made, _Made) and worth is not None and trees is None:
-            drafts = _kept(worth, requests, made)
+        if isinstance(made, _Made) and chooser is not None and trees is None:
+            drafts = _kept(chooser, requests, made)
         if runtime.timeline is not None:
             runtime.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts
@@ -160,34 +160,34 @@ def _said(sampled: Tensor | list[list[int]]) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in sampled.tolist()]
 
 
-def _kept(worth: Worth, requests: Sequence[str], made: _Made) -> list[list[int]]:
+def _kept(chooser: Chooser, requests: Sequence[str], made: _Made) -> list[list[int]]:
     """The drafts of each request that are worth verifying."""
     chances = None if made.chances is None else made.chances.tolist()
     kept = []
     for number, (request, tokens) in enumerate(zip(requests, made.tokens, strict=True)):
         known = Drafted.unknown(tokens) if chances is None else Drafted(tokens, chances[number][: len(tokens)])
-        kept.append(tokens[: worth.keep(request, known)])
+        kept.append(tokens[: chooser.keep(request, known)])
     return kept
 
 
 def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
-    """Drafts, and keeps what the drafter computes and does not return, for votes, for a predictor and for the guard.
+    """Drafts, and keeps what the drafter computes and does not return, for votes, for a predictor and for the chooser.
 
-    Returns ``_Made``, or without a guard what vLLM's own method returns.
+    Returns ``_Made``, or without a chooser what vLLM's own method returns.
     """
     experts, logits, routing = managed_experts(self), None, contextlib.nullcontext()
-    worth = experts.runtime.worth
+    chooser = experts.runtime.chooser
     observers: list[Callable[[Tensor, Tensor], None]] = []
     if trees_of(self) is None:
-        if experts.runtime.budget.weighs or (worth is not None and shows_logits(self.speculative_config)):
+        if experts.runtime.budget.weighs or (chooser is not None and shows_logits(self.speculative_config)):
             logits = DraftLogits(self.drafter)
             observers.append(logits.add)
         if experts.runtime.looks_at_drafts:
             observers.append(_reading(self, experts, sampled=args[0]))
             if experts.draft_routing is not None:
                 routing = experts.draft_routing.reading(self.drafter)
-        if worth is not None and logits is not None:
-            observers.append(_stopping(self, worth, logits, scheduler_output.num_spec_tokens_to_schedule))
+        if chooser is not None and logits is not None:
+            observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule))
     try:
         with routing, observed(self.drafter, observers) if observers else contextlib.nullcontext():
             drafts = propose(self, scheduler_output, *args, **kwargs)
@@ -196,12 +196,14 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
     chances = None if logits is None else logits.of(drafts)
     if chances is not None and experts.runtime.budget.weighs:
         experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), chances.tolist())
-    if worth is None:
+    if chooser is None:
         return drafts
     return _Made(drafts if isinstance(drafts, list) else drafts.tolist(), chances)
 
 
-def _stopping(runner: GPUModelRunner, worth: Worth, logits: DraftLogits, most: int) -> Callable[[Tensor, Tensor], None]:
+def _stopping(
+    runner: GPUModelRunner, chooser: Chooser, logits: DraftLogits, most: int
+) -> Callable[[Tensor, Tensor], None]:
     """Returns what ends drafting, by raising ``_Enough``, when no further draft is worth making.
 
     vLLM's loop over ``most`` forwards cannot be shortened from outside. It keeps nothing that is not set anew.
@@ -214,7 +216,7 @@ def _stopping(runner: GPUModelRunner, worth: Worth, logits: DraftLogits, most: i
         if len(logits.best) == most or not runner.input_batch.sampling_metadata.all_greedy:
             return
         so_far = torch.stack(logits.best, 1).tolist()
-        if not worth.goes_on(zip(runner.input_batch.req_ids, so_far, strict=True)):
+        if not chooser.goes_on(zip(runner.input_batch.req_ids, so_far, strict=True)):
             raise _Enough(torch.stack([*(ids.long() for ids in read), computed.argmax(-1)], 1))
 
     return checked
@@ -258,14 +260,14 @@ class PlainSampling(NamedTuple):
 
 
 def unless_plain(calculate: Callable):
-    """Calculates no metadata of drafts for a step that the guard left without any: two dozen small operations.
+    """Calculates no metadata of drafts for a step that the chooser left without any: two dozen small operations.
 
     Hybrid models keep the metadata, because their recurrent layers count a step's drafts with it.
     """
 
     def calculated(self, num_draft_tokens: np.ndarray, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
-        unguarded = experts is None or experts.runtime.guard is None
+        unguarded = experts is None or experts.runtime.chooser is None
         if unguarded or num_draft_tokens.any() or self.model_config.is_hybrid:
             return calculate(self, num_draft_tokens, *args, **kwargs)
         return PlainSampling(self.query_start_loc.gpu[1 : 1 + len(num_draft_tokens)] - 1)
@@ -291,8 +293,8 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
     experts = managed_experts(runner)
     drafted = experts.drafted if experts.runtime.budget.weighs else None
     experts.drafted.forget(scheduled.finished_req_ids)
-    if experts.runtime.worth is not None:
-        experts.runtime.worth.forget(scheduled.finished_req_ids)
+    if experts.runtime.chooser is not None:
+        experts.runtime.chooser.forget(scheduled.finished_req_ids)
     for index, request in enumerate(batch.req_ids):
         stop = start + scheduled.num_scheduled_tokens[request]
         drafts = scheduled.scheduled_spec_decode_tokens.get(request, ())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
-from vllm_spac.decisions.guard.worth import Drafted, Worth
+from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping import tree_attention
 from vllm_spac.integration.stepping.tree_scratch import Scratch
@@ -300,7 +300,7 @@ class TreeDecoding:
         runner: V1's, its KV cache initialised.
         shape: of the trees.
         scratch: blocks that no request uses.
-        worth: chooses among the nodes of a tree, if given.
+        chooser: chooses among the nodes of a tree, if given.
         reading: what a predictor reads of the drafter.
     """
 
@@ -309,10 +309,10 @@ class TreeDecoding:
         runner: GPUModelRunner,
         shape: TreeShape,
         scratch: Scratch,
-        worth: Worth | None = None,
+        chooser: Chooser | None = None,
         reading: DraftReading | None = None,
     ) -> None:
-        self._worth, self._reading = worth, reading
+        self._chooser, self._reading = chooser, reading
         self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters(shape.nodes)
         self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
@@ -490,7 +490,7 @@ class TreeDecoding:
             mine = tuple(tokens[place, : rows - 1].tolist())
             tree = TreeDrafts(mine, tuple(trees.parents[place, :rows].tolist()), (1.0, *reached[place][: rows - 1]))
             self._drafted[requests[number]] = tree
-            kept = len(mine) if self._worth is None else self._worth.keep(requests[number], tree.drafts)
+            kept = len(mine) if self._chooser is None else self._chooser.keep(requests[number], tree.drafts)
             drafts[number] = list(mine[:kept])
         return drafts
 

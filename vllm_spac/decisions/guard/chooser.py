@@ -1,0 +1,212 @@
+"""Which drafts each step verifies, and which are made, so that they cost no time. Pure.
+
+A draft that is accepted saves what a token costs, and adds to its step what an accepted one does: its experts would
+have been loaded for a later step. One that is rejected only adds. So a draft that is accepted with probability q, with
+all of its path, is worth verifying if q (token - accepted) > (1 - q) rejected. The costs are measured on the steps
+served (``step_cost``), and so is q (``odds``): of drafts that were not verified, too, as far as the target went on to
+say the same. Where the drafts of a step gain less than it takes to make them, none are made, but for one step in
+``_PROBE``. All of this may be wrong on a machine that is not as it is assumed to be: so steps with drafts, as they are
+chosen, and without take turns now and then, and none are made while steps without are faster (``payback``).
+
+This is for runners that learn of the drafts before a step is planned. V2's scheduler does not: see ``guard``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from vllm_spac.decisions.guard.odds import UNKNOWN, Odds
+from vllm_spac.decisions.guard.payback import Payback, Verdict
+from vllm_spac.decisions.guard.step_cost import StepCost
+
+_PROBE = 64  # steps, while no drafts are made
+_LOOK = 8  # steps, while it is not known what drafts cost
+_GAINS = 0.95, 0.7  # weight of what drafts gained before a step, of all steps and of the probes
+
+
+class Drafted(NamedTuple):
+    """The drafts of one request, in the order in which they would be verified; a parent comes before its children.
+
+    Attributes:
+        tokens: [n].
+        chances: the drafter's probability of each given its parent, [n]; ``UNKNOWN`` where it has none.
+        parents: what each follows, [n]: 0 the request's last token, i the i-th draft. None: a chain.
+    """
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+    parents: Sequence[int] | None = None
+
+    @classmethod
+    def unknown(cls, tokens: Sequence[int]) -> Drafted:
+        """A chain of a drafter without probabilities."""
+        return cls(tokens, [UNKNOWN] * len(tokens))
+
+    def parent(self, draft: int) -> int:
+        """What the draft number ``draft``, from 0, follows."""
+        return draft if self.parents is None else self.parents[draft]
+
+
+class Chooser:
+    """Chooses the drafts of each step, and learns from what became of them.
+
+    Args:
+        most: drafts of a request that a step can have.
+
+    Attributes:
+        ignored: steps that nothing was learned from.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.ignored = 0
+        self._payback = Payback()
+        self._odds = Odds()
+        self._costs: dict[int, StepCost] = {}  # by batch size, one for each power of two
+        self._now = StepCost()  # of the last batch size
+        self._drafted: dict[str, Drafted] = {}  # those that the target has not answered yet
+        self._making = 0.0  # seconds that a further draft takes the drafter
+        self._gain = 0.0  # seconds that the drafts of a step gain, less what it takes to make them
+        self._worths: list[float] = []  # of the drafts of each request that is being drafted for
+        self._length = 0
+        self._idle = 0  # steps since drafts were made, while they are not
+        self._steps = Counter[int]()  # by drafts that a request had at most
+        self._made = self._kept = 0
+
+    # -- what is known ---------------------------------------------------------------------------------------
+
+    def answered(self, request: str, said: Sequence[int]) -> None:
+        """The target has said these tokens where the request's last drafts were drafted, whatever was verified."""
+        drafts = self._drafted.pop(request, None)
+        if drafts is None or not said:
+            return
+        depths = {0: 0}  # of those that it has said
+        for number, (token, chance) in enumerate(zip(drafts.tokens, drafts.chances, strict=True)):
+            depth = depths.get(drafts.parent(number), len(said))
+            if depth < len(said):
+                accepted = token == said[depth]
+                self._odds.add(request, depth, chance, accepted)
+                if accepted:
+                    depths[number + 1] = depth + 1
+        self._odds.fared(request, len(depths) > 1)
+
+    def took(
+        self, drafts: Sequence[int], tokens: Sequence[int], requests: int, seconds: float, drafting: float, misses: int
+    ) -> Verdict | None:
+        """A step has ended. Returns what was found when steps with drafts and without had taken turns for long enough.
+
+        Args:
+            drafts, tokens: verified drafts of each request that had left its prompt, and tokens that it emitted.
+            requests: all of the step. One with prompts is ignored: it has more of them.
+            seconds, drafting: of it, and of the drafter in it.
+            misses: experts that were not in fast memory, of all layers.
+        """
+        if not tokens or requests != len(tokens) or not drafting < seconds < math.inf:
+            self.ignored += 1
+            return None
+        self._steps[max(drafts)] += 1
+        mean = sum(drafts) / requests
+        accepted = min(mean, sum(tokens) / requests - 1)
+        self._of(requests).add(accepted, mean - accepted, seconds - drafting, misses)
+        return None if self._idle else self._payback.end_step(sum(tokens), seconds)
+
+    def making(self, drafts: int, seconds: float) -> None:
+        """The drafter took ``seconds`` for ``drafts`` of each request, one after another; ``keep`` was told of them."""
+        each = seconds / drafts
+        self._making = each if not self._making else 0.9 * self._making + 0.1 * min(each, 3 * self._making)
+        gain = sum(self._worths) / max(1, len(self._worths)) - seconds
+        memory = _GAINS[self._idle > 0]
+        self._gain = memory * self._gain + (1 - memory) * gain
+        self._worths.clear()
+
+    def forget(self, requests: Iterable[str]) -> None:
+        """These requests have finished."""
+        for request in requests:
+            self._drafted.pop(request, None)
+            self._odds.forget(request)
+
+    def facts(self) -> dict:
+        """Statistics to report.
+
+        Drafts that a request of the next step may have at most; steps by drafts of a request; drafts that were made,
+        and those of them that were worth verifying; tokens per second of the last steps over those without drafts.
+        """
+        now = self._now
+        return {
+            "draft_length": self._length,
+            "steps": dict(sorted(self._steps.items())),
+            "ignored_steps": self.ignored,
+            "drafted": self._made,
+            "verified": self._kept,
+            "speedup": now.plain / now.token if now.known else 1.0,
+        }
+
+    # -- what follows ----------------------------------------------------------------------------------------
+
+    def allows(self, requests: int | None = None) -> int:
+        """Returns how many drafts of each request may be made for the next step; ``requests``: its batch size."""
+        if requests:
+            self._of(requests)
+        self._idle = 0 if self._gain >= 0 else self._idle + 1
+        none = self._idle % _PROBE if self._idle else self._payback.stopped
+        self._length = 0 if none else self.most
+        return self._length
+
+    def keep(self, request: str, drafts: Drafted) -> int:
+        """Returns how many of a request's drafts are to be verified, and waits for the answer to all of them.
+
+        The most worth, of the first n for some n: what comes later may make up for one that is not worth it. Only half
+        of them now and then, while all steps have as many and nothing tells what a draft costs.
+        """
+        self._drafted[request] = drafts
+        worth = best = 0.0
+        count, reached, depths = 0, [1.0], [0]
+        for number, chance in enumerate(drafts.chances):
+            parent = drafts.parent(number)
+            depth = depths[parent]
+            reached.append(reached[parent] * self._odds.chance(request, depth, chance))
+            depths.append(depth + 1)
+            worth += self._worth(reached[-1])
+            if worth >= best:
+                best, count = worth, number + 1
+        self._worths.append(best)
+        if self._looks:
+            count //= 2
+        self._made, self._kept = self._made + len(drafts.tokens), self._kept + count
+        return count
+
+    def goes_on(self, paths: Iterable[tuple[str, Sequence[float]]]) -> bool:
+        """Whether one more draft of each request is likely to be worth what it takes to make it.
+
+        The drafter is assumed to be as sure of it as of the last one.
+
+        Args:
+            paths: request, and the drafter's probability of each draft that it has so far, of one at least.
+        """
+        gain = requests = 0.0
+        for request, chances in paths:
+            reached = 1.0
+            for depth, chance in enumerate([*chances, chances[-1]]):
+                reached *= self._odds.chance(request, depth, chance)
+            requests += 1
+            gain += max(0.0, self._worth(reached))
+        return not self._now.known or gain >= requests * self._making
+
+    @property
+    def _looks(self) -> bool:
+        """Whether this step is one that has fewer drafts than are worth it, so that their cost becomes known."""
+        return self._steps.total() % _LOOK == 0 and self._now.known and self._now.unsure
+
+    def _of(self, requests: int) -> StepCost:
+        self._now = self._costs.setdefault((requests - 1).bit_length(), StepCost())
+        return self._now
+
+    def _worth(self, reached: float) -> float:
+        """Seconds, for one request alone, that verifying a draft saves which is accepted with this probability."""
+        now = self._now
+        if not now.known:
+            return reached
+        return reached * (now.token - now.accepted) - (1 - reached) * now.rejected
