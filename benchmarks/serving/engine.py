@@ -18,14 +18,32 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 _AHEAD = ("prefetches", "prefetch_hits", "prefetch_wasted")
 _WAITS = ("stall_seconds", "cpu_wait_seconds")
 _COUNTERS = ("hits", "misses", "loads", "host_loads", "cpu_experts", *_AHEAD, "bytes", *_WAITS, "waves", "steps")
 _WARM_TOKENS = 4
-# Replaces the guard: no drafts, and nothing learned from such turns.
-_NO_DRAFTS = SimpleNamespace(choose=lambda requests=None: 0, observe=lambda *step: None)
+
+
+class _Always:
+    """In place of what chooses drafts: always as many, all of them verified, and nothing learned from such turns."""
+
+    def __init__(self, drafts: int) -> None:
+        self._drafts = drafts
+
+    def allows(self, requests: int | None = None) -> int:
+        return self._drafts
+
+    def keep(self, request: str, drafts: Any) -> int:
+        return len(drafts.tokens)
+
+    def goes_on(self, paths: Any) -> bool:
+        return True
+
+    def _ignores(self, *told: Any) -> None: ...
+
+    answered = took = making = forget = _ignores
 
 
 def run_once(job: dict, result_path: Path) -> None:
@@ -80,7 +98,8 @@ def paused(llm, parts: list[str]):
         yield
         return
     (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
-    instead = {"speculation": ("guard", _NO_DRAFTS), "guard": ("guard", _all_drafts(llm)), "trace": ("trace", None)}
+    every = _Always(_drafts(llm))
+    instead = {"speculation": ("chooser", _Always(0)), "guard": ("chooser", every), "trace": ("trace", None)}
     quiet = [instead[part] for part in parts]
     before = {name: getattr(runtime, name) for name, _ in quiet}
     assert None not in before.values(), f"this engine has no {' and '.join(parts)} to pause"
@@ -91,11 +110,10 @@ def paused(llm, parts: list[str]):
         setattr(runtime, name, value)
 
 
-def _all_drafts(llm) -> SimpleNamespace:
-    """Returns what replaces the guard where every step verifies all drafts."""
+def _drafts(llm) -> int:
+    """Returns the most drafts of a request in a step."""
     speculative = llm.llm_engine.vllm_config.speculative_config
-    drafts = speculative.num_speculative_tokens if speculative else 0
-    return SimpleNamespace(choose=lambda requests=None: drafts, observe=lambda *step: None)
+    return speculative.num_speculative_tokens if speculative else 0
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ SENTENCES = (
     LADDER + "`policy=reuse` gives {{ (rows|selectattr('rung', 'eq', 'reuse')|first).speedup|f }} times the tokens/s",
     LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"
     "it is {{ row.speedup|f }} times (95 % interval {{ row.speedup_interval|span(2, ' – ') }})",
-    LADDER + "the guard keeps them off ({{ (rows|selectattr('rung', 'eq', 'drafts')|first).speedup|f }})",
+    "{% set chosen = result('speculation_real').rows|selectattr('drafts', 'eq', 'chosen')|list %}"
+    "{{ chosen[0].ratio|f }} times (n-grams) and {{ chosen[1].ratio|f }} times (an EAGLE-3 head) the tokens/s of none",
     "{% set row = result('paired_resident_toy').rows[0] %}"
     "(ratio {{ row.ratio|f }}, 95 % interval {{ row.interval|span(2, ' – ') }}, alternating prompts",
     PEERS + "{{ peers[1]|ratio }} times as fast as llama.cpp with as many bytes of weights in RAM",

@@ -300,7 +300,7 @@ class TreeDecoding:
         runner: V1's, its KV cache initialised.
         shape: of the trees.
         scratch: blocks that no request uses.
-        chooser: chooses among the nodes of a tree, if given.
+        chooser: what chooses among the nodes of a tree at the moment, if anything does.
         reading: what a predictor reads of the drafter.
     """
 
@@ -309,7 +309,7 @@ class TreeDecoding:
         runner: GPUModelRunner,
         shape: TreeShape,
         scratch: Scratch,
-        chooser: Chooser | None = None,
+        chooser: Callable[[], Chooser | None] = lambda: None,
         reading: DraftReading | None = None,
     ) -> None:
         self._chooser, self._reading = chooser, reading
@@ -485,12 +485,13 @@ class TreeDecoding:
         chosen = Chosen(tokens[:, :nodes], parents[:, : nodes + 1], logp[:, :nodes], read[:, :nodes])
         tokens, logp, trees = trees_of(chosen, self._shape.depth, chain)
         reached, real = logp.double().exp().tolist(), (trees.parents != FILLER).sum(1).tolist()
+        chooser = self._chooser()
         for place, number in enumerate(drafting):
             rows = real[place]
             mine = tuple(tokens[place, : rows - 1].tolist())
             tree = TreeDrafts(mine, tuple(trees.parents[place, :rows].tolist()), (1.0, *reached[place][: rows - 1]))
             self._drafted[requests[number]] = tree
-            kept = len(mine) if self._chooser is None else self._chooser.keep(requests[number], tree.drafts)
+            kept = len(mine) if chooser is None else chooser.keep(requests[number], tree.drafts)
             drafts[number] = list(mine[:kept])
         return drafts
 

@@ -61,7 +61,8 @@ def _initializing(initialize: Callable):
         if plans_drafts(self.vllm_config):
             self._spac_trees = TreeDecodingV2(self, shape, scratch)
         else:
-            self._spac_trees = TreeDecoding(self, shape, scratch, experts.runtime.chooser, DraftReading(experts))
+            runtime = experts.runtime
+            self._spac_trees = TreeDecoding(self, shape, scratch, lambda: runtime.chooser, DraftReading(experts))
         experts.trees = self._spac_trees
         return result
 
