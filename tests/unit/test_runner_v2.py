@@ -71,18 +71,18 @@ def test_a_step_is_made_of_plain_numbers() -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("drafts", [[0, 0], [0, 2]], ids=["no drafts", "drafts"])
-@pytest.mark.parametrize("guard", [None, object()], ids=["unguarded", "guarded"])
-def test_only_a_guarded_step_without_drafts_is_sampled_plainly(guard, drafts, hybrid) -> None:
+@pytest.mark.parametrize("chooser", [None, object()], ids=["unguarded", "guarded"])
+def test_only_a_guarded_step_without_drafts_is_sampled_plainly(chooser, drafts, hybrid) -> None:
     """Then of each request the last row, also behind a chunk of a prompt."""
     runner = SimpleNamespace(
-        _spac_experts=SimpleNamespace(runtime=SimpleNamespace(guard=guard)),
+        _spac_experts=SimpleNamespace(runtime=SimpleNamespace(chooser=chooser)),
         model_config=SimpleNamespace(is_hybrid=hybrid),
         query_start_loc=SimpleNamespace(gpu=torch.tensor([0, 4, 5, 99, 99], dtype=torch.int32)),
     )
     calculate = unless_plain(lambda runner, *counts: ("metadata", *counts))
     metadata = calculate(runner, np.array(drafts), np.array([4, 5]))
     answer = sampled_plainly(runner, None, ("indices", metadata, 3))
-    plain = guard is not None and not any(drafts) and not hybrid
+    plain = chooser is not None and not any(drafts) and not hybrid
     assert (answer[1] is None) == plain and answer[::2] == ("indices", 3)
     if plain:
         assert metadata.logits_indices.tolist() == [3, 4]

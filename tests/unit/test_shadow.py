@@ -168,6 +168,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
     told: list[tuple[list[int], list]] = []
     runtime = SimpleNamespace(
         looks_at_drafts=True,
+        chooser=None,
         budget=SimpleNamespace(weighs=False),
         drafting=lambda tokens, read: told.append((tokens.tolist(), read[:, 1].tolist())),
     )
@@ -189,7 +190,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner_v1, "trees_of", lambda runner: None)
-        runner_v1._observing(propose)(runner, None, torch.tensor([[5, -1], [4, 6]]))
+        runner_v1._observed(propose, runner, None, torch.tensor([[5, -1], [4, 6]]))
     assert told == [([5, 6], [[3, 4], [1, 2]]), ([5, 6, 7, 8], [[3, 4], [1, 2], [4, 1], [1, 2]])]
     rows = [("b", slice(0, 3), 2), ("a", slice(3, 5), 1)]
     found = states.take(rows, torch.tensor([6, 8, 9, 5, 0]))

@@ -435,18 +435,25 @@ def test_the_command_prints_draws_and_refuses(clock, tmp_path: Path) -> None:
 def test_the_drafters_time_is_recorded(clock) -> None:
     runner_v1 = pytest.importorskip("vllm_spac.integration.stepping.runner_v1", reason="the hooks are vLLM's runner's")
     timeline = Timeline(8)
-    runtime = SimpleNamespace(timeline=timeline, drafted=lambda drafts, seconds: None)
-    runner = SimpleNamespace(_spac_experts=SimpleNamespace(runtime=runtime))
+    told: list[tuple[int, float]] = []
+    runtime = SimpleNamespace(
+        timeline=timeline, drafted=lambda *made: told.append(made), draft_length=lambda: None, chooser=None,
+        budget=SimpleNamespace(weighs=False), looks_at_drafts=False,
+    )  # fmt: skip
+    runner = SimpleNamespace(
+        _spac_experts=SimpleNamespace(runtime=runtime), input_batch=SimpleNamespace(req_ids=["a", "b", "c"])
+    )
 
-    def propose(self, tokens):
+    def propose(self, plan, tokens):
         clock.time += 25
         return tokens
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(runner_v1, "now", lambda: clock.time)
         for tokens in ([[1, 2], []], torch.zeros(3, 4)):
-            assert runner_v1._recorded(propose)(runner, tokens) is tokens
+            assert runner_v1._proposing(propose)(runner, None, tokens) is tokens
         runner._spac_experts = None
-        assert runner_v1._recorded(propose)(runner, [[1]]) == [[1]]
+        assert runner_v1._proposing(propose)(runner, None, [[1]]) == [[1]]
+    assert told == [(2, 25e-9), (4, 25e-9)]
     _, _, events, _ = timeline.last()
     assert events[:, 1:].tolist() == [[25, Kind.DRAFT, 2, 2], [25, Kind.DRAFT, 12, 3]]

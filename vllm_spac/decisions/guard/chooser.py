@@ -120,7 +120,6 @@ class Chooser:
         gain = sum(self._worths) / max(1, len(self._worths)) - seconds
         memory = _GAINS[self._idle > 0]
         self._gain = memory * self._gain + (1 - memory) * gain
-        self._worths.clear()
 
     def forget(self, requests: Iterable[str]) -> None:
         """These requests have finished."""
@@ -153,6 +152,7 @@ class Chooser:
         self._idle = 0 if self._gain >= 0 else self._idle + 1
         none = self._idle % _PROBE if self._idle else self._payback.stopped
         self._length = 0 if none else self.most
+        self._worths.clear()
         return self._length
 
     def keep(self, request: str, drafts: Drafted) -> int:

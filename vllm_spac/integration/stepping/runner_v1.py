@@ -142,10 +142,10 @@ def _proposing(propose: Callable):
         if isinstance(made, _Made) and length is not None:
             made = made._replace(tokens=[ids[:length] for ids in made.tokens])
         drafts = made.tokens if isinstance(made, _Made) else made
-        most = max(map(len, drafts), default=0)
-        runtime.drafted(most, (now() - start) / 1e9)
+        most, seconds = max(map(len, drafts), default=0), (now() - start) / 1e9
         if isinstance(made, _Made) and chooser is not None and trees is None:
             drafts = _kept(chooser, requests, made)
+        runtime.drafted(most, seconds)
         if runtime.timeline is not None:
             runtime.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts
