@@ -70,7 +70,7 @@ class CarvedLayer:
     """A carved FFN as a function of its normed input."""
 
     def __init__(self, layer: Layer, experts: Experts, top_k: int) -> None:
-        self.experts, self._top_k, self._layer = experts, top_k, layer
+        self.experts, self.top_k, self._layer = experts, top_k, layer
         self._holders = holders_of(experts.sets, experts.neurons)
         self._always = torch.zeros(experts.neurons)
         self._always[experts.shared] = 1
@@ -84,7 +84,7 @@ class CarvedLayer:
     def neurons(self, h: torch.Tensor, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``down'`` multiplies, float32 [tokens, neurons], and the router's logits [tokens, experts]."""
         logits = F.linear(h, self._router).float()
-        weights = (choice or weights_of)(logits, self._top_k)
+        weights = (choice or weights_of)(logits, self.top_k)
         active = F.silu(F.linear(h, self._layer.gate)) * F.linear(h, self._layer.up)
         return active.float() * (self._always + weights @ self._holders), logits
 

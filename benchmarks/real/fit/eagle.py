@@ -191,11 +191,11 @@ class Head(nn.Module):
             rows = bases + step
             q, k, v = self.projected(embedded[:, rows], x, rows)
             chain.append((k, v))
-            x = self.finished(x, _attended(q, base_k, base_v, chain, future))
+            x = self.finished(x, attended(q, base_k, base_v, chain, future))
             yield bases, x
 
 
-def _attended(q: Tensor, base_k: Tensor, base_v: Tensor, chain: list[tuple[Tensor, Tensor]], future: Tensor) -> Tensor:
+def attended(q: Tensor, base_k: Tensor, base_v: Tensor, chain: list[tuple[Tensor, Tensor]], future: Tensor) -> Tensor:
     """The keys of step 0 up to the base, and the chain's own: row i of the chain is visible to row i only."""
     scale = q.shape[-1] ** -0.5
     before = (q @ base_k.mT * scale).masked_fill(future, -torch.inf)

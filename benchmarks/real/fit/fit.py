@@ -8,10 +8,12 @@
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
     python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
+    python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
 ``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
 in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
-``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said.
+``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``chains`` records what each
+drafter would draft behind every token (for ``benchmarks/replay/drafts.py``).
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import artefact
+import chains
 import eagle
+import held
 from artefact import ModelChange
 from carve import CarvedLayer, Plan, carved, corrected
 from distill import Student, distilled
@@ -212,6 +217,30 @@ def head(
 
     eagle.trained(trainee, model, found, common, minutes * 60, rate, batch, said)
     finish()
+
+
+@app.command("chains")
+def record(
+    dense: Dense,
+    output: Annotated[Path, typer.Option(help="the safetensors file to write")],
+    count: Annotated[int, typer.Option(help="prompts, of all kinds in turn; texts lie beside the dense model")] = 20,
+    tokens: Annotated[int, typer.Option(help="that the target says after each")] = 110,
+    most: Annotated[int, typer.Option(help="drafts of a chain")] = 4,
+    seed: Annotated[int, typer.Option(help="which prompts")] = 5,
+) -> None:
+    """Records the chains of each drafter behind every token of what the carved model says to held prompts."""
+    model, target = Llama(dense), artefact.load(artefact.PATH)[TARGET]
+    top_k = target.numbers["top_k"]
+    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+    known = artefact.load_head(artefact.HEAD).weights
+    trained = eagle.Head(model, len(known["gate"]))
+    trained.load_state_dict(known)
+    tensors = {}
+    for number, prompt in enumerate(held.prompts(dense, held.beside(dense), count, eagle.PROMPT, seed)):
+        for name, found in chains.chains(model, layers, trained, torch.tensor(prompt), tokens, most).items():
+            tensors |= {f"{number}.{name}.{part}": tensor for part, tensor in found._asdict().items()}
+        console.print(f"{number + 1} of {count} prompts")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output)
 
 
 @app.command()

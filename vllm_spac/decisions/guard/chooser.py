@@ -131,7 +131,8 @@ class Chooser:
         """Statistics to report.
 
         Drafts that a request of the next step may have at most; steps by drafts of a request; drafts that were made,
-        and those of them that were worth verifying; tokens per second of the last steps over those without drafts.
+        and those of them that were worth verifying; of the last steps tokens per second, over those without drafts,
+        and tokens per request.
         """
         now = self._now
         return {
@@ -141,6 +142,7 @@ class Chooser:
             "drafted": self._made,
             "verified": self._kept,
             "speedup": now.plain / now.token if now.known else 1.0,
+            "tokens_per_step": now.tokens if now.known else 1.0,
         }
 
     # -- what follows ----------------------------------------------------------------------------------------

@@ -113,6 +113,11 @@ class StepCost:
         self._sums = _MEMORY * self._sums + (1 - _MEMORY) * np.array([counted, 1 + accepted])
 
     @property
+    def tokens(self) -> float:
+        """Tokens per request of the last steps."""
+        return float(self._sums[1])
+
+    @property
     def plain(self) -> float:
         """Seconds of a step without drafts."""
         assert self._seconds is not None and self._misses is not None

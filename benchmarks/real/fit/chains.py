@@ -1,0 +1,182 @@
+"""What each drafter would draft behind every token of what the target says, and the experts of every draft.
+
+Greedy drafts depend on the text before them alone, so that a chain behind each place tells what any choice of drafts
+would have met. All in torch; attention of a chain's rows is over the text up to its place and the chain itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from carve import CarvedLayer
+from eagle import DEPTHS, Head, attended, rolled_out
+from llama import BF16, FFN, Llama, normed, rotated
+from torch import Tensor
+
+UNKNOWN = -1  # in place of a draft where n-grams find none
+_LOOKUP = 4, 2  # tokens that an n-gram has, at most and at least
+
+
+class Chains(NamedTuple):
+    """Chains of one drafter behind each place of a text.
+
+    Attributes:
+        drafts: int64 [places, K]; ``UNKNOWN`` where there is none.
+        chances: the drafter's probability of each, float32 [places, K]; NaN of n-grams.
+        right: whether the target says the same there, bool [places, K].
+        experts: of the token that is verified and of each draft, uint8 [places, K + 1, layers, top_k].
+    """
+
+    drafts: Tensor
+    chances: Tensor
+    right: Tensor
+    experts: Tensor
+
+
+@dataclass
+class _Text:
+    """A text as one of the two models reads it: keys and values of each layer, and the residual streams."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    streams: Tensor
+
+    @classmethod
+    def read(cls, model: Llama, ids: Tensor, ffn: FFN) -> _Text:
+        shape, (batch, tokens) = model.shape, ids.shape
+        cosines, sines = model.rotations(tokens)
+        x, found = F.embedding(ids, model.embedding), cls([], [], torch.empty(0))
+        streams = []
+        for number, layer in enumerate(model.layers):
+            if number in DEPTHS:
+                streams.append(x)
+            heads = F.linear(normed(x, layer.attention_norm, shape.epsilon), layer.qkv)
+            q, k, v = (
+                heads.view(batch, tokens, -1, shape.head)
+                .transpose(1, 2)
+                .split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            )
+            k = rotated(k, cosines, sines)
+            mixed = F.scaled_dot_product_attention(rotated(q, cosines, sines), k, v, is_causal=True, enable_gqa=True)
+            x = x + F.linear(mixed.transpose(1, 2).reshape(x.shape), layer.o)
+            x = x + ffn(number, model.ffn_input(number, x))
+            found.keys.append(k[0])
+            found.values.append(v[0])
+        found.streams = torch.stack([*streams, x], 2)
+        return found
+
+
+class _Rows:
+    """Chains behind each of ``places`` [P] of a text, read one row at a time."""
+
+    def __init__(self, model: Llama, text: _Text, places: Tensor, ffn: FFN) -> None:
+        self._model, self._text, self._places, self._ffn = model, text, places, ffn
+        self._own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
+        self._later = torch.arange(text.keys[0].shape[1]) > places[:, None]
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """The residual stream [P, hidden] after the last layer, of the next token [P] of each chain."""
+        model, shape = self._model, self._model.shape
+        positions = self._places + 1 + len(self._own[0])
+        cosines, sines = (table[positions][:, None] for table in model.rotations(int(positions.max()) + 1))
+        x = F.embedding(tokens, model.embedding)
+        for number, layer in enumerate(model.layers):
+            heads = F.linear(normed(x, layer.attention_norm, shape.epsilon), layer.qkv).view(len(x), -1, shape.head)
+            q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            own = self._own[number]
+            own.append((rotated(k, cosines, sines), v))
+            x = x + F.linear(self._attended(number, rotated(q, cosines, sines), own), layer.o)
+            x = x + self._ffn(number, model.ffn_input(number, x))
+        return x
+
+    def _attended(self, number: int, q: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+        shape = self._model.shape
+        groups = q.view(len(q), shape.kv_heads, -1, shape.head)
+        before = torch.einsum("phgd,htd->phgt", groups, self._text.keys[number]).float()
+        before = before.masked_fill(self._later[:, None, None], -torch.inf)
+        behind = torch.stack([(groups * k[:, :, None]).sum(-1) for k, _ in own], -1).float()
+        weights = (torch.cat([before, behind], -1) * shape.head**-0.5).softmax(-1).to(BF16)
+        length = before.shape[-1]
+        mixed = torch.einsum("phgt,htd->phgd", weights[..., :length], self._text.values[number])
+        for step, (_, v) in enumerate(own):
+            mixed = mixed + weights[..., length + step, None] * v[:, :, None]
+        return mixed.flatten(1)
+
+
+@torch.inference_mode()
+def chains(
+    model: Llama, layers: list[CarvedLayer], head: Head, prompt: Tensor, tokens: int, most: int
+) -> dict[str, Chains]:
+    """The chains of each drafter behind ``tokens`` tokens that the target says after a prompt [prompt].
+
+    Args:
+        most: K, drafts of a chain.
+    """
+    router = {number: layer.experts.router.to(BF16) for number, layer in enumerate(layers)}
+    top_k, chosen = layers[0].top_k, []
+
+    def carved(number: int, h: Tensor) -> Tensor:
+        chosen.append(F.linear(h, router[number]).float().topk(top_k).indices.to(torch.uint8))
+        return layers[number](h)
+
+    length = len(prompt) + tokens + most + 1
+    ids = rolled_out(model, layers, prompt[None], length, torch.ones(1, dtype=torch.bool), 1.0).ids
+    target, dense = _Text.read(model, ids, carved), _Text.read(model, ids, model.ffn)
+    places = torch.arange(len(prompt) - 1, length - most - 2)
+    said = torch.stack([ids[0, places + 2 + step] for step in range(most)], 1)
+    found = {
+        "ngram": _looked_up(ids[0], places, most),
+        "eagle3": _by_head(head, model, ids, target.streams, places, most),
+        "dense": _by_model(model, dense, ids[0, places + 1], places, most),
+    }
+    every = {}
+    for name, (drafts, chances) in found.items():
+        rows, experts = _Rows(model, target, places, carved), []
+        for token in (ids[0, places + 1], *drafts.clamp(min=0).unbind(1)):
+            chosen.clear()
+            rows.read(token)
+            experts.append(torch.stack(chosen, 1))
+        every[name] = Chains(drafts, chances, drafts == said, torch.stack(experts, 1))
+    return every
+
+
+def _by_model(model: Llama, text: _Text, tokens: Tensor, places: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    rows, best = _Rows(model, text, places, model.ffn), []
+    for _ in range(most):
+        best.append(model.logits(rows.read(tokens)).softmax(-1).max(-1))
+        tokens = best[-1].indices
+    return torch.stack([each.indices for each in best], 1), torch.stack([each.values for each in best], 1)
+
+
+def _by_head(
+    head: Head, model: Llama, ids: Tensor, streams: Tensor, places: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
+    every = torch.arange(ids.shape[1] - 1)
+    x = head.combined(streams[:, : len(every)])
+    q, keys, values = head.projected(F.embedding(ids[:, 1:], model.embedding), x, every)
+    x = head.finished(x, F.scaled_dot_product_attention(q, keys, values, is_causal=True))[:, places]
+    own, best, later = list[tuple[Tensor, Tensor]](), [], every > places[:, None]
+    for step in range(most):
+        best.append(F.linear(head.finals(x), model.embedding).float().softmax(-1)[0].max(-1))
+        rows = places + step + 1
+        q, k, v = head.projected(F.embedding(best[-1].indices[None], model.embedding), x, rows)
+        own.append((k, v))
+        x = head.finished(x, attended(q, keys, values, own, later))
+    return torch.stack([each.indices for each in best], 1), torch.stack([each.values for each in best], 1)
+
+
+def _looked_up(ids: Tensor, places: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Behind the first earlier place with the same last tokens, as many of these as possible."""
+    found = torch.full((len(places), most), UNKNOWN)
+    for number, place in enumerate(places.tolist()):
+        text = ids[: place + 2].tolist()
+        for size in range(_LOOKUP[0], _LOOKUP[1] - 1, -1):
+            starts = (start for start in range(len(text) - size) if text[start : start + size] == text[-size:])
+            if (start := next(starts, None)) is not None:
+                behind = text[start + size :][:most]
+                found[number, : len(behind)] = torch.tensor(behind)
+                break
+    return found, torch.full(found.shape, torch.nan)
