@@ -235,7 +235,7 @@ def record(
     known = artefact.load_head(artefact.HEAD).weights
     trained = eagle.Head(model, len(known["gate"]))
     trained.load_state_dict(known)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for number, prompt in enumerate(held.prompts(dense, held.beside(dense), count, eagle.PROMPT, seed)):
         for name, found in chains.chains(model, layers, trained, torch.tensor(prompt), tokens, most).items():
             tensors |= {f"{number}.{name}.{part}": tensor for part, tensor in found._asdict().items()}
