@@ -353,7 +353,7 @@ class Machine:
     def serve(self, tokens: int, fixed: int | None = None, seed: int = 0) -> tuple[float, Chooser]:
         """Returns expected seconds per token, those of the drafter included."""
         draw, chooser, seconds, made, chances = random.Random(seed), Chooser(self.most), 0.0, 0, list[float]()
-        count = drafted = 0
+        count = 0
         while made < tokens:
             right, misses, took = self.step(draw, chances, count)
             said = [7] * min(right, count) + [7 if right > count else 8]
@@ -369,7 +369,7 @@ class Machine:
                     count = chooser.keep("a", Drafted([7] * length, chances))
                     chooser.making(length, max(drafting, 1e-6))
                 chooser.took([verified], [len(said)], 1, took * slow + drafting, drafting, misses)
-            seconds, made, drafted = seconds + took + drafting, made + len(said), drafted + length
+            seconds, made = seconds + took + drafting, made + len(said)
         return seconds / made, chooser
 
 

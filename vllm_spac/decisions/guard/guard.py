@@ -41,7 +41,6 @@ class Guard:
         margin: a length replaces another only if it yields more tokens per second by at least this share.
         memory: verified steps after which an accepted draft counts 1/e; a position not reached for half as many is
             stale.
-        acceptance: estimates what each length yields; by default from the acceptance per position of a chain.
         clock: monotonic clock in seconds; read only where ``observe`` gets no ``seconds``.
     """
 
@@ -53,12 +52,11 @@ class Guard:
         loss: float = 0.005,
         margin: float = 0.05,
         memory: int = 100,
-        acceptance: Acceptance | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.max_drafts = max_drafts
         self._settings = GuardSettings(max_drafts, share, loss, margin, memory)
-        self.acceptance = acceptance or Acceptance(max_drafts, memory)
+        self.acceptance = Acceptance(max_drafts, memory)
         self.steps = [0] * (max_drafts + 1)
         self.ignored = 0
         self._clock = clock

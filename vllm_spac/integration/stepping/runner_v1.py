@@ -102,19 +102,6 @@ class _Enough(Exception):  # noqa: N818 - control flow through vLLM's loop over 
         self.drafts = drafts
 
 
-class _Made(NamedTuple):
-    """What a drafter proposed.
-
-    Attributes:
-        tokens: of each request.
-        chances: the drafter's probability of each token given those before it, float32 [requests, drafts]; None where
-            it has none.
-    """
-
-    tokens: list[list[int]]
-    chances: Tensor | None
-
-
 def _proposing(propose: Callable):
     """Limits drafts to what is worth making and verifying.
 
@@ -138,13 +125,12 @@ def _proposing(propose: Callable):
         if length is not None:
             planned = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
-        made = _observed(propose, self, scheduler_output, *args, **kwargs)
-        if isinstance(made, _Made) and length is not None:
-            made = made._replace(tokens=[ids[:length] for ids in made.tokens])
-        drafts = made.tokens if isinstance(made, _Made) else made
+        drafts, chances = _observed(propose, self, scheduler_output, *args, **kwargs)
+        if length is not None:
+            drafts = [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
         most, seconds = max(map(len, drafts), default=0), (now() - start) / 1e9
-        if isinstance(made, _Made) and chooser is not None and trees is None:
-            drafts = _kept(chooser, requests, made)
+        if chooser is not None and trees is None:
+            drafts = _kept(chooser, requests, drafts, chances)
         runtime.drafted(most, seconds)
         if runtime.timeline is not None:
             runtime.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
@@ -160,20 +146,23 @@ def _said(sampled: Tensor | list[list[int]]) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in sampled.tolist()]
 
 
-def _kept(chooser: Chooser, requests: Sequence[str], made: _Made) -> list[list[int]]:
-    """The drafts of each request that are worth verifying."""
-    chances = None if made.chances is None else made.chances.tolist()
+def _kept(
+    chooser: Chooser, requests: Sequence[str], drafts: list[list[int]], chances: Tensor | None
+) -> list[list[int]]:
+    """The drafts of each request that are worth verifying; ``chances`` as of ``_observed``."""
+    known = None if chances is None else chances.tolist()
     kept = []
-    for number, (request, tokens) in enumerate(zip(requests, made.tokens, strict=True)):
-        known = Drafted.unknown(tokens) if chances is None else Drafted(tokens, chances[number][: len(tokens)])
-        kept.append(tokens[: chooser.keep(request, known)])
+    for number, (request, tokens) in enumerate(zip(requests, drafts, strict=True)):
+        drafted = Drafted.unknown(tokens) if known is None else Drafted(tokens, known[number][: len(tokens)])
+        kept.append(tokens[: chooser.keep(request, drafted)])
     return kept
 
 
 def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
     """Drafts, and keeps what the drafter computes and does not return, for votes, for a predictor and for the chooser.
 
-    Returns ``_Made``, or without a chooser what vLLM's own method returns.
+    Returns what vLLM's own method returns, and the drafter's probability of each draft given those before it, float32
+    [requests, drafts]; None where it has none or nothing asks for it.
     """
     experts, logits, routing = managed_experts(self), None, contextlib.nullcontext()
     chooser = experts.runtime.chooser
@@ -196,9 +185,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
     chances = None if logits is None else logits.of(drafts)
     if chances is not None and experts.runtime.budget.weighs:
         experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), chances.tolist())
-    if chooser is None:
-        return drafts
-    return _Made(drafts if isinstance(drafts, list) else drafts.tolist(), chances)
+    return drafts, chances
 
 
 def _stopping(
