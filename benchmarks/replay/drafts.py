@@ -5,6 +5,9 @@ the CPU's share at once, in the proportions of --machines. Slots are filled by L
 half a layer, n-grams nothing. Compared are as many drafts in every step, the chooser that serves, the same one without
 knowing of missing experts (confidence against rows), and an oracle that verifies exactly the drafts that are right.
 Steps vary by --noise; the time that is counted does not.
+
+A target that drafts for itself, with the experts in slots alone, takes all layers for a draft. Meanwhile the link
+reads what its routers name, as many experts as there is time for.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ python benchmarks/real/fit/fit.py chains --dense .cache/real/dense --output chai
 python benchmarks/replay/drafts.py chains.safetensors
 """
 DRAFTING = {"ngram": 0.0, "eagle3": 0.5, "dense": 3.0}  # in layers, assumed
+SELF = "self"  # and the percentage of the experts that are in slots
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
@@ -46,6 +50,7 @@ class Text(NamedTuple):
     chances: np.ndarray
     right: np.ndarray
     experts: np.ndarray
+    named: np.ndarray
 
     @property
     def layers(self) -> int:
@@ -58,6 +63,19 @@ class Slots:
     def __init__(self, layers: int, count: int) -> None:
         self._count = count
         self._held = [OrderedDict.fromkeys(range(count)) for _ in range(layers)]
+
+    def read(self, experts: np.ndarray, most: int) -> None:
+        """Gives slots to the first ``most`` experts, of [rows, layers, top_k], that have none."""
+        for layers in experts:
+            for held, wanted in zip(self._held, layers.tolist(), strict=True):
+                for expert in wanted:
+                    most -= expert not in held
+                    if most < 0:
+                        return
+                    held[expert] = None
+                    held.move_to_end(expert)
+                while len(held) > max(self._count, len(wanted)):
+                    held.popitem(last=False)
 
     def take(self, experts: np.ndarray) -> int:
         """Gives slots to the experts of a step, [rows, layers, top_k]; returns how many had none."""
@@ -81,6 +99,8 @@ class Machine:
     row: float
     drafting: float
     noise: float
+    read: float = 0.0
+    """An expert over the link; 0 if nothing is read while drafts are made."""
 
 
 @dataclass
@@ -157,8 +177,10 @@ def serve(texts: list[Text], slots: int, machine: Machine, way: Always | Chosen,
         served = Served()
         for text in texts:
             held = Slots(text.layers, slots)
-            place = kept = 0
+            place = kept = made = 0
             while place < len(text.right):
+                if machine.read:
+                    held.read(text.named[place, :made], int(machine.drafting * made / machine.read))
                 misses = held.take(text.experts[place, : 1 + kept])
                 accepted = int(text.right[place, :kept].cumprod().sum())
                 computing = text.layers * (1 + machine.row * (1 + kept))
@@ -198,13 +220,14 @@ def misses_at_once(real: Proportions, cpu: bool) -> float:
     return 1 / (1 / real.load + 1 / real.cpu) if cpu else real.load
 
 
-def points(machines: list[str], shares: list[float]) -> Iterator[tuple[str, float, float]]:
-    """Yields the name of a machine, the layers that a missing expert takes there, and a share of slots."""
+def points(machines: list[str], shares: list[float]) -> Iterator[tuple[str, float, float, float]]:
+    """Yields the name of a machine, the layers that a missing expert and a read take there, and a share of slots."""
     for name in machines:
         for cpu in (True, False):
             for share in shares:
                 where = f"{name}{' + CPU experts' if cpu else ''}"
-                yield where, misses_at_once(Proportions.of(name), cpu), share
+                real = Proportions.of(name)
+                yield where, misses_at_once(real, cpu), real.load, share
 
 
 @app.command(help=__doc__, epilog=EXAMPLE)
@@ -221,8 +244,11 @@ def main(
     experts, most = 64, next(iter(known.values()))[0].drafts.shape[1]
     every = list(points(machines.split(","), [float(share) for share in shares.split(",")]))
     for name, texts in known.items():
-        for where, miss, share in track(every, name):
-            machine = Machine(miss, row, DRAFTING[name], noise)
+        own = name.removeprefix(SELF) if name.startswith(SELF) else ""
+        for where, miss, load, share in track(every, name):
+            if own and share != float(own):
+                continue
+            machine = Machine(miss, row, texts[0].layers if own else DRAFTING[name], noise, load if own else 0.0)
             ways: dict[str, Always | Chosen] = {str(count): Always(count) for count in range(most + 1)}
             ways |= {"chosen": Chosen(most), "rows only": Chosen(most, bytes=False)}
             ways["oracle"] = Always(most, oracle=True)

@@ -6,12 +6,13 @@ would have met. All in torch; attention of a chain's rows is over the text up to
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from carve import CarvedLayer
+from carve import CarvedLayer, weights_of
 from eagle import DEPTHS, Head, attended, rolled_out
 from llama import BF16, FFN, Llama, normed, rotated
 from torch import Tensor
@@ -28,12 +29,15 @@ class Chains(NamedTuple):
         chances: the drafter's probability of each, float32 [places, K]; NaN of n-grams.
         right: whether the target says the same there, bool [places, K].
         experts: of the token that is verified and of each draft, uint8 [places, K + 1, layers, top_k].
+        named: those that the target's routers name while it drafts for itself, of each row that it reads, uint8
+            [places, K, layers, top_k]; of other drafters [0].
     """
 
     drafts: Tensor
     chances: Tensor
     right: Tensor
     experts: Tensor
+    named: Tensor
 
 
 @dataclass
@@ -108,12 +112,13 @@ class _Rows:
 
 @torch.inference_mode()
 def chains(
-    model: Llama, layers: list[CarvedLayer], head: Head, prompt: Tensor, tokens: int, most: int
+    model: Llama, layers: list[CarvedLayer], head: Head, prompt: Tensor, tokens: int, most: int, shares: tuple[int, ...]
 ) -> dict[str, Chains]:
     """The chains of each drafter behind ``tokens`` tokens that the target says after a prompt [prompt].
 
     Args:
         most: K, drafts of a chain.
+        shares: percent of the experts that are in slots while the target drafts for itself with these alone.
     """
     router = {number: layer.experts.router.to(BF16) for number, layer in enumerate(layers)}
     top_k, chosen = layers[0].top_k, []
@@ -125,13 +130,25 @@ def chains(
     length = len(prompt) + tokens + most + 1
     ids = rolled_out(model, layers, prompt[None], length, torch.ones(1, dtype=torch.bool), 1.0).ids
     target, dense = _Text.read(model, ids, carved), _Text.read(model, ids, model.ffn)
+    routed = torch.stack([experts[0] for experts in chosen], 1)
     places = torch.arange(len(prompt) - 1, length - most - 2)
     said = torch.stack([ids[0, places + 2 + step] for step in range(most)], 1)
     found = {
         "ngram": _looked_up(ids[0], places, most),
         "eagle3": _by_head(head, model, ids, target.streams, places, most),
-        "dense": _by_model(model, dense, ids[0, places + 1], places, most),
+        "dense": _by_model(model, model.ffn, dense, ids[0, places + 1], places, most),
     }
+    names = dict[str, Tensor]()
+    for share in shares:
+        held = resident(routed, len(router[0]), round(len(router[0]) * share / 100))[places + 1]
+
+        def restricted(number: int, h: Tensor, held: Tensor = held) -> Tensor:
+            carved(number, h)
+            return _restricted(layers[number], h, held[:, number])
+
+        chosen.clear()
+        found[f"self{share}"] = _by_model(model, restricted, target, ids[0, places + 1], places, most)
+        names[f"self{share}"] = torch.stack(chosen, 1).unflatten(1, (most, -1))
     every = {}
     for name, (drafts, chances) in found.items():
         rows, experts = _Rows(model, target, places, carved), []
@@ -139,12 +156,39 @@ def chains(
             chosen.clear()
             rows.read(token)
             experts.append(torch.stack(chosen, 1))
-        every[name] = Chains(drafts, chances, drafts == said, torch.stack(experts, 1))
+        named = names.get(name, torch.zeros(0, dtype=torch.uint8))
+        every[name] = Chains(drafts, chances, drafts == said, torch.stack(experts, 1), named)
     return every
 
 
-def _by_model(model: Llama, text: _Text, tokens: Tensor, places: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    rows, best = _Rows(model, text, places, model.ffn), []
+def resident(routed: Tensor, experts: int, slots: int) -> Tensor:
+    """What LRU slots of each layer hold before each token runs: bool [tokens, layers, experts].
+
+    Args:
+        routed: the experts of each token, [tokens, layers, top_k].
+        experts: of a layer.
+        slots: of a layer.
+    """
+    found = torch.zeros(*routed.shape[:2], experts, dtype=torch.bool)
+    for layer in range(routed.shape[1]):
+        held = OrderedDict.fromkeys(range(slots))
+        for token, chosen in enumerate(routed[:, layer].tolist()):
+            found[token, layer, list(held)] = True
+            for expert in chosen:
+                held[expert] = None
+                held.move_to_end(expert)
+            while len(held) > slots:
+                held.popitem(last=False)
+    return found
+
+
+def _restricted(layer: CarvedLayer, h: Tensor, held: Tensor) -> Tensor:
+    """The layer's output for rows h [rows, hidden] whose router chooses among the experts ``held`` [rows, experts]."""
+    return layer.output(layer.neurons(h, lambda logits, k: weights_of(logits.masked_fill(~held, -torch.inf), k))[0])
+
+
+def _by_model(model: Llama, ffn: FFN, text: _Text, tokens: Tensor, places: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    rows, best = _Rows(model, text, places, ffn), []
     for _ in range(most):
         best.append(model.logits(rows.read(tokens)).softmax(-1).max(-1))
         tokens = best[-1].indices

@@ -226,6 +226,7 @@ def record(
     count: Annotated[int, typer.Option(help="prompts, of all kinds in turn; texts lie beside the dense model")] = 20,
     tokens: Annotated[int, typer.Option(help="that the target says after each")] = 110,
     most: Annotated[int, typer.Option(help="drafts of a chain")] = 4,
+    shares: Annotated[str, typer.Option(help="slots of a target that drafts for itself, percent")] = "25,50",
     seed: Annotated[int, typer.Option(help="which prompts")] = 5,
 ) -> None:
     """Records the chains of each drafter behind every token of what the carved model says to held prompts."""
@@ -236,8 +237,9 @@ def record(
     trained = eagle.Head(model, len(known["gate"]))
     trained.load_state_dict(known)
     tensors: dict[str, torch.Tensor] = {}
+    slots = tuple(int(share) for share in shares.split(","))
     for number, prompt in enumerate(held.prompts(dense, held.beside(dense), count, eagle.PROMPT, seed)):
-        for name, found in chains.chains(model, layers, trained, torch.tensor(prompt), tokens, most).items():
+        for name, found in chains.chains(model, layers, trained, torch.tensor(prompt), tokens, most, slots).items():
             tensors |= {f"{number}.{name}.{part}": tensor for part, tensor in found._asdict().items()}
         console.print(f"{number + 1} of {count} prompts")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output)
