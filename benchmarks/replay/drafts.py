@@ -74,7 +74,7 @@ class Slots:
                         return
                     held[expert] = None
                     held.move_to_end(expert)
-                while len(held) > max(self._count, len(wanted)):
+                while len(held) > self._count:
                     held.popitem(last=False)
 
     def take(self, experts: np.ndarray) -> int:
@@ -86,7 +86,7 @@ class Slots:
             for expert in wanted:
                 held[expert] = None
                 held.move_to_end(expert)
-            while len(held) > max(self._count, len(wanted)):
+            while len(held) > self._count:
                 held.popitem(last=False)
         return missed
 
