@@ -259,7 +259,7 @@ def main(
             best = max(range(most + 1), key=lambda count: gain[str(count)])
             rows.append(
                 {"drafter": name, "machine": where, "share_percent": share, "gain": gain, "best_fixed": best}
-                | {"chosen": found["chosen"], "at_best": found[str(best)]}
+                | {"chosen": found["chosen"], "at_best": found[str(best)], "at_four": found[str(most)]}
             )
     origin = {"chains": chains.name, "sha256": sha256(chains)}
     facts = {"label": "calculated", "row": row, "noise": noise, "rounds": rounds, "drafting": DRAFTING}
