@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.errors import Remedy, add, drop, use
+from vllm_spac.integration.hooks import patches
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -26,6 +28,7 @@ _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num
 _V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
+_PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
 
 
@@ -34,6 +37,9 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
         one = use(vllm_tensor_parallel_size=1)
         return Reason(f"each of {ranks} ranks would choose the draft length by its own clock", one)
+    hooks = (_PROPOSING_V1,), (f"{patches.SCHEDULER}.__init__",)
+    if off := switched_off(vllm_config, *hooks):
+        return off
     if plans_drafts(vllm_config):
         if trees:
             return Reason("V2 keeps on the device which nodes of a draft tree were accepted", drop("tree"))
@@ -55,6 +61,8 @@ def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
         return None
     if hidden := _hidden(speculation, "gives no probabilities", "drafts without logits of the whole vocabulary"):
         return hidden
+    if off := switched_off(vllm_config, (_PROPOSING_V1,)):
+        return off
     if plans_drafts(vllm_config):
         chains = Remedy(f"drop --spac-tree and {_V1.text}", {**_V1.changes, "tree": None})  # V1 has no trees on a GPU
         return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else _V1)
@@ -69,7 +77,10 @@ def unread(vllm_config: VllmConfig) -> Reason | None:
     if speculation is None:
         drafter = Remedy("add --speculative-config with the one that the predictor was trained with", _EAGLE)
         return Reason("there is no drafter", drafter)
-    return _hidden(speculation, "has no states", "hides the drafter's states or tokens")
+    hooks = (_PROPOSING_V1,), (f"{patches.SPECULATOR}.propose",)
+    return switched_off(vllm_config, *hooks) or _hidden(
+        speculation, "has no states", "hides the drafter's states or tokens"
+    )
 
 
 def unshadowed(vllm_config: VllmConfig) -> Reason | None:
@@ -87,9 +98,25 @@ def unshadowed(vllm_config: VllmConfig) -> Reason | None:
         return Reason(f"{speculation.method} drafts without experts like this model's", copy)
     if hidden := _hidden(speculation, "has no routing", "hides the drafter's tokens"):
         return hidden
+    hooks = (
+        (_PROPOSING_V1, f"{patches.PROPOSER}.load_model"),
+        (f"{patches.SPECULATOR}.propose", f"{patches.SPECULATOR}.load_model"),
+    )
+    if off := switched_off(vllm_config, *hooks):
+        return off
     ours, theirs = map(_described, (vllm_config.model_config, speculation.draft_model_config))
     if ours != theirs:
         return Reason(f"this model has {ours}, and the draft model {theirs}", copy)
+    return None
+
+
+def switched_off(vllm_config: VllmConfig, v1: Sequence[str], v2: Sequence[str] = ()) -> Reason | None:
+    """Why what needs these hooks of the engine's runner cannot work: the environment switches one off; None if not."""
+    for target in v2 if plans_drafts(vllm_config) else v1:
+        if patches.is_off(target):
+            return Reason(
+                f"{patches.WITHOUT} switches off {target}", Remedy(f"unset {patches.WITHOUT}", {patches.WITHOUT: None})
+            )
     return None
 
 
