@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import engines
+import forked
 import pytest
-from compare import METHODS, TOY, compare
+from compare import METHODS, TOY, compare, program
 from exactness import assert_same_tokens
+
+from vllm_spac.integration.hooks import patches
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -25,6 +29,23 @@ def test_same_tokens_whatever_the_guard_decides(tmp_path):
     )
     assert_same_tokens(run, stock)
     assert len(run.stats["guard"]["steps"]) > 1, "one draft length only, so nothing was decided"
+
+
+def test_same_tokens_without_any_row_that_can_be_switched_off(tmp_path):
+    """Its guard is left out, and all else that only such a name gives; stock is that of the test above."""
+    options = {"speculative_config": METHODS["eagle3"], "max_tokens": 48, "dtype": "float32"}
+    [stock] = compare(TOY / "target", [None], **options)
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path)}
+    off = [patch.target for patch in patches.PATCHES if patch.loses]
+    changes = {patches.WITHOUT: ",".join(off), "VLLM_LOGGING_LEVEL": "INFO"}
+    done = forked.run(program(TOY / "target", spac, **options), changes)
+    run = engines.Run(**forked.answer(done))
+    assert_same_tokens(run, stock)
+    assert run.stats["steps"]["verify"] > 0 and run.stats["misses"] > 0 and "guard" not in run.stats
+    said = done.stdout + done.stderr
+    for sentence in {patch.loses for patch in patches.PATCHES if patch.loses}:
+        assert f": {sentence}" in said, "the log names what is lost"
+    assert f"guard=on has no effect here: {patches.WITHOUT} switches off" in said
 
 
 def test_a_budget_that_no_step_exceeds_changes_nothing(tmp_path):
