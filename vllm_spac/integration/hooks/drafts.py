@@ -24,12 +24,26 @@ class Reason(NamedTuple):
 
 
 _EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
+_KNOWN = Remedy("use EAGLE, EAGLE-3 or a draft model", _EAGLE)
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
 _V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
 _PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
+_GUARDED = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash")  # methods that the guard was tried with
+# Methods whose drafts the target verifies as any others, and that nothing of the plugin looks at or shortens. One that
+# is in neither is refused: ``extract_hidden_states`` drafts nothing, and a shorter step would lose what it is for.
+_PLAIN = ("ngram_gpu", "suffix", "custom_class", "dspark", "medusa", "mlp_speculator")
+_LOSSY = ("synthetic", "fly")  # ways to verify that accept drafts which the target would not choose
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
+
+
+def unserved(vllm_config: VllmConfig) -> Reason | None:
+    """Why the plugin does not serve with this way to draft, and what helps; None if it does, or nothing drafts."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method in (*_GUARDED, *_PLAIN):
+        return None
+    return Reason(f"the plugin does not know what {speculation.method} does in a step", _KNOWN)
 
 
 def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
@@ -40,6 +54,12 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     hooks = (_PROPOSING_V1,), (f"{patches.SCHEDULER}.__init__",)
     if off := switched_off(vllm_config, *hooks):
         return off
+    method = "none" if (speculation := vllm_config.speculative_config) is None else speculation.method
+    if method in _PLAIN or (method == "dflash" and plans_drafts(vllm_config)):
+        return Reason(f"it was not tried with drafts of {method}{' in V2' * (method == 'dflash')}", _KNOWN)
+    if (way := getattr(speculation, "rejection_sample_method", "standard")) in _LOSSY:
+        kept = "rejection_sample_method"
+        return Reason(f"{kept}={way} is lossy, and tokens would depend on the length of drafts", without(kept))
     if plans_drafts(vllm_config):
         if trees:
             return Reason("V2 keeps on the device which nodes of a draft tree were accepted", drop("tree"))
@@ -135,9 +155,7 @@ def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> Reason | 
     """
     if speculation.method not in _CHAINS or speculation.parallel_drafting:
         method = f"parallel drafting ({speculation.method})" if speculation.parallel_drafting else speculation.method
-        return Reason(
-            f"{method} {lacks} along a chain of drafts", Remedy("use EAGLE, EAGLE-3 or a draft model", _EAGLE)
-        )
+        return Reason(f"{method} {lacks} along a chain of drafts", _KNOWN)
     for option in ("use_local_argmax_reduction", "use_heterogeneous_vocab"):
         if getattr(speculation, option):
             return Reason(f"{option} {hides}", without(option))
