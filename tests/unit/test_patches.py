@@ -11,6 +11,7 @@ import pytest
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration import plugin
 from vllm_spac.integration.hooks import drafts, patches
 from vllm_spac.integration.stepping import tree_arguments
 
@@ -131,6 +132,14 @@ def test_unknown_names_are_refused_with_those_that_there_are(monkeypatch: pytest
         patches.switched_off()
     assert all((patch.target in str(error.value)) == bool(patch.loses) for patch in patches.PATCHES)
     assert str(error.value).isprintable()
+
+
+def test_a_command_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of the engine is made."""
+    monkeypatch.setenv(patches.WITHOUT, "nonsense")
+    arguments = SimpleNamespace(additional_config={"spac": {"slots": "25%"}}, spac_command=True)
+    with pytest.raises(SystemExit, match=f"spac: {patches.WITHOUT} names nonsense"):
+        plugin._checked(lambda self: pytest.fail("an engine was made"))(arguments)
 
 
 def test_a_row_that_is_switched_off_is_neither_wrapped_nor_needed(module: ModuleType, monkeypatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -220,15 +223,58 @@ def test_no_sources_end_the_command_with_the_reason(monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_python_sources_of_a_wheel_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a file or a folder of an index; a server of one is asked for parts of the same archive."""
-    wheel = tmp_path / "vllm-1.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        for name in ("vllm/a.py", "vllm/_C.so", "vllm-1.dist-info/METADATA", "other/b.py"):
-            file.writestr(name, name)
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel of vLLM 1, of which most is no Python source."""
+    path = tmp_path / "vllm-1.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        for name in ("vllm/_C.so", "vllm/a.py", "vllm-1.dist-info/METADATA", "other/b.py"):
+            file.writestr(name, name.encode() + bytes(3 << 20 if name.endswith("so") else 0))
     monkeypatch.setattr(wheels, "CACHE", tmp_path / "kept")
+    return path
+
+
+def kept_of(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as found:
+        return {name: found.read(name) for name in found.namelist()}
+
+
+def test_only_python_sources_are_kept_and_asked_for_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels, "_resolve", lambda requirement: ("1", wheel.as_uri()))
-    with zipfile.ZipFile(wheels.sources("1")) as found:
-        assert found.namelist() == ["vllm/a.py"] and found.read("vllm/a.py") == b"vllm/a.py"
-    monkeypatch.delattr(wheels, "_resolve")  # the second time nothing is asked
+    assert kept_of(wheels.sources("1")) == {"vllm/a.py": b"vllm/a.py"}
+    monkeypatch.delattr(wheels, "_resolve")
     assert wheels.sources("1").name == "1.zip"
+
+
+def test_parts_of_a_wheel_are_enough(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a server that sends parts; from one that does not, pip gets all of it."""
+    whole, asked, status = wheel.read_bytes(), [0], [206]
+
+    def answered(request, timeout):
+        first, last = map(int, request.get_header("Range").removeprefix("bytes=").split("-"))
+        part = whole[first : last + 1]
+        asked[0] += len(part)
+        found = io.BytesIO(part)
+        found.status, found.headers = status[0], {"Content-Range": f"bytes {first}-{last}/{len(whole)}"}
+        return contextlib.nullcontext(found)
+
+    monkeypatch.setattr(wheels.urllib.request, "urlopen", answered)
+    monkeypatch.setattr(wheels, "_READ_AHEAD", 1024)
+    monkeypatch.setattr(wheels, "_resolve", lambda requirement: ("1", "https://index/vllm-1.whl"))
+    assert kept_of(wheels.sources("1")) == {"vllm/a.py": b"vllm/a.py"}
+    assert asked[0] < len(whole) // 100
+    status[0] = 200
+    monkeypatch.setattr(wheels, "_pip", lambda *options, seconds: shutil.copy(wheel, options[2]))
+    assert kept_of(wheels.sources("1.0")) == {"vllm/a.py": b"vllm/a.py"}
+
+
+def test_an_import_that_a_version_lacks_is_named(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (archive.parent / "plugin").mkdir()
+    text = "import vllm.gone\nfrom vllm import gone, here\nif True:\n    from vllm.deep import x\nimport os\n"
+    (archive.parent / "plugin" / "a.py").write_text(text)
+    (archive.parent / "vllm").mkdir()
+    (archive.parent / "vllm" / "__init__.py").write_text("here = 1\n")
+    found = compat.imported(archive.parent / "plugin")
+    monkeypatch.setattr(compat, "imported", lambda: found)
+    lacking = ["vllm:gone (plugin/a.py)", "vllm.deep:x (plugin/a.py)", "vllm.gone (plugin/a.py)"]
+    assert list(compat.missing_imports(Sources(archive.parent))) == lacking
