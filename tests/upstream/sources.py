@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import zipfile
 from collections.abc import Iterator
@@ -120,8 +119,7 @@ class Sources:
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
         numbered = ((number, here.lines[number - 1]) for number in range(first, (node.end_lineno or first) + 1))
         plain = [line for number, line in numbered if number not in hidden and line.strip()]
-        bare = ast.dump(_undocumented(node) if documented else node)
-        return Code([line for line in plain if not line.lstrip().startswith("#")], bare)
+        return Code([line for line in plain if not line.lstrip().startswith("#")], ast.dump(node))
 
     def _method(self, module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None:
         if not isinstance(node, ast.ClassDef):
@@ -143,17 +141,11 @@ class Code:
 
     Attributes:
         lines: without its docstring, comments of a line of their own and empty lines.
-        tree: equal if nothing but such lines and formatting differs.
+        tree: equal if nothing but comments and formatting differs.
     """
 
     lines: list[str]
     tree: str
-
-
-def _undocumented(node: ast.AST) -> ast.AST:
-    bare = copy.copy(node)
-    bare.body = node.body[1:]  # type: ignore[attr-defined]
-    return bare
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:

@@ -163,6 +163,15 @@ def test_the_rule_of_risk(tmp_path: Path, does, before: str, after: str, risk: s
     assert compat.judged(row, Sources(tmp_path / "a"), Sources(tmp_path / "b")).risk == risk
 
 
+def test_docstrings_are_no_changed_lines(tmp_path: Path) -> None:
+    for name, text in (("a", "One\n    line."), ("b", "Another.")):
+        (tmp_path / name / "made").mkdir(parents=True)
+        body = f'def f(x):\n    """{text}"""\n    # {name}\n    return x + {ord(name)}\n'
+        (tmp_path / name / "made" / "__init__.py").write_text(body)
+    row = compat.judged(Patch("made:f", "a test", "v1"), Sources(tmp_path / "a"), Sources(tmp_path / "b"))
+    assert row.changed == 2 and row.diff[-2:] == ("-    return x + 97", "+    return x + 98")
+
+
 def test_a_row_is_compared_with_what_it_was_run_with() -> None:
     assert [compat.proof(Patch("made:f", "", where), "0.33.0") for where in ("v1", "v2")] == ["0.32.0", "0.33.0"]
     assert [compat.proof(Patch("made:f", "", where), "0.40.0") for where in ("v1", "worker")] == ["0.32.0", "0.33.0"]
@@ -254,8 +263,10 @@ def test_parts_of_a_wheel_are_enough(wheel: Path, monkeypatch: pytest.MonkeyPatc
         first, last = map(int, request.get_header("Range").removeprefix("bytes=").split("-"))
         part = whole[first : last + 1]
         asked[0] += len(part)
-        found = io.BytesIO(part)
-        found.status, found.headers = status[0], {"Content-Range": f"bytes {first}-{last}/{len(whole)}"}
+        parts = status[0] == 206
+        found = io.BytesIO(part if parts else whole)
+        found.status = status[0]
+        found.headers = {"Content-Range": f"bytes {first}-{last}/{len(whole)}"} if parts else {}
         return contextlib.nullcontext(found)
 
     monkeypatch.setattr(wheels.urllib.request, "urlopen", answered)
