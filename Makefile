@@ -25,7 +25,7 @@ LARGE := .cache/toy/$(LARGE_LIKE)
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo demo-cluster test test-full test-gpu test-gpu-full soak lock families versions recipes results results-timed
+.PHONY: help setup demo demo-cluster test test-full test-gpu test-gpu-full soak lock families compat recipes results results-timed
 .PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
@@ -66,8 +66,8 @@ lock: setup ## give .ci/constraints.lock the versions of .ci/constraints.txt, an
 families: setup ## try every MoE architecture of this vLLM, stock against the plugin; continues where it stopped (FAMILIES="--again")
 	@$(BIN)/python tests/upstream/families.py $(FAMILIES)
 
-versions: setup ## check the table of patches against the sources of each supported vLLM (downloads their wheels)
-	@$(BIN)/python tests/upstream/patched_names.py $(VERSIONS)
+compat: setup ## what changed in each wrapped name of a vLLM that is not installed (VLLM=0.34.0; downloads its sources, 13 MB)
+	@$(BIN)/python tests/upstream/compat.py $(VLLM)
 
 recipes: setup ## calculate vllm_spac/RECIPES.md again
 	@$(BIN)/python benchmarks/recipes.py

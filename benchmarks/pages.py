@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent / "scaled"))
 from common import RESULTS, ROOT, over_exact
 from proportions import Proportions
 
+from vllm_spac.integration.hooks.device import TESTED as SUPPORTED_VLLM
 from vllm_spac.tools.traces.locality import PUBLISHED
 
 SOURCES = ROOT / "benchmarks" / "pages"
@@ -160,7 +161,18 @@ def _environment() -> jinja2.Environment:
         "middle": _middle,
         "median": lambda values: statistics.median(list(values)),
     }
-    functions = (zip, over_exact, tokens_per_step, ceilings, point_of, best_over, predictions, votes, power_for_all)
+    functions = (
+        zip,
+        ran,
+        over_exact,
+        tokens_per_step,
+        ceilings,
+        point_of,
+        best_over,
+        predictions,
+        votes,
+        power_for_all,
+    )
     made.globals |= {function.__name__: function for function in functions}
     made.globals |= {"result": result, "index": _index, "proportions": Proportions.of, "made": lambda: _all_made()}
     made.globals |= {"WORDS": WORDS, "PUBLISHED": PUBLISHED}
@@ -203,6 +215,31 @@ def _middle(values: Iterable[float | None]) -> str:
 
 
 # -- calculated from results ---------------------------------------------------------------------------------
+
+
+def ran() -> dict[tuple[str, str, str], dict[str, str]]:
+    """Returns (vLLM's version, model runner, platform) -> page -> its title, of all results in the tree.
+
+    Each version that the plugin supports is there, with V1 and V2, on every platform that a result is from. vLLM's CPU
+    build has V1's runner only; what ran elsewhere ran with V2's.
+    """
+    found: defaultdict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    for name in names():
+        made, _ = source(name)
+        for file in made.files:
+            if file.endswith(".json"):
+                content = result(file.removesuffix(".json"))
+                origin = content.get("provenance") or content
+                release, _, build = origin["versions"]["vllm"].partition("+")
+                gpu = origin.get("machine", {}).get("gpu")
+                platform = "CPU" if build == "cpu" else gpu.partition(",")[0] if gpu else "CUDA path, emulated"
+                found[release.rpartition(".")[0], "V1" if build == "cpu" else "V2", platform][name] = made.title
+    versions = [version for version in SUPPORTED_VLLM if version not in {key[0] for key in found}]
+    kinds = {key[1:] for key in found} | {("V1", key[2]) for key in found}
+    for version in (*versions, *{key[0] for key in found}):
+        for kind in kinds:
+            found.setdefault((version, *kind), {})
+    return dict(sorted(found.items()))
 
 
 def tokens_per_step(side: Row) -> float:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration import compatibility
+from vllm_spac.integration.hooks import drafts
+from vllm_spac.integration.stepping import tree_arguments
 from vllm_spac.tools.planning import compatibility_table
 from vllm_spac.tools.planning.compatibility_table import Cell, RankCount
 
@@ -54,6 +59,75 @@ def test_a_refusal_says_why_and_what_helps() -> None:
 def test_the_page_is_what_the_table_says() -> None:
     """Otherwise: `vllm-spac compatibility --markdown > vllm_spac/COMPATIBILITY.md`."""
     assert PAGE.read_text(encoding="utf-8") == compatibility_table.page()
+
+
+def engine(method: str, v2: bool = False, **speculation: object) -> SimpleNamespace:
+    """As much of a ``VllmConfig`` as these rules read."""
+    speculation = {"parallel_drafting": method in ("dflash", "dspark")} | speculation
+    hidden = {"use_local_argmax_reduction": False, "use_heterogeneous_vocab": False}
+    return SimpleNamespace(
+        use_v2_model_runner=v2,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, enable_expert_parallel=False, distributed_executor_backend="uni"
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        speculative_config=SimpleNamespace(method=method, **hidden, **speculation),
+    )
+
+
+def refused(knobs: dict, vllm_config: SimpleNamespace) -> str:
+    """Why an engine with drafts would not start; empty if it would."""
+    try:
+        compatibility.check(SpacConfig.parse({"slots": "25%"} | knobs), vllm_config, gpu=False)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_every_way_to_draft_that_vllm_has_is_served_or_refused_by_name() -> None:
+    from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
+
+    ways = set(get_args(SpeculativeMethod)) - set(get_args(MTPModelTypes)) | {"mtp", "dflash", "dspark"}
+    assert {way for way in ways if refused({}, engine(way))} == {"extract_hidden_states"}
+    problem = refused({}, engine("of_tomorrow"))
+    assert "does not know what of_tomorrow does" in problem and "use EAGLE, EAGLE-3 or a draft model" in problem
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_nothing_looks_at_drafts_of_one_parallel_forward(method: str, v2: bool) -> None:
+    """DFlash, XPress (which is DFlash by its method) and DSpark."""
+    for knobs in ({"budget": 16, "budget_votes": "path"}, {"prefetch": "draft_gate", "predictor_file": "f"}):
+        assert f"parallel drafting ({method})" in refused(knobs, engine(method, v2))
+    assert "a copy of this model" in refused({"prefetch": "shadow"}, engine(method, v2))
+    config = engine(method, v2)
+    config.model_config = None
+    no, what, _ = next(tree_arguments._refusals(SpacConfig.parse({"tree": 4}), config))
+    assert no and what == f"drafts of {method}"
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "reason"),
+    [
+        ("dflash", False, ""),  # run with V1: parity/test_speculation.py
+        ("dflash", True, "was not tried with drafts of dflash in V2"),
+        ("dspark", True, "was not tried with drafts of dspark"),
+        ("suffix", False, "was not tried with drafts of suffix"),
+    ],
+)
+def test_the_guard_leaves_drafts_alone_that_it_was_not_tried_with(method: str, v2: bool, reason: str) -> None:
+    vllm_config = engine(method, v2)
+    assert refused({}, vllm_config) == ""
+    assert bool(drafts.unguarded(vllm_config)) == bool(reason)
+    assert reason in (problem := refused({"guard": "on"}, vllm_config)) and bool(problem) == bool(reason)
+
+
+@pytest.mark.parametrize("way", ["synthetic", "fly"])
+def test_the_guard_leaves_lossy_verification_alone(way: str) -> None:
+    """Its tokens depend on how many drafts a step has, and stock's are those of all."""
+    found = drafts.unguarded(engine("eagle3", rejection_sample_method=way))
+    assert f"{way} is lossy" in str(found) and "drop rejection_sample_method" in str(found)
+    assert drafts.unguarded(engine("eagle3", rejection_sample_method="block")) is None
 
 
 def test_a_refusal_more_is_seen_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

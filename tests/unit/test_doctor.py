@@ -76,6 +76,18 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
             "problem",
             "uv pip install --torch-backend=cpu 'torch==2.13.0+cpu'",
         ),
+        (
+            {"installation": {"off": ("vllm.a:B.c: no d",)}},
+            "switched off",
+            "note",
+            "by SPAC_WITHOUT_PATCH: vllm.a:B.c: no d",
+        ),
+        (
+            {"installation": {"off_refusal": "spac: SPAC_WITHOUT_PATCH names x"}},
+            "switched off",
+            "problem",
+            "correct or unset SPAC_WITHOUT_PATCH",
+        ),
         ({"installation": {"registered": False, "active": False}}, "plugin", "problem", "pip install ."),
         ({"installation": {"active": False, "plugins": "other"}}, "plugin", "problem", "VLLM_PLUGINS"),
         ({"installation": {"active": False}}, "plugin", "problem", "did not load it"),

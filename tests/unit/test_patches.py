@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.hooks import patches
+from vllm_spac.integration import plugin
+from vllm_spac.integration.hooks import drafts, patches
+from vllm_spac.integration.stepping import tree_arguments
 
 SOURCES = Path(patches.__file__).parent
 
@@ -90,3 +93,122 @@ def test_a_parameter_that_is_gone_is_refused_with_its_name(module: ModuleType, m
     with pytest.raises(UnsupportedError, match="without three"):
         monkeypatch.setattr(patches, "PATCHES", (row,))
         patches.require_names("worker")
+
+
+TAKEN = "take_draft_token_ids"
+DRAFTING = f"{patches.RUNNER_V1}.propose_draft_token_ids"
+STATES = f"{patches.SPECULATOR}.propose"
+TREES = [f"{runner}.initialize_kv_cache" for runner in (patches.RUNNER_V1, patches.RUNNER_V2)]
+
+
+def test_rows_that_lose_the_same_are_switched_off_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(patches.WITHOUT, f" {patches.EXECUTOR}.sample_tokens, {patches.ENDPOINTS},")
+    off = patches.switched_off()
+    handed_over = [f"{patches.WORKER}.sample_tokens", *(f"{patches.EXECUTOR}.{n}" for n in ("sample_tokens", TAKEN))]
+    assert list(off.values()) == [handed_over, [patches.ENDPOINTS]] and "/spac routes" in list(off)[1]
+    assert {patch.target for patch in patches.PATCHES if patches.is_off(patch.target)} == {
+        *handed_over,
+        patches.ENDPOINTS,
+    }
+
+
+@pytest.mark.parametrize("target", [patch.target for patch in patches.PATCHES if not patch.loses])
+def test_what_no_engine_can_do_without_is_refused_by_name(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(patches.WITHOUT, f"{patches.ENDPOINTS},{target}")
+    with pytest.raises(UnsupportedError, match=re.escape(f"names {target}, which no engine can do without")):
+        patches.switched_off()
+    assert not patches.is_off(target)
+
+
+def test_tokens_and_steps_need_their_rows() -> None:
+    needed = {patch.target for patch in patches.PATCHES if not patch.loses}
+    assert {patches.TILES, *patches.ALIGN, f"{patches.LOADER}.load_model"} <= needed
+    assert {f"{runner}.{n}" for runner, _ in patches._RUNNERS for n in ("execute_model", "reload_weights")} <= needed
+
+
+def test_unknown_names_are_refused_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(patches.WITHOUT, "vllm:Worker.shutdown\x1b")
+    with pytest.raises(UnsupportedError, match=r"names vllm:Worker\.shutdown") as error:
+        patches.switched_off()
+    assert all((patch.target in str(error.value)) == bool(patch.loses) for patch in patches.PATCHES)
+    assert str(error.value).isprintable()
+
+
+def test_a_command_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of the engine is made."""
+    monkeypatch.setenv(patches.WITHOUT, "nonsense")
+    arguments = SimpleNamespace(additional_config={"spac": {"slots": "25%"}}, spac_command=True)
+    with pytest.raises(SystemExit, match=f"spac: {patches.WITHOUT} names nonsense"):
+        plugin._checked(lambda self: pytest.fail("an engine was made"))(arguments)
+
+
+def test_a_row_that_is_switched_off_is_neither_wrapped_nor_needed(module: ModuleType, monkeypatch) -> None:
+    gone, plain = (
+        patches.Patch(f"spac_patched:Thing.{name}", "a test", "worker", loses=f"there is no {name}")
+        for name in ("gone", "plain")
+    )
+    monkeypatch.setattr(patches, "_BY_TARGET", {row.target: row for row in (gone, plain)})
+    monkeypatch.setattr(patches, "PATCHES", (gone, plain))
+    with pytest.raises(UnsupportedError, match=re.escape(f"or set {patches.WITHOUT}={gone.target}: there is no gone")):
+        patches.require_names("worker")
+    monkeypatch.setenv(patches.WITHOUT, gone.target)
+    patches.require_names("worker")
+    patches.wrap(gone.target, doubled)
+    patches.wrap(plain.target, doubled)
+    assert module.Thing.plain(1) == (1, "wrapped")
+
+
+def engine(v2: bool, method: str = "eagle3") -> SimpleNamespace:
+    """As much of a ``VllmConfig`` as is asked about drafts."""
+    return SimpleNamespace(
+        use_v2_model_runner=v2,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, distributed_executor_backend="uni"),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        model_config=SimpleNamespace(),
+        speculative_config=SimpleNamespace(
+            method=method, parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "v2", "ask"),
+    [
+        (DRAFTING, False, drafts.unguarded),
+        (DRAFTING, False, drafts.unweighted),
+        (DRAFTING, False, drafts.unread),
+        (f"{patches.SCHEDULER}.update_from_output", True, drafts.unguarded),
+        (STATES, True, drafts.unread),
+    ],
+)
+def test_what_needs_a_row_that_is_switched_off_is_refused(target: str, v2: bool, ask, monkeypatch) -> None:
+    """By the functions that an engine asks; with the other runner nothing is lost."""
+    assert ask(engine(v2)) is None
+    monkeypatch.setenv(patches.WITHOUT, target)
+    reason = ask(engine(v2))
+    assert reason.problem.startswith(f"{patches.WITHOUT} switches off ")
+    assert reason.remedy.changes == {patches.WITHOUT: None}
+    assert ask(engine(not v2)) is None or patches.WITHOUT not in str(ask(engine(not v2)))
+
+
+@pytest.mark.parametrize(
+    ("target", "v2"),
+    [
+        (DRAFTING, False),
+        (f"{patches.PROPOSER}.load_model", False),
+        (STATES, True),
+        (f"{patches.SPECULATOR}.load_model", True),
+    ],
+)
+def test_a_shadow_needs_the_drafter_s_rows(target: str, v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(patches.WITHOUT, target)
+    assert patches.WITHOUT in str(drafts.unshadowed(engine(v2, "draft_model")))
+
+
+@pytest.mark.parametrize(("target", "v2"), [(DRAFTING, False), (TREES[0], False), (TREES[1], True)])
+def test_trees_are_refused_without_their_rows(target: str, v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SpacConfig.parse({"slots": "25%", "tree": 4})
+    monkeypatch.setattr(tree_arguments, "_refusals_of_v2", lambda *_: iter(()))
+    found = (what for refused, what, _ in tree_arguments._refusals(config, engine(v2)) if refused)
+    monkeypatch.setenv(patches.WITHOUT, target)
+    assert patches.WITHOUT in next(found)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from vllm_spac.integration.hooks import device
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 reproduce = importlib.import_module("reproduce")
 pages = importlib.import_module("pages")
@@ -145,6 +147,21 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     written(tmp_path, 1.234)
     yield tmp_path
     pages.forget()
+
+
+def test_what_ran_where_is_what_results_name(shelf: Path) -> None:
+    """A release that is accepted and has no result has a row without pages, on each platform that has any."""
+    results = shelf / "benchmarks" / "results"
+    for version, machine, key in (
+        ("0.32.1+cpu", {"cpu": "a"}, ("0.32", "V1", "CPU")),
+        ("0.99.0", {"gpu": "NVIDIA B1, 9 MiB"}, ("0.99", "V2", "NVIDIA B1")),
+        ("0.99.0", {}, ("0.99", "V2", "CUDA path, emulated")),
+    ):
+        (results / "toy_one.json").write_text(json.dumps({"versions": {"vllm": version}, "machine": machine}))
+        pages.forget()
+        found = pages.ran()
+        assert [where for where, done in found.items() if done] == [key] and found[key] == {"one": "One"}
+        assert {(version, *key[1:]) for version in device.TESTED} <= set(found)
 
 
 def written(folder: Path, seconds: float) -> None:

@@ -18,10 +18,12 @@ class Module:
     Attributes:
         definitions: name -> the classes, functions and values that it may be; several in branches.
         imports: name -> (module, name) that it may be imported from; several if that depends on the platform.
+        lines: of the file.
     """
 
     definitions: dict[str, list[ast.AST]] = field(default_factory=dict)
     imports: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -89,30 +91,61 @@ class Sources:
                 todo += found.imports.get(here[1], ())
                 todo += [(source, here[1]) for source, _ in found.imports.get("*", ())]
 
-    def function(self, module: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """Returns the function ``name`` or method ``Class.name`` of a module; None if there is none.
+    def locate(self, module: str, path: str) -> tuple[str, ast.AST] | None:
+        """Returns (module, definition) of ``name``, or of the method ``Class.name``; None if there is none.
 
         Methods are searched in the bases of their class, too.
         """
         owner, _, name = path.rpartition(".")
         for where, node in self.find(module, owner or name):
-            found = self._method(where, node, name) if owner else node
-            if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+            if (found := self._method(where, node, name) if owner else (where, node)) is not None:
                 return found
         return None
 
-    def _method(self, module: str, node: ast.AST, name: str) -> ast.AST | None:
+    def function(self, module: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """Returns what ``locate`` finds, if it is a function or a method."""
+        _, node = self.locate(module, path) or ("", None)
+        return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+    def code(self, module: str, path: str) -> Code | None:
+        """Returns the code of what ``locate`` finds."""
+        if (found := self.locate(module, path)) is None:
+            return None
+        where, node = found
+        here = self.module(where)
+        assert here is not None
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None
+        hidden = range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1) if documented else range(0)
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        numbered = ((number, here.lines[number - 1]) for number in range(first, (node.end_lineno or first) + 1))
+        plain = [line for number, line in numbered if number not in hidden and line.strip()]
+        return Code([line for line in plain if not line.lstrip().startswith("#")], ast.dump(node))
+
+    def _method(self, module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None:
         if not isinstance(node, ast.ClassDef):
             return None
         own = [found for known, found in _definitions(node.body) if known == name]
         if own:
-            return own[-1]
+            return module, own[-1]
         for base in node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
             for where, parent in self.find(module, base.id) if isinstance(base, ast.Name) else ():
                 if (found := self._method(where, parent, name)) is not None:
                     return found
         return None
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a definition does.
+
+    Attributes:
+        lines: without its docstring, comments of a line of their own and empty lines.
+        tree: equal if nothing but comments and formatting differs.
+    """
+
+    lines: list[str]
+    tree: str
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
@@ -123,7 +156,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, .
 
 
 def _parse(text: str, package: str) -> Module:
-    tree, found = ast.parse(text), Module()
+    tree, found = ast.parse(text), Module(lines=text.splitlines())
     for name, node in _definitions(tree.body):
         found.definitions.setdefault(name, []).append(node)
     for node in ast.walk(tree):

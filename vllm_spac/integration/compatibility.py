@@ -37,6 +37,9 @@ def check(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> None:
 
 
 def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+    if (unknown := drafts.unserved(vllm_config)) is not None:
+        method = f"--speculative-config with method {vllm_config.speculative_config.method}"
+        yield True, f"{method} is not supported: {unknown.problem}", (unknown.remedy, drop("vllm_speculative_config"))
     yield from _of_workers(config, vllm_config, gpu)
     yield from _of_ranks(config, vllm_config)
     if vllm_config.parallel_config.enable_expert_parallel:

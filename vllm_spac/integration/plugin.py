@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_spac.integration.loading.model_experts import ModelExperts
+
+
+logger = logging.getLogger("vllm.spac")
 
 
 def install() -> None:
@@ -50,6 +54,8 @@ def _checked(create_engine_config: Callable):
         from vllm_spac.integration.stepping import tree_arguments as trees
 
         device.require_supported_vllm()
+        for loses, targets in patches.switched_off().items():
+            logger.warning("spac: %s switches off %s: %s", patches.WITHOUT, ", ".join(targets), loses)
         patches.require_names("frontend")
         config = gpu_defaults.apply(self, tuned_start.apply(self, config))
         preflight.check_knobs(config)

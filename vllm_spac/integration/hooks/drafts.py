@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.errors import Remedy, add, drop, use
+from vllm_spac.integration.hooks import patches
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -22,11 +24,26 @@ class Reason(NamedTuple):
 
 
 _EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
+_KNOWN = Remedy("use EAGLE, EAGLE-3 or a draft model", _EAGLE)
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
 _V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
+_PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
+_GUARDED = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash")  # methods that the guard was tried with
+# Methods whose drafts the target verifies as any others, and that nothing of the plugin looks at or shortens. One that
+# is in neither is refused: ``extract_hidden_states`` drafts nothing, and a shorter step would lose what it is for.
+_PLAIN = ("ngram_gpu", "suffix", "custom_class", "dspark", "medusa", "mlp_speculator")
+_LOSSY = ("synthetic", "fly")  # ways to verify that accept drafts which the target would not choose
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
+
+
+def unserved(vllm_config: VllmConfig) -> Reason | None:
+    """Why the plugin does not serve with this way to draft, and what helps; None if it does, or nothing drafts."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method in (*_GUARDED, *_PLAIN):
+        return None
+    return Reason(f"the plugin does not know what {speculation.method} does in a step", _KNOWN)
 
 
 def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
@@ -34,6 +51,15 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
         one = use(vllm_tensor_parallel_size=1)
         return Reason(f"each of {ranks} ranks would choose the draft length by its own clock", one)
+    hooks = (_PROPOSING_V1,), (f"{patches.SCHEDULER}.__init__",)
+    if off := switched_off(vllm_config, *hooks):
+        return off
+    method = "none" if (speculation := vllm_config.speculative_config) is None else speculation.method
+    if method in _PLAIN or (method == "dflash" and plans_drafts(vllm_config)):
+        return Reason(f"it was not tried with drafts of {method}{' in V2' * (method == 'dflash')}", _KNOWN)
+    if (way := getattr(speculation, "rejection_sample_method", "standard")) in _LOSSY:
+        kept = "rejection_sample_method"
+        return Reason(f"{kept}={way} is lossy, and tokens would depend on the length of drafts", without(kept))
     if plans_drafts(vllm_config):
         if trees:
             return Reason("V2 keeps on the device which nodes of a draft tree were accepted", drop("tree"))
@@ -55,6 +81,8 @@ def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
         return None
     if hidden := _hidden(speculation, "gives no probabilities", "drafts without logits of the whole vocabulary"):
         return hidden
+    if off := switched_off(vllm_config, (_PROPOSING_V1,)):
+        return off
     if plans_drafts(vllm_config):
         chains = Remedy(f"drop --spac-tree and {_V1.text}", {**_V1.changes, "tree": None})  # V1 has no trees on a GPU
         return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else _V1)
@@ -69,7 +97,10 @@ def unread(vllm_config: VllmConfig) -> Reason | None:
     if speculation is None:
         drafter = Remedy("add --speculative-config with the one that the predictor was trained with", _EAGLE)
         return Reason("there is no drafter", drafter)
-    return _hidden(speculation, "has no states", "hides the drafter's states or tokens")
+    hooks = (_PROPOSING_V1,), (f"{patches.SPECULATOR}.propose",)
+    return switched_off(vllm_config, *hooks) or _hidden(
+        speculation, "has no states", "hides the drafter's states or tokens"
+    )
 
 
 def unshadowed(vllm_config: VllmConfig) -> Reason | None:
@@ -87,9 +118,25 @@ def unshadowed(vllm_config: VllmConfig) -> Reason | None:
         return Reason(f"{speculation.method} drafts without experts like this model's", copy)
     if hidden := _hidden(speculation, "has no routing", "hides the drafter's tokens"):
         return hidden
+    hooks = (
+        (_PROPOSING_V1, f"{patches.PROPOSER}.load_model"),
+        (f"{patches.SPECULATOR}.propose", f"{patches.SPECULATOR}.load_model"),
+    )
+    if off := switched_off(vllm_config, *hooks):
+        return off
     ours, theirs = map(_described, (vllm_config.model_config, speculation.draft_model_config))
     if ours != theirs:
         return Reason(f"this model has {ours}, and the draft model {theirs}", copy)
+    return None
+
+
+def switched_off(vllm_config: VllmConfig, v1: Sequence[str], v2: Sequence[str] = ()) -> Reason | None:
+    """Why what needs these hooks of the engine's runner cannot work: the environment switches one off; None if not."""
+    for target in v2 if plans_drafts(vllm_config) else v1:
+        if patches.is_off(target):
+            return Reason(
+                f"{patches.WITHOUT} switches off {target}", Remedy(f"unset {patches.WITHOUT}", {patches.WITHOUT: None})
+            )
     return None
 
 
@@ -108,9 +155,7 @@ def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> Reason | 
     """
     if speculation.method not in _CHAINS or speculation.parallel_drafting:
         method = f"parallel drafting ({speculation.method})" if speculation.parallel_drafting else speculation.method
-        return Reason(
-            f"{method} {lacks} along a chain of drafts", Remedy("use EAGLE, EAGLE-3 or a draft model", _EAGLE)
-        )
+        return Reason(f"{method} {lacks} along a chain of drafts", _KNOWN)
     for option in ("use_local_argmax_reduction", "use_heterogeneous_vocab"):
         if getattr(speculation, option):
             return Reason(f"{option} {hides}", without(option))

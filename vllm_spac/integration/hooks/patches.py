@@ -1,8 +1,12 @@
 """Every name of vLLM that the plugin replaces at run time, in one table.
 
-vLLM's source is neither modified nor copied. The methods below are wrapped while vLLM loads, or set on its objects;
-each wrapper calls what it wraps. ``require_names`` fails at the start of an engine, and names the method, if one of
-them is missing in this vLLM or does not take the parameters that its wrapper relies on.
+vLLM's source is neither modified nor copied. The methods below are wrapped while vLLM loads, or set on its objects.
+``require_names`` fails at the start of an engine, and names the method, if one of them is missing in this vLLM or does
+not take the parameters that its wrapper relies on.
+
+Rows that an engine can be served without, exactly, are switched off by name in the environment:
+``SPAC_WITHOUT_PATCH=target[,target]``. Rows that lose the same go together, because half of a part would be worse than
+none of it. ``make compat`` reads the table against the sources of any version (``tests/upstream/compat.py``).
 """
 
 from __future__ import annotations
@@ -10,13 +14,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.errors import UnsupportedError, printable
 
 Where = Literal["frontend", "worker", "v1", "v2", "cpu", "gpu"]
+Does = Literal["encloses", "replaces", "refuses"]
+WITHOUT = "SPAC_WITHOUT_PATCH"
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,11 @@ class Patch:
             pass through slots there.
         takes: names of the parameters that the wrapper relies on; all others are passed on.
         first: whether these are the first parameters, in this order: the wrapper gets them by position.
-        since: the oldest inspected vLLM version that has the name in this form.
         until: the upstream feature that would make the row unnecessary.
         on: ``class`` if the name itself is replaced; ``object`` if it is set on one object of the managed model.
+        does: ``encloses``: always calls what it wraps; ``replaces``: in some steps does without it, so a change of its
+            body has to be followed; ``refuses``: stands before it.
+        loses: what an engine lacks with the row switched off; empty: no engine is served, or exact, without it.
     """
 
     target: str
@@ -40,9 +49,10 @@ class Patch:
     where: Where
     takes: tuple[str, ...] = ()
     first: bool = False
-    since: str = "0.32"
     until: str = ""
     on: Literal["class", "object"] = "class"
+    does: Does = "encloses"
+    loses: str = ""
 
 
 _MOE = "vllm.model_executor.layers.fused_moe"
@@ -63,6 +73,19 @@ ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.tr
 _RUNNERS: tuple[tuple[str, Where], ...] = ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
 _ROUTING = "a draft model whose routing is returned with its drafts"
 _STEP_HOOK = "a plugin hook with the batch before a forward and its tokens after it"
+_ENCLOSES: Does = "encloses"
+_REPLACES: Does = "replaces"
+# Sentences of ``Patch.loses``.
+_NO_FLAGS = "the command line has no --plugin and no --spac-* flags, and engines are configured by additional_config"
+_NO_ROUTES = "servers have no /spac routes: no live page, no statistics, no change of a budget"
+_NO_DRAFTS_WITH_TOKENS = "V1 asks workers in other processes for drafts in a call of its own after each step"
+_NO_CHOICE_V1 = (
+    "with V1, drafts are not chosen, and budgets and predictors that look at drafts are refused, as trees are"
+)
+_NO_CHOICE_V2 = "with V2, the guard is off and all drafts are verified"
+_NO_STATES_V2 = "with V2, predictors that look at the drafter are refused"
+_NO_ROUTING = "prefetch=shadow is refused, and the experts of an MTP head stay in fast memory"
+_NO_TREES_V1, _NO_TREES_V2 = (f"with {runner}, draft trees are refused" for runner in ("V1", "V2"))
 
 PATCHES = (
     Patch(
@@ -71,6 +94,7 @@ PATCHES = (
         "frontend",
         ("parser",),
         until="flags that plugins may add",
+        loses=_NO_FLAGS,
     ),
     Patch(
         f"{ENGINE_ARGS}.from_cli_args",
@@ -78,6 +102,7 @@ PATCHES = (
         "frontend",
         ("args",),
         until="flags that plugins may add",
+        loses=_NO_FLAGS,
     ),
     Patch(
         f"{ENGINE_ARGS}.create_engine_config",
@@ -85,7 +110,13 @@ PATCHES = (
         "frontend",
         until="a hook for plugins that validates a VllmConfig",
     ),
-    Patch(ENDPOINTS, "adds the routes to servers that use spac", "frontend", until="routes for some servers only"),
+    Patch(
+        ENDPOINTS,
+        "adds the routes to servers that use spac",
+        "frontend",
+        until="routes for some servers only",
+        loses=_NO_ROUTES,
+    ),
     Patch(
         f"{LOADER}.load_model",
         "builds the target model of an engine that uses spac with managed experts, and no other model",
@@ -120,6 +151,7 @@ PATCHES = (
         "worker",
         until="splitting ops that are chosen per layer",
         on="object",
+        does=_REPLACES,
     ),
     Patch(
         TILES,
@@ -152,6 +184,8 @@ PATCHES = (
         ("self", "num_draft_tokens"),
         first=True,
         until="an upstream runner that skips it where no request has drafts",
+        does=_REPLACES,
+        loses="with V1, a step that the guard left without drafts is sampled by the rejection sampler",
     ),
     Patch(
         f"{RUNNER_V1}.propose_draft_token_ids",
@@ -159,18 +193,34 @@ PATCHES = (
         "v1",
         ("scheduler_output",),
         until="a draft length that is queried at each step, as in V2",
+        does=_REPLACES,
+        loses=_NO_CHOICE_V1,
     ),
     Patch(
         f"{WORKER}.sample_tokens",
         "drafts return with the tokens of their step",
         "v1",
         until="an engine core that does not ask for drafts in a call of its own",
+        loses=_NO_DRAFTS_WITH_TOKENS,
     ),
     *(
-        Patch(f"{EXECUTOR}.{name}", why, "frontend", takes, until="an engine core that does not ask for drafts apart")
-        for name, why, takes in (
-            ("sample_tokens", "takes the drafts out of the tokens of their step", ("grammar_output", "non_block")),
-            ("take_draft_token_ids", "the worker need not be asked for drafts that came", ()),
+        Patch(
+            f"{EXECUTOR}.{name}",
+            why,
+            "frontend",
+            takes,
+            until="an engine core that does not ask for drafts apart",
+            does=does,
+            loses=_NO_DRAFTS_WITH_TOKENS,
+        )
+        for name, why, takes, does in (
+            (
+                "sample_tokens",
+                "takes the drafts out of the tokens of their step",
+                ("grammar_output", "non_block"),
+                _ENCLOSES,
+            ),
+            ("take_draft_token_ids", "the worker need not be asked for drafts that came", (), _REPLACES),
         )
     ),
     Patch(
@@ -179,6 +229,7 @@ PATCHES = (
         "v1",
         ("kv_cache_config", "is_profiling"),
         until="draft trees",
+        loses=_NO_TREES_V1,
     ),
     Patch(
         f"{RUNNER_V1}._input_fits_in_drafter",
@@ -187,27 +238,33 @@ PATCHES = (
         ("common_attn_metadata",),
         until="draft trees",
         on="object",
+        does=_REPLACES,
+        loses=_NO_TREES_V1,
     ),
     *(
-        Patch(target, why, "v1", takes, until="draft trees", on="object")
-        for target, why, takes in (
+        Patch(target, why, "v1", takes, until="draft trees", on="object", does=does, loses=_NO_TREES_V1)
+        for target, does, why, takes in (
             (
                 "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+                _REPLACES,
                 "a path of each draft tree is accepted, by vLLM's sampler",
                 ("metadata", "draft_probs", "logits", "sampling_metadata"),
             ),
             (
                 "vllm.v1.spec_decode.eagle:EagleProposer.propose",
+                _REPLACES,
                 "a draft tree is grown from vLLM's first pass",
                 ("num_speculative_tokens",),
             ),
             (
                 "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
+                _ENCLOSES,
                 "rows of draft trees are sequences",
                 ("common_prefix_len", "common_attn_metadata"),
             ),
             (
                 "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+                _ENCLOSES,
                 "keys and values of a tree row's ancestors are written to its scratch, too",
                 ("layer", "key", "value", "kv_cache", "slot_mapping"),
             ),
@@ -219,32 +276,38 @@ PATCHES = (
         "v2",
         ("kv_cache_config", "is_profiling"),
         until="draft trees",
+        loses=_NO_TREES_V2,
     ),
     *(
-        Patch(target, why, "v2", takes, until="draft trees", on="object")
-        for target, why, takes in (
+        Patch(target, why, "v2", takes, until="draft trees", on="object", does=does, loses=_NO_TREES_V2)
+        for target, does, why, takes in (
             (
                 "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
+                _ENCLOSES,
                 "rows of draft trees are sequences for the target, and a chain for the drafter",
                 ("input_batch", "cudagraph_mode", "block_tables"),
             ),
             (
                 "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update",
+                _ENCLOSES,
                 "keys and values of a tree row's ancestors are written to its scratch, too",
                 ("layer", "key", "value", "kv_cache", "slot_mapping"),
             ),
             (
                 "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
+                _REPLACES,
                 "a path of each draft tree is accepted, by the draws of vLLM's sampler",
                 ("logits", "input_batch", "draft_logits", "invalid_drafts"),
             ),
             (
                 "vllm.v1.worker.gpu.sample.sampler:Sampler.add_request",
+                _ENCLOSES,
                 "requests whose logits depend on the drafts before a row get chains",
                 ("req_idx", "sampling_params"),
             ),
             (
                 f"{_AUTOREGRESSIVE}.propose",
+                _ENCLOSES,
                 "the drafter gets the accepted rows as a chain",
                 (
                     "input_batch",
@@ -255,9 +318,24 @@ PATCHES = (
                     "dummy_run",
                 ),
             ),
-            (f"{_AUTOREGRESSIVE}.sample_draft", "a tree's first level is drawn from these logits", ("hidden_states",)),
-            (f"{_AUTOREGRESSIVE}._multi_step_decode", "a draft tree is grown from the first pass", ("num_reqs",)),
-            (f"{_AUTOREGRESSIVE}._fused_multi_step_decode", "a draft tree is grown from the first pass", ("num_reqs",)),
+            (
+                f"{_AUTOREGRESSIVE}.sample_draft",
+                _REPLACES,
+                "a tree's first level is drawn from these logits",
+                ("hidden_states",),
+            ),
+            (
+                f"{_AUTOREGRESSIVE}._multi_step_decode",
+                _REPLACES,
+                "a draft tree is grown from the first pass",
+                ("num_reqs",),
+            ),
+            (
+                f"{_AUTOREGRESSIVE}._fused_multi_step_decode",
+                _REPLACES,
+                "a draft tree is grown from the first pass",
+                ("num_reqs",),
+            ),
         )
     ),
     Patch(
@@ -268,15 +346,26 @@ PATCHES = (
         ("hidden_states",),
         until="probabilities of greedy drafts, and hidden states, that a drafter returns",
         on="object",
+        loses=_NO_CHOICE_V1,
     ),
     Patch(
-        f"{PROPOSER}.load_model", "a predictor reads a draft model's routers", "v1", ("target_model",), until=_ROUTING
+        f"{PROPOSER}.load_model",
+        "a predictor reads a draft model's routers",
+        "v1",
+        ("target_model",),
+        until=_ROUTING,
+        loses=_NO_ROUTING,
     ),
     Patch(
-        f"{SPECULATOR}.load_model", "a predictor reads a draft model's routers", "v2", ("target_model",), until=_ROUTING
+        f"{SPECULATOR}.load_model",
+        "a predictor reads a draft model's routers",
+        "v2",
+        ("target_model",),
+        until=_ROUTING,
+        loses=_NO_ROUTING,
     ),
     *(
-        Patch(target, why, "v2", takes, until="hidden states that a drafter returns", on="object")
+        Patch(target, why, "v2", takes, until="hidden states that a drafter returns", on="object", loses=_NO_STATES_V2)
         for target, why, takes in (
             (
                 f"{SPECULATOR}.propose",
@@ -286,7 +375,14 @@ PATCHES = (
             (f"{SPECULATOR}.sample_draft", "a forward of the drafter is over: its states", ("hidden_states",)),
         )
     ),
-    Patch(f"{PROPOSER}.set_inputs_first_pass", "tells the rows to draft from", "v1", until=_ROUTING, on="object"),
+    Patch(
+        f"{PROPOSER}.set_inputs_first_pass",
+        "tells the rows to draft from",
+        "v1",
+        until=_ROUTING,
+        on="object",
+        loses=_NO_ROUTING,
+    ),
     Patch(
         f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK
     ),
@@ -298,12 +394,14 @@ PATCHES = (
         "the KV cache is no larger than requests can use if the user set no size: vLLM takes all RAM that is left",
         "cpu",
         until="a KV cache that vLLM bounds by max_num_seqs requests of max_model_len tokens",
+        loses="on a CPU, the KV cache takes all RAM that is left: set --kv-cache-memory-bytes",
     ),
     Patch(
         f"{CPU_WORKER}.compile_or_warm_up_model",
         "the KV cache, which vLLM has filled with zeros, takes memory only where requests use it",
         "cpu",
         until="a KV cache on the CPU that is allocated without being written to",
+        loses="on a CPU, all of the KV cache is resident from the start",
     ),
     Patch(f"{WORKER}.shutdown", "traces are finished, threads stopped", "worker", until="a shutdown hook for plugins"),
     *(
@@ -312,6 +410,7 @@ PATCHES = (
             "new weights for a running engine are refused: its experts were packed when it started",
             where,
             until="a way for a quant method to refuse an update",
+            does="refuses",
         )
         for runner, where in _RUNNERS
     ),
@@ -321,6 +420,7 @@ PATCHES = (
             "is refused: it would save what is in the slots instead of the experts",
             "worker",
             until="a way for a quant method to refuse being saved",
+            does="refuses",
         )
         for name in ("save_sharded_state", "save_tensorized_model")
     ),
@@ -330,27 +430,62 @@ PATCHES = (
         "v2",
         ("vllm_config",),
         until="a draft length that a plugin provides",
+        loses=_NO_CHOICE_V2,
     ),
-    Patch(f"{SCHEDULER}.schedule", "the guard observes when a step is planned", "v2", on="object"),
+    Patch(f"{SCHEDULER}.schedule", "the guard observes when a step is planned", "v2", on="object", loses=_NO_CHOICE_V2),
     Patch(
         f"{SCHEDULER}.update_from_output",
         "the guard observes when a step has finished",
         "v2",
         ("scheduler_output", "model_runner_output"),
         on="object",
+        loses=_NO_CHOICE_V2,
     ),
 )
 _BY_TARGET = {patch.target: patch for patch in PATCHES}
 
 
+def switched_off() -> dict[str, list[str]]:
+    """Returns what is lost by the rows that the environment switches off -> the targets of all rows that lose it.
+
+    Raises:
+        UnsupportedError: one that it names is not in the table, or cannot be done without.
+    """
+    lost: dict[str, list[str]] = {}
+    for name in _named_off():
+        if name not in _BY_TARGET:
+            known = ", ".join(patch.target for patch in PATCHES if patch.loses)
+            raise UnsupportedError(f"spac: {WITHOUT} names {printable(name)}; what can be switched off is {known}")
+        if not (loses := _BY_TARGET[name].loses):
+            why = _BY_TARGET[name].why
+            raise UnsupportedError(f"spac: {WITHOUT} names {name}, which no engine can do without: {why}; leave it out")
+        lost[loses] = [patch.target for patch in PATCHES if patch.loses == loses]
+    return lost
+
+
+def is_off(target: str) -> bool:
+    """Returns whether the environment switches off ``target``, or another row that loses the same.
+
+    What it must not name is not switched off; ``switched_off`` refuses it before an engine starts.
+    """
+    loses = _BY_TARGET[target].loses
+    return bool(loses) and any(name in _BY_TARGET and _BY_TARGET[name].loses == loses for name in _named_off())
+
+
+def _named_off() -> list[str]:
+    return [name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip()]
+
+
 def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
-    """Replaces ``target`` by ``make(present value)``; a second call does nothing.
+    """Replaces ``target`` by ``make(present value)``; does nothing in a second call, or where it is switched off.
 
     Raises:
         UnsupportedError: this vLLM lacks the name or a parameter of it.
     """
     patch = _BY_TARGET[target]
     assert patch.on == "class", f"{target} is not replaced as a whole"
+    if is_off(target):
+        return
     owner, name, static = _find(patch)
     if getattr(static, "__spac__", False):
         return
@@ -364,6 +499,8 @@ def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
 def require_names(*where: Where) -> None:
     """Checks that this vLLM has every name of these places, with the parameters that its wrapper relies on.
 
+    Rows that are switched off are left out.
+
     Raises:
         UnsupportedError: names the first that is missing.
     """
@@ -374,7 +511,7 @@ def require_names(*where: Where) -> None:
 def missing(*where: Where) -> Iterator[UnsupportedError]:
     """Yields an error for each name of these places that ``require_names`` would refuse."""
     for patch in PATCHES:
-        if patch.where in where:
+        if patch.where in where and not is_off(patch.target):
             try:
                 _find(patch)
             except UnsupportedError as error:
@@ -407,7 +544,8 @@ def _find(patch: Patch) -> tuple[Any, str, Any]:
 def _missing(patch: Patch, what: str) -> UnsupportedError:
     from vllm import __version__
 
+    instead = f", or set {WITHOUT}={patch.target}: {patch.loses}" * bool(patch.loses)
     return UnsupportedError(
         f"spac: vLLM {__version__} {what}, and the plugin needs it: {patch.why}; use a vLLM that it was tested with "
-        "(see the README)"
+        f"(see the README){instead}"
     )

@@ -314,11 +314,10 @@ def draft_bytes(vllm_config: VllmConfig) -> int:
     files = [path for path in Path(draft.model).glob("*.safetensors") if not path.name.startswith("consolidated")]
     nbytes = sum(path.stat().st_size for path in files or Path(draft.model).glob("*.bin"))
     if draft.model == target.model and speculation.method != "draft_model":
-        if speculation.method != "mtp":
-            return 0
         layers = target.get_num_layers(vllm_config.parallel_config)
         predicting = getattr(draft.hf_config, "n_predict", None) or 1
-        nbytes = -(-nbytes * predicting // (layers + predicting))
+        # Of DSpark's stages in the target's checkpoint, no configuration says the size.
+        nbytes = -(-nbytes * predicting // (layers + predicting)) if speculation.method == "mtp" else 0
     if nbytes == 0:
         logger.warning(
             "spac: the size of the draft %s is unknown before it is loaded, so no fast memory is reserved for it; if "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, use
-from vllm_spac.integration.hooks import drafts
+from vllm_spac.integration.hooks import drafts, patches
 from vllm_spac.integration.hooks.ranks import Refusal
 
 if TYPE_CHECKING:
@@ -101,6 +101,10 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     method = vllm_config.speculative_config.method
     head = Remedy("use an EAGLE head", _EAGLE.changes)
     yield method not in ("eagle", "eagle3"), f"drafts of {method}", (head, *chains)
+    hooks = [f"{runner}.initialize_kv_cache" for runner in (patches.RUNNER_V1, patches.RUNNER_V2)]
+    off = drafts.switched_off(vllm_config, (hooks[0], f"{patches.RUNNER_V1}.propose_draft_token_ids"), hooks[1:])
+    if off is not None:
+        yield True, f"these hooks: {off.problem}", (off.remedy, *chains)
     if drafts.plans_drafts(vllm_config):
         yield from _refusals_of_v2(config, vllm_config, chains)
     else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_spac.errors import printable
+from vllm_spac.integration.hooks.patches import WITHOUT
 from vllm_spac.system.flaws import MEDIA
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.machine import cpus_named, spinning
@@ -78,6 +79,12 @@ def plugin(facts: Facts) -> Iterator[Finding]:
 def names(facts: Facts) -> Iterator[Finding]:
     """vLLM has every name that the plugin wraps."""
     found = facts.installation
+    if found.off_refusal:
+        yield Finding(
+            "switched off", "problem", found.off_refusal.removeprefix("spac: "), f"correct or unset {WITHOUT}"
+        )
+    for off in found.off:
+        yield Finding("switched off", "note", f"by {WITHOUT}: {off}", f"unset {WITHOUT} if this vLLM has these names")
     for problem in found.missing:
         yield Finding("vLLM's names", "problem", problem, "install vllm 0.32 or 0.33 as released, without changes")
     if found.names and not found.missing:

@@ -53,6 +53,8 @@ class Installation:
         names: names of vLLM that the plugin needs; ``missing``: what is wrong with those that are not as needed.
         libraries: torch and triton.
         device: None on a CPU build.
+        off: what ``SPAC_WITHOUT_PATCH`` switches off: names of vLLM, and what is lost; ``off_refusal``: why an engine
+            would refuse its value; empty if it would not.
         flaws: what ends the ``vllm`` command, and ``vllm-spac doctor --fix`` mends.
     """
 
@@ -65,6 +67,8 @@ class Installation:
     missing: tuple[str, ...] = ()
     libraries: dict[str, Library] = field(default_factory=dict)
     device: Device | None = None
+    off: tuple[str, ...] = ()
+    off_refusal: str = ""
     flaws: tuple[Flaw, ...] = ()
 
 

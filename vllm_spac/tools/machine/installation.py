@@ -39,6 +39,7 @@ def installation() -> Installation:
             problem = f"vLLM cannot be imported: {type(error).__name__}: {error}"
             return Installation(None, problem, registered, False, plugins, flaws=wrong)
         found = device.query()
+        off, refused = _switched_off()
         places: tuple[patches.Where, ...] = ("frontend", "worker", "v1", "v2")
         places += ("cpu",) if found is None else ("gpu",)
         return Installation(
@@ -46,12 +47,23 @@ def installation() -> Installation:
             registered=registered,
             active=patches.is_wrapped(f"{patches.ENGINE_ARGS}.create_engine_config"),
             plugins=plugins,
-            names=sum(patch.where in places for patch in patches.PATCHES),
+            names=sum(patch.where in places and not patches.is_off(patch.target) for patch in patches.PATCHES),
             missing=tuple(map(str, patches.missing(*places))),
             libraries=dict(_libraries(found is not None)),
             device=None if found is None else _device(found),
             flaws=wrong,
+            off=off,
+            off_refusal=refused,
         )
+
+
+def _switched_off() -> tuple[tuple[str, ...], str]:
+    """Returns what the environment switches off, and why an engine would refuse that; empty if it would not."""
+    try:
+        off = patches.switched_off()
+    except UnsupportedError as error:
+        return (), str(error)
+    return tuple(f"{', '.join(targets)}: {loses}" for loses, targets in off.items()), ""
 
 
 def requirement(name: str) -> str:
