@@ -127,6 +127,15 @@ def without(option: str) -> Remedy:
     return Remedy(f"drop {option} from --speculative-config", {f"--speculative-config.{option}": None})
 
 
+def of_itself(vllm_config: VllmConfig) -> bool:
+    """Whether the draft model is the model itself, so that it drafts with the experts in slots (``self_drafting``)."""
+    speculation, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculation is None or speculation.method != "draft_model" or plans_drafts(vllm_config):
+        return False
+    draft = speculation.draft_model_config
+    return (draft.model, draft.revision) == (model.model, model.revision)
+
+
 def most(vllm_config: VllmConfig) -> int:
     """Returns the most draft tokens that a request has in a step; 0 without speculation."""
     speculation = vllm_config.speculative_config

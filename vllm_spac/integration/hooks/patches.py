@@ -286,7 +286,13 @@ PATCHES = (
             (f"{SPECULATOR}.sample_draft", "a forward of the drafter is over: its states", ("hidden_states",)),
         )
     ),
-    Patch(f"{PROPOSER}.set_inputs_first_pass", "tells the rows to draft from", "v1", until=_ROUTING, on="object"),
+    Patch(
+        f"{PROPOSER}.set_inputs_first_pass",
+        "tells the rows to draft from; a model that drafts for itself reads the token sampled last alone",
+        "v1",
+        ("next_token_ids", "target_positions", "cad", "num_rejected_tokens_gpu"),
+        until=_ROUTING,
+    ),
     Patch(
         f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK
     ),
