@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from compare import METHODS, TOY, compare
+from compare import METHODS, TOY, compare, copied
 from exactness import assert_same_tokens
 
 
@@ -40,8 +40,8 @@ def test_a_budget_that_no_step_exceeds_changes_nothing(tmp_path):
 
 
 def test_a_moe_draft_stays_stock(tmp_path):
-    """The target drafting for itself: every draft is accepted, and the draft's experts are not managed."""
-    draft = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 3}
+    """A copy of the target drafts: every draft is accepted, and the draft's experts are not managed."""
+    draft = {"method": "draft_model", "model": copied(TOY / "target"), "num_speculative_tokens": 3}
     spac = {"slots": "50%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off"}
     stock, run = compare(TOY / "target", [None, spac], speculative_config=draft, max_tokens=16)
     assert_same_tokens(run, stock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.errors import Remedy, add, drop, use
@@ -23,6 +24,7 @@ class Reason(NamedTuple):
 
 _EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
+OTHER_DRAFT_MODEL = Remedy("name a copy of it in another folder, or another draft model", _COPY)
 _V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
@@ -133,6 +135,8 @@ def of_itself(vllm_config: VllmConfig) -> bool:
     if speculation is None or speculation.method != "draft_model" or plans_drafts(vllm_config):
         return False
     draft = speculation.draft_model_config
+    if os.path.isdir(draft.model) and os.path.isdir(model.model):
+        return os.path.samefile(draft.model, model.model)
     return (draft.model, draft.revision) == (model.model, model.revision)
 
 
