@@ -104,6 +104,11 @@ def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refu
         f"{what} with --tensor-parallel-size {ranks} (ranks have different experts in fast memory) is not supported",
         (use(vllm_tensor_parallel_size=1), other),
     )
+    yield (
+        drafts.plans_drafts(vllm_config),
+        f"{what} with V2's runner (which keeps its drafts on the device) is not supported",
+        (drafts.V1, other),
+    )
     yield config.has_workers, f"{what} with {plane(config)} is not supported", (without_workers(config), other)
     yield (
         not config.execution_class.needs_host,

@@ -25,7 +25,7 @@ class Reason(NamedTuple):
 _EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
 OTHER_DRAFT_MODEL = Remedy("name a copy of it in another folder, or another draft model", _COPY)
-_V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
@@ -58,8 +58,8 @@ def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     if hidden := _hidden(speculation, "gives no probabilities", "drafts without logits of the whole vocabulary"):
         return hidden
     if plans_drafts(vllm_config):
-        chains = Remedy(f"drop --spac-tree and {_V1.text}", {**_V1.changes, "tree": None})  # V1 has no trees on a GPU
-        return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else _V1)
+        chains = Remedy(f"drop --spac-tree and {V1.text}", {**V1.changes, "tree": None})  # V1 has no trees on a GPU
+        return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else V1)
     if vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans a step before its drafts are known on the host", IN_ORDER)
     return None
@@ -132,7 +132,7 @@ def without(option: str) -> Remedy:
 def of_itself(vllm_config: VllmConfig) -> bool:
     """Whether the draft model is the model itself, so that it drafts with the experts in slots (``self_drafting``)."""
     speculation, model = vllm_config.speculative_config, vllm_config.model_config
-    if speculation is None or speculation.method != "draft_model" or plans_drafts(vllm_config):
+    if speculation is None or speculation.method != "draft_model":
         return False
     draft = speculation.draft_model_config
     if os.path.isdir(draft.model) and os.path.isdir(model.model):
