@@ -65,9 +65,9 @@ def test_stock_s_tokens_whatever_is_in_slots(knobs: dict, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "glm4_moe", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
 def test_stock_s_tokens_of_other_families(family: str, tmp_path: Path, checkpoint) -> None:
-    """Groups of experts, a bias of the choice, sigmoids, latent attention."""
+    """Softmax with and without renormalisation, and few large experts."""
     model = checkpoint(family)
     [stock] = compare(model, [None], **ASKED)
     [run] = compare(model, [slots(tmp_path)], **ASKED | own(model))

@@ -115,9 +115,15 @@ def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refu
         f"{what} with {plane(config)} (its layers load what they miss) is not supported",
         (use(decisions="host"), other),
     )
+    model = vllm_config.model_config
     yield (
-        bool(vllm_config.model_config.is_hybrid),
+        model.is_hybrid,
         f"{what} whose layers keep a recurrent state, which drafts would change, is not supported",
+        (other,),
+    )
+    yield (
+        model.use_mla,
+        f"{what} with latent attention (MLA), with which vLLM runs no draft model, is not supported",
         (other,),
     )
 
