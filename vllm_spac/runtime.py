@@ -116,6 +116,7 @@ class Runtime:
     Attributes:
         timeline: records events of the forward thread; None: nobody records.
         recordings: the files that are recorded, and why one of them stopped.
+        rerouted: chooses experts in place of the budget, outside of steps; arguments and result as of ``route``.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Runtime:
         self.listeners: list[Listener] = []
         self.recordings = Recordings(trace, saved, clock)
         self.timeline: Timeline | None = None
+        self.rerouted: Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self._clock = clock
         self._failed = failed
         self._step: Step | None = None  # while its layers run
@@ -185,6 +187,8 @@ class Runtime:
         is captured, the launches of the budget are captured into it.
         """
         if self._step is None:
+            if self.rerouted is not None:
+                return self.rerouted(layer, hidden, logits, weights, ids)
             if capturing(ids):
                 return self.budget.capture(layer, logits, weights, ids)
             self.budget.compile(layer, logits, weights, ids)
@@ -259,7 +263,7 @@ class Runtime:
                 )
             self.captured()
         real = self.rows(len(x))
-        as_routed = self._step is not None and real == len(x) and not self.budget.active
+        as_routed = (self._step is not None or self.rerouted is not None) and real == len(x) and not self.budget.active
         rows = Rows(real, as_routed, None if self.recordings.trace is None else self._record)
         timeline = None if self._step is None else self.timeline
         start = 0 if timeline is None else now()

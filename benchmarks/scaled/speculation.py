@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -41,16 +42,19 @@ _EPILOG = """[bold]Example[/]
 python benchmarks/scaled/speculation.py .cache/real/target --machines rtx4090-int4 --slots 25%,50%
 """
 NONE, CHOSEN, ALWAYS = "none", "chosen", "always"
+OWN = "own"
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
 def sides(slots: str, drafter: str) -> list[Side]:
-    """Returns the engine without drafts, and the two with them."""
+    """Returns the engine without drafts, and the two with them; the model's own ones say what is to be read."""
     knobs = {"slots": slots, **PACED, **WATERFILL}
+    drafting = knobs | ({"prefetch": "shadow"} if drafter == OWN else {})
+    speculation = "draft" if drafter == OWN else drafter
     return [
         Side(NONE, knobs),
-        Side(CHOSEN, {**knobs, "guard": "on"}, drafter),
-        Side(ALWAYS, {**knobs, "guard": "off"}, drafter),
+        Side(CHOSEN, {**drafting, "guard": "on"}, speculation),
+        Side(ALWAYS, {**drafting, "guard": "off"}, speculation),
     ]
 
 
@@ -80,7 +84,7 @@ def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     machines: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090-int4,rtx4090",
     slots: Annotated[str, typer.Option(help="Values of --spac-slots.")] = "25%,50%",
-    drafters: Annotated[str, typer.Option(help="Of ngram, eagle3, draft.")] = "ngram,eagle3",
+    drafters: Annotated[str, typer.Option(help="Of ngram, eagle3, draft, own (the model itself).")] = "ngram,eagle3",
     draft_tokens: Annotated[int, typer.Option(min=1, help="Most draft tokens of a step.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: dense beside the model.")] = None,
@@ -99,8 +103,11 @@ def main(
     drafts = plan.Drafts(draft_tokens, *folders)
     try:
         cores, reals = Cores.here(), [Proportions.of(machine) for machine in plan.split(machines)]
-        for drafter in plan.split(drafters):
-            drafts.settings(drafter)
+        by_drafter = {drafter: drafts for drafter in plan.split(drafters)}
+        if OWN in by_drafter:
+            by_drafter[OWN] = replace(drafts, draft=model)
+        for drafter, known in by_drafter.items():
+            known.settings("draft" if drafter == OWN else drafter)
         settings = Settings(
             model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, timeout,
             dtype="float32", environment=cores.environment(),
@@ -124,7 +131,8 @@ def main(
                 for size, drafter in points:
                     arms, point = sides(size, drafter), f"{real.name}, {size}, {drafter}"
                     answered = []
-                    for answers in take_turns([Arm(side) for side in arms], asked.ids, paced):
+                    serving = replace(paced, drafts=by_drafter[drafter])
+                    for answers in take_turns([Arm(side) for side in arms], asked.ids, serving):
                         answered.append(answers)
                         progress.update(task, advance=1, description=point)
                     for which, side in enumerate(arms):

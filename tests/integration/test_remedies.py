@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from compare import copied
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import Remedy, SpacError, flag
@@ -66,12 +67,13 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 }
 EAGLE = {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-COPY = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 4}
+OWN = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 4}
+COPY = OWN | {"model": copied(TOY / "target")}
 OTHER = {"method": "draft_model", "model": str(TOY / "draft"), "num_speculative_tokens": 4}
 # What is not a knob: the machine, and options and variables of vLLM.
 ENGINE: dict[str, tuple[Any, ...]] = {
     "gpu": (True,),
-    "--speculative-config": (EAGLE, NGRAM, COPY, OTHER),
+    "--speculative-config": (EAGLE, NGRAM, COPY, OTHER, OWN),
     "--tensor-parallel-size": (2,),
     "--enable-expert-parallel": (True,),
     "--compilation-config.cudagraph_mode": ("FULL",),

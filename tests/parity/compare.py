@@ -5,8 +5,13 @@ vLLM's CPU build does not survive a second engine with speculative decoding in o
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import os
+import shutil
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +24,15 @@ METHODS = {
     "eagle3": {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4},
     "draft_model": {"method": "draft_model", "model": str(TOY / "draft"), "num_speculative_tokens": 4},
 }
+
+
+@functools.cache
+def copied(model: Path) -> str:
+    """Another folder with the model's files: as a draft model, a copy, and not the model that drafts for itself."""
+    folder = tempfile.mkdtemp(prefix="spac-copy-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(model, folder, copy_function=os.symlink, dirs_exist_ok=True)
+    return folder
 
 
 def compare(model: Path, configurations: list[dict | None], **options) -> list[engines.Run]:

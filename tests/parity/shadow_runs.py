@@ -9,13 +9,27 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import engines
+import forked
 import torch
+from compare import TOY
 
 import vllm_spac
 from vllm_spac.cache.loader import LayerUse
+
+TARGET = TOY / "target"
+
+
+def shadowed(folder: Path, options: dict, **knobs) -> tuple[engines.Run, dict[str, int]]:
+    """What an engine with a shadow says, and how right the shadow was."""
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(folder), "guard": "off", "prefetch": "shadow"} | knobs
+    asked = {"model": str(TARGET), "spac": spac, "options": options}
+    found = forked.answer(forked.run([__file__, json.dumps(asked)]))
+    heard = found.pop("heard")
+    return engines.Run(**found), heard
 
 
 class Listener:
@@ -63,10 +77,10 @@ def main(asked: dict) -> dict:
     """An engine says what it says to ``engines.PROMPTS``."""
     spac, options = asked["spac"], asked["options"]
     LayerUse.counts = lambda *_: False  # else not all reads ahead are the shadow's
-    max_tokens = options.pop("max_tokens", 16)
+    prompts, max_tokens = options.pop("prompts", None), options.pop("max_tokens", 16)
     with engines.engine(asked["model"], spac, **options) as llm:
         llm.collective_rpc(_listen)
-        tokens = engines.say(llm, max_tokens=max_tokens)
+        tokens = engines.say(llm, prompts, max_tokens)
         [stats] = vllm_spac.stats(llm)["workers"]
     return asdict(engines.Run(tokens, stats, options["dtype"])) | {"heard": _heard[0].counts()}
 

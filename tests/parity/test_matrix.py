@@ -14,7 +14,7 @@ from pathlib import Path
 import engines
 import forked
 import pytest
-from compare import METHODS, TOY, program
+from compare import METHODS, TOY, copied, program
 from exactness import FLOAT32, assert_same_tokens
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ from vllm_spac.tools.planning.compatibility_table import Cell, RankCount, cells
 QUICK, ENGINES = 3, 300
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-COPY = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 4}
+COPY = {"method": "draft_model", "model": copied(TOY / "target"), "num_speculative_tokens": 4}
 HEAD = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
 DRAFTS = {"none": None, "chain": METHODS["eagle3"], "tree": HEAD, "copy": COPY}
 # Trees need rows and blocks of their own.

@@ -9,7 +9,7 @@ from pathlib import Path
 import compare
 import forked
 import pytest
-from compare import METHODS, TOY
+from compare import METHODS, TOY, copied
 from engines import Run
 from exactness import FLOAT32, assert_same_tokens, first_difference
 
@@ -112,7 +112,7 @@ def test_same_tokens_whatever_the_ranks_hold(family, spac, method, stock, checkp
 
 # Trees need blocks and rows of their own; a copy of the model is the drafter whose routing a shadow reads.
 TREE = {"tree": 16, "guard": "off"}, {"speculative_config": {"method": "eagle3", "model": str(TOY / "eagle3")}}
-COPY = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 4}
+COPY = {"method": "draft_model", "model": copied(TOY / "target"), "num_speculative_tokens": 4}
 EXPERTS = {"enable_expert_parallel": True}
 
 

@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
-import engines
-import forked
 import pytest
-from compare import TOY, compare
+from compare import compare, copied
 from exactness import FLOAT32, assert_same_tokens
+from shadow_runs import TARGET, shadowed
 
-PROGRAM = Path(__file__).with_name("shadow_runs.py")
-TARGET, LAYERS, TOP_K, DRAFTS = TOY / "target", 6, 8, 4
+LAYERS, TOP_K, DRAFTS = 6, 8, 4
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     """The toy model with its weights rounded to INT8, as bf16: vLLM has no INT8 experts on every CPU."""
-    sys.path.insert(0, str(TOY.parent))
+    sys.path.insert(0, str(TARGET.parents[1]))
     folder = tmp_path_factory.mktemp("copy")
     importlib.import_module("quantize").int8_copy(TARGET, folder / "int8")
     return folder / "int8"
 
 
-def drafting(model: Path) -> dict:
+def drafting(model: Path | str) -> dict:
     speculation = {"method": "draft_model", "model": str(model), "num_speculative_tokens": DRAFTS}
     return FLOAT32 | {"speculative_config": speculation, "max_tokens": 32, "gpu_memory_utilization": 0.2}
-
-
-def shadowed(folder: Path, options: dict, **knobs) -> tuple[engines.Run, dict[str, int]]:
-    """What an engine with a shadow says, and how right the shadow was."""
-    spac = {"slots": "25%", "store": "disk", "disk_dir": str(folder), "guard": "off", "prefetch": "shadow"} | knobs
-    asked = {"model": str(TARGET), "spac": spac, "options": options}
-    found = forked.answer(forked.run([PROGRAM, json.dumps(asked)]))
-    heard = found.pop("heard")
-    return engines.Run(**found), heard
 
 
 def test_stock_s_tokens_and_most_reads_are_used(copy: Path, tmp_path: Path) -> None:
@@ -57,8 +45,8 @@ def test_stock_s_tokens_and_most_reads_are_used(copy: Path, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_the_model_as_its_own_shadow_is_always_right(tmp_path: Path) -> None:
-    """Compiled, a request at a time, and with the guard, which skips drafts by the clock."""
-    options = drafting(TARGET) | {"enforce_eager": False, "max_num_seqs": 1}
+    """A copy in bits, compiled, a request at a time, and with the guard, which skips drafts by the clock."""
+    options = drafting(copied(TARGET)) | {"enforce_eager": False, "max_num_seqs": 1}
     run, heard = shadowed(tmp_path, options)
     [stock] = compare(TARGET, [None], **options)
     assert_same_tokens(run, stock)

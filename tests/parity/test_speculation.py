@@ -9,7 +9,7 @@ import engines
 import forked
 import pytest
 import torch
-from compare import METHODS, TOY, compare, program
+from compare import METHODS, TOY, compare, copied, program
 from exactness import assert_same_tokens
 from safetensors.torch import save_file
 
@@ -142,8 +142,8 @@ def test_drafts_that_the_plugin_knows_nothing_of_are_verified_as_stock_does(tmp_
 
 
 def test_a_moe_draft_stays_stock(tmp_path):
-    """The target drafting for itself: every draft is accepted, and the draft's experts are not managed."""
-    draft = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 3}
+    """A copy of the target drafts: every draft is accepted, and the draft's experts are not managed."""
+    draft = {"method": "draft_model", "model": copied(TOY / "target"), "num_speculative_tokens": 3}
     spac = {"slots": "50%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off"}
     stock, run = compare(TOY / "target", [None, spac], speculative_config=draft, max_tokens=16)
     assert_same_tokens(run, stock)

@@ -9,7 +9,7 @@ import pytest
 import tree_runs
 
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.integration.stepping.tree_scratch import Scratch
+from vllm_spac.methods.trees.tensors import Scratch
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.trace_text import Text
 

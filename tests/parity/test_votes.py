@@ -9,7 +9,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from compare import METHODS, TOY
+from compare import METHODS, TOY, copied
 
 
 def said(tmp_path: Path, settings: list[dict], drafts: dict, prompts: int, max_tokens: int) -> list[dict]:
@@ -45,8 +45,8 @@ def test_alpha_decides_and_0_is_uniform(tmp_path: Path) -> None:
 
 
 def test_weights_are_the_draft_s_probabilities(tmp_path: Path) -> None:
-    """The target drafts for itself: its own log-probabilities of the tokens, one request at a time."""
-    draft = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 3}
+    """A copy of the target drafts: its own log-probabilities of the tokens, one request at a time."""
+    draft = {"method": "draft_model", "model": copied(TOY / "target"), "num_speculative_tokens": 3}
     [exact] = said(tmp_path, [{"votes": "path"}], draft, prompts=1, max_tokens=17)
     [logprobs] = exact["logprobs"]
     verified = [weights for [(_, drafts, weights)] in exact["steps"] if drafts == 3]

@@ -176,6 +176,7 @@ def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() ->
         drafted=drafted,
         serving=SimpleNamespace(draft_states=DraftStates(WIDTH)),
         draft_routing=None,
+        own_drafts=None,
     )
     drafter = Drafter()
     runner = SimpleNamespace(_spac_experts=experts, drafter=drafter, input_batch=SimpleNamespace(req_ids=["a", "b"]))

@@ -89,7 +89,7 @@ class Drafter:
 
 def loaded() -> tuple[DraftRouting, Drafter]:
     model = torch.nn.Sequential(*map(Layer, NAMES))
-    return DraftRouting(model, SHAPE), Drafter(model)
+    return DraftRouting.hooked(model, SHAPE), Drafter(model)
 
 
 def test_the_rows_that_are_drafted_from_with_the_heaviest_expert_first() -> None:
@@ -141,16 +141,17 @@ def test_a_layer_that_was_not_observed_is_logged_once_and_names_nothing(caplog: 
 )
 def test_a_draft_model_of_other_layers_or_experts_is_refused(layers: list[Layer], says: str) -> None:
     with pytest.raises(UnsupportedError, match=f"prefetch=shadow.*{says}"):
-        DraftRouting(torch.nn.Sequential(*layers), SHAPE)
+        DraftRouting.hooked(torch.nn.Sequential(*layers), SHAPE)
 
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_draft_model_is_hooked_when_it_is_loaded_and_looked_at(looks: bool, monkeypatch) -> None:
     target = torch.nn.Sequential(torch.nn.Module())
     runtime = SimpleNamespace(executions=[SimpleNamespace(shape=SHAPE)])
-    experts = SimpleNamespace(reads_draft_routing=looks, draft_routing=None, runtime=runtime)
+    experts = SimpleNamespace(reads_draft_routing=looks, draft_routing=None, own_drafts=None, runtime=runtime)
     target[0].spac_kernel, target[0].spac = None, experts
-    drafter, router = SimpleNamespace(model=None), Router._compute_routing
+    config = SimpleNamespace(speculative_config=None, model_config=None)
+    drafter, router = SimpleNamespace(model=None, vllm_config=config), Router._compute_routing
 
     def load(self, target_model: torch.nn.Module) -> None:
         self.model = torch.nn.Sequential(*map(Layer, NAMES))
@@ -173,7 +174,9 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
         drafting=lambda tokens, read: told.append((tokens.tolist(), read[:, 1].tolist())),
     )
     states = DraftStates(2, TOP_K, unread=-1)
-    experts = SimpleNamespace(runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing)
+    experts = SimpleNamespace(
+        runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing, own_drafts=None
+    )
     drafter.input_ids = torch.zeros(4, dtype=torch.int32)
     drafter.model.compute_logits = lambda hidden: hidden
     batch = SimpleNamespace(req_ids=["a", "b"])

@@ -441,7 +441,8 @@ def test_the_drafters_time_is_recorded(clock) -> None:
         budget=SimpleNamespace(weighs=False), looks_at_drafts=False,
     )  # fmt: skip
     runner = SimpleNamespace(
-        _spac_experts=SimpleNamespace(runtime=runtime), input_batch=SimpleNamespace(req_ids=["a", "b", "c"])
+        _spac_experts=SimpleNamespace(runtime=runtime, own_drafts=None),
+        input_batch=SimpleNamespace(req_ids=["a", "b", "c"]),
     )
 
     def propose(self, plan, tokens):

@@ -10,7 +10,8 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.hooks import drafts
-from vllm_spac.integration.stepping import tree_arguments, tree_scratch
+from vllm_spac.integration.stepping import tree_arguments, tree_scheduler
+from vllm_spac.methods.trees.tensors import Scratch
 
 HEAD = {"method": "eagle3", "model": "head"}
 
@@ -171,7 +172,7 @@ def test_the_v2_runner_does_not_tell_the_guard_which_nodes_were_accepted() -> No
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
-    need = tree_scratch.Scratch(DynamicShape(16), requests=8, block_size=32)
+    need = Scratch(DynamicShape(16), requests=8, block_size=32)
     assert need.count == 8 * 2 * 17, "two blocks per row: a path may cross a block's edge"
     pool = SimpleNamespace(get_num_free_blocks=lambda: 5 * need.count - 1)
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
@@ -181,12 +182,12 @@ def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
     with pytest.raises(ConfigError, match=r"272 of 1359 KV cache blocks .* use --max-num-seqs 7"):
-        tree_scratch.reserve(scheduler, config, need)
+        tree_scheduler.reserve(scheduler, config, need)
 
 
 @pytest.mark.parametrize("shape, sequences", [(DynamicShape(63), 64), (StaticShape(((0,), (1,), (0, 0), (0, 1))), 5)])
 def test_scratch_is_of_rows_and_its_sets_are_disjoint(shape, sequences: int) -> None:
-    blocks = tree_scratch.Scratch(shape, requests=3, block_size=4)
+    blocks = Scratch(shape, requests=3, block_size=4)
     assert blocks.count == 3 * blocks.each * max(sequences, 2 * shape.front)
     for taken in (blocks.trees(3), blocks.levels(3)):
         assert taken.unique().numel() == taken.numel() and int(taken.min()) == 1 and int(taken.max()) <= blocks.count

@@ -196,7 +196,7 @@ def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     runtime = SimpleNamespace(budget=budget, draft_length=lambda: 2, in_prompt=False, looks_at_tokens=weighs)
     runtime.chooser, runtime.timeline, runtime.drafted = Chooser(4), None, lambda drafts, seconds: None
     runtime.looks_at_drafts = False
-    experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
+    experts = SimpleNamespace(runtime=runtime, own_drafts=None, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
     runner = Runner(_spac_experts=experts, drafter=Drafter(list(logits)))
     runner.input_batch = SimpleNamespace(req_ids=["a", "b"], sampling_metadata=SimpleNamespace(all_greedy=False))

@@ -44,6 +44,8 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
     yield from _of_ranks(config, vllm_config)
     if vllm_config.parallel_config.enable_expert_parallel:
         yield from _of_divided_experts(config, vllm_config, gpu)
+    if drafts.of_itself(vllm_config):
+        yield from _of_own_drafts(config, vllm_config)
     yield from _of_guard(config, vllm_config)
     yield from _of_votes(config, vllm_config)
     yield from _of_cpu_experts(config, gpu)
@@ -93,6 +95,41 @@ def _of_divided_experts(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) 
         not config.execution_class.divides_experts,
         f"{plane(config)} with {option} is not supported",
         (instead, _WHOLE),
+    )
+
+
+def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    """A model that is its own draft model drafts with the experts in slots that it can reach."""
+    ranks, other = vllm_config.parallel_config.tensor_parallel_size, drafts.OTHER_DRAFT_MODEL
+    what = "a model that drafts for itself (--speculative-config names it as draft model)"
+    if (off := drafts.switched_off(vllm_config, drafts.OWN_DRAFTS)) is not None:
+        yield True, f"{what} cannot work here: {off.problem}", (off.remedy, other)
+    yield (
+        ranks > 1,
+        f"{what} with --tensor-parallel-size {ranks} (ranks have different experts in fast memory) is not supported",
+        (use(vllm_tensor_parallel_size=1), other),
+    )
+    yield (
+        drafts.plans_drafts(vllm_config),
+        f"{what} with V2's runner (which keeps its drafts on the device) is not supported",
+        (drafts.V1, other),
+    )
+    yield config.has_workers, f"{what} with {plane(config)} is not supported", (without_workers(config), other)
+    yield (
+        not config.execution_class.needs_host,
+        f"{what} with {plane(config)} (its layers load what they miss) is not supported",
+        (use(decisions="host"), other),
+    )
+    model = vllm_config.model_config
+    yield (
+        model.is_hybrid,
+        f"{what} whose layers keep a recurrent state, which drafts would change, is not supported",
+        (other,),
+    )
+    yield (
+        model.use_mla,
+        f"{what} with latent attention (MLA), with which vLLM runs no draft model, is not supported",
+        (other,),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,10 +27,12 @@ class Reason(NamedTuple):
 _EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
 _KNOWN = Remedy("use EAGLE, EAGLE-3 or a draft model", _EAGLE)
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
-_V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+OTHER_DRAFT_MODEL = Remedy("name a copy of it in another folder, or another draft model", _COPY)
+V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
 _PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
+OWN_DRAFTS = f"{patches.PROPOSER}.load_model", f"{patches.PROPOSER}.set_inputs_first_pass", _PROPOSING_V1
 _GUARDED = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash")  # methods that the guard was tried with
 # Methods whose drafts the target verifies as any others, and that nothing of the plugin looks at or shortens. One that
 # is in neither is refused: ``extract_hidden_states`` drafts nothing, and a shorter step would lose what it is for.
@@ -84,8 +87,8 @@ def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     if off := switched_off(vllm_config, (_PROPOSING_V1,)):
         return off
     if plans_drafts(vllm_config):
-        chains = Remedy(f"drop --spac-tree and {_V1.text}", {**_V1.changes, "tree": None})  # V1 has no trees on a GPU
-        return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else _V1)
+        chains = Remedy(f"drop --spac-tree and {V1.text}", {**V1.changes, "tree": None})  # V1 has no trees on a GPU
+        return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else V1)
     if vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans a step before its drafts are known on the host", IN_ORDER)
     return None
@@ -170,6 +173,17 @@ def shows_logits(speculation: SpeculativeConfig) -> bool:
 def without(option: str) -> Remedy:
     """Returns the remedy of leaving ``option`` out of ``--speculative-config``."""
     return Remedy(f"drop {option} from --speculative-config", {f"--speculative-config.{option}": None})
+
+
+def of_itself(vllm_config: VllmConfig) -> bool:
+    """Whether the draft model is the model itself, so that it drafts with the experts in slots (``self_drafting``)."""
+    speculation, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculation is None or speculation.method != "draft_model":
+        return False
+    draft = speculation.draft_model_config
+    if os.path.isdir(draft.model) and os.path.isdir(model.model):
+        return os.path.samefile(draft.model, model.model)
+    return (draft.model, draft.revision) == (model.model, model.revision)
 
 
 def most(vllm_config: VllmConfig) -> int:

@@ -377,10 +377,11 @@ PATCHES = (
     ),
     Patch(
         f"{PROPOSER}.set_inputs_first_pass",
-        "tells the rows to draft from",
+        "tells the rows to draft from; a model that drafts for itself reads the token sampled last alone",
         "v1",
+        ("next_token_ids", "target_positions", "cad", "num_rejected_tokens_gpu"),
         until=_ROUTING,
-        on="object",
+        does="replaces",
         loses=_NO_ROUTING,
     ),
     Patch(

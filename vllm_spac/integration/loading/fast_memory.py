@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
-from vllm_spac.integration.hooks import graphs, patches
+from vllm_spac.integration.hooks import drafts, graphs, patches
 from vllm_spac.integration.hooks.device import is_cpu
 from vllm_spac.integration.hooks.model_host import experts_of
 from vllm_spac.system.host_memory import available_host_bytes, gib, own_memory, release_freed_memory, release_zeros
@@ -309,7 +309,7 @@ def draft_bytes(vllm_config: VllmConfig) -> int:
     """
     speculation, target = vllm_config.speculative_config, vllm_config.model_config
     draft = None if speculation is None else speculation.draft_model_config
-    if draft is None or draft is target:
+    if draft is None or draft is target or drafts.of_itself(vllm_config):
         return 0
     files = [path for path in Path(draft.model).glob("*.safetensors") if not path.name.startswith("consolidated")]
     nbytes = sum(path.stat().st_size for path in files or Path(draft.model).glob("*.bin"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from vllm.platforms import current_platform
 
 from vllm_spac.config.config import SpacConfig
@@ -28,7 +29,7 @@ from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading import ahead, assembly, description, fast_memory
 from vllm_spac.integration.loading.fingerprint import drafter_fingerprint, model_fingerprint
 from vllm_spac.integration.loading.packing import Packing
-from vllm_spac.integration.stepping import draft_handover, draft_planning, runner_v1, runner_v2
+from vllm_spac.integration.stepping import draft_handover, draft_planning, runner_v1, runner_v2, self_drafting
 from vllm_spac.integration.stepping import tree_install as trees
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording.timeline_file import TimelineFacts
@@ -92,6 +93,7 @@ class ModelExperts:
         drafted: probabilities of the drafts that are being verified.
         draft_routing: None until a draft model is loaded whose routers a predictor looks at.
         head: None until an MTP head is loaded whose experts have slots.
+        own_drafts: None unless the model drafts for itself.
     """
 
     def __init__(self, config: SpacConfig, vllm_config: VllmConfig) -> None:
@@ -108,6 +110,7 @@ class ModelExperts:
         self.drafted = DraftProbabilities()
         self.draft_routing: DraftRouting | None = None
         self.head: ModelExperts | None = None
+        self.own_drafts: self_drafting.SelfDrafting | None = None
         self._layers: list[ManagedExperts] = []
         self._plan: LoadPlan | None = None  # between ``prepare`` and ``finish``
 
@@ -220,6 +223,13 @@ class ModelExperts:
         slots = sum(e.residency.slots * e.shape.expert_bytes for e in self.runtime.executions)
         head = 0 if self.head is None else self.head.fast_bytes
         return head + slots + sum(e.host.block.nbytes for e in self.runtime.executions if e.host is not None)
+
+    def drafts_itself(self, chose: Callable[[int, Tensor, Tensor], None] | None) -> None:
+        """The model is its own draft model; ``chose`` as of ``SelfDrafting``."""
+        assert self.runtime is not None
+        layers = [self_drafting.in_slots(layer) for layer in self._layers]
+        self.own_drafts = self_drafting.SelfDrafting(self.runtime, layers, chose)
+        logger.info("spac: the model drafts for itself, with the experts in slots; no draft model is loaded")
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""

@@ -7,15 +7,16 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.hooks import model_host, patches
+from vllm_spac.integration.hooks import drafts, model_host, patches
 from vllm_spac.integration.layers import routers
+from vllm_spac.integration.stepping import self_drafting
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.spac")
 def install() -> None:
     """Hooks the loading of V1's draft model: of its routers, if a predictor looks at them, and of an MTP head; once."""
     patches.wrap(f"{patches.PROPOSER}.load_model", _loading)
+    self_drafting.install()
 
 
 def install_in_v2() -> None:
@@ -37,11 +39,26 @@ def install_in_v2() -> None:
 def _loading(load_model: Callable):
     def loaded(self: SpecDecodeBaseProposer, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         experts = model_host.experts_in(target_model)
+        if experts is not None and drafts.of_itself(self.vllm_config):
+            _share(experts, self, target_model)
+            return
         with model_host.drafting_for(experts):
             load_model(self, target_model, *args, **kwargs)
         _hook(experts, self.model)
 
     return loaded
+
+
+def _share(experts: Any, drafter: SpecDecodeBaseProposer, target_model: torch.nn.Module) -> None:
+    """Lets the target draft for itself; a predictor is told what its routers choose, whether it runs or not."""
+    self_drafting.take(drafter, target_model)
+    chose = None
+    if experts.reads_draft_routing:
+        [execution] = experts.runtime.executions
+        shape = execution.shape
+        experts.draft_routing = routing = DraftRouting(len(shape.layers), shape.top_k, experts.device)
+        chose = routing.chose
+    experts.drafts_itself(chose)
 
 
 def _loading_in_v2(load_model: Callable):
@@ -56,30 +73,41 @@ def _hook(experts: Any, model: torch.nn.Module) -> None:
     """Hooks the routers of a draft ``model``, if a predictor of ``experts``, those of its target, looks at them."""
     if experts is not None and experts.reads_draft_routing:
         [execution] = experts.runtime.executions
-        experts.draft_routing = DraftRouting(model, execution.shape)
+        experts.draft_routing = DraftRouting.hooked(model, execution.shape)
 
 
 class DraftRouting:
     """The experts that the routers of a draft model choose for the tokens that it drafts from.
 
     Args:
-        model: the draft model, before its first forward: its routers are hooked for good.
-        shape: of the target's MoE layers, whose experts stand for those of the same number in the draft model.
-
-    Raises:
-        UnsupportedError: it has other layers or experts, or a kernel that routes them itself.
+        layers: MoE layers of the draft model, which call ``chose``.
+        top_k: experts per token.
+        device: of its routers.
     """
 
-    def __init__(self, model: torch.nn.Module, shape: MoEShape) -> None:
-        layers = [module for module in model.modules() if hasattr(module, "routed_experts")]
-        _check(layers, shape)
-        self._layers, self._top_k = len(layers), shape.top_k
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    def __init__(self, layers: int, top_k: int, device: torch.device) -> None:
+        self._layers, self._top_k, self._device = layers, top_k, device
         self._chosen: dict[int, Tensor] = {}  # of a forward: int [rows, k] by layer
         self._rows: Tensor | None = None  # that the first forward drafts from; None: of each further one, all
         self._reads = self._warned = False
+
+    @classmethod
+    def hooked(cls, model: torch.nn.Module, shape: MoEShape) -> Self:
+        """Returns what hears of the routers of a draft ``model``, before its first forward: they are hooked for good.
+
+        Args:
+            shape: of the target's MoE layers, whose experts stand for those of the same number in the draft model.
+
+        Raises:
+            UnsupportedError: it has other layers or experts, or a kernel that routes them itself.
+        """
+        layers = [module for module in model.modules() if hasattr(module, "routed_experts")]
+        _check(layers, shape)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        found = cls(len(layers), shape.top_k, device)
         for number, layer in enumerate(layers):
-            routers.observe(layer, partial(self._chose, number))
+            routers.observe(layer, partial(found.chose, number))
+        return found
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -131,7 +159,8 @@ class DraftRouting:
             )
         return torch.full((requests, self._layers, self._top_k), -1, device=self._device)
 
-    def _chose(self, layer: int, weights: Tensor, ids: Tensor) -> None:
+    def chose(self, layer: int, weights: Tensor, ids: Tensor) -> None:
+        """The router of a layer chose ``weights`` and ``ids`` [rows, k] in the forward that runs."""
         if self._reads:
             order = weights.argsort(stable=True, dim=1, descending=True)
             self._chosen[layer] = ids.gather(1, order)  # a copy: the original may be overwritten

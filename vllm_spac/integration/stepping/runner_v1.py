@@ -165,6 +165,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
     [requests, drafts]; None where it has none or nothing asks for it.
     """
     experts, logits, routing = managed_experts(self), None, contextlib.nullcontext()
+    alone = contextlib.nullcontext() if experts.own_drafts is None else experts.own_drafts.drafting()
     chooser = experts.runtime.chooser
     observers: list[Callable[[Tensor, Tensor], None]] = []
     if trees_of(self) is None:
@@ -178,7 +179,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
         if chooser is not None and logits is not None:
             observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule))
     try:
-        with routing, observed(self.drafter, observers) if observers else contextlib.nullcontext():
+        with alone, routing, observed(self.drafter, observers) if observers else contextlib.nullcontext():
             drafts = propose(self, scheduler_output, *args, **kwargs)
     except _Enough as stopped:
         drafts = stopped.drafts

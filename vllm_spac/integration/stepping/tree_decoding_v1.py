@@ -18,7 +18,6 @@ from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping import tree_attention
-from vllm_spac.integration.stepping.tree_scratch import Scratch
 from vllm_spac.methods.trees.growth import Chosen, Growth
 from vllm_spac.methods.trees.tensors import (
     FILLER,
@@ -26,6 +25,7 @@ from vllm_spac.methods.trees.tensors import (
     BlockCopies,
     Layout,
     Scattered,
+    Scratch,
     StepTrees,
     TensorRows,
     TreeTensors,

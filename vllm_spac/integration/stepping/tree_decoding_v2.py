@@ -19,13 +19,13 @@ from torch import Tensor
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping.tree_attention import updating
-from vllm_spac.integration.stepping.tree_scratch import Scratch, to_device
 from vllm_spac.methods.trees.growth import Growth
 from vllm_spac.methods.trees.tensors import (
     BlockCopies,
     Layout,
     LevelBatch,
     Scattered,
+    Scratch,
     StepTrees,
     TensorRows,
     TreeTensors,
@@ -223,7 +223,7 @@ class Drafter:
         if self._chain is None or self._logits is None:
             return self._decode(num_reqs, *args, **kwargs)
         speculator = self._speculator
-        chain = to_device(self._chain, speculator.device)
+        chain = _to_device(self._chain, speculator.device)
         reading = self.reading if self.reading is not None and self.reading.wanted else None
         chosen = self._grown(num_reqs, self._logits, reading).chosen()
         if reading is not None:
@@ -380,11 +380,11 @@ class TreeDecodingV2:
         return chains | {name: trees[name] for name in self._layers}
 
     def _take_up(self, batch: InputBatch, layout: Layout, table: Tensor) -> StepTrees:
-        self._requests = to_device(layout.requests, table.device)
+        self._requests = _to_device(layout.requests, table.device)
         self._step = StepTrees(
             self._drafted.take(batch.idx_mapping[self._requests]),
-            TensorRows(*to_device(layout.rows, table.device)),
-            batch.positions[to_device(layout.roots, table.device)].long(),
+            TensorRows(*_to_device(layout.rows, table.device)),
+            batch.positions[_to_device(layout.roots, table.device)].long(),
             table[self._requests],
             self._scratch.trees(len(layout.requests)),
         )
@@ -467,7 +467,7 @@ def expanded(
     batch: InputBatch, step: StepTrees, layout: Layout, table: Tensor, block_size: int
 ) -> tuple[InputBatch, Tensor]:
     """(the batch whose requests are the sequences that attention sees, their block table)."""
-    owner, count = to_device(layout.owner, table.device), len(layout.owner)
+    owner, count = _to_device(layout.owner, table.device), len(layout.owner)
     lengths, tables = step.sequences(owner, batch.seq_lens, table, block_size)
     return dataclasses.replace(
         batch,
@@ -476,9 +476,16 @@ def expanded(
         idx_mapping=batch.idx_mapping[owner],
         idx_mapping_np=batch.idx_mapping_np[layout.owner],
         num_scheduled_tokens=np.diff(layout.starts),
-        query_start_loc=to_device(layout.starts, table.device),
+        query_start_loc=_to_device(layout.starts, table.device),
         query_start_loc_np=layout.starts,
         seq_lens=lengths,
         seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(layout.owner)],
         is_prefilling_np=batch.is_prefilling_np[layout.owner],
     ), tables
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of ``array`` on the device, which neither waits for it nor makes it wait for the host."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    return async_tensor_h2d(array, device=device)

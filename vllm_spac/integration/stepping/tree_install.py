@@ -13,7 +13,7 @@ from vllm_spac.integration.hooks.drafts import plans_drafts
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
 from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
 from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
-from vllm_spac.integration.stepping.tree_scratch import Scratch
+from vllm_spac.methods.trees.tensors import Scratch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -104,14 +104,14 @@ class SpeculatedExecution:
         """Returns weights and ids [rows, k] of rows with predicted ``scores`` and the router's ``logits`` [rows, N]."""
         every = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
         if settings.speculate == "predicted":
-            weights, ids = _best(layer, scores, every)
+            weights, ids = best_of(layer, scores, every)
             return weights.to(natural[0].dtype), ids.to(natural[1].dtype)
         likely = scores.sort(dim=1, descending=True, stable=True).indices[:, : _WIDE * layer.top_k]
         inside = torch.zeros_like(every).scatter_(1, likely, True)
         if layer.resident is not None and settings.when != "all":
             inside |= layer.resident()
         covered = inside.gather(1, natural[1].long()).all(1)
-        return where(covered, natural, _best(layer, logits, inside))
+        return where(covered, natural, best_of(layer, logits, inside))
 
     def _predict(self, target: int, seen: Seen, step: Step) -> None:
         """Keeps the scores of layer ``target``, if there is such a layer and the predictor knows anything about it."""
@@ -125,7 +125,7 @@ class SpeculatedExecution:
                 return
 
 
-def _best(layer: BudgetedLayer, logits: Tensor, inside: Tensor) -> Chosen:
+def best_of(layer: BudgetedLayer, logits: Tensor, inside: Tensor) -> Chosen:
     """Returns weights and ids [rows, k] as the layer's router would choose by ``logits`` among ``inside`` [rows, N]."""
     rule, probs = layer.rule, layer.rule.probs(logits)
     chosen_by, summed = (probs, 1) if rule.bias is None else (probs + rule.bias, 2)

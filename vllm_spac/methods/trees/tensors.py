@@ -9,6 +9,7 @@ tree, and the blocks of the last accepted row are the request's next blocks: the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.methods.trees.growth import Chosen
 
 FILLER = -2  # parent of a row that is no draft: it fills up a chain that is shorter than a tree
@@ -393,3 +395,31 @@ def descend(trees: TreeTensors, tokens: Tensor, known: Tensor, at: Tensor, chose
     match = known & (trees.parents == at[:, None]) & (tokens == chosen[:, None])
     on = match.any(1)
     return torch.where(on, match.int().argmax(1), at), on
+
+
+class Scratch:
+    """The scratch blocks of an engine: the ids 1 to ``count``, which a new pool hands out first (0 is vLLM's own).
+
+    Args:
+        shape: of the trees.
+        requests: most requests of a step.
+        block_size: tokens per block.
+        device: where the ids are used.
+    """
+
+    def __init__(self, shape: TreeShape, requests: int, block_size: int, device: torch.device | str = "cpu") -> None:
+        self.each = scratch_blocks(shape.depth, block_size)
+        self._rows, self._front = shape.nodes + 1, shape.front
+        self.count = requests * self.each * max(self._rows, 2 * self._front)
+        self._ids = torch.arange(1, self.count + 1, device=device)
+
+    def trees(self, count: int) -> Tensor:
+        """Blocks of all rows of ``count`` trees of a step, int64 [count, n + 1, blocks of each]."""
+        return self._of(count, self._rows)
+
+    def levels(self, requests: int) -> Tensor:
+        """Blocks of two levels of growth, int64 [2, requests, front, blocks of each]."""
+        return self._of(2, requests, self._front)
+
+    def _of(self, *parts: int) -> Tensor:
+        return self._ids[: math.prod(parts) * self.each].view(*parts, self.each)

@@ -137,16 +137,15 @@ def _problem(cell: Cell) -> str:
 def _engine(cell: Cell) -> Any:
     """What ``compatibility`` reads of vLLM's configuration, as vLLM makes it of such options."""
     gpu, ranks = cell.platform == "gpu", cell.ranks
-    model = SimpleNamespace(
-        get_total_num_hidden_layers=lambda: 1, get_num_experts=lambda: 1, get_num_experts_per_tok=lambda: 1
-    )
+    sizes = {f"get_{name}": lambda: 1 for name in ("total_num_hidden_layers", "num_experts", "num_experts_per_tok")}
+    model, draft = (SimpleNamespace(model=name, revision=None, **sizes) for name in ("MODEL", "COPY"))
     method = _METHODS.get(cell.speculation)
     speculation = SimpleNamespace(
         method=method,
         parallel_drafting=False,
         use_local_argmax_reduction=False,
         use_heterogeneous_vocab=False,
-        draft_model_config=model,
+        draft_model_config=draft,
     )
     return SimpleNamespace(
         model_config=model,
