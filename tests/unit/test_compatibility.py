@@ -65,13 +65,15 @@ def engine(method: str, v2: bool = False, **speculation: object) -> SimpleNamesp
     """As much of a ``VllmConfig`` as these rules read."""
     speculation = {"parallel_drafting": method in ("dflash", "dspark")} | speculation
     hidden = {"use_local_argmax_reduction": False, "use_heterogeneous_vocab": False}
+    model, draft = (SimpleNamespace(model=name, revision=None) for name in ("MODEL", "DRAFT"))
     return SimpleNamespace(
         use_v2_model_runner=v2,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, enable_expert_parallel=False, distributed_executor_backend="uni"
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False),
-        speculative_config=SimpleNamespace(method=method, **hidden, **speculation),
+        speculative_config=SimpleNamespace(method=method, draft_model_config=draft, **hidden, **speculation),
+        model_config=model,
     )
 
 

@@ -177,10 +177,10 @@ def without(option: str) -> Remedy:
 
 def of_itself(vllm_config: VllmConfig) -> bool:
     """Whether the draft model is the model itself, so that it drafts with the experts in slots (``self_drafting``)."""
-    speculation, model = vllm_config.speculative_config, vllm_config.model_config
+    speculation = vllm_config.speculative_config
     if speculation is None or speculation.method != "draft_model":
         return False
-    draft = speculation.draft_model_config
+    draft, model = speculation.draft_model_config, vllm_config.model_config
     if os.path.isdir(draft.model) and os.path.isdir(model.model):
         return os.path.samefile(draft.model, model.model)
     return (draft.model, draft.revision) == (model.model, model.revision)
