@@ -46,7 +46,12 @@ BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}
  point.perplexity_change_error|pct ~ ' %'}) %}
 {% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}{% endfor %}"""
 SCORES = "{% set flat, real = result('toy_moe_spac').spread, result('real_moe_spac').spread %}"
+OWN = """{% set own = {} %}{% for row in result('real_drafts').rows if row.drafter == 'self25' %}
+{% do own.update({row.machine: row}) %}{% endfor %}"""
 SENTENCES = (
+    OWN + "slots emits {{ own['rtx4090'].at_four.tokens_per_step|f }} tokens. *Calculated*, that is"
+    " {{ own['rtx4090'].gain['4']|f }} times the tokens/s on an RTX 4090, and"
+    " {{ own['rtx4090 + CPU experts'].gain['4']|f }} times where",
     SCORES + "{{ flat.frequency.mean[0]|f(1) }} and {{ flat.frequency.mean[-1]|f(1) }} (flat),"
     " {{ real.frequency.mean[0]|f(1) }} and {{ real.frequency.mean[-1]|f(1) }} (real model)",
     BUDGETS + "perplexity {{ points[('selected', 24)] }} and {{ points[('selected', 16)] }},"
