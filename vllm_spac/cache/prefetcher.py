@@ -234,6 +234,11 @@ class Prefetcher:
         self._unread(gone)
         return gone
 
+    def give_up(self, layer: range) -> None:
+        """A layer runs with what has arrived: cancels the reads of its keys that have not begun."""
+        self.reap()
+        self.cancel([key for key in self._ahead.keys if key in layer])
+
     def take_over(self, keys: Sequence[int]) -> list[int]:
         """Cancels those of ``keys`` whose read has not begun, to be loaded on demand into their slots; returns them."""
         gone = self._ahead.cancel(keys)
@@ -279,9 +284,9 @@ class Prefetcher:
         if self._damaged:
             self._damaged.difference_update(np.asarray(keys).tolist())
         if len(keys):
-            self._proceed(int(max(keys)) // self._layer_experts)
+            self.proceed(int(max(keys)) // self._layer_experts)
 
-    def _proceed(self, layer: int) -> None:
+    def proceed(self, layer: int) -> None:
         """Starts further reads; the experts of ``layer`` are about to run."""
         if self.queue or self._ahead.keys:
             self.top_up((layer + 1) * self._layer_experts)
