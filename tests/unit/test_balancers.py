@@ -215,8 +215,6 @@ def test_balancers_count_the_drafts_of_the_last_steps():
     assert balancer.gamma == pytest.approx(6)
 
 
-
-
 def test_threshold_divides_misses_by_score():
     balancer = build("threshold", misses="load")
     rng = np.random.default_rng(2)
