@@ -150,7 +150,7 @@ def refusal(state: State) -> SpacError | None:
     except SpacError as error:
         return OfKnobs(str(error)).solved_as(error)
     try:
-        with presets.or_without(config.preset):
+        with presets.or_without(config):
             check(config, {name: value for name, value in settings.items() if name not in knobs})
     except SpacError as error:
         return error

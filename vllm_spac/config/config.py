@@ -235,7 +235,7 @@ class SpacConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SpacConfig:
-        with presets.or_without(self.preset):
+        with presets.or_without(self):
             rules.check(self)
         return self
 

@@ -93,11 +93,16 @@ def announce(name: str, given: Mapping[str, Any], lossy: bool) -> None:
 
 
 @contextmanager
-def or_without(preset: str | None) -> Iterator[None]:
-    """Adds to a refusal raised inside the block that ``preset``, if there is one, may be dropped."""
+def or_without(config: Any) -> Iterator[None]:
+    """In a refusal raised inside the block: to drop a knob that the preset of a ``SpacConfig`` set is to drop that."""
     try:
         yield
     except SpacError as error:
-        if preset is None or not error.problem:
+        knobs = {} if config.preset is None else PRESETS[config.preset].knobs
+        ours = {name for name, value in knobs.items() if str(getattr(config, name)) == str(value)}
+        left = [
+            each for each in error.remedies if not any(each.changes[name] is None for name in ours & set(each.changes))
+        ]
+        if len(left) == len(error.remedies):
             raise
-        raise type(error).refused(error.problem, *error.remedies, drop("preset")) from None
+        raise type(error).refused(error.problem, *left, drop("preset")) from None

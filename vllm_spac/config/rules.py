@@ -210,6 +210,7 @@ def _check_preset(config: Any) -> None:
         raise _refused(
             f"preset={config.preset} (--spac-preset) prefetches by {config.prefetch}, which is trained for a model",
             add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+            drop("preset"),
         )
 
 

@@ -57,7 +57,11 @@ def _of_preset(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]
     preset = None if config.preset is None else PRESETS[config.preset]
     if preset is not None and preset.drafts is not None:
         without = vllm_config.speculative_config is None
-        yield without, f"{_given(config, 'preset')} verifies drafts, and nothing drafts", (preset.drafter,)
+        yield (
+            without,
+            f"{_given(config, 'preset')} verifies drafts, and nothing drafts",
+            (preset.drafter, drop("preset")),
+        )
 
 
 def _of_workers(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:

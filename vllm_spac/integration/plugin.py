@@ -38,7 +38,7 @@ def _checked(create_engine_config: Callable):
             config = config_of(self.additional_config)
             if config is None:
                 return create_engine_config(self, *args, **kwargs)
-            with presets.or_without(config.preset):
+            with presets.or_without(config):
                 return _create(self, config, *args, **kwargs)
         except SpacError as error:
             if not getattr(self, "spac_command", False):
