@@ -137,7 +137,7 @@ def main(
     by_kind = {kind: [one.trace for name, one in loaded.items() if name.startswith(kind)] for kind in (PLAIN, DRAFTED)}
     if not all(by_kind.values()):
         raise typer.BadParameter(f"traces whose names begin with {PLAIN} and with {DRAFTED} are needed: record.py")
-    facts = by_kind[PLAIN][0].facts
+    known, facts = spread.known(loaded), by_kind[PLAIN][0].facts
     asked = [float(share) for share in shares.split(",")]
     tables = {name: systems for name, systems in TABLES.items() if name != "table3" or facts.layers >= DEEPSEEK[0]}
     rows = [(table, name, share) for table, systems in tables.items() for name in systems for share in asked]
@@ -149,7 +149,7 @@ def main(
         of_kind = [cut(each, layers, top_k, system.tokens) for each in by_kind[DRAFTED if system.drafts else PLAIN]]
         cell = measured(of_kind, system, scaled(Costs.read(machine), layers), share, nbytes)
         found[table].setdefault(name, []).append(cell)
-    result = spread.known(loaded) | {
+    result = known | {
         "how": "simulated",
         "profile": scaled(Costs.read(machine), facts.layers).model_dump(mode="json"),
         "expert_bytes": EXPERT_BYTES,

@@ -100,9 +100,7 @@ def or_without(config: Any) -> Iterator[None]:
     except SpacError as error:
         knobs = {} if config.preset is None else PRESETS[config.preset].knobs
         ours = {name for name, value in knobs.items() if str(getattr(config, name)) == str(value)}
-        left = [
-            each for each in error.remedies if not any(each.changes[name] is None for name in ours & set(each.changes))
-        ]
+        left = [each for each in error.remedies if not ours & {name for name, to in each.changes.items() if to is None}]
         if len(left) == len(error.remedies):
             raise
         raise type(error).refused(error.problem, *left, drop("preset")) from None
