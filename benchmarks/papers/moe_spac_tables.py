@@ -184,14 +184,14 @@ def cut(trace: Trace, layers: int, top_k: int, tokens: int | None) -> Trace:
         return trace
     kept = (trace.record_layer < layers) & (trace.record_step < steps)
     rows = slice(0, int(trace.row_start[steps]))
+    of_rows = {"row_back": trace.row_back, "row_accepted": trace.row_accepted}
     return Trace.of(
         replace(facts, layers=layers, top_k=top_k),
         step_kind=trace.step_kind[:steps],
         step_rows=trace.step_rows[:steps],
         step_tokens=trace.step_tokens[:steps],
         row_kind=trace.row_kind[rows],
-        row_back=None if trace.row_back is None else trace.row_back[rows],
-        row_accepted=None if trace.row_accepted is None else trace.row_accepted[rows],
+        **{name: column[rows] for name, column in of_rows.items() if column is not None},
         record_step=trace.record_step[kept],
         record_layer=trace.record_layer[kept],
         ids=trace.ids[np.repeat(kept, np.diff(trace.record_start)), :top_k],
