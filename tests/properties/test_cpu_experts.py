@@ -305,18 +305,12 @@ def test_the_cpu_computes_what_is_still_being_read(make) -> None:
     torch.testing.assert_close(out, layers.all_hot(0, x, weights, PAIR), rtol=0, atol=1e-5)
     assert pool.counters.cpu_experts == 2 and pool.counters.hits == pool.counters.prefetch_late == 0
     assert list(pool._transfers.ahead.keys) == [0]
-    gate.set()
     pool.end_forward()
-    until_ready(pool, 0)
     pool.begin_step(VERIFY)
+    gate.set()
+    pool._transfers.ahead._tickets[0].done.result(30)
     layers.forward(0, x, weights, PAIR)
     assert (pool.counters.prefetch_hits, pool.counters.hits, pool.counters.cpu_experts) == (1, 1, 3)
-
-
-def until_ready(pool: SlotExecution, key: int) -> None:
-    deadline = time.monotonic() + 30
-    while pool.residency.is_loading(key) and time.monotonic() < deadline:
-        pool._loader.prefetcher.reap()
 
 
 def test_layers_that_hit_nothing_let_the_prefetcher_go_on(make) -> None:

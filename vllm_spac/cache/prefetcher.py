@@ -234,11 +234,6 @@ class Prefetcher:
         self._unread(gone)
         return gone
 
-    def give_up(self, layer: range) -> None:
-        """A layer runs with what has arrived: cancels the reads of its keys that have not begun."""
-        self.reap()
-        self.cancel([key for key in self._ahead.keys if key in layer])
-
     def take_over(self, keys: Sequence[int]) -> list[int]:
         """Cancels those of ``keys`` whose read has not begun, to be loaded on demand into their slots; returns them."""
         gone = self._ahead.cancel(keys)
