@@ -125,6 +125,5 @@ def test_counts_are_the_engine_s(spac, balancer, speculation, tmp_path: Path, mo
     found = replay.counters.snapshot()
     assert {name: found[name] for name in COUNTED} == {name: stats[name] for name in COUNTED}
     assert np.array_equal(replay.residency.owner, residency.owner)
-    assert (
-        stats["hits"] and (stats["loads"] or balancer == "threshold") and (balancer == "none" or stats["cpu_experts"])
-    )
+    assert stats["hits"] and (balancer == "none" or stats["cpu_experts"])
+    assert stats["loads"] or balancer == "threshold"
