@@ -1,16 +1,15 @@
-"""MoE-SpAc's tables 2 and 4 and figures 5 and 6, simulated on recorded routing: milliseconds per token.
+"""MoE-SpAc's tables 2 to 4 and figures 5 and 6, simulated on recorded routing: milliseconds per token.
 
 The serving code runs on a virtual clock (``vllm-spac simulate``) with the costs of a profile, for experts of
 Qwen3-30B-A3B in bf16. What a step and a draft token take outside of experts is scaled to the layers of the recorded
 model. Rows with drafts replay the traces of 8 drafts of a dense model, the others those without. Exact: no row changes
-a token.
-
-Reads ahead are limited as in serving (``extra`` of ``--spac-prefetch``), but for the row that says so.
+a token. Reads ahead are limited as in serving (``extra`` of ``--spac-prefetch``).
 
 Table 2: the systems' eviction and division of misses, not the systems: theirs also differ in kernels and formats.
-Table 4: MoE-SpAc's recipe without one of its parts. Figure 5 (right): the recipe by K, the greatest score. Figure 6:
-whether memory serves better as slots or for a drafter. The paper's speeds are of another model on a real RTX 4090
-(arXiv:2603.09983).
+Table 3: the shape of DeepSeek-V2-Lite, cut out of a recorded model that is no smaller: its first 26 layers, of each
+choice the first 6, and experts of 17.3 MB. Table 4: MoE-SpAc's recipe without one of its parts, and our variants of it.
+Figure 5: the recipe by generated tokens (middle), and by K, the greatest score (right). Figure 6: whether memory serves
+better as slots or for a drafter. The paper's speeds are of other models on a real RTX 4090 (arXiv:2603.09983).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -33,10 +33,12 @@ import spread
 from common import RESULTS, show, write_result
 from proportions import EXPERT_PARAMETERS, LAYERS
 
+from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.recording.trace_file import Trace
+from vllm_spac.recording.trace_file import STEP_KINDS, Trace
 from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.trace_statistics import draft_depths
 
 EXPERT_BYTES = 2 * EXPERT_PARAMETERS
 PLAIN, DRAFTED = "none1", "draft8_1"  # names of traces begin with these
@@ -47,25 +49,26 @@ class System:
     """Knobs of a row.
 
     Attributes:
-        extra: limit of reads ahead; None: no limit, which serving does not have.
         drafts: whether it speculates, with a drafter in ``drafter`` % of the experts' memory.
+        tokens: about so many tokens at the start of the traces are served; None: all.
     """
 
     policy: str
     balancer: str = "none"
     prefetch: str = "off"
-    extra: float | None = EXTRA
     drafts: bool = False
     drafter: float = 0
-
-    @property
-    def reads(self) -> str:
-        """Reads ahead with their limit."""
-        limited = self.prefetch != "off" and self.extra is not None
-        return f"{self.prefetch}@extra={self.extra}" if limited else self.prefetch
+    tokens: int | None = None
 
 
-RECIPE = System("utility", "threshold", "utility", drafts=True)
+def recipe(estimator: str = "", balancer: str = "") -> System:
+    """Returns the knobs of the preset ``moe-spac``, with further arguments of its estimator and of its balancer."""
+    knobs = PRESETS["moe-spac"].knobs
+    prefetch = f"{knobs['prefetch']}@extra={EXTRA}{estimator}"
+    return System(knobs["policy"] + estimator, knobs["cpu_experts"] + balancer, prefetch, drafts=True)
+
+
+RECIPE = recipe()
 SYSTEMS = {
     "layer_lru (Mixtral-Offloading)": System("layer_lru"),
     "lfu": System("lfu"),
@@ -79,22 +82,22 @@ SYSTEMS = {
 }
 ABLATIONS = {
     "MoE-SpAc": RECIPE,
-    "without SpecUE (K = 1)": replace(
-        RECIPE, policy="utility@upper=1", balancer="threshold@upper=1", prefetch="utility@upper=1"
-    ),
-    "without AdaBC (boundaries 3, 1)": replace(
-        RECIPE, policy="utility@boundaries=(3,1)", prefetch="utility@boundaries=(3,1)"
-    ),
-    "without HetWB (threshold 2)": replace(RECIPE, balancer="threshold@fixed=2"),
+    "without SpecUE (K = 1)": recipe("@upper=1", "@upper=1"),
+    "without AdaBC (boundaries 3, 1)": recipe("@boundaries=(3,1)"),
+    "without HetWB (threshold 2)": recipe(balancer="@fixed=2"),
     "without CPU experts": replace(RECIPE, balancer="none"),
     "without SG-Prefetcher": replace(RECIPE, prefetch="off"),
-    "without the limit of reads ahead": replace(RECIPE, extra=None),
     "without SG-Evictor (lru)": replace(RECIPE, policy="lru"),
     "without drafts": replace(RECIPE, drafts=False),
+    "used experts keep their scores": replace(RECIPE, policy="utility"),
+    "hot misses are loaded on demand": recipe(balancer="@misses=load"),
+    "evicts by reuse": replace(RECIPE, policy="reuse"),
 }
-UPPER = {
-    f"K = {upper}": System(f"utility@upper={upper}", f"threshold@upper={upper}", f"utility@upper={upper}", drafts=True)
-    for upper in (1, 2, 4, 8)
+UPPER = {f"K = {upper}": recipe(f"@upper={upper}", f"@upper={upper}") for upper in (1, 2, 4, 8)}
+LENGTHS = {
+    f"{name}, {'all' if tokens is None else tokens} tokens": replace(SYSTEMS[name], tokens=tokens)
+    for name in ("MoE-SpAc", "reuse, CPU experts, drafts")
+    for tokens in (128, 256, 512, None)
 }
 DRAFTER = 8.0  # percent: Qwen3-4B in FP8 over the experts of Qwen3-30B-A3B, appendix A.1
 MEMORY = {
@@ -103,12 +106,20 @@ MEMORY = {
     "CPU experts, no drafts": System("reuse", "waterfill"),
     "CPU experts, drafter in 8 % of the memory": System("reuse", "waterfill", drafts=True, drafter=DRAFTER),
 }
-TABLES = {"table2": SYSTEMS, "table4": ABLATIONS, "figure5": UPPER, "figure6": MEMORY}
+TABLES = {
+    "table2": SYSTEMS,
+    "table3": SYSTEMS,
+    "table4": ABLATIONS,
+    "figure5_length": LENGTHS,
+    "figure5": UPPER,
+    "figure6": MEMORY,
+}
+DEEPSEEK = (26, 6, 2 * 3 * 2048 * 1408)  # DeepSeek-V2-Lite: MoE layers, experts per token, bytes of an expert in bf16
 EXAMPLES = """[bold]Examples[/]
 
 moe_spac_tables.py benchmarks/traces --output /tmp/flat.json
 
-moe_spac_tables.py benchmarks/traces/local --shares 17,25 --machine h200
+moe_spac_tables.py benchmarks/traces/real --shares 17,25 --machine h200
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -126,23 +137,28 @@ def main(
     by_kind = {kind: [one.trace for name, one in loaded.items() if name.startswith(kind)] for kind in (PLAIN, DRAFTED)}
     if not all(by_kind.values()):
         raise typer.BadParameter(f"traces whose names begin with {PLAIN} and with {DRAFTED} are needed: record.py")
-    costs = scaled(Costs.read(machine), by_kind[PLAIN][0].facts.layers)
+    known, facts = spread.known(loaded), by_kind[PLAIN][0].facts
     asked = [float(share) for share in shares.split(",")]
-    rows = [(table, name, share) for table, systems in TABLES.items() for name in systems for share in asked]
-    found: dict[str, Any] = {table: {} for table in TABLES}
+    tables = {name: systems for name, systems in TABLES.items() if name != "table3" or facts.layers >= DEEPSEEK[0]}
+    rows = [(table, name, share) for table, systems in tables.items() for name in systems for share in asked]
+    found: dict[str, Any] = {table: {} for table in tables}
     for table, name, share in track(rows, "simulating", console=Console(stderr=True), transient=True):
-        system = TABLES[table][name]
-        of_kind = by_kind[DRAFTED if system.drafts else PLAIN]
-        found[table].setdefault(name, []).append(measured(of_kind, system, costs, share))
-    result = spread.known(loaded) | {
+        system, (layers, top_k, nbytes) = tables[table][name], (facts.layers, facts.top_k, EXPERT_BYTES)
+        if table == "table3":
+            layers, top_k, nbytes = DEEPSEEK
+        of_kind = [cut(each, layers, top_k, system.tokens) for each in by_kind[DRAFTED if system.drafts else PLAIN]]
+        cell = measured(of_kind, system, scaled(Costs.read(machine), layers), share, nbytes)
+        found[table].setdefault(name, []).append(cell)
+    result = known | {
         "how": "simulated",
-        "profile": costs.model_dump(mode="json"),
+        "profile": scaled(Costs.read(machine), facts.layers).model_dump(mode="json"),
         "expert_bytes": EXPERT_BYTES,
+        "table3_shape": dict(zip(("layers", "top_k", "expert_bytes"), DEEPSEEK, strict=True)),
         "shares_percent": asked,
         **found,
     }
     write_result(output, spread.nan_to_none(result))
-    for table in TABLES:
+    for table in tables:
         lines = [
             {"system": name, **{f"{share:g} %": cell["tpot_ms"] for share, cell in zip(asked, cells, strict=True)}}
             for name, cells in result[table].items()
@@ -156,7 +172,42 @@ def scaled(costs: Costs, layers: int) -> Costs:
     return costs.model_copy(update={"other": costs.other * part, "draft": costs.draft * part})
 
 
-def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float) -> dict[str, Any]:
+def cut(trace: Trace, layers: int, top_k: int, tokens: int | None) -> Trace:
+    """Returns the first ``layers`` of a trace and the first ``top_k`` of its choices, as far as ``tokens`` are served.
+
+    The experts of a row come in the order of their scores.
+    """
+    facts = trace.facts
+    served = np.cumsum(trace.step_tokens)
+    steps = trace.steps if tokens is None else min(trace.steps, int(np.searchsorted(served, tokens)) + 1)
+    if (layers, top_k, steps) == (facts.layers, facts.top_k, trace.steps):
+        return trace
+    kept = (trace.record_layer < layers) & (trace.record_step < steps)
+    rows = slice(0, int(trace.row_start[steps]))
+    of_rows = {"row_back": trace.row_back, "row_accepted": trace.row_accepted}
+    return Trace.of(
+        replace(facts, layers=layers, top_k=top_k),
+        step_kind=trace.step_kind[:steps],
+        step_rows=trace.step_rows[:steps],
+        step_tokens=trace.step_tokens[:steps],
+        row_kind=trace.row_kind[rows],
+        **{name: column[rows] for name, column in of_rows.items() if column is not None},
+        record_step=trace.record_step[kept],
+        record_layer=trace.record_layer[kept],
+        ids=trace.ids[np.repeat(kept, np.diff(trace.record_start)), :top_k],
+    )
+
+
+def outside(trace: Trace, costs: Costs) -> float:
+    """Returns the seconds per token that steps take outside of experts, and for drafts, as ``Outcome.tpot`` counts."""
+    depths, generating = draft_depths(trace), trace.step_kind != STEP_KINDS.index("prefill")
+    deepest = np.maximum.reduceat(depths, trace.row_start[:-1])[generating]
+    return float((costs.other + deepest * costs.draft).sum() / trace.step_tokens[generating].sum())
+
+
+def measured(
+    traces: Sequence[Trace], system: System, costs: Costs, share: float, nbytes: int = EXPERT_BYTES
+) -> dict[str, Any]:
     """Returns the figures of one row at one share of slots: the median over ``traces``, and the range of TPOT."""
     runs = [
         simulate(
@@ -165,8 +216,8 @@ def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float
             costs,
             policy=system.policy,
             balancer=system.balancer,
-            prefetch=system.reads,
-            expert_bytes=EXPERT_BYTES,
+            prefetch=system.prefetch,
+            expert_bytes=nbytes,
         )
         for trace in traces
     ]
@@ -174,10 +225,12 @@ def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float
     asked = [run.hits + run.misses + run.cpu for run in runs]
     return {
         "tpot_ms": round(statistics.median(tpot), 4),
+        "outside_ms": round(statistics.median(1e3 * outside(trace, costs) for trace in traces), 4),
         "tpot_ms_range": [round(min(tpot), 4), round(max(tpot), 4)],
         "hit_rate": round(statistics.median(run.hit_rate for run in runs), 4),
         "cpu_share": round(statistics.median(run.cpu / all for run, all in zip(runs, asked, strict=True)), 4),
         "loads_per_step": round(statistics.median(run.loads / run.steps for run in runs), 2),
+        "prefetches_per_step": round(statistics.median(run.prefetches / run.steps for run in runs), 3),
         "prefetch_hits_per_step": round(statistics.median(run.prefetch_hits / run.steps for run in runs), 3),
     }
 

@@ -407,6 +407,19 @@ class AgainstScores(Against):
     def gone(self, key: int) -> None:
         del self.last[key]
 
+    @rule(key=keys)
+    def insert_ahead(self, key: int) -> None:
+        if key not in self.policy:
+            self.policy.insert_ahead(key)
+            self.used(key)
+            self.fresh.discard(key)
+
+    @invariant()
+    def recycles_what_was_used(self) -> None:
+        if hasattr(self, "policy"):
+            recycled = {key for key in self.held() if key in self.policy.recycled}
+            assert recycled == (self.held() & self.fresh if self.recycle else set())
+
     @rule(counts=row_counts)
     def observe(self, counts: np.ndarray) -> None:
         self.policy.observe(counts)

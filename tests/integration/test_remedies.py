@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from compare import copied
 
+from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import Remedy, SpacError, flag
 from vllm_spac.tools.planning import compatibility_table
@@ -32,6 +33,7 @@ PREDICTORS = ("auto", "draft_gate", "frequency", "gate", "hybrid", "linear", "ne
 
 # Values of each knob other than its default. Numbers whose size alone matters have one.
 KNOBS: dict[str, tuple[Any, ...]] = {
+    "preset": ("moe-spac", "sp-moe"),
     "slots": ("100%", "8", "2k"),
     "store": ("host", "disk"),
     "disk_dir": ("/tmp/spac",),
@@ -61,7 +63,6 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "speculate": ("predicted", "restricted"),
     "calibration": ("FILE",),
     "tuned": ("off",),
-    "tuned_allow": ("lossy",),
     "page": (True,),
     "control": (True,),
 }
@@ -151,7 +152,8 @@ def refusal(state: State) -> SpacError | None:
     except SpacError as error:
         return OfKnobs(str(error)).solved_as(error)
     try:
-        check(config, {name: value for name, value in settings.items() if name not in knobs})
+        with presets.or_without(config):
+            check(config, {name: value for name, value in settings.items() if name not in knobs})
     except SpacError as error:
         return error
     except ValueError as error:

@@ -29,7 +29,7 @@ def exact(checkpoint) -> engines.Run:
     "spac",
     [
         {"slots": 4, "cpu_experts": 2, "prefetch": "utility"},
-        {"slots": "25%", "cpu_experts": "threshold", "policy": "utility"},
+        {"slots": "25%", "cpu_experts": "threshold@misses=load", "policy": "utility"},
         pytest.param({"slots": "60%", "cpu_experts": "auto"}, marks=pytest.mark.full),
         {"slots": "60%", "cpu_experts": 64},
     ],
@@ -41,6 +41,18 @@ def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
     assert run.stats["mode"] == "exact up to rounding"
     assert run.stats["cpu_rows"] >= run.stats["cpu_experts"] > 0
     assert spac["cpu_experts"] != 64 or run.stats["loads"] == 0, "all that is missing runs on the CPU"
+
+
+def test_moe_spac_as_the_paper_arranges_it() -> None:
+    """The preset, with drafts: the CPU computes each miss, and what reads ahead bring is used. Tokens are stock's."""
+    spac = {"slots": "25%", "preset": "moe-spac"}
+    options = {"speculative_config": METHODS["eagle3"], "max_tokens": 24, **FLOAT32}
+    stock, run = compare(TOY / "target", [None, spac], **options)
+    assert_same_tokens(run, stock)
+    stats = run.stats
+    assert stats["steps"]["verify"] > 0 and stats["cpu_experts"] > 0
+    assert stats["loads"] == stats["misses"] == stats["prefetch_late"] == 0, "no layer loads or waits"
+    assert stats["prefetches"] >= stats["prefetch_hits"] > 0 and stats["hits"] > 0
 
 
 def test_auto_stops_where_steps_are_longer_than_its_rates_promise(checkpoint, monkeypatch) -> None:

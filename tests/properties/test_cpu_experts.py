@@ -160,7 +160,14 @@ forwards = st.lists(
     st.tuples(st.integers(0, LAYERS - 1), st.integers(1, 7), st.integers(0, 99)), min_size=1, max_size=6
 )
 balancers = st.sampled_from(
-    [("fixed", {"count": 1}), ("fixed", {"count": EXPERTS}), ("waterfill", {}), ("threshold", {}), ("none", {})]
+    [
+        ("fixed", {"count": 1}),
+        ("fixed", {"count": EXPERTS}),
+        ("waterfill", {}),
+        ("threshold", {}),
+        ("threshold", {"misses": "load"}),
+        ("none", {}),
+    ]
 )
 
 
@@ -252,6 +259,72 @@ def test_what_the_cpu_computes_is_needed_so_that_reads_ahead_may_begin(make) -> 
     needed = counters.cpu_experts + counters.loads + counters.prefetch_hits - counters.prefetch_harmful
     in_flight = len(layers.pool._transfers.ahead.keys)
     assert counters.prefetches - counters.prefetch_hits + in_flight <= 0.1 * needed
+
+
+VERIFY = Step((RequestRows(0, 7, RowKind.VERIFY, 6),))
+PAIR = torch.tensor([[0, 1]] * 7, dtype=torch.int32)
+
+
+def test_in_the_paper_s_arrangement_only_reads_ahead_fill_slots(make) -> None:
+    """No layer loads on demand, each miss runs on the CPU, and what was read ahead is used. Drafts are counted."""
+    ahead = PrefetchSettings(prefetch="utility", extra=0.1)
+    layers = make(4, "threshold", policy="utility@recycle=True", ahead=ahead, fixed=1)
+    x, weights, _ = routed(7, 0)
+    for _ in range(60):
+        layers.pool.begin_step(VERIFY)
+        for layer in range(LAYERS):
+            torch.testing.assert_close(
+                layers.forward(layer, x, weights, PAIR), layers.all_hot(layer, x, weights, PAIR), rtol=0, atol=1e-5
+            )
+        layers.pool.end_forward()
+        layers.pool.residency.check_integrity()
+    counters = layers.pool.counters
+    assert counters.loads == counters.misses == 0, "nothing is loaded on demand or waited for"
+    assert counters.prefetches == counters.prefetch_hits == 4 and counters.hits > counters.cpu_experts > 0
+    assert layers.pool.balancer.gamma == pytest.approx(6), "the drafts of the steps"
+
+
+def test_the_cpu_computes_what_is_still_being_read(make) -> None:
+    """A read that has begun goes on for the next step; one that has not begun is given up."""
+    layers = make(4, "threshold", policy="utility", ahead=PrefetchSettings(prefetch="utility", background=1))
+    pool, gate, begun = layers.pool, threading.Event(), threading.Event()
+    read = layers.store.read
+
+    def gated(key: int, into: Mapping[str, Tensor]) -> int:
+        begun.set()
+        assert gate.wait(30)
+        return read(key, into)
+
+    layers.store.read = gated
+    pool._loader.prefetcher.scores = np.array([4, 4] + [0] * (TOTAL - 2))
+    pool._loader.end_step(None)
+    assert begun.wait(30) and len(pool._transfers.ahead.keys) == 2
+    x, weights, _ = routed(7, 0)
+    pool.begin_step(VERIFY)
+    out = layers.forward(0, x, weights, PAIR)
+    torch.testing.assert_close(out, layers.all_hot(0, x, weights, PAIR), rtol=0, atol=1e-5)
+    assert pool.counters.cpu_experts == 2 and pool.counters.hits == pool.counters.prefetch_late == 0
+    assert list(pool._transfers.ahead.keys) == [0]
+    pool.end_forward()
+    pool.begin_step(VERIFY)
+    gate.set()
+    pool._transfers.ahead._tickets[0].done.result(30)
+    layers.forward(0, x, weights, PAIR)
+    assert (pool.counters.prefetch_hits, pool.counters.hits, pool.counters.cpu_experts) == (1, 1, 3)
+
+
+def test_layers_that_hit_nothing_let_the_prefetcher_go_on(make) -> None:
+    """No expert of layer 0 is held, which is when it usually hears of a layer: reads for it are too late then."""
+    layers = make(2, "threshold", policy="utility", ahead=PrefetchSettings(prefetch="utility", depth=1))
+    pool = layers.pool
+    prefetcher = pool._loader.prefetcher
+    prefetcher.scores = np.array([0] * EXPERTS + [3] + [0] * (EXPERTS - 1))
+    for key in (2, EXPERTS):
+        prefetcher.queue.put(key, 3)
+    pool.begin_step(VERIFY)
+    layers.forward(0, *routed(7, 0)[:2], PAIR)
+    assert not prefetcher.queue and set(pool._transfers.ahead.keys) <= {EXPERTS}
+    assert pool.residency.slot_of[EXPERTS] >= 0 > pool.residency.slot_of[2]
 
 
 def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(make) -> None:

@@ -14,6 +14,7 @@ from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.policies.lfu import LFU
 from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.methods.moe_spac.utility_policy import Utility
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 KEYS, SLOTS = 12, 5
@@ -227,6 +228,23 @@ def test_answer_for_a_key_that_is_nowhere(call: str) -> None:
 # -- ahead of need -------------------------------------------------------------------------------------------------
 
 SCORES = np.array([0, 1, 2, 3, 2, 1])
+
+
+def test_a_read_ahead_takes_the_slot_of_what_is_recycled_and_not_one_of_another_read_ahead() -> None:
+    """MoE-SpAc, appendix D: an expert scores 0 after its layer, and what was read for a later layer keeps its score."""
+    residency = Residency(6, 2, Utility(recycle=True))
+    residency.policy.observe(np.array([9, 9, 9, 9, 9, 9]))
+    scores = residency.policy.scores
+    for key in (0, 1):
+        ready(residency, key)
+    assert residency.admit(4, scores) == Placement(0, ((4, 0),), victims=(0,))
+    residency.loaded(4)
+    assert residency.admit(5, scores) == Placement(0, ((5, 1),), victims=(1,))
+    residency.loaded(5)
+    assert residency.admit(3, scores) is None, "4 and 5 were not used yet, and score as much"
+    residency.policy.observe(np.array([9, 9, 9, 9, 9, 9]))
+    assert residency.admit(3, scores) is None
+    residency.check_integrity()
 
 
 def test_admitting_takes_a_free_slot_first() -> None:

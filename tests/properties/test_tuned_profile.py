@@ -98,9 +98,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sys.path.remove(str(code))
 
 
-def used(path: Path, **knobs: str) -> tuple[SpacConfig, SpacConfig, Any]:
+def used(path: Path, level: str) -> tuple[SpacConfig, SpacConfig, Any]:
     """The configuration before and after the profile, and the drafts."""
-    spac = {"tuned": str(path), **knobs}
+    spac = {"tuned": f"{path}@allow={level}"}
     args = SimpleNamespace(
         model=str(TOY),
         additional_config={"spac": spac},
@@ -113,7 +113,7 @@ def used(path: Path, **knobs: str) -> tuple[SpacConfig, SpacConfig, Any]:
 
 def check(path: Path, level: str) -> None:
     loaded = set(sys.modules)
-    before, after, drafts = used(path, tuned_allow=level)
+    before, after, drafts = used(path, level)
     outside = {name for name in set(sys.modules) - loaded if name.split(".")[0] == CODE}
     assert not outside, "what a profile names was imported"
     changed = {
@@ -149,12 +149,12 @@ def test_any_profile_is_used_exactly_or_not_at_all(written: dict, changes: dict,
 @settings(max_examples=100)
 def test_any_file_is_no_profile(written: dict, content: bytes) -> None:
     written["path"].write_bytes(content)
-    before, after, drafts = used(written["path"])
+    before, after, drafts = used(written["path"], "exact")
     assert after is before and drafts is None
 
 
 def test_the_profile_that_is_changed_here_would_be_used(written: dict) -> None:
     written["path"].write_text(json.dumps(written["content"]))
-    assert used(written["path"])[1].policy == "lru"
+    assert used(written["path"], "exact")[1].policy == "lru"
     written["path"].write_text(json.dumps(written["content"] | {"knobs": {"budget": 8}}))
-    assert used(written["path"], tuned_allow="lossy")[1].budget == "8"
+    assert used(written["path"], "lossy")[1].budget == "8"

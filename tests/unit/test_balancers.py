@@ -13,6 +13,7 @@ from vllm_spac import components
 from vllm_spac.core import Rates
 from vllm_spac.decisions.balancers import waterfill
 from vllm_spac.decisions.balancers.base import LayerState, Plan
+from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spac import threshold_balancer
 
 RATES = Rates(fast=1e-4, stream=4e-4, cpu=3e-4, cpu_row=1e-4, draft=1e-3)
@@ -151,8 +152,8 @@ def state(rng: np.random.Generator, layer: int = 0, **facts) -> LayerState:
     return LayerState(layer=layer, free_slots=int(rng.integers(0, 17)), **known | facts)
 
 
-def build(name: str):
-    return components.build("balancers", name, rates=RATES, layers=4, top_k=2, expert_bytes=100)
+def build(name: str, **knobs):
+    return components.build("balancers", name, rates=RATES, layers=4, top_k=2, expert_bytes=100, **knobs)
 
 
 @pytest.mark.parametrize("name", components.names("balancers"))
@@ -188,8 +189,34 @@ def test_balancer_is_deterministic_and_leaves_its_input_alone(name):
         assert all((a == b).all() for a, b in zip((known.rows, known.resident, known.scores), copy, strict=True))
 
 
+def test_threshold_lets_the_cpu_compute_all_misses_as_the_paper_does():
+    """tau is the same as of the variant that loads hot misses: it says what is prefetched."""
+    rng, balancer, loading = np.random.default_rng(2), build("threshold"), build("threshold", misses="load")
+    taus = set()
+    for number in range(100):
+        known = state(rng, layer=number % 4)
+        plan, other = balancer.plan(known), loading.plan(known)
+        assert plan.stream == () and list(plan.cpu) == sorted(other.stream + other.cpu)
+        taus.add(balancer.threshold(number % 4))
+        assert balancer.threshold(number % 4) == loading.threshold(number % 4)
+    assert len(taus) > 1 and not balancer.loads and loading.loads
+    with pytest.raises(ConfigError, match="misses='wait': use compute or load"):
+        build("threshold@misses=wait")
+
+
+def test_balancers_count_the_drafts_of_the_last_steps():
+    balancer = build("threshold", gamma=8)
+    balancer.verifies(4)
+    assert balancer.gamma == 4, "what steps have, not what they may have"
+    balancer.verifies(0)
+    assert balancer.gamma == 2
+    for _ in range(2000):
+        balancer.verifies(6)
+    assert balancer.gamma == pytest.approx(6)
+
+
 def test_threshold_divides_misses_by_score():
-    balancer = build("threshold")
+    balancer = build("threshold", misses="load")
     rng = np.random.default_rng(2)
     divided = 0
     for number in range(100):
@@ -204,7 +231,7 @@ def test_threshold_divides_misses_by_score():
 def test_fixed_threshold():
     """The paper's ablation without its balancer."""
     shape = {"rates": RATES, "layers": 4, "top_k": 2}
-    balancer = components.build("balancers", "threshold", fixed=2, **shape)
+    balancer = components.build("balancers", "threshold", fixed=2, misses="load", **shape)
     known = state(np.random.default_rng(6))
     plan = balancer.plan(known)
     missing = [expert for expert in np.flatnonzero(known.rows).tolist() if not known.resident[expert]]

@@ -253,7 +253,7 @@ def test_a_choice_is_kept_with_what_a_server_needs_to_use_it(
     world.Imagined.rate = staticmethod(lambda c: 30.0 if (c.knobs or {}).get("prefetch") == "linear" else 10.0)
     run(folder, "--predictor-file", file)
     assert profile(folder).knobs["prefetch"] == "linear" and profile(folder).files == {str(file): digest(file)}
-    assert "--spac-tuned-allow" not in run(folder)
+    assert "@allow=" not in run(folder)
 
 
 def test_rounding_and_lossy_choices_need_consent(world: ModuleType, folder: Path, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_rounding_and_lossy_choices_need_consent(world: ModuleType, folder: Path
     assert profile(folder).keeps_default
     text = run(folder, "--lossy", "--quality", quality)
     assert "budget" in profile(folder).knobs
-    assert "--plugin spac --spac-disk-dir" in text and "--spac-tuned-allow lossy" in text
+    assert "--plugin spac --spac-disk-dir" in text and "--spac-tuned auto@allow=lossy" in text
     assert "is LOSSY: " in text and "of tokens agree" in text
     assert "--lossy tries budgets whose quality is known" in run(folder, "--lossy", "--quality", "absent", code=1)
 

@@ -155,7 +155,7 @@ def test_a_knob_that_was_removed_is_refused_with_what_replaces_it() -> None:
     [
         ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
         ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
-        ({"qqq": 3}, "unknown knob 'qqq'; known knobs: slots, store, disk_dir, host_memory, policy, "),
+        ({"qqq": 3}, "unknown knob 'qqq'; known knobs: preset, slots, store, disk_dir, host_memory, policy, "),
         ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts per layer"),
         ({"slots": 0}, r"slots=0 \(--spac-slots\)"),
         ({"slots": -4}, r"slots=-4 \(--spac-slots\)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import sys
@@ -20,8 +19,10 @@ moe_spac, moe_spac_reuse, moe_spac_tables, moe_spec, od_moe, spread = (
 )
 
 from vllm_spac.config.config import SpacConfig  # noqa: E402
+from vllm_spac.config.presets import PRESETS  # noqa: E402
 from vllm_spac.config.types import EXTRA  # noqa: E402
 from vllm_spac.decisions.costs import Costs  # noqa: E402
+from vllm_spac.tools.traces.simulation import simulate  # noqa: E402
 from vllm_spac.tools.traces.synthetic import synthetic_trace  # noqa: E402
 from vllm_spac.tools.traces.trace_text import Text  # noqa: E402
 
@@ -135,18 +136,36 @@ def test_from_a_folder_of_traces(script, tmp_path: Path) -> None:
 
 
 def test_the_tables_read_ahead_within_the_limit_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the row that says so; the limit reaches the simulator."""
-    rows = [row for systems in moe_spac_tables.TABLES.values() for row in systems.items()]
-    free = {name for name, system in rows if system.extra is None}
-    assert free == {"without the limit of reads ahead"} and {system.extra for _, system in rows} == {None, EXTRA}
+    """The limit reaches the simulator, with the knobs of the preset."""
+    rows = [system for systems in moe_spac_tables.TABLES.values() for system in systems.values()]
+    assert all(f"@extra={EXTRA}" in system.prefetch for system in rows if system.prefetch != "off")
     assert SpacConfig.parse({"prefetch": "utility"}).prefetch_share == EXTRA
     asked, real = [], moe_spac_tables.simulate
-    monkeypatch.setattr(moe_spac_tables, "simulate", lambda *a, **k: asked.append(k["prefetch"]) or real(*a, **k))
+    monkeypatch.setattr(moe_spac_tables, "simulate", lambda *a, **k: asked.append(k) or real(*a, **k))
     trace, costs = synthetic_trace(layers=2, experts=16, top_k=4, steps=30, drafts=2), Costs.read("rtx4090")
-    recipe = moe_spac_tables.RECIPE
-    for system in (recipe, dataclasses.replace(recipe, extra=None)):
-        moe_spac_tables.measured([trace], system, costs, 25.0)
-    assert asked == [f"utility@extra={EXTRA}", "utility"]
+    moe_spac_tables.measured([trace], moe_spac_tables.RECIPE, costs, 25.0)
+    [given], knobs = asked, PRESETS["moe-spac"].knobs
+    assert (given["policy"], given["balancer"]) == (knobs["policy"], knobs["cpu_experts"])
+    assert given["prefetch"] == f"{knobs['prefetch']}@extra={EXTRA}"
+
+
+def test_a_part_of_a_trace_has_the_choices_of_the_whole() -> None:
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=30, drafts=2)
+    assert moe_spac_tables.cut(trace, 3, 4, None) is trace
+    tokens = int(trace.step_tokens[:10].sum())
+    part = moe_spac_tables.cut(trace, 2, 3, tokens)
+    assert (part.steps, part.facts.layers, part.facts.top_k) == (10, 2, 3) and part.step_tokens.sum() == tokens
+    whole = trace.ids.reshape(30, 3, 3, 4)  # steps, layers, rows, choices
+    assert (part.ids == whole[:10, :2, :, :3].reshape(-1, 3)).all()
+
+
+def test_time_outside_of_experts_is_that_of_the_replay() -> None:
+    """It is what steps take less where only experts cost anything."""
+    trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=30, drafts=2)
+    costs = Costs.read("rtx4090")
+    free = costs.model_copy(update={"other": 0.0, "draft": 0.0})
+    took, less = (simulate(trace, trace.facts.total, each).tpot for each in (costs, free))
+    assert took - less == pytest.approx(moe_spac_tables.outside(trace, costs), rel=1e-9)
 
 
 def test_traces_of_two_models_are_refused(tmp_path: Path) -> None:

@@ -87,17 +87,19 @@ def test_a_draft_time_that_was_given_stays() -> None:
 
 
 def test_the_time_of_drafts_widens_the_window_of_loads() -> None:
-    """With slow drafts more of what the CPU would compute is loaded: a lower threshold."""
+    """With slow drafts, and more of them, more is read ahead: a lower threshold."""
     rows = np.zeros(8, dtype=np.int64)
     rows[[0, 1, 2, 3]] = 3
     state = LayerState(0, rows, np.zeros(8, dtype=bool), np.array([4, 3, 2, 1, 0, 0, 0, 0]), 8)
     found = []
-    for seconds in (None, 1.0):
-        balancer = build("balancers", "threshold", rates=Rates(1e-4, 1e-2, 5e-3), layers=4, top_k=2, gamma=4)
+    for seconds, drafts in ((None, 4), (1.0, 4), (1.0, 0)):
+        balancer = build("balancers", "threshold", rates=Rates(1e-4, 1e-2, 5e-3), layers=4, top_k=2)
+        balancer.verifies(drafts)
         if seconds is not None:
             balancer.drafted(seconds)
-        found.append(len(balancer.plan(state).stream))
-    assert found[0] < found[1]
+        balancer.plan(state)
+        found.append(balancer.threshold(0))
+    assert found == [3, 1, 4], "no window without drafts, and the CPU has the work of one token alone"
 
 
 def test_prompts_emit_nothing_that_the_chooser_counts() -> None:

@@ -178,10 +178,13 @@ def test_trees_need_as_few_requests_as_when_they_were_measured(
         ({"speculative_config": NGRAM | {"model": "m.C"}}, "ngram drafts name a model"),
         ({"knobs": {"slots": "many"}}, "its knobs are none: slots='many'"),
         ({"knobs": {"host_memory": "-9" * 400}}, "tune again"),
-        ({"knobs": {"slots": "25%", "decisions": "device"}}, "exact up to rounding.*--spac-tuned-allow rounding"),
-        ({"knobs": {"slots": "25%", "store": "host", "cpu_experts": "auto"}}, "--spac-tuned-allow rounding"),
-        ({"knobs": {"slots": "25%", "budget": 8}}, "lossy, which the command line does not allow; .*-allow lossy"),
-        ({"knobs": {"slots": "25%", "budget": "0.9@of=scores", "decisions": "device"}}, "--spac-tuned-allow lossy"),
+        ({"knobs": {"slots": "25%", "decisions": "device"}}, "exact up to rounding.*--spac-tuned .*@allow=rounding"),
+        ({"knobs": {"slots": "25%", "store": "host", "cpu_experts": "auto"}}, "@allow=rounding"),
+        ({"knobs": {"slots": "25%", "budget": 8}}, "lossy, which the command line does not allow; .*@allow=lossy"),
+        (
+            {"knobs": {"slots": "25%", "budget": "0.9@of=scores", "decisions": "device"}},
+            "@allow=lossy",
+        ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )
@@ -264,16 +267,16 @@ def test_the_command_line_decides_how_exact_it_is(folder: Path, here: Machine, c
     kinds: list[dict] = [{"policy": "lru"}, {"decisions": "device", "store": "host"}, {"budget": "8"}]
     for number, knobs in enumerate(kinds):
         write(folder, here, knobs=knobs)
-        _, config = serve_without_folder(folder, tuned_allow=level)
+        _, config = serve_without_folder(folder, level)
         used = number <= ["exact", "rounding", "lossy"].index(level)
         assert all((getattr(config, name) == value) is used for name, value in knobs.items() if name != "store")
-        assert ("--spac-tuned-allow" in caplog.text) is not used
+        assert ("@allow=" in caplog.text) is not used
         caplog.clear()
 
 
-def serve_without_folder(folder: Path, **knobs):
+def serve_without_folder(folder: Path, level: str = "exact", **knobs):
     """As ``serve`` with a profile that is named, since pointers have no folder."""
-    spac = {"tuned": str(path_of(folder, tuned_profile.identity(TOY))), **knobs}
+    spac = {"tuned": f"{path_of(folder, tuned_profile.identity(TOY))}@allow={level}", **knobs}
     args = SimpleNamespace(
         model=str(TOY),
         additional_config={"spac": spac},

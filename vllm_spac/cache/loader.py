@@ -168,6 +168,11 @@ class ExpertLoader:
         self.prefetcher.used(keys)
         return True
 
+    def skip(self, layer: int) -> None:
+        """A layer runs that uses no slot, after the one before it has run."""
+        self.residency.used()
+        self.prefetcher.proceed(layer)
+
     def ran(self, layer: int, rows: int, used: np.ndarray) -> None:
         """The experts ``used`` (int [n]) of a layer are there for ``rows`` rows, and are about to run.
 

@@ -230,7 +230,7 @@ class Lookahead(Prefetcher):
         elif not (self._away and drafted):  # what was named of the drafts holds until the step's names arrive
             self.expected.begin()
             self._hear(seen, ())
-        self._proceed(0)
+        self.proceed(0)
 
     def look(self, seen: Seen, names: Sequence[Named] = ()) -> None:
         assert seen.ids is not None
@@ -244,11 +244,11 @@ class Lookahead(Prefetcher):
         if not self._idle:
             self.reap()
             self.expected.expect(layer, experts)
-            self._proceed(0)
+            self.proceed(0)
 
     def leave(self) -> None:
         self.expected.leave()
-        self._proceed(0)
+        self.proceed(0)
 
     def plan(self) -> None:
         if self._payback is not None and self._rows:
@@ -268,7 +268,7 @@ class Lookahead(Prefetcher):
                 verdict,
             )
 
-    def _proceed(self, layer: int) -> None:
+    def proceed(self, layer: int) -> None:
         """Starts reads of the experts that are expected first and find slots, and cancels those of no others."""
         self._cancel_unexpected()
         self._read(self.expected.ranked())

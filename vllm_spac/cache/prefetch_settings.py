@@ -27,8 +27,8 @@ class PrefetchSettings:
     """Settings of the prefetcher.
 
     The ablations of the MoE-SpAc paper: ``prefetch="off"`` is "w/o SG-Prefetcher"; policy ``lru`` with
-    ``prefetch="utility"`` is "w/o SG-Evictor"; of ``options``, ``upper=1`` is "w/o SpecUE" and ``boundaries=(3, 1)``
-    "w/o AdaBC"; ``threshold=2`` is "w/o HetWB".
+    ``prefetch="utility"`` is "w/o SG-Evictor" (policy ``utility@recycle=True`` is the paper's); of ``options``,
+    ``upper=1`` is "w/o SpecUE" and ``boundaries=(3, 1)`` "w/o AdaBC"; ``threshold=2`` is "w/o HetWB".
 
     Attributes:
         prefetch: ``off``, or a predictor: a name of ``predictors/`` or ``package.module:Class``. The scores of one that

@@ -279,9 +279,9 @@ class Prefetcher:
         if self._damaged:
             self._damaged.difference_update(np.asarray(keys).tolist())
         if len(keys):
-            self._proceed(int(max(keys)) // self._layer_experts)
+            self.proceed(int(max(keys)) // self._layer_experts)
 
-    def _proceed(self, layer: int) -> None:
+    def proceed(self, layer: int) -> None:
         """Starts further reads; the experts of ``layer`` are about to run."""
         if self.queue or self._ahead.keys:
             self.top_up((layer + 1) * self._layer_experts)

@@ -78,13 +78,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Better:
-    """Keys that may not be evicted for one that scores ``limit``: those that score as much."""
+    """Keys that may not be evicted for one that scores ``limit``: those that score as much, and are not recycled."""
 
     scores: np.ndarray
     limit: int
+    recycled: Container[int]
 
     def __contains__(self, key: Any) -> bool:
-        return bool(self.scores[key] >= self.limit)
+        return bool(self.scores[key] >= self.limit) and key not in self.recycled
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +186,9 @@ class Residency:
     def admit(self, key: int, scores: np.ndarray) -> Placement | None:
         """Finds a slot for ``key`` as ``admit_unless``, where no expert is evicted for one with a lower score.
 
-        Without a slot None is returned.
+        One that the policy recycles scores less than any. Without a slot None is returned.
         """
-        placement = self.admit_unless((key,), _Better(scores, int(scores[key])))
+        placement = self.admit_unless((key,), _Better(scores, int(scores[key]), self.policy.recycled))
         return placement if placement.loads else None
 
     def spare(self, layer: range) -> int:
@@ -211,7 +212,10 @@ class Residency:
         """
         assert (self.slot_of[list(keys)] == NOWHERE).all(), "an expert has a slot"
         victims = self._victims(len(keys) - len(self._free), kept)
-        loads = tuple((key, self._occupy(key)) for key in keys[: len(self._free)])
+        chosen = keys[: len(self._free)]
+        for key in chosen:
+            self.policy.insert_ahead(key)
+        loads = tuple((key, self._seat(key)) for key in chosen)
         return Placement(0, loads, victims=tuple(victims))
 
     def exchange(self, key: int) -> Placement | None:
@@ -237,6 +241,11 @@ class Residency:
         self.policy.observe(counts)
         if self.activity is not None:
             self.activity.observe(counts)
+
+    def ready(self, keys: slice) -> np.ndarray:
+        """Returns which of consecutive keys have a slot that may be read: bool [keys]."""
+        slots = self.slot_of[keys]
+        return (slots != NOWHERE) & (self.state[slots] == SlotState.READY)
 
     def is_loading(self, key: int) -> bool:
         """Whether ``key`` has a slot that may not be read yet."""

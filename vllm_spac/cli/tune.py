@@ -243,7 +243,7 @@ class _Run:
             file.remove()
         if outcome.choice.group != "baseline":
             where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
-            where += f" --spac-tuned-allow {allow}" if (allow := outcome.choice.allowance) else ""
+            where += f" --spac-tuned auto@allow={allow}" if (allow := outcome.choice.allowance) else ""
             console.print(f"[green]run:[/] vllm serve {shown(self._model)} --plugin spac{shown(where)}", soft_wrap=True)
             by_hand = tune_report.command(self._model, outcome.choice, disk_dir)
             console.print(f"[dim]the same by hand: {shown(by_hand)}[/]", highlight=False, soft_wrap=True)

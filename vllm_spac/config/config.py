@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from vllm_spac import components
 from vllm_spac.components import ComponentName
-from vllm_spac.config import rules, tree_shape, types
+from vllm_spac.config import presets, rules, tree_shape, types
 from vllm_spac.config.tree_shape import MOST_NODES, TreeShape
 from vllm_spac.errors import ConfigError, brief, shortened
 from vllm_spac.system.machine import DISK_DIR
@@ -43,6 +43,7 @@ REMOVED: dict[str, str] = {
     "trace_overwrite": "drop it: a trace replaces a trace; remove another file yourself",
     "tree_depth": "use an argument of the shape, e.g. --spac-tree-shape dynamic@depth=6",
     "tree_width": "use an argument of the shape, e.g. --spac-tree-shape dynamic@width=8",
+    "tuned_allow": "use an argument of tuned, e.g. --spac-tuned auto@allow=lossy",
     "workers_per_layer": "use an argument of the executor, e.g. --spac-executor processes@per_layer=2",
 }
 
@@ -57,6 +58,11 @@ class SpacConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    preset: types.PresetName = Field(
+        None,
+        description="A paper's recipe (moe-spec is LOSSY): the knobs that it stands for, which the log prints, where "
+        "you do not set them.",
+    )
     slots: types.SlotsText = Field(
         "auto",
         description="Experts kept in fast memory: a number per layer, a percentage of all, a multiple of top-k for "
@@ -213,7 +219,6 @@ class SpacConfig(BaseModel):
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
     )
     tuned: types.TunedText = "auto"
-    tuned_allow: types.TunedAllow = "exact"
     page: bool = Field(
         False,
         description="Open GET /spac/, a page that shows every expert and where the time of a token goes.",
@@ -223,9 +228,15 @@ class SpacConfig(BaseModel):
         description="Open POST /spac/budget, which changes the budget while the server runs.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, raw: Any) -> Any:
+        return presets.filled(raw) if isinstance(raw, dict) else raw
+
     @model_validator(mode="after")
     def _consistent(self) -> SpacConfig:
-        rules.check(self)
+        with presets.or_without(self):
+            rules.check(self)
         return self
 
     @cached_property
@@ -332,6 +343,21 @@ class SpacConfig(BaseModel):
         if self.cpu_experts == "off" or self.cpu_expert_count is not None:
             return None
         return "waterfill" if self.cpu_experts == types.AUTO else self.cpu_experts
+
+    @property
+    def lossy(self) -> bool:
+        """Whether steps may run other experts than the routers chose."""
+        return self.budget is not None or self.speculate != "off"
+
+    @property
+    def tuned_profile(self) -> str:
+        """``tuned`` without its argument: ``off``, ``auto`` or a file."""
+        return types.split_tuned(self.tuned)[0]
+
+    @property
+    def tuned_allow(self) -> str:
+        """What a tuned profile may set: one of ``types.ALLOWED``."""
+        return types.split_tuned(self.tuned)[1]
 
     @property
     def folder(self) -> Path:

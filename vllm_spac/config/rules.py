@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_spac import components
 from vllm_spac.config import tree_shape
+from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import AUTO
 from vllm_spac.errors import ConfigError, Remedy, add, drop, flag, use
 from vllm_spac.system.untrusted import path_of
@@ -200,6 +201,19 @@ def _check_calibration(config: Any) -> None:
         )
 
 
+def _check_preset(config: Any) -> None:
+    if config.preset is None or config.prefetch in ("off", AUTO) or config.predictor_file is not None:
+        return
+    if config.prefetch == PRESETS[config.preset].knobs.get("prefetch") and (
+        components.find("predictors", config.prefetch).needs_file
+    ):
+        raise _refused(
+            f"preset={config.preset} (--spac-preset) prefetches by {config.prefetch}, which is trained for a model",
+            add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+            drop("preset"),
+        )
+
+
 def _check_prefetch(config: Any) -> None:
     named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
     auto = config.prefetch == AUTO
@@ -262,6 +276,7 @@ def _computing(config: Any) -> tuple[Remedy, ...]:
 
 
 _RULES = (
+    _check_preset,
     _check_budget,
     _check_workers,
     _check_execution,

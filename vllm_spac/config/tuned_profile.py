@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def allowance(self) -> Departure | None:
-        """What a server has to allow (``tuned_allow``) for the choice to be used; None: nothing."""
+        """What a server has to allow (``tuned=auto@allow=``) for the choice to be used; None: nothing."""
         return "lossy" if "lossy" in self.departures else "rounding" if "rounding" in self.departures else None
 
     @property

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 
 from vllm_spac import components
 from vllm_spac.components import Argument, filled
+from vllm_spac.config.presets import PRESETS
+from vllm_spac.errors import brief
 from vllm_spac.errors import flag as flag
 from vllm_spac.system.untrusted import path_of
 
@@ -201,20 +203,39 @@ DECIDED: dict[str, str] = {"slots": "host", "pointers": "device"}  # execution -
 VOTES = WithArguments({"uniform": {}, PATH: {"alpha": Argument(ALPHA, (0.0, 1.0))}})
 
 
+ALLOWED = ("exact", "rounding", "lossy")  # each allows what those before it do
+
+
+def split_tuned(text: str) -> tuple[str, str]:
+    """Returns the profile that ``tuned`` names, and what it may set; ``ValueError`` if that is none of ``ALLOWED``."""
+    name, given, allow = text.rpartition("@allow=")
+    if not given:
+        return text, ALLOWED[0]
+    if allow not in ALLOWED:
+        raise ValueError(f"allow={brief(allow)}: use allow={', '.join(ALLOWED[:-1])} or {ALLOWED[-1]}")
+    return name, allow
+
+
+def _tuned_text(value: Any) -> str:
+    name, allow = split_tuned(str(path_of(value)))
+    return value if name in ("off", "auto") else str(path_of(name)) + f"@allow={allow}" * (allow != ALLOWED[0])
+
+
 TunedText = Annotated[
     str,
-    BeforeValidator(lambda value: value if value in ("off", "auto") else str(path_of(value))),
+    BeforeValidator(_tuned_text),
     Field(
         description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
-        "the one beside the packed experts; off; or a file."
+        "the one beside the packed experts; off; or a file; it may set exact knobs alone, with @allow=rounding also "
+        "those that are exact up to rounding, with @allow=lossy also budgets."
     ),
 ]
 
 
-TunedAllow = Annotated[
-    Literal["exact", "rounding", "lossy"],
-    Field(
-        description="What a tuned profile may set: exact, exact knobs alone; rounding, also knobs that are exact up to "
-        "rounding; lossy, also budgets."
-    ),
-]
+def _preset_name(value: Any) -> Any:
+    if value is not None and (not isinstance(value, str) or value not in PRESETS):
+        raise ValueError(f"no preset is called {brief(value)}; use one of {', '.join(PRESETS)}")
+    return value
+
+
+PresetName = Annotated[str | None, BeforeValidator(_preset_name)]

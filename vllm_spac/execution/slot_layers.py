@@ -253,8 +253,11 @@ class SlotLayers:
         if balancer is None:
             return None
         residency, here = self.loader.residency, self._keys(layer)
+        if not balancer.loads:
+            prefetcher.reap()  # a layer that waits for nothing runs with what has arrived
         counted = routed[:real]
-        rows, resident = np.bincount(counted.ravel(), minlength=self.experts), residency.slot_of[here] != NOWHERE
+        rows = np.bincount(counted.ravel(), minlength=self.experts)
+        resident = residency.slot_of[here] != NOWHERE if balancer.loads else residency.ready(here)
         free = residency.slots - int(resident[rows > 0].sum())
         likely = residency.policy.likely
         scores, likely = prefetcher.scores[here], likely[here] if len(likely) else likely
@@ -272,6 +275,8 @@ class SlotLayers:
             counters.cpu_experts += len(plan.cpu)
             counters.cpu_rows += int(pairs[:real].sum())
             prefetcher.computed([here.start + expert for expert in plan.cpu])
+            if not (plan.hit or plan.stream):  # nothing of the layer is held, by which the prefetcher would hear of it
+                self.loader.skip(layer)
         return pairs
 
     def admit(self) -> None:

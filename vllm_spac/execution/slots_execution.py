@@ -273,6 +273,8 @@ class SlotExecution(Execution):
             self._routed.clear()  # of a forward that failed
             seen = Seen.at_start(step.tokens, step.draft, self.looks_at)
             alike = bool(step.requests) and not step.prompts
+            if alike and self.balancer is not None:
+                self.balancer.verifies(sum(request.drafts for request in step.requests) / len(step.requests))
             self._hear_of_drafts()
             self._sent.clear()  # the first layer brings more
             votes = step.generating_weights if alike else None  # of all rows

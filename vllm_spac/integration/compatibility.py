@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.rules import plane, without_workers
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import UnsupportedError, add, drop, flag, use
@@ -40,6 +41,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
     if (unknown := drafts.unserved(vllm_config)) is not None:
         method = f"--speculative-config with method {vllm_config.speculative_config.method}"
         yield True, f"{method} is not supported: {unknown.problem}", (unknown.remedy, drop("vllm_speculative_config"))
+    yield from _of_preset(config, vllm_config)
     yield from _of_workers(config, vllm_config, gpu)
     yield from _of_ranks(config, vllm_config)
     if vllm_config.parallel_config.enable_expert_parallel:
@@ -54,6 +56,17 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
 
 def _given(config: SpacConfig, knob: str) -> str:
     return f"{knob}={getattr(config, knob)} ({flag(knob)})"
+
+
+def _of_preset(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    preset = None if config.preset is None else PRESETS[config.preset]
+    if preset is not None and preset.drafts is not None:
+        without = vllm_config.speculative_config is None
+        yield (
+            without,
+            f"{_given(config, 'preset')} verifies drafts, and nothing drafts",
+            (preset.drafter, drop("preset")),
+        )
 
 
 def _of_workers(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
 from vllm_spac.integration import arguments
@@ -41,7 +42,8 @@ def _checked(create_engine_config: Callable):
             config = config_of(self.additional_config)
             if config is None:
                 return create_engine_config(self, *args, **kwargs)
-            return _create(self, config, *args, **kwargs)
+            with presets.or_without(config):
+                return _create(self, config, *args, **kwargs)
         except SpacError as error:
             if not getattr(self, "spac_command", False):
                 raise
@@ -53,6 +55,8 @@ def _checked(create_engine_config: Callable):
         from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
 
+        if config.preset is not None:
+            presets.announce(config.preset, self.additional_config["spac"], config.lossy)
         device.require_supported_vllm()
         for loses, targets in patches.switched_off().items():
             logger.warning("spac: %s switches off %s: %s", patches.WITHOUT, ", ".join(targets), loses)

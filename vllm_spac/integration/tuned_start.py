@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_spac.config import tuned_profile
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tuned_profile import TunedProfile, departures, digest, path_of
+from vllm_spac.config.types import ALLOWED
 from vllm_spac.errors import ConfigError, UnsupportedError, flag, printable
 from vllm_spac.integration.hooks import device
 from vllm_spac.storage.checkpoint.headers import find_folder
@@ -24,19 +25,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 
 _AGAIN = "run vllm-spac tune again, or set --spac-tuned off"
-_LEVELS = ("exact", "rounding", "lossy")  # each allows what those before it do
 
 
 def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     """Returns the configuration with a tuned profile's knobs, which are also added to ``engine_args``.
 
-    With ``tuned=auto`` the profile is looked for beside the packed experts, for ``vllm serve`` alone: what a program
-    configures is not changed by what somebody measured, unless it asks for that. A profile is data and decides nothing
-    that matters: one that cannot be used, for any reason, is a warning, and the engine starts untuned.
+    With ``tuned=auto`` the profile is looked for beside the packed experts, for ``vllm serve`` without a preset alone:
+    what a program or a paper configures is not changed by what somebody measured, unless it asks for that. A profile is
+    data and decides nothing that matters: one that cannot be used, for any reason, is a warning, and the engine starts
+    untuned.
     """
     if getattr(engine_args, "spac_tuned", False):  # this configuration has the knobs already
         return config
-    path = _beside(engine_args, config) if config.tuned in ("auto", "off") else Path(config.tuned)
+    named = config.tuned_profile
+    path = _beside(engine_args, config) if named in ("auto", "off") else Path(named)
     if path is None:
         return config
     try:
@@ -56,8 +58,8 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
 
 def _beside(engine_args: EngineArgs, config: SpacConfig) -> Path | None:
     """Returns the profile beside the packed experts; None if there is none, or none is wanted."""
-    wanted = getattr(engine_args, "spac_command", False) or "tuned" in config.model_fields_set
-    if config.tuned == "off" or not wanted:
+    command = getattr(engine_args, "spac_command", False) and config.preset is None
+    if config.tuned_profile == "off" or not (command or "tuned" in config.model_fields_set):
         return None
     if (name := _identity(engine_args)) is None:
         return None
@@ -90,11 +92,12 @@ def _problem(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile)
 
 def _not_allowed(config: SpacConfig, profile: TunedProfile) -> str | None:
     found = departures(profile.knobs)
-    if found <= set(_LEVELS[: _LEVELS.index(config.tuned_allow) + 1]):
+    if found <= set(ALLOWED[: ALLOWED.index(config.tuned_allow) + 1]):
         return None
-    level = max(found, key=_LEVELS.index)
+    level = max(found, key=ALLOWED.index)
     what = {"rounding": "exact up to rounding", "lossy": "lossy"}[level]
-    return f"its knobs are {what}, which the command line does not allow; add --spac-tuned-allow {level}, or {_AGAIN}"
+    instead = f"set --spac-tuned {config.tuned_profile}@allow={level}, or {_AGAIN}"
+    return f"its knobs are {what}, which the command line does not allow; {instead}"
 
 
 def _file_problem(profile: TunedProfile) -> str | None:
@@ -157,7 +160,7 @@ def _contradiction(engine_args: EngineArgs, config: SpacConfig, profile: TunedPr
 
 
 def _applied(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile, path: Path) -> SpacConfig:
-    spac = _merged(engine_args, profile) | {"tuned": str(path)}
+    spac = _merged(engine_args, profile) | {"tuned": f"{path}@allow={config.tuned_allow}"}
     engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
     if profile.speculative_config is not None:
         engine_args.speculative_config = copy.deepcopy(profile.speculative_config)

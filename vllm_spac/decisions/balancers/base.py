@@ -11,6 +11,7 @@ import numpy as np
 from vllm_spac.core import Rates
 
 _DRAFTS = 64  # over which the seconds of a draft token are averaged
+_STEPS = 64  # over which the number of drafts is averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class LayerState:
     Attributes:
         layer: number of the layer.
         rows: int [experts], rows of this forward that selected each expert; 0 for an idle one.
-        resident: bool [experts], in fast memory, or loading into it.
+        resident: bool [experts], in fast memory, or, if layers wait for loads (``Balancer.loads``), loading into it.
         scores: int [experts], utility from 0 to K; zeros without an estimator.
         free_slots: slots that this layer may still take, with or without eviction.
         likely: float64 [experts], the policy's estimate of the probability that the next step selects each expert;
@@ -59,12 +60,13 @@ class Balancer(ABC):
         uses_cpu: some of its plans run experts on the CPU.
         offline: why no engine can select it by name; empty if one can.
         admits: experts that ran on the CPU get slots in the background, where the policy prefers them to others.
+        loads: layers load, or wait for, some of the experts that they miss; else the CPU computes all of these.
 
     Args:
         rates: measured seconds.
         layers: MoE layers of the model (L).
         top_k: experts per token (k).
-        gamma: draft tokens in one speculative step.
+        gamma: draft tokens in one speculative step, until steps say how many they have (``verifies``).
         upper: the highest utility score (K).
         expert_bytes: bytes of one expert (W_e).
     """
@@ -74,6 +76,7 @@ class Balancer(ABC):
     uses_cpu: ClassVar[bool] = True
     offline: ClassVar[str] = ""
     admits: bool = False
+    loads: bool = True
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Balancer(ABC):
         rates: Rates | None = None,
         layers: int,
         top_k: int,
-        gamma: int = 8,
+        gamma: float = 8,
         upper: int = 4,
         expert_bytes: int = 1,
     ) -> None:
@@ -94,6 +97,7 @@ class Balancer(ABC):
         self.expert_bytes = expert_bytes
         self._draft_given = rates is not None and rates.draft > 0
         self._drafts = 0  # of which ``rates.draft`` is a mean
+        self._steps = 0  # of which ``gamma`` is a mean
 
     @abstractmethod
     def plan(self, state: LayerState) -> Plan:
@@ -104,6 +108,11 @@ class Balancer(ABC):
         if self.rates is not None and not self._draft_given:
             self._drafts = min(_DRAFTS, self._drafts + 1)
             self.rates = replace(self.rates, draft=self.rates.draft + (seconds - self.rates.draft) / self._drafts)
+
+    def verifies(self, drafts: float) -> None:
+        """A step verifies so many drafts per request: ``gamma`` becomes a mean of the last steps."""
+        self._steps = min(_STEPS, self._steps + 1)
+        self.gamma += (drafts - self.gamma) / self._steps
 
     def threshold(self, layer: int) -> int:
         """Returns the lowest score worth prefetching for ``layer`` (MoE-SpAc's tau), from 1 to ``upper``."""

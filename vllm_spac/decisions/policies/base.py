@@ -77,6 +77,15 @@ class Policy(ABC):
     def insert(self, key: int) -> None:
         """A missing expert became resident because it was used. ``key`` must not be held."""
 
+    def insert_ahead(self, key: int) -> None:
+        """As ``insert``, of an expert that was not used yet."""
+        self.insert(key)
+
+    @property
+    def recycled(self) -> Container[int]:
+        """Held keys whose slots are free to take for any other expert, whatever their ``scores``."""
+        return ()
+
     @abstractmethod
     def touch(self, key: int) -> None:
         """A resident expert was used. ``key`` must be held."""

@@ -1,1 +1,1 @@
-"""MoE-SpAc: utility of experts over drafts, and a threshold between loads and CPU."""
+"""MoE-SpAc: utility of experts over drafts, and a threshold for reads ahead."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def solve(
     r_g: Sequence[float],
     n: Sequence[float],
     *,
-    gamma: int,
+    gamma: float,
     top_k: int,
     distinct: float,
     t_cpu: float,
@@ -39,11 +39,13 @@ def solve(
     feasible values are an interval up to K. Below it they need not be one (n and T_gpu both fall), although the paper
     assumes so: there the search goes down past the values that I/O rules out, as far as memory allows.
 
+    A step has the k activations of its own token at least: gamma counts as 1 or more in T_cpu.
+
     Args:
         r_c: [K], at tau = 1..K: share of the gamma * k activations on the CPU; non-decreasing.
         r_g: [K], share of the distinct activated experts in fast memory; non-increasing.
         n: [K], experts to fetch; non-increasing.
-        gamma: draft tokens per step.
+        gamma: draft tokens per step, a mean.
         top_k: experts per token.
         distinct: distinct experts that a step activates in a layer (the paper's b).
         t_cpu, t_gpu, t_io, t_draft: seconds to compute an expert on the CPU, to compute one on the GPU, to move one,
@@ -56,7 +58,7 @@ def solve(
         ValueError: the arrays differ in length, are empty or not monotone as above.
     """
     _check(r_c, r_g, n)
-    cpu = [share * gamma * top_k * t_cpu for share in r_c]
+    cpu = [share * max(1, gamma) * top_k * t_cpu for share in r_c]
     gpu = [share * distinct * t_gpu for share in r_g]
     window = gamma * t_draft / layers
 
@@ -95,7 +97,9 @@ def _first(size: int, holds: Callable[[int], bool], start: int = 0) -> int:
 
 
 class Threshold(Balancer):
-    """Loads the missing experts that score at least tau; the others run on the CPU.
+    """The CPU computes every missing expert; tau is the lowest score that is prefetched (MoE-SpAc, section 3).
+
+    With ``misses="load"``, ours, a layer loads the missing experts that score at least tau, and waits for them.
 
     A layer's r_c, r_g, n and b are means over its forwards so far, in which the newest has a weight of at least 1/64;
     the first forward of a layer uses its own values. ``fixed`` is a constant tau (ablation "w/o HetWB": 2).
@@ -103,8 +107,13 @@ class Threshold(Balancer):
 
     needs_scores: ClassVar[bool] = True
 
-    def __init__(self, *, fixed: int | None = None, **shape: Any) -> None:
+    def __init__(
+        self, *, fixed: int | None = None, misses: Literal["compute", "load"] = "compute", **shape: Any
+    ) -> None:
         super().__init__(**shape)
+        if misses not in ("compute", "load"):
+            raise ValueError(f"misses={misses!r}: use compute or load")
+        self.loads = misses == "load"
         self._fixed = fixed
         self._seen: dict[int, int] = {}
         self._means: dict[int, np.ndarray] = {}
@@ -113,7 +122,7 @@ class Threshold(Balancer):
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)
         self._tau[state.layer] = tau = self._fixed or self._solve(state)
-        hot = state.scores[missing] >= tau
+        hot = (state.scores[missing] >= tau) & self.loads
         return Plan(hit=hit, stream=tuple(missing[hot].tolist()), cpu=tuple(missing[~hot].tolist()))
 
     def threshold(self, layer: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +22,7 @@ class Utility(SortedPolicy):
         gamma, upper, forget, variant, boundaries: as in ``UtilityEstimator``. Of a ``PolicyContext``, the gamma of the
             variant ``paper`` is the number of drafts, if it is known and no gamma is given.
         recycle: an expert's score counts as 0 from its use to the next ``observe`` (MoE-SpAc, appendix D), so that
-            later layers take the slots of layers that have finished.
+            loads and reads ahead for later layers take the slots of layers that have finished.
     """
 
     predictor = "utility"
@@ -55,6 +56,15 @@ class Utility(SortedPolicy):
     @property
     def scores(self) -> np.ndarray:
         return self._scores
+
+    @property
+    def recycled(self) -> Container[int]:
+        return self._recycled
+
+    def insert_ahead(self, key: int) -> None:
+        self._clock += 1
+        self._recycled.discard(key)
+        self._place(key, (self._score(key), self._clock, key))
 
     def observe(self, counts: np.ndarray) -> None:
         if self._estimator is None:

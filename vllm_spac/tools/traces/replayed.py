@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.slot_layers import filled_experts, row_waves
-from vllm_spac.recording.trace_file import PREFILL, STEP_KINDS, Trace
+from vllm_spac.recording.trace_file import DRAFT, PREFILL, STEP_KINDS, Trace
 from vllm_spac.tools.traces.trace_statistics import draft_depths
 
 
@@ -188,6 +188,11 @@ class Replay(ABC, Generic[Work]):
         """Returns whether any row of a step belongs to a prompt."""
         rows = slice(self.trace.row_start[step], self.trace.row_start[step + 1])
         return bool((self.trace.row_kind[rows] == PREFILL).any())
+
+    def drafts(self, step: int) -> np.ndarray:
+        """Returns the number of drafts of each request that a step verifies, int64 [requests]."""
+        kinds = self.trace.row_kind[self.trace.row_start[step] : self.trace.row_start[step + 1]]
+        return np.bincount(np.cumsum(kinds != DRAFT)[kinds == DRAFT] - 1, minlength=int((kinds != DRAFT).sum()))
 
     def leading(self, step: int) -> int:
         """As ``Step.leading``."""

@@ -6,6 +6,7 @@ Policies that need a calibration are built from the experts' uses in other runs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def build_balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balanc
     name, knobs = components.parse(spec)
     verifying, drafts = (int(np.count_nonzero(trace.row_kind == ROW_KINDS.index(kind))) for kind in ("verify", "draft"))
     facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
-    facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts / max(1, verifying)))}
+    facts |= {"rates": replace(costs.rates(nbytes), draft=0.0), "gamma": drafts / max(1, verifying)}  # as while serving
     given = {argument: value for argument, value in facts.items() if argument not in knobs}
     return components.build_with("balancers", name, knobs, **given)
 

@@ -79,6 +79,7 @@ class SlotsReplay(Replay[np.ndarray]):
         self.tier = tier
         loader = ExpertLoader(self.residency, self.link, self.counters, facts.experts, ahead, balancer, facts.top_k)
         self.layers = SlotLayers(loader, facts.experts)
+        self._balancer = balancer
         self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         self._deciding = 0.0 if outcome.slots == facts.total else costs.host_work.layer
         self._counts = trace.step_counts()
@@ -98,6 +99,11 @@ class SlotsReplay(Replay[np.ndarray]):
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._records, self._between = layers, self.costs.other / max(1, layers)
         self.link.spend(drafting if layers else drafting + self.costs.other)
+        if self._balancer is not None and not self.has_prompts(step):
+            drafts = self.drafts(step)
+            self._balancer.verifies(float(drafts.mean()) if len(drafts) else 0.0)
+            if drafting:
+                self._balancer.drafted(drafting / int(drafts.max()))
         self.layers.begin_step(None if self.has_prompts(step) else self._seen())
 
     def end_step(self) -> None:

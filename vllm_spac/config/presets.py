@@ -1,0 +1,106 @@
+"""The papers' recipes: the knobs that each ``preset`` stands for, wherever they are not given themselves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_spac.errors import Remedy, SpacError, drop, flag, printable
+
+logger = logging.getLogger("vllm.spac")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A recipe.
+
+    Attributes:
+        paper: its number in arXiv.
+        knobs: what it stands for.
+        drafts: an example of the ``speculative_config`` that it needs, without which it is nothing; None: none.
+    """
+
+    paper: str
+    knobs: Mapping[str, Any]
+    drafts: Mapping[str, Any] | None = None
+
+    @property
+    def drafter(self) -> Remedy:
+        """The remedy of adding the drafter that it needs."""
+        assert self.drafts is not None
+        text = json.dumps(self.drafts)
+        return Remedy(f"add --speculative-config '{text}'", {"--speculative-config": self.drafts})
+
+
+_COPY = {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}
+_HEAD = {"method": "eagle3", "model": "HEAD"}
+PRESETS: dict[str, Preset] = {
+    "moe-spac": Preset(
+        "2603.09983",
+        {
+            "slots": "17%",
+            "store": "host",
+            "policy": "utility@recycle=True",
+            "prefetch": "utility",
+            "cpu_experts": "threshold",
+            "guard": "off",
+        },
+        {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 8},
+    ),
+    "moe-spec": Preset(
+        "2602.16052", {"slots": "100%", "tree": 63, "budget": "32", "budget_ranking": "router", "guard": "off"}, _HEAD
+    ),
+    "sp-moe": Preset("2510.10302", {"policy": "lru", "prefetch": "draft_gate"}, _HEAD | {"num_speculative_tokens": 4}),
+    "speculating-experts": Preset("2603.19289", {"prefetch": "quasi_hidden"}),
+    "od-moe": Preset(
+        "2512.03927",
+        {
+            "executor": "processes@per_layer=2",
+            "workers": 8,
+            "slots": "2k",
+            "policy": "drop",
+            "prefetch": "shadow",
+            "guard": "off",
+        },
+        _COPY,
+    ),
+}
+
+
+def filled(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``raw`` knobs with those that its preset stands for; unchanged if it names none that there is."""
+    preset = raw.get("preset")
+    found = PRESETS.get(preset) if isinstance(preset, str) else None
+    return {**({} if found is None else found.knobs), **raw}
+
+
+def command_line(name: str, given: Mapping[str, Any]) -> str:
+    """Returns the flags that a preset stands for beside the knobs that are ``given``."""
+    knobs = {knob: value for knob, value in PRESETS[name].knobs.items() if knob not in given}
+    return " ".join(f"{flag(knob)} {shlex.quote(str(value))}" for knob, value in knobs.items())
+
+
+def announce(name: str, given: Mapping[str, Any], lossy: bool) -> None:
+    """Logs what a preset stands for; ``lossy``: all knobs together are."""
+    paper = PRESETS[name].paper + (", LOSSY" if lossy else "")
+    says = printable(f"spac: preset={name} (arXiv {paper}) is {command_line(name, given)}")
+    (logger.warning if lossy else logger.info)("%s", says)
+
+
+@contextmanager
+def or_without(config: Any) -> Iterator[None]:
+    """In a refusal raised inside the block: to drop a knob that the preset of a ``SpacConfig`` set is to drop that."""
+    try:
+        yield
+    except SpacError as error:
+        knobs = {} if config.preset is None else PRESETS[config.preset].knobs
+        ours = {name for name, value in knobs.items() if str(getattr(config, name)) == str(value)}
+        left = [each for each in error.remedies if not ours & {name for name, to in each.changes.items() if to is None}]
+        if len(left) == len(error.remedies):
+            raise
+        raise type(error).refused(error.problem, *left, drop("preset")) from None
