@@ -135,11 +135,6 @@ class Residency:
         """Number of experts that are READY."""
         return int((self.state == SlotState.READY).sum())
 
-    def ready(self, keys: slice) -> np.ndarray:
-        """Returns bool [keys]: which of some experts are READY."""
-        slots = self.slot_of[keys]
-        return (slots != NOWHERE) & (self.state[slots] == SlotState.READY)
-
     @property
     def pinned(self) -> int:
         """Number of experts that a layer is using; 0 between steps."""
