@@ -27,7 +27,7 @@ from vllm_spac.tools.planning.compatibility_table import Cell
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 MOST_STEPS = 6
-PREDICTORS = ("auto", "draft_gate", "frequency", "gate", "hybrid", "linear", "neural", "quasi_hidden", "token_table")
+PREDICTORS = ("auto", "draft_linear", "frequency", "gate", "hybrid", "linear", "neural", "quasi_hidden", "token_table")
 
 # Values of each knob other than its default. Numbers whose size alone matters have one.
 KNOBS: dict[str, tuple[Any, ...]] = {

@@ -23,6 +23,7 @@ class Reason(NamedTuple):
 
 _EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
+_PARENT = {"--speculative-config": {"method": "draft_model", "model": "PARENT", "num_speculative_tokens": 4}}
 _V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
@@ -90,6 +91,26 @@ def unshadowed(vllm_config: VllmConfig) -> Reason | None:
     ours, theirs = map(_described, (vllm_config.model_config, speculation.draft_model_config))
     if ours != theirs:
         return Reason(f"this model has {ours}, and the draft model {theirs}", copy)
+    return None
+
+
+def ungated(vllm_config: VllmConfig) -> Reason | None:
+    """Why the model's routers cannot score what a draft model computes, and what helps; None if they can.
+
+    What a model builds is looked at when it is loaded (``draft_routing``).
+    """
+    speculation = vllm_config.speculative_config
+    trained = use(prefetch="draft_linear", predictor_file="FILE")
+    if speculation is None:
+        example = f"add --speculative-config '{json.dumps(_PARENT['--speculative-config'])}'"
+        return Reason("there is no draft model", Remedy(f"{example}, where PARENT has this model's width", _PARENT))
+    if speculation.method != "draft_model":
+        return Reason(f"{speculation.method} has no layers that stand for this model's", trained)
+    if hidden := _hidden(speculation, "has no layers", "hides the drafter's tokens"):
+        return hidden
+    ours, theirs = (each.get_hidden_size() for each in (vllm_config.model_config, speculation.draft_model_config))
+    if ours != theirs:
+        return Reason(f"the width of this model is {ours}, and that of the draft model {theirs}", trained)
     return None
 
 

@@ -38,7 +38,7 @@ from vllm_spac.system import machine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_spac.integration.stepping.draft_routing import DraftRouting
+    from vllm_spac.integration.stepping.draft_routing import DraftChoices
     from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
     from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
 
@@ -90,7 +90,7 @@ class ModelExperts:
         serving: what runs the model; None until the weights are loaded.
         trees: None until the KV cache exists, or without draft trees.
         drafted: probabilities of the drafts that are being verified.
-        draft_routing: None until a draft model is loaded whose routers a predictor looks at.
+        draft_routing: None until a draft model is loaded by which experts are chosen for a predictor.
         head: None until an MTP head is loaded whose experts have slots.
     """
 
@@ -106,7 +106,7 @@ class ModelExperts:
         self.serving: Serving | None = None
         self.trees: TreeDecoding | TreeDecodingV2 | None = None
         self.drafted = DraftProbabilities()
-        self.draft_routing: DraftRouting | None = None
+        self.draft_routing: DraftChoices | None = None
         self.head: ModelExperts | None = None
         self._layers: list[ManagedExperts] = []
         self._plan: LoadPlan | None = None  # between ``prepare`` and ``finish``
@@ -208,10 +208,10 @@ class ModelExperts:
         draft_handover.install_in_worker()
 
     @property
-    def reads_draft_routing(self) -> bool:
-        """Whether a predictor looks at what the routers of the draft model choose; once the weights are loaded."""
+    def looks_at(self) -> frozenset[Signal]:
+        """What predictors are passed; once the weights are loaded."""
         assert self.serving is not None
-        return any(Signal.DRAFT_ROUTING in execution.looks_at for execution in self.serving.runtime.executions)
+        return frozenset().union(*(execution.looks_at for execution in self.serving.runtime.executions))
 
     @property
     def fast_bytes(self) -> int:

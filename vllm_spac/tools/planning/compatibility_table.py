@@ -137,9 +137,8 @@ def _problem(cell: Cell) -> str:
 def _engine(cell: Cell) -> Any:
     """What ``compatibility`` reads of vLLM's configuration, as vLLM makes it of such options."""
     gpu, ranks = cell.platform == "gpu", cell.ranks
-    model = SimpleNamespace(
-        get_total_num_hidden_layers=lambda: 1, get_num_experts=lambda: 1, get_num_experts_per_tok=lambda: 1
-    )
+    one = ("get_total_num_hidden_layers", "get_num_experts", "get_num_experts_per_tok", "get_hidden_size")
+    model = SimpleNamespace(**dict.fromkeys(one, lambda: 1))
     method = _METHODS.get(cell.speculation)
     speculation = SimpleNamespace(
         method=method,
@@ -167,7 +166,7 @@ def prefetches() -> list[str]:
 
 
 def cells() -> Iterator[Cell]:
-    """All combinations: 936 for each kind of drafts."""
+    """All combinations: 1,008 for each kind of drafts."""
     ahead = [(), *((("prefetch", name),) for name in prefetches())]
     for speculation, platform, plane in itertools.product(_SPECULATIONS, _PLATFORMS, _PLANES):
         for budget, prefetch, cpu, ranks in itertools.product(
