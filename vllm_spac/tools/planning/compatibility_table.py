@@ -166,7 +166,7 @@ def prefetches() -> list[str]:
 
 
 def cells() -> Iterator[Cell]:
-    """All combinations: 1,008 for each kind of drafts."""
+    """All combinations: 1,014 for each kind of drafts."""
     ahead = [(), *((("prefetch", name),) for name in prefetches())]
     for speculation, platform, plane in itertools.product(_SPECULATIONS, _PLATFORMS, _PLANES):
         for budget, prefetch, cpu, ranks in itertools.product(
