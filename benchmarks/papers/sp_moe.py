@@ -391,7 +391,7 @@ def main(
     trace = Trace.load(path)
     assert len(named) == trace.steps, "a step of the trace is not one that was watched"
     tokens = float(trace.step_tokens[trace.step_tokens > 0].mean())
-    result = {
+    result: dict[str, Any] = {
         "provenance": origin,
         "toy_model": False,
         "texts": known,

@@ -59,12 +59,12 @@ def test_stock_s_tokens_and_most_reads_are_used(copy: Path, tmp_path: Path) -> N
 
 
 def test_the_model_s_own_routers_on_the_layers_of_a_draft_model(copy: Path, tmp_path: Path) -> None:
-    """Four experts of each row, of the first three layers."""
+    """Four experts of each row, of the first layer: those of several together do not fit into the slots."""
     options = drafting(copy)
-    run, heard = shadowed(tmp_path, options, prefetch="draft_gate@k=4@cutoff=3")
+    run, heard = shadowed(tmp_path, options, prefetch="draft_gate@k=4@cutoff=1")
     [stock] = compare(TARGET, [None], **options)
     assert_same_tokens(run, stock)
-    assert heard["pairs"] == heard["read"] * LAYERS * 4 and heard["read"] > 240
+    assert heard["pairs"] == heard["read"] * LAYERS * 4 > 1000
     assert heard["right"] > 0.97 * heard["pairs"], "the first four of eight: more are chosen than of all eight"
     stats = run.stats
     assert stats["prefetches"] > 100 and stats["prefetch_hits"] > 0.85 * stats["prefetches"], stats

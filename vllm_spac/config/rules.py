@@ -204,8 +204,8 @@ def _check_calibration(config: Any) -> None:
 def check_draft_arguments(prefetch: str) -> None:
     """Raises ``ConfigError`` if ``prefetch`` has arguments of predictors that look at drafts, and looks at none."""
     name, given = components.parse(prefetch)
-    known = prefetch in ("off", AUTO) or DRAFTING & components.find("predictors", name).needs
-    if not known and (wrong := [argument for argument in OF_DRAFTS if argument in given]):
+    wrong = [argument for argument in OF_DRAFTS if argument in given]
+    if wrong and not DRAFTING & components.find("predictors", name).needs:
         others = {argument: value for argument, value in given.items() if argument not in OF_DRAFTS}
         raise _refused(
             f"spac: {wrong[0]} of prefetch={prefetch} (--spac-prefetch) is of predictors that look at drafts",
