@@ -3,8 +3,8 @@
     python benchmarks/toy/predictors.py
     python benchmarks/toy/predictors.py .cache/real --name real --only gate,quasi_hidden,token_table
 
-The drafter whose states ``draft_gate`` maps is each model's EAGLE-3 head, if it has one. Microseconds per layer are of
-one row, on this machine.
+The drafter whose states ``draft_linear`` maps is each model's EAGLE-3 head, if it has one. Microseconds per layer are
+of one row, on this machine.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_a_model_whose_routers_are_not_known_leaves_out_what_needs_them() -> Non
 
 def test_texts_that_were_read_without_a_drafter_leave_out_what_needs_one() -> None:
     training = Training(made.material(drafter=False), Identity("f" * 32, "imagined", made.NAMES), "texts")
-    assert set(training.left_out) == {"draft_gate"} and "speculative_config" in training.left_out["draft_gate"]
+    assert set(training.left_out) == {"draft_linear"} and "speculative_config" in training.left_out["draft_linear"]
 
 
 def test_only_what_is_asked_for_and_what_it_uses_is_trained() -> None:
@@ -200,7 +200,7 @@ def test_only_what_is_asked_for_and_what_it_uses_is_trained() -> None:
         pass
     assert set(training.result().names) == {"linear", "token_table"}
     assert set(training.left_out) == set(TRAINED) - {"linear", "token_table"}
-    assert closure(["hybrid"]) == set(kinds()) - {"draft_gate"} and closure(None) == set(kinds())
+    assert closure(["hybrid"]) == set(kinds()) - {"draft_linear"} and closure(None) == set(kinds())
     with pytest.raises(ConfigError, match="no trained predictor is called utility; use .*linear"):
         Training(made.material(), identity, "texts", "drafter", ["utility"])
 

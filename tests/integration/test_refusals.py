@@ -230,8 +230,8 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"prefetch": "linear", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
         ({"prefetch": "linear", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
         (
-            {"prefetch": "draft_gate", "predictor_file": "other.predictors"},
-            r"prefetch=draft_gate \(--spac-prefetch\) cannot work here: there is no drafter; add --speculative-config",
+            {"prefetch": "draft_linear", "predictor_file": "other.predictors"},
+            r"prefetch=draft_linear \(--spac-prefetch\) cannot work here: there is no drafter; add --speculative-c",
         ),
         (
             {"prefetch": "shadow"},
@@ -241,6 +241,20 @@ def outside(tmp_path, monkeypatch) -> Path:
             {"prefetch": "shadow", "predictor_file": "other.predictors"},
             "no effect with prefetch=shadow",
         ),
+        (
+            {"prefetch": "draft_gate@k=2@cutoff=1"},
+            "prefetch=draft_gate@k=2@cutoff=1.*work here: there is no draft model; add --speculative-config.*PARENT",
+        ),
+        (
+            {"prefetch": "draft_gate", "predictor_file": "other.predictors"},
+            "no effect with prefetch=draft_gate.*add --spac-prefetch draft_linear or another",
+        ),
+        ({"prefetch": "utility@k=2"}, "k of prefetch=utility@k=2.*looks? at drafts; use --spac-prefetch utility"),
+        (
+            {"prefetch": "linear@extra=0.2@cutoff=2", "predictor_file": "other.predictors"},
+            "cutoff of prefetch=linear.*use --spac-prefetch linear@extra=0.2, or use --spac-prefetch draft_gate",
+        ),
+        ({"prefetch": "draft_gate@k=0"}, "k=0: use a whole number from 1"),
         ({"prefetch": "shadow@copies=2"}, "prefetch=.*shadow@copies=2"),
         ({"prefetch": "shadow", "decisions": "device", "store": "host"}, "decisions=device.*drop --spac-prefetch"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
@@ -281,6 +295,18 @@ def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, 
         engine_config(moe, {"prefetch": "shadow"})
     with pytest.raises(ValueError, match=r"made for .*not for this model"):  # the file; nothing is refused before it
         engine_config(moe, {"prefetch": "frequency", "predictor_file": "other.predictors"})
+
+
+def test_a_draft_model_of_this_width_has_layers_for_the_model_s_routers(moe, tmp_path):
+    narrow = write_config(tmp_path / "narrow", QWEN | {"hidden_size": QWEN["hidden_size"] // 2})
+    parent = {"method": "draft_model", "model": str(moe), "num_speculative_tokens": 2}
+    engine_config(moe, {"prefetch": "draft_gate@k=2@cutoff=1"}, speculative_config=parent)
+    for drafts, named in (
+        (parent | {"model": str(narrow)}, "the width of this model is .*draft model.*use --spac-prefetch draft_linear"),
+        (NGRAM, "ngram has no layers that stand for this model's; use --spac-prefetch draft_linear"),
+    ):
+        with pytest.raises(ValueError, match=f"prefetch=draft_gate .*cannot work here: .*{named}"):
+            engine_config(moe, {"prefetch": "draft_gate"}, speculative_config=drafts)
 
 
 def test_a_shadow_is_a_draft_model_with_the_layers_and_experts_of_the_model(moe, tmp_path):
@@ -665,9 +691,10 @@ def test_nodes_of_trees_have_states_and_no_routing():
     )
     parallel = SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False)
     config = SimpleNamespace(speculative_config=head, parallel_config=parallel)
-    compatibility.check(SpacConfig(prefetch="draft_gate", predictor_file="p", tree=8), config, gpu=False)
-    with pytest.raises(ValueError, match="shadow.*work here: draft trees grow from EAGLE heads.*; drop --spac-tree"):
-        compatibility.check(SpacConfig(prefetch="shadow", tree=8), config, gpu=False)
+    compatibility.check(SpacConfig(prefetch="draft_linear", predictor_file="p", tree=8), config, gpu=False)
+    for name in ("shadow", "draft_gate"):
+        with pytest.raises(ValueError, match=f"{name}.*here: draft trees grow from EAGLE heads.*; drop --spac-tree"):
+            compatibility.check(SpacConfig(prefetch=name, tree=8), config, gpu=False)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from vllm_spac.tools.planning.compatibility_table import Cell
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 MOST_STEPS = 6
-PREDICTORS = ("auto", "draft_gate", "frequency", "gate", "hybrid", "linear", "neural", "quasi_hidden", "token_table")
+PREDICTORS = ("auto", "draft_linear", "frequency", "gate", "hybrid", "linear", "neural", "quasi_hidden", "token_table")
 
 # Values of each knob other than its default. Numbers whose size alone matters have one.
 KNOBS: dict[str, tuple[Any, ...]] = {
@@ -39,7 +39,14 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "disk_dir": ("/tmp/spac",),
     "host_memory": ("1GiB",),
     "policy": ("lru", "layer_lru", "pinned", "utility"),
-    "prefetch": ("utility", "shadow", "utility@threshold=2", "linear@extra=0.2", *PREDICTORS),
+    "prefetch": (
+        "utility",
+        "shadow",
+        "draft_gate@k=2@cutoff=1",
+        "utility@threshold=2",
+        "linear@extra=0.2",
+        *PREDICTORS,
+    ),
     "predictor_file": ("FILE",),
     "guard": ("on",),
     "tree": (1, 2, 16),

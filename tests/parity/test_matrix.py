@@ -123,7 +123,7 @@ def test_the_parts_together(trained, tmp_path: Path) -> None:
         "tree": 16,
         "budget": 64,
         "budget_votes": "path@alpha=0.5",
-        "prefetch": "draft_gate",
+        "prefetch": "draft_linear",
         "predictor_file": str(trained["tree"]),
         "store": "host",
         "cpu_experts": "2",

@@ -60,13 +60,23 @@ def test_recall_on_held_out_text(trained: Path) -> None:
         *("--pictures", out, "--slots", "25%", "--disk-dir", trained, *DRAFTING),
     )
     found = json.loads((trained / "r.json").read_text())
-    names = {"frequency", "token_table", "draft_gate", "gate", "quasi_hidden", "linear", "neural", "hybrid", "utility"}
+    names = {
+        "frequency",
+        "token_table",
+        "draft_linear",
+        "gate",
+        "quasi_hidden",
+        "linear",
+        "neural",
+        "hybrid",
+        "utility",
+    }
     assert set(found) == names and all(name in said for name in names)
     recall = {name: one["recall_at_k"] for name, one in found.items()}
     chance = TOP_K / EXPERTS
     assert chance < recall["frequency"] < 0.5 < recall["gate"] < recall["linear"] < 1
     assert recall["token_table"] > 0.5 and recall["hybrid"] > recall["gate"]
-    assert recall["draft_gate"] > recall["token_table"] and list(found["draft_gate"]["by_horizon"]) == ["step"]
+    assert recall["draft_linear"] > recall["token_table"] and list(found["draft_linear"]["by_horizon"]) == ["step"]
     for one in found.values():
         assert one["recall_at_k"] < one["recall_at_2k"] and one["bytes"] > 0 and one["us_per_layer"] > 0
         assert len(one["by_layer"]) == LAYERS
@@ -92,10 +102,10 @@ def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     assert stats["misses"] < plain.stats["misses"] and plain.stats["prefetches"] == 0, "most are of prompts"
 
 
-DRAFT_GATE = pytest.param("eagle3", "draft_gate", marks=pytest.mark.full)
+DRAFT_LINEAR = pytest.param("eagle3", "draft_linear", marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("method", "prefetch"), [(None, "linear"), ("eagle3", "auto"), DRAFT_GATE])
+@pytest.mark.parametrize(("method", "prefetch"), [(None, "linear"), ("eagle3", "auto"), DRAFT_LINEAR])
 def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None, prefetch: str) -> None:
     """The guard is off so that all steps have stock's shape. ``auto`` chooses a predictor: loads take long here."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off"}
@@ -115,7 +125,7 @@ def test_nodes_of_draft_trees_are_guessed_of_before_their_step(trained: Path) ->
     """The drafter's states of each level. Without, only prompts read ahead."""
     head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off", "tree": 8}
-    ahead = {"prefetch": "draft_gate", "predictor_file": str(trained / "p.safetensors")}
+    ahead = {"prefetch": "draft_linear", "predictor_file": str(trained / "p.safetensors")}
     options = {"speculative_config": head, "max_num_batched_tokens": 256, "block_size": 32}
     plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=16, **options)
     assert run.tokens == plain.tokens and run.stats["trees"]["trees"] > 40

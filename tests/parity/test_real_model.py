@@ -34,6 +34,11 @@ RUNS = [
     pytest.param({"slots": "50%", "store": "host", "cpu_experts": 8}, None, id="half, RAM, CPU experts"),
     pytest.param({"slots": "25%", "store": "disk"}, NGRAM, id="a quarter, n-grams"),
     pytest.param({"slots": "25%", "store": "disk"}, DENSE_DRAFTS, id="a quarter, the dense parent drafts"),
+    pytest.param(
+        {"slots": "25%", "store": "disk", "prefetch": "draft_gate@k=8@cutoff=20@extra=1.0"},
+        DENSE_DRAFTS,
+        id="a quarter, read as the dense parent drafts",
+    ),
     pytest.param({"slots": "25%", "store": "disk"}, EAGLE, id="a quarter, the EAGLE-3 head drafts"),
     pytest.param({"slots": "100%"}, DENSE_DRAFTS, id="all, the dense parent drafts"),
 ]
@@ -85,3 +90,5 @@ def test_same_tokens_as_stock(
     assert_same_tokens(engines.Run(said, stats, "float32"), stock)
     assert stats["experts"] == 30 * 64
     assert stats["hits"] > 0 and (stats["loads"] > 0) == (spac["slots"] != "100%")
+    if "prefetch" in spac:
+        assert stats["prefetch_hits"] > 0.4 * stats["prefetches"] > 400, stats

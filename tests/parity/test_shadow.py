@@ -1,4 +1,7 @@
-"""A quantised copy as draft model and as predictor: stock vLLM's tokens, and experts that it named are used."""
+"""A draft model that predicts: by its own routers (a quantised copy), or by the model's, on what its layers compute.
+
+Stock vLLM's tokens, and experts that were named are used.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +46,30 @@ def test_stock_s_tokens_and_most_reads_are_used(copy: Path, tmp_path: Path) -> N
     assert stats["loads"] + stats["prefetches"] <= 1.1 * needed, stats
 
 
+def test_the_model_s_own_routers_on_the_layers_of_a_draft_model(copy: Path, tmp_path: Path) -> None:
+    """Four experts of each row, of the first layer: those of several together do not fit into the slots."""
+    options = drafting(copy)
+    run, heard = shadowed(tmp_path, options, prefetch="draft_gate@k=4@cutoff=1")
+    [stock] = compare(TARGET, [None], **options)
+    assert_same_tokens(run, stock)
+    assert heard["pairs"] == heard["read"] * LAYERS * 4 > 1000
+    assert heard["right"] > 0.97 * heard["pairs"], "the first four of eight: more are chosen than of all eight"
+    stats = run.stats
+    assert stats["prefetches"] > 100 and stats["prefetch_hits"] > 0.85 * stats["prefetches"], stats
+    assert stats["prefetch_hits"] + stats["prefetch_wasted"] <= stats["prefetches"]
+
+
 @pytest.mark.full
-def test_the_model_as_its_own_shadow_is_always_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefetch", ["shadow", "draft_gate"])
+def test_the_model_as_its_own_draft_model_is_always_right(prefetch: str, tmp_path: Path) -> None:
     """A copy in bits, compiled, a request at a time, and with the guard, which skips drafts by the clock."""
     options = drafting(copied(TARGET)) | {"enforce_eager": False, "max_num_seqs": 1}
-    run, heard = shadowed(tmp_path, options)
+    run, heard = shadowed(tmp_path, options, prefetch=prefetch)
     [stock] = compare(TARGET, [None], **options)
     assert_same_tokens(run, stock)
     assert heard["right"] > 0.999 * heard["pairs"] > 1000
     assert run.stats["prefetch_hits"] > 0.9 * run.stats["prefetches"] > 100
-    guarded, heard = shadowed(tmp_path, options | {"enforce_eager": True}, guard="on")
+    guarded, heard = shadowed(tmp_path, options | {"enforce_eager": True}, guard="on", prefetch=prefetch)
     assert_same_tokens(guarded, stock)
 
 

@@ -322,6 +322,29 @@ def test_reads_before_the_step_end_at_the_cutoff_and_go_on_in_the_step() -> None
         assert made.there(*(layer * EXPERTS + expert for layer in (2, 3) for expert in (6, 7)))
 
 
+@pytest.mark.parametrize("given", [0, 1, 3, LAYERS])
+def test_a_given_cutoff_is_obeyed_exactly(given: int) -> None:
+    """However little a phase has finished so far, before the step and in it; ``depth`` bounds nothing."""
+    settings = PrefetchSettings.of(f"shadow@cutoff={given}@depth=1")
+    assert (settings.cutoff, settings.depth) == (given, 1)
+    with drafted(16, depth=PrefetchSettings.of(f"shadow@cutoff={given}").depth, cutoff=given) as made:
+        made._loader.prefetcher._phases.reads = 1
+        draft(made, (4, 5), (4, 5), (6, 7), (6, 7))
+        below = [4, 5, 12, 13, 22, 23, 30, 31][: 2 * given]
+        assert made.store.order == below
+        made.begin()
+        assert made.store.order == below
+        made.layer(0, (0, 1))
+        assert made.store.order == below
+
+
+def test_a_row_names_as_many_experts_as_k_says() -> None:
+    """Of two named in each layer, the likelier one."""
+    with drafted(16, k=1) as made:
+        draft(made, (5, 6), (6, 7))
+        assert [key for key in made.store.order if key < 2 * EXPERTS] == [5, 14]
+
+
 def test_slots_for_all_layers_below_the_cutoff_are_needed() -> None:
     """What is expected of two layers fills all slots: of the third, nothing is read."""
     with drafted(4) as made:

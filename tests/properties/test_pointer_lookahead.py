@@ -159,7 +159,7 @@ def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> Non
 
 
 def test_every_predictor_that_needs_no_drafter_is_there() -> None:
-    assert set(ON_DEVICE) == set(kinds()) - {"draft_gate"} and len(CHOSEN) == LAYERS - 1
+    assert set(ON_DEVICE) == set(kinds()) - {"draft_linear"} and len(CHOSEN) == LAYERS - 1
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)

@@ -18,7 +18,7 @@ from vllm_spac.cli.main import app
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training
 from vllm_spac.decisions.predictors import linear
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.sp_moe import draft_gate_predictor
+from vllm_spac.methods.sp_moe import draft_linear_predictor
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.tools.evaluation import engine
 
@@ -36,7 +36,7 @@ def training(source: str = "texts") -> Training:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (draft_gate_predictor, linear, neural_predictor):
+    for module in (draft_linear_predictor, linear, neural_predictor):
         monkeypatch.setattr(module, "_STEPS", 2)
 
 

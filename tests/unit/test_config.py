@@ -471,7 +471,7 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "decisions": "device"
         ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
-            ON_DEVICE | {"prefetch": "draft_gate"},
+            ON_DEVICE | {"prefetch": "draft_linear"},
             "decided on the host.*use --spac-decisions host, or use --spac-prefetch linear --spac-predictor-file FILE",
         ),
         (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),

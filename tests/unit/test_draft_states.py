@@ -263,15 +263,15 @@ def test_why_others_cannot_be_read(given: SimpleNamespace, says: str) -> None:
 
 def test_the_drafter_is_the_one_of_the_training() -> None:
     """Only for a predictor that reads its states; ``auto`` leaves such predictors out."""
-    file = SimpleNamespace(names=["linear", "draft_gate"], left_out={}, drafter="d" * 32, build=lambda name: name)
+    file = SimpleNamespace(names=["linear", "draft_linear"], left_out={}, drafter="d" * 32, build=lambda name: name)
 
     def built(name: str, drafter: str) -> str:
         config = SimpleNamespace(prefetch=name, predictor_file="p", execution_class=SlotExecution)
         return ahead.predictor(config, file, lambda: drafter, torch.device("cpu"))
 
-    assert built("draft_gate", "d" * 32) == "draft_gate" and built("linear", "e" * 32) == "linear"
+    assert built("draft_linear", "d" * 32) == "draft_linear" and built("linear", "e" * 32) == "linear"
     for other, says in (("e" * 32, "than this engine's .eeeeeeeeeeee."), ("", "than this engine's .none.")):
         with pytest.raises(ConfigError, match=f"another drafter .dddddddddddd. {says}; train again"):
-            built("draft_gate", other)
-    assert ahead.usable(file, "d" * 32) == ["linear", "draft_gate"]
+            built("draft_linear", other)
+    assert ahead.usable(file, "d" * 32) == ["linear", "draft_linear"]
     assert ahead.usable(file, "") == ahead.usable(file, "e" * 32) == ["linear"]

@@ -18,7 +18,7 @@ from vllm_spac.decisions.predictors import linear
 from vllm_spac.decisions.predictors._features import LayerFeatures
 from vllm_spac.decisions.predictors._trained import Trained, mixing
 from vllm_spac.decisions.predictors.base import START, Seen
-from vllm_spac.methods.sp_moe import draft_gate_predictor
+from vllm_spac.methods.sp_moe import draft_linear_predictor
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural
 
@@ -41,7 +41,7 @@ class Calls(TorchDispatchMode):
 @cache
 def file(reach: int) -> PredictorFile:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (draft_gate_predictor, linear, neural_predictor):
+        for module in (draft_linear_predictor, linear, neural_predictor):
             patch.setattr(module, "_STEPS", 3)
         training = Training(made.material(reach), Identity("f" * 32, "imagined", made.NAMES), "texts", "drafter")
         list(training.run())

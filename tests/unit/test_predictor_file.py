@@ -22,7 +22,7 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training
 from vllm_spac.decisions.predictors import linear
 from vllm_spac.decisions.predictors._recall import overall
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.sp_moe import draft_gate_predictor
+from vllm_spac.methods.sp_moe import draft_linear_predictor
 from vllm_spac.methods.speculating_experts import neural_predictor
 
 IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
@@ -49,7 +49,7 @@ def training(**others) -> Training:
 def short() -> None:
     """Few gradient steps: what is tested is what happens around them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_gate_predictor, "_STEPS", 3)
+        patch.setattr(draft_linear_predictor, "_STEPS", 3)
         patch.setattr(linear, "_STEPS", 3)
         patch.setattr(neural_predictor, "_STEPS", 3)
         yield
@@ -219,8 +219,8 @@ def test_bytes_in_the_file_are_those_of_what_is_used_too(file: PredictorFile) ->
     own = {name: sum(tensor.nbytes for tensor in file.tensors[name].values()) for name in file.names}
     assert file.nbytes("gate") == own["gate"]
     assert file.nbytes("linear") == own["linear"] + own["token_table"]
-    assert file.nbytes("draft_gate") == own["draft_gate"] + own["token_table"]
-    assert file.nbytes("hybrid") == sum(own.values()) - own["draft_gate"], "it serves without a drafter, too"
+    assert file.nbytes("draft_linear") == own["draft_linear"] + own["token_table"]
+    assert file.nbytes("hybrid") == sum(own.values()) - own["draft_linear"], "it serves without a drafter, too"
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, -1])
@@ -237,7 +237,9 @@ def test_a_folder_that_is_not_there(file: PredictorFile, tmp_path: Path) -> None
 
 # -- training that is interrupted --------------------------------------------------------------------------------------
 
-STAGES = 5 + 5 + 5 + 3 + 4 + 3  # gate, quasi-hidden, linear; networks of all layers but the first; draft_gate; one each
+STAGES = (
+    5 + 5 + 5 + 3 + 4 + 3
+)  # gate, quasi-hidden, linear; networks of all layers but the first; draft_linear; one each
 
 
 @given(cuts=st.lists(st.integers(0, STAGES), max_size=4).map(sorted))

@@ -20,7 +20,7 @@ from vllm_spac.decisions.predictors.gate import Gate, folded
 from vllm_spac.decisions.predictors.linear import Linear
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.decisions.predictors.token_table import Means, TokenTable, logarithm
-from vllm_spac.methods.sp_moe.draft_gate_predictor import DraftGate
+from vllm_spac.methods.sp_moe.draft_linear_predictor import DraftLinear
 from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural
 from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import ratio, through_norm
@@ -163,16 +163,16 @@ def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.Monke
 # -- the drafter's states ----------------------------------------------------------------------------------------------
 
 
-def draft_gate(material) -> tuple[DraftGate, TokenTable, dict[str, torch.Tensor]]:
+def draft_linear(material) -> tuple[DraftLinear, TokenTable, dict[str, torch.Tensor]]:
     table = table_of(material)
-    tensors = {name: t for stage in range(made.LAYERS) for name, t in DraftGate.train(stage, material, {}).items()}
-    return DraftGate(material.sizes, tensors, {"token_table": table}), table, tensors
+    tensors = {name: t for stage in range(made.LAYERS) for name, t in DraftLinear.train(stage, material, {}).items()}
+    return DraftLinear(material.sizes, tensors, {"token_table": table}), table, tensors
 
 
-def test_draft_gate_scores_are_its_states_and_tokens_times_its_maps() -> None:
+def test_draft_linear_scores_are_its_states_and_tokens_times_its_maps() -> None:
     """A row without a state has another bias in place of the product of its state."""
     material = made.material()
-    predictor, table, tensors = draft_gate(material)
+    predictor, table, tensors = draft_linear(material)
     seen = material.others.seen(START, slice(0, 20), predictor.needs)
     assert seen.draft[0].isnan().all() and not seen.draft[1:].isnan().any()
     [guess] = predictor.guesses(seen)
@@ -184,16 +184,16 @@ def test_draft_gate_scores_are_its_states_and_tokens_times_its_maps() -> None:
         torch.testing.assert_close(scores[0], tensors[f"mean.{layer}"] + tokens[0], rtol=1e-4, atol=1e-4)
 
 
-def test_draft_gate_without_a_drafter_is_refused() -> None:
+def test_draft_linear_without_a_drafter_is_refused() -> None:
     """A file that holds it, and says that there was none, is damaged."""
     material = made.material(drafter=False)
     with pytest.raises(ValueError, match="of no drafter"):
-        DraftGate(material.sizes, {}, {"token_table": table_of(material)})
+        DraftLinear(material.sizes, {}, {"token_table": table_of(material)})
 
 
 def test_a_row_without_a_state_is_scored_as_one_with_the_mean_state() -> None:
     material = made.material()
-    predictor, _, _ = draft_gate(material)
+    predictor, _, _ = draft_linear(material)
     states = material.samples.draft
     mean = states[~states[:, 0].isnan()].mean(0)
     tokens = material.samples.tokens[:2]
@@ -205,12 +205,12 @@ def test_a_row_without_a_state_is_scored_as_one_with_the_mean_state() -> None:
 def test_states_say_more_than_tokens_and_scaling_them_changes_nothing() -> None:
     """On other texts; the states are a part of what the routers of the first layers read."""
     material = made.material()
-    others, names = material.others, ("draft_gate", "token_table")
-    predictor, table, _ = draft_gate(material)
+    others, names = material.others, ("draft_linear", "token_table")
+    predictor, table, _ = draft_linear(material)
     recalls = [overall(Hits.of(each, others).recalls()) for each in (predictor, table)]
     assert recalls[0] > recalls[1] + 0.02, dict(zip(names, recalls, strict=True))
     moved = [replace(samples, draft=40 * samples.draft + 7) for samples in (material.samples, others)]
-    scaled, _, _ = draft_gate(replace(material, samples=moved[0]))
+    scaled, _, _ = draft_linear(replace(material, samples=moved[0]))
     assert abs(overall(Hits.of(scaled, moved[1]).recalls()) - recalls[0]) < 0.02
 
 

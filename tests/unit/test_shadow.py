@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.predictors._recall import Hits
 from vllm_spac.decisions.predictors._samples import Samples
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, Seen, Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.loading import ahead
 from vllm_spac.integration.stepping import draft_routing, runner_v1
-from vllm_spac.integration.stepping.draft_routing import DraftRouting
+from vllm_spac.integration.stepping.draft_routing import DraftGates, DraftRouting
 from vllm_spac.methods.od_moe.shadow_predictor import Shadow
 
 EXPERTS, TOP_K = 5, 2
@@ -148,7 +149,8 @@ def test_a_draft_model_of_other_layers_or_experts_is_refused(layers: list[Layer]
 def test_a_draft_model_is_hooked_when_it_is_loaded_and_looked_at(looks: bool, monkeypatch) -> None:
     target = torch.nn.Sequential(torch.nn.Module())
     runtime = SimpleNamespace(executions=[SimpleNamespace(shape=SHAPE)])
-    experts = SimpleNamespace(reads_draft_routing=looks, draft_routing=None, own_drafts=None, runtime=runtime)
+    seen = frozenset({Signal.DRAFT_ROUTING} if looks else ())
+    experts = SimpleNamespace(looks_at=seen, draft_routing=None, own_drafts=None, runtime=runtime)
     target[0].spac_kernel, target[0].spac = None, experts
     config = SimpleNamespace(speculative_config=None, model_config=None)
     drafter, router = SimpleNamespace(model=None, vllm_config=config), Router._compute_routing
@@ -206,15 +208,68 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
 
 def test_states_are_kept_as_the_predictor_needs_them() -> None:
     def kept(prefetch: str, file: object, shapes: list[MoEShape]) -> DraftStates:
-        return ahead.draft_states(SimpleNamespace(prefetch=prefetch, named_prefetch=prefetch), file, shapes)  # type: ignore[arg-type]
+        config = SpacConfig(prefetch=prefetch, predictor_file="p" if file else None)  # type: ignore[arg-type]
+        return ahead.draft_states(config, file, shapes)  # type: ignore[arg-type]
 
     trained = SimpleNamespace(sizes=SimpleNamespace(draft_width=3))
     row = [("a", slice(0, 1), 0)], torch.tensor([1])
     assert kept("off", None, [SHAPE, SHAPE]).take(*row).shape == (1, 0)
-    assert kept("draft_gate", trained, [SHAPE]).take(*row).shape == (1, 3)
+    assert kept("draft_linear", trained, [SHAPE]).take(*row).shape == (1, 3)
     assert kept("shadow@depth=3", None, [SHAPE]).take(*row).tolist() == [[[-1, -1], [-1, -1]]]
+    assert kept("draft_gate@k=3", None, [SHAPE]).take(*row).shape == (1, 2, 3)
+    assert kept("draft_linear@k=5@cutoff=2", trained, [SHAPE]).take(*row).shape == (1, 3)
     with pytest.raises(ConfigError, match=r"prefetch=shadow \(--spac-prefetch\) needs MoE layers of one shape.*has 2"):
         kept("shadow", None, [SHAPE, SHAPE])
+    for name, problem in (
+        ("shadow@k=3", r"k of prefetch=shadow@k=3.*more than the 2 experts.*use at most --spac-prefetch shadow@k=2"),
+        ("draft_gate@k=6@cutoff=1", "k of .*more than the 5 experts.*draft_gate@k=5@cutoff=1"),
+        ("draft_linear@cutoff=3", "cutoff of .*more than the 2 MoE layers.*draft_linear@cutoff=2"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            kept(name, trained if "linear" in name else None, [SHAPE])
+
+
+# -- the model's routers on what a draft model's layers compute --------------------------------------------------------
+
+
+class Mlp(torch.nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * hidden
+
+
+def dense(layers: int) -> torch.nn.Module:
+    """A draft model, of whose layers the l-th adds l + 1 in place of attention."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList()
+    for _ in range(layers):
+        block = torch.nn.Module()
+        block.mlp = Mlp()
+        model.layers.append(block)
+    return model
+
+
+@pytest.mark.parametrize(("drafts", "stand"), [(3, [1, 2]), (2, [0, 1]), (1, [0, 0]), (6, [2, 4])])
+def test_the_gates_of_the_model_choose_by_what_the_mlp_of_the_draft_layer_reads(drafts: int, stand: list[int]) -> None:
+    """MoE layers 1 and 2 of three; with another depth, the draft layer at the same part of its model stands for one."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(2, EXPERTS, 4, generator=generator), torch.randn(2, EXPERTS, generator=generator)
+    model = dense(drafts)
+    gates = DraftGates(model, weight, bias, ([1, 2], 3), 3, rows=8)
+    drafter = Drafter(model)
+    with gates.reading(drafter):  # type: ignore[arg-type]
+        drafter.set_inputs_first_pass()
+        for rows in ([2, 0], [0, 1]):  # of the first forward, those that it drafts from; then the first ones
+            hidden = torch.randn(drafts, 3, 4, generator=generator)
+            for layer, block in enumerate(model.layers):
+                assert torch.equal(block.mlp(hidden[layer]), 2 * hidden[layer])
+            scores = torch.stack([hidden[n][rows] @ weight[i].T + bias[i] for i, n in enumerate(stand)], 1)
+            assert gates.take(2).tolist() == scores.topk(3).indices.tolist()
+    assert not any("spac" in name for name in model.state_dict()), "no weights of the draft model"
+
+
+def test_a_draft_model_without_layers_of_its_own_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="prefetch=draft_gate.*no layers whose MLP is known.*draft_linear"):
+        DraftGates(torch.nn.Linear(1, 1), torch.zeros(2, EXPERTS, 4), torch.zeros(2, EXPERTS), ([1, 2], 3), 3, rows=8)
 
 
 def model(layers: int = 2, experts: int = 16, top_k: int = 4) -> SimpleNamespace:

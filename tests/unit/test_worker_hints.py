@@ -54,10 +54,10 @@ class Named(Predictor):
             yield Guess(seen.layer * EXPERTS, chosen)  # of a layer that runs: nobody needs it
 
 
-def serving(predictor: Predictor | None) -> tuple[WorkerExecution, Client]:
+def serving(predictor: Predictor | None, names: tuple[int, int] | None = None) -> tuple[WorkerExecution, Client]:
     client = Client()
     store = SimpleNamespace(client=client)
-    return WorkerExecution(SHAPE, LRU(), store, predictor), client
+    return WorkerExecution(SHAPE, LRU(), store, predictor, names), client
 
 
 def step(kind: RowKind) -> Step:
@@ -87,6 +87,12 @@ def test_workers_are_told_before_and_while_others_compute() -> None:
     client.told.clear()
     execution.draft(torch.tensor([5]), torch.tensor([[3.0, 0.0, 0.0, 1.0]]))
     assert client.told == [(2, number, [0, 3]) for number in range(LAYERS)]
+
+
+def test_workers_are_told_of_so_many_experts_and_layers_as_asked_for() -> None:
+    execution, client = serving(Named(), (1, 2))
+    execution.draft(torch.tensor([5]), torch.tensor([[3.0, 0.0, 0.0, 1.0]]))
+    assert client.told == [(1, number, [0]) for number in (0, 1)]
 
 
 def test_a_predictor_that_fails_tells_workers_nothing_and_is_not_asked_again(caplog) -> None:

@@ -36,13 +36,17 @@ class Expected:
         top_k: experts per row.
         local_of: int [experts of the model], the number of each among the ``experts`` that this process holds, -1: of
             another one. Guesses and routers name experts of the model. None: this process holds all of them.
+        cutoff: number of the first layers that guesses may name experts of; None: of all.
 
     Attributes:
         ration: of the rows that guesses are about.
     """
 
-    def __init__(self, layers: int, experts: int, top_k: int, local_of: np.ndarray | None = None) -> None:
+    def __init__(
+        self, layers: int, experts: int, top_k: int, local_of: np.ndarray | None = None, cutoff: int | None = None
+    ) -> None:
         self.layers, self._experts, self._top_k = layers, experts, top_k
+        self._cutoff = cutoff
         self._local_of, self._of_model = local_of, experts if local_of is None else len(local_of)
         self._running = START
         self._left = False  # the running layer has its output
@@ -94,7 +98,8 @@ class Expected:
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
         """Takes ``experts`` (int, distinct, the likeliest first) of ``layer`` as ``name`` takes those of a guess."""
-        if layer != self._running or self._left:
+        named = self._cutoff is None or layer < self._cutoff
+        if named and (layer != self._running or self._left):
             self._pass(range(layer, layer + 1))
             keys = experts + layer * self._experts
             self._named[layer] = keys.tolist()
@@ -157,15 +162,15 @@ class Lookahead(Prefetcher):
     Nearer layers come first, also across the end of a step, then the experts that more rows name. A read begins when a
     layer has what it needs, and never evicts an expert that the running layer uses or that is expected in the layer it
     is for or in a nearer one; loads on demand evict what is expected last. What is no longer expected is cancelled if
-    its read has not begun. While drafts are made, reads are of the layers below the cutoff. After an error of the
-    predictor, which is logged, it is not asked again.
+    its read has not begun. While drafts are made, reads are of the layers below the cutoff, which is learned
+    (``decisions.cutoff``), or given. After an error of the predictor, which is logged, it is not asked again.
 
     Where layers run on a device, the predictor does too. Then the caller asks it (``ask``), and passes on what it names
     once that is on the host: in the first layer of a step what it names at the start.
 
     Args:
         guesser: the predictor; the arguments before it as in ``Prefetcher``.
-        top_k: experts per row, of which a guess names as many.
+        top_k: experts per row, of which a guess names as many, unless the settings say how many.
         away: the predictor is on a device, and the caller asks it.
         local_of: as in ``Expected``.
     """
@@ -186,7 +191,8 @@ class Lookahead(Prefetcher):
     ) -> None:
         super().__init__(residency, transfers, counters, layer_experts, predictor, settings, balancer)
         self._guesser, self._away = guesser, away
-        self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k, local_of)
+        layers, self._cutoff = len(residency.slot_of) // layer_experts, settings.cutoff
+        self.expected = Expected(layers, layer_experts, settings.k or top_k, local_of, self._cutoff)
         self._phases = DraftPhases(settings.depth)
         self._drafting = False  # the drafter has read tokens of a step that has not begun
         self._broken = False  # the predictor has failed
@@ -215,8 +221,10 @@ class Lookahead(Prefetcher):
         self._hear(seen, names)
         self._cancel_unexpected()
         layers = [self.expected.of(layer) for layer in range(self.expected.layers)]
-        missing = [int((self._residency.slot_of[keys] == NOWHERE).sum()) for keys in layers]
-        first = cutoff(list(map(len, layers)), missing, self._residency.slots, self._phases.left)
+        first = self._cutoff
+        if first is None:
+            missing = [int((self._residency.slot_of[keys] == NOWHERE).sum()) for keys in layers]
+            first = cutoff(list(map(len, layers)), missing, self._residency.slots, self._phases.left)
         self._phases.ask(self._read(chain.from_iterable(layers[:first])))
 
     def begin_step(self, seen: Seen | None, ration: Ration = UNBOUNDED) -> None:

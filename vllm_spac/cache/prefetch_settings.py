@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from vllm_spac import components
+from vllm_spac.config.rules import check_draft_arguments
 from vllm_spac.config.types import PREFETCHING
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import DRAFTING, Guess, Predictor, Seen, Signal
@@ -43,6 +44,10 @@ class PrefetchSettings:
         stops: nothing is read ahead while steps are not shorter with it, see ``Payback``; for a predictor that was not
             named.
         next_layer: in forwards with many rows, also what the next layer is expected to use is read, see ``LayerUse``.
+        k: experts that a row names in each layer, of a predictor that looks at drafts; None: as many as it uses.
+        cutoff: SP-MoE's cutoff layer L_c, of such a predictor: it names experts of the first L_c layers alone, and all
+            of them are read while drafts are made, however many. None: it names those of all layers, and how many of
+            them are read by then is learned, see ``decisions.cutoff``.
         drafts: draft tokens of a request in a speculative step, for a predictor that ``follows_drafts`` and has no
             argument ``gamma``; None: not known.
 
@@ -61,6 +66,8 @@ class PrefetchSettings:
     extra: float | None = None
     stops: bool = False
     next_layer: bool = False
+    k: int | None = None
+    cutoff: int | None = None
     drafts: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,7 +110,10 @@ class PrefetchSettings:
             ConfigError: as the constructor, also for arguments that the predictor refuses.
         """
         name, options = components.parse(spec)
+        check_draft_arguments(spec)
         own = {argument: options.pop(argument) for argument in PREFETCHING if argument in options}
+        if own.get("cutoff") is not None:
+            own = {"depth": PREFETCHING["depth"].values[1]} | own  # the cutoff bounds what waits
         try:
             return cls(prefetch=name, options=options, **(more | own))
         except (TypeError, ValueError) as error:

@@ -100,8 +100,10 @@ class SpacConfig(BaseModel):
         "off",
         description="Which experts are read ahead in the background: none (off); those of the highest utility "
         "(utility); those that a predictor of predictor_file names for the next layers; those that a copy of the "
-        "model as draft model chose (shadow); or those of the predictor that pays most, if one does (auto); extra "
-        f"limits what this adds to the loads that layers need ({types.EXTRA:g}).",
+        "model as draft model chose (shadow); those that the model's routers choose of what a draft model's layers "
+        "compute (draft_gate); or those of the predictor that pays most, if one does (auto); extra limits what this "
+        f"adds to the loads that layers need ({types.EXTRA:g}), and of draft_gate, draft_linear and shadow, k is the "
+        "experts that a row names per layer, and cutoff the number of layers.",
     )
     predictor_file: types.SomePath = Field(
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
@@ -326,6 +328,12 @@ class SpacConfig(BaseModel):
     def prefetch_share(self) -> float:
         """Share of the loads that layers need which prefetches may add."""
         return float(components.parse(self.prefetch)[1].get("extra", types.EXTRA))
+
+    @property
+    def of_drafts(self) -> tuple[int | None, int | None]:
+        """``k`` and ``cutoff`` of ``prefetch``, as in ``PrefetchSettings``."""
+        given = components.parse(self.prefetch)[1]
+        return given.get("k"), given.get("cutoff")
 
     @property
     def uses_cpu_experts(self) -> bool:

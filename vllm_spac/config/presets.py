@@ -55,7 +55,7 @@ PRESETS: dict[str, Preset] = {
     "moe-spec": Preset(
         "2602.16052", {"slots": "100%", "tree": 63, "budget": "32", "budget_ranking": "router", "guard": "off"}, _HEAD
     ),
-    "sp-moe": Preset("2510.10302", {"policy": "lru", "prefetch": "draft_gate"}, _HEAD | {"num_speculative_tokens": 4}),
+    "sp-moe": Preset("2510.10302", {"policy": "lru", "prefetch": "draft_gate"}, _COPY | {"model": "PARENT"}),
     "speculating-experts": Preset("2603.19289", {"prefetch": "quasi_hidden"}),
     "od-moe": Preset(
         "2512.03927",

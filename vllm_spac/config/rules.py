@@ -7,7 +7,8 @@ from typing import Any
 from vllm_spac import components
 from vllm_spac.config import tree_shape
 from vllm_spac.config.presets import PRESETS
-from vllm_spac.config.types import AUTO
+from vllm_spac.config.types import AUTO, OF_DRAFTS
+from vllm_spac.decisions.predictors.base import DRAFTING
 from vllm_spac.errors import ConfigError, Remedy, add, drop, flag, use
 from vllm_spac.system.untrusted import path_of
 
@@ -214,7 +215,21 @@ def _check_preset(config: Any) -> None:
         )
 
 
+def check_draft_arguments(prefetch: str) -> None:
+    """Raises ``ConfigError`` if ``prefetch`` has arguments of predictors that look at drafts, and looks at none."""
+    name, given = components.parse(prefetch)
+    wrong = [argument for argument in OF_DRAFTS if argument in given]
+    if wrong and not DRAFTING & components.find("predictors", name).needs:
+        others = {argument: value for argument, value in given.items() if argument not in OF_DRAFTS}
+        raise _refused(
+            f"spac: {wrong[0]} of prefetch={prefetch} (--spac-prefetch) is of predictors that look at drafts",
+            use(prefetch=components.written(name, others)),
+            use(prefetch="draft_gate"),
+        )
+
+
 def _check_prefetch(config: Any) -> None:
+    check_draft_arguments(config.prefetch)
     named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
     auto = config.prefetch == AUTO
     kind = None if off or auto else components.find("predictors", config.prefetch)
@@ -228,7 +243,10 @@ def _check_prefetch(config: Any) -> None:
     if config.predictor_file is not None and not trained:
         raise _refused(
             f"predictor_file (--spac-predictor-file) has no effect with {named}",
-            add(prefetch="linear").but(" or another predictor of the file"),
+            # what is trained for a drafter was once called draft_gate
+            add(prefetch="draft_linear" if "draft_gate" in config.prefetch else "linear").but(
+                " or another predictor of the file"
+            ),
             drop("predictor_file"),
         )
 

@@ -197,7 +197,10 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     "depth": Argument(16, (1, 1 << 20)),
     "background": Argument(None, (1, 64)),
     "extra": Argument(EXTRA, (0.0, 1.0)),
+    "k": Argument(None, (1, 1 << 20)),
+    "cutoff": Argument(None, (0, 1 << 20)),
 }
+OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
 DECISIONS = WithArguments({AUTO: {}, "host": {}, "device": {"staging": Argument(AUTO, (AUTO, "on", "off"))}})
 DECIDED: dict[str, str] = {"slots": "host", "pointers": "device"}  # execution -> decisions, with the kernel that fits
 VOTES = WithArguments({"uniform": {}, PATH: {"alpha": Argument(ALPHA, (0.0, 1.0))}})

@@ -14,7 +14,7 @@ from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.rules import plane, without_workers
-from vllm_spac.decisions.predictors.base import DRAFTING, Signal
+from vllm_spac.decisions.predictors.base import CHOSEN, DRAFTING, Signal
 from vllm_spac.errors import UnsupportedError, add, drop, flag, use
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.hooks.ranks import Refusal
@@ -186,9 +186,13 @@ def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusa
     needs = frozenset() if named == "off" else components.find("predictors", named).needs
     if not DRAFTING & needs:
         return
-    shadow = Signal.DRAFT_ROUTING in needs
-    heads = drafts.Reason("draft trees grow from EAGLE heads, which have no experts", drop("tree"))
-    reason = drafts.unshadowed(vllm_config) if shadow else drafts.unread(vllm_config)
-    if (reason := heads if shadow and config.tree else reason) is not None:
+    heads = drafts.Reason("draft trees grow from EAGLE heads, and it reads a draft model", drop("tree"))
+    if CHOSEN & needs and config.tree:
+        reason: drafts.Reason | None = heads
+    elif CHOSEN & needs:
+        reason = (drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.ungated)(vllm_config)
+    else:
+        reason = drafts.unread(vllm_config)
+    if reason is not None:
         what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"
         yield True, what, (reason.remedy, drop("prefetch"))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import CHOSEN, START, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import SpacError
 
 _BLOCK = 512  # rows that a predictor scores at a time
@@ -26,7 +26,7 @@ class Samples:
         logits: float32 [L, rows, N], by which a router chose: the k greatest of a row, unless it groups experts.
         ids, weights: int32 and float32 [L, rows, k], its choice and their routing weights.
         draft: float [rows, D], states of a drafter as in ``Seen``, which read the true tokens; None without one.
-        draft_ids: int [rows, L, k], what the routers of a draft model chose, as in ``Seen``; None without one.
+        draft_ids: int [rows, L, k], what was chosen by a draft model, as in ``Seen``; None without one.
     """
 
     starts: tuple[int, ...]
@@ -79,7 +79,7 @@ class Samples:
         tokens = self.tokens[rows] if Signal.TOKENS in needs else None
         future = self.ids[:, rows] if Signal.FUTURE in needs else None
         draft = self.draft[rows] if Signal.DRAFT in needs and self.draft is not None else None
-        chosen = self.draft_ids[rows] if Signal.DRAFT_ROUTING in needs and self.draft_ids is not None else None
+        chosen = self.draft_ids[rows] if CHOSEN & needs and self.draft_ids is not None else None
         if layer == START:
             return Seen(layer, tokens, future=future, draft=draft, draft_ids=chosen)
         hidden = self.hidden[layer, rows] if Signal.ROUTER_INPUT in needs else None

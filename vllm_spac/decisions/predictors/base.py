@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -25,10 +26,12 @@ class Signal(StrEnum):
     ROUTING = "routing"  # what that router chose
     DRAFT = "draft_states"  # state of the drafter after it read the token of a row; from before the step
     DRAFT_ROUTING = "draft_routing"  # what the drafter's own routers chose for that token; from before the step
+    DRAFT_GATES = "draft_gates"  # what the model's routers score highest of the drafter's layers; from before the step
     FUTURE = "future"  # what all routers of the step will choose; offline only
 
 
-DRAFTING = frozenset({Signal.DRAFT, Signal.DRAFT_ROUTING})  # known while drafts are made; a predictor needs at most one
+CHOSEN = frozenset({Signal.DRAFT_ROUTING, Signal.DRAFT_GATES})  # ``Seen.draft_ids``
+DRAFTING = CHOSEN | {Signal.DRAFT}  # known while drafts are made; a predictor needs at most one
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +47,9 @@ class Seen:
         future: int [layers, rows, k], the experts of all layers.
         draft: float [rows, D], states of the drafter, after its last norm; NaN for a row whose token it has not read,
             such as the last draft.
-        draft_ids: int [rows, layers, k], the experts that the drafter's routers chose for the token of a row, the one
-            with the greatest weight first; -1 for a row whose token it has not read.
+        draft_ids: int [rows, layers, k], the experts that the drafter's routers, or the model's own on what the
+            drafter computed, chose for the token of a row, the one with the greatest weight first; -1 for a row whose
+            token the drafter has not read.
     """
 
     layer: int
@@ -65,7 +69,7 @@ class Seen:
             tokens: as in the class.
             read: what the drafter computed when it read them: ``draft`` or ``draft_ids``, whichever ``needs`` has.
         """
-        if Signal.DRAFT_ROUTING in needs:
+        if CHOSEN & needs:
             return cls(START, tokens, draft_ids=read)
         return cls(START, tokens, draft=read)
 
@@ -86,6 +90,21 @@ class Guess:
     first: int
     scores: Tensor
     logits: bool = False
+
+    @classmethod
+    def of_chosen(cls, ids: Tensor, keys: int) -> Self:
+        """Returns a guess about all layers by which a row names its experts alone, the first one as the likeliest.
+
+        Args:
+            ids: as ``Seen.draft_ids``; a row with -1 names none.
+            keys: number of experts of all layers together.
+        """
+        rows, layers, names = ids.shape
+        experts, ids = keys // layers, ids.long()
+        places = ids.new_ones(names).cumsum(0).flip(0).float().expand(ids.shape)  # waits for no device
+        scores = places.new_full((rows, layers, experts + 1), -math.inf)  # the last column is for -1
+        scores.scatter_(2, ids.where(ids >= 0, experts), places)
+        return cls(0, scores[:, :, :experts].reshape(rows, -1))
 
 
 class Predictor(ABC):

@@ -29,6 +29,7 @@ _KNOWN = Remedy("use EAGLE, EAGLE-3 or a draft model", _EAGLE)
 _COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
 OTHER_DRAFT_MODEL = Remedy("name a copy of it in another folder, or another draft model", _COPY)
 V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+_PARENT = {"--speculative-config": {"method": "draft_model", "model": "PARENT", "num_speculative_tokens": 4}}
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
 _PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
@@ -140,6 +141,28 @@ def switched_off(vllm_config: VllmConfig, v1: Sequence[str], v2: Sequence[str] =
             return Reason(
                 f"{patches.WITHOUT} switches off {target}", Remedy(f"unset {patches.WITHOUT}", {patches.WITHOUT: None})
             )
+    return None
+
+
+def ungated(vllm_config: VllmConfig) -> Reason | None:
+    """Why the model's routers cannot score what a draft model computes, and what helps; None if they can.
+
+    What a model builds is looked at when it is loaded (``draft_routing``).
+    """
+    speculation = vllm_config.speculative_config
+    trained = use(prefetch="draft_linear", predictor_file="FILE")
+    if speculation is None:
+        example = f"add --speculative-config '{json.dumps(_PARENT['--speculative-config'])}'"
+        return Reason("there is no draft model", Remedy(f"{example}, where PARENT has this model's width", _PARENT))
+    if speculation.method != "draft_model":
+        return Reason(f"{speculation.method} has no layers that stand for this model's", trained)
+    if hidden := _hidden(speculation, "has no layers", "hides the drafter's tokens"):
+        return hidden
+    if of_itself(vllm_config):
+        return Reason("the model is its own draft model, whose routers choose", use(prefetch="shadow"))
+    ours, theirs = (each.get_hidden_size() for each in (vllm_config.model_config, speculation.draft_model_config))
+    if ours != theirs:
+        return Reason(f"the width of this model is {ours}, and that of the draft model {theirs}", trained)
     return None
 
 

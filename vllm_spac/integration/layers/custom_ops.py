@@ -105,6 +105,25 @@ def _route(
 _register("spac_route", _route, ["out_weights", "out_ids"])
 
 
+def _choose(hidden: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    scores = torch.nn.functional.linear(hidden.to(gate.dtype), gate.flatten(0, 1), bias.flatten())
+    out[: len(hidden)] = scores.unflatten(1, bias.shape).topk(out.shape[2])[1]
+
+
+_register("spac_choose", _choose, ["out"])
+
+
+def choose(hidden: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the experts that several routers score highest, the best first; opaque to the compiler.
+
+    Args:
+        hidden: [rows, d].
+        gate, bias: [routers, experts, d] and [routers, experts], of the routers.
+        out: int [at least rows, routers, k].
+    """
+    torch.ops.vllm.spac_choose(hidden, gate, bias, out)
+
+
 def moe_layer(shared: bool):
     """Returns a replacement for ``MoERunner._forward_entry``, with its arguments and results; may be compiled.
 

@@ -15,9 +15,9 @@ from vllm_spac.decisions.costs import Costs, ExpertSize
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._recall import overall
-from vllm_spac.decisions.predictors.base import Predictor, Signal
+from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Signal
 from vllm_spac.decisions.prefetch_choice import PrefetchChoice, StepCosts, choose
-from vllm_spac.errors import ConfigError
+from vllm_spac.errors import ConfigError, use
 from vllm_spac.execution.base import Execution
 from vllm_spac.integration.loading.assembly import one_row
 
@@ -59,19 +59,31 @@ def _only(config: SpacConfig, shapes: Sequence[MoEShape]) -> MoEShape:
 
 
 def draft_states(config: SpacConfig, file: PredictorFile | None, shapes: Sequence[MoEShape]) -> DraftStates:
-    """Builds what keeps the drafter's states, or what its routers choose, until the step that verifies its drafts.
+    """Builds what keeps the drafter's states, or what is chosen by them, until the step that verifies its drafts.
 
     Args:
         file, shapes: as in ``predictors``.
 
     Raises:
-        ConfigError: as ``predictors``, if its routers are looked at.
+        ConfigError: as ``predictors``, if experts are chosen by them; ``k`` or ``cutoff`` is more than there are.
     """
     name = config.named_prefetch
-    if name == "off" or Signal.DRAFT_ROUTING not in components.find("predictors", name).needs:
-        return DraftStates(0 if file is None else file.sizes.draft_width)
-    shape = _only(config, shapes)
-    return DraftStates(len(shape.layers), shape.top_k, unread=-1)
+    needs = frozenset() if name == "off" else components.find("predictors", name).needs
+    width = 0 if file is None else file.sizes.draft_width
+    if not needs & DRAFTING:  # or auto, which may choose one that does
+        return DraftStates(width)
+    shape, (k, cutoff) = _only(config, shapes), config.of_drafts
+    most = shape.top_k if Signal.DRAFT_ROUTING in needs else shape.experts
+    for argument, value, limit, of in (("k", k, most, "experts"), ("cutoff", cutoff, len(shape.layers), "MoE layers")):
+        if value is not None and value > limit:
+            written = components.written(name.partition("@")[0], components.parse(name)[1] | {argument: limit})
+            raise ConfigError.refused(
+                f"spac: {argument} of prefetch={name} (--spac-prefetch) is more than the {limit} {of} that there are",
+                use("use at most", prefetch=written),
+            )
+    if Signal.DRAFT in needs:
+        return DraftStates(width)
+    return DraftStates(len(shape.layers), k or shape.top_k, unread=-1)
 
 
 def predictor(

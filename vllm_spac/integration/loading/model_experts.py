@@ -39,7 +39,7 @@ from vllm_spac.system import machine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_spac.integration.stepping.draft_routing import DraftRouting
+    from vllm_spac.integration.stepping.draft_routing import DraftChoices
     from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
     from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
 
@@ -91,7 +91,7 @@ class ModelExperts:
         serving: what runs the model; None until the weights are loaded.
         trees: None until the KV cache exists, or without draft trees.
         drafted: probabilities of the drafts that are being verified.
-        draft_routing: None until a draft model is loaded whose routers a predictor looks at.
+        draft_routing: None until a draft model is loaded by which experts are chosen for a predictor.
         head: None until an MTP head is loaded whose experts have slots.
         own_drafts: None unless the model drafts for itself.
     """
@@ -108,7 +108,7 @@ class ModelExperts:
         self.serving: Serving | None = None
         self.trees: TreeDecoding | TreeDecodingV2 | None = None
         self.drafted = DraftProbabilities()
-        self.draft_routing: DraftRouting | None = None
+        self.draft_routing: DraftChoices | None = None
         self.head: ModelExperts | None = None
         self.own_drafts: self_drafting.SelfDrafting | None = None
         self._layers: list[ManagedExperts] = []
@@ -211,10 +211,10 @@ class ModelExperts:
         draft_handover.install_in_worker()
 
     @property
-    def reads_draft_routing(self) -> bool:
-        """Whether a predictor looks at what the routers of the draft model choose; once the weights are loaded."""
+    def looks_at(self) -> frozenset[Signal]:
+        """What predictors are passed; once the weights are loaded."""
         assert self.serving is not None
-        return any(Signal.DRAFT_ROUTING in execution.looks_at for execution in self.serving.runtime.executions)
+        return frozenset().union(*(execution.looks_at for execution in self.serving.runtime.executions))
 
     @property
     def fast_bytes(self) -> int:

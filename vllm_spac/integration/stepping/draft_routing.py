@@ -1,22 +1,31 @@
-"""What the routers of a draft model choose while it drafts, which stock vLLM keeps inside its layers."""
+"""The experts that are chosen by a draft model while it drafts: by its own routers, or on what its layers compute.
+
+Stock vLLM keeps both inside the layers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
+from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import drafts, model_host, patches
-from vllm_spac.integration.layers import routers
+from vllm_spac.integration.layers import custom_ops, routers
 from vllm_spac.integration.stepping import self_drafting
+from vllm_spac.storage.checkpoint import router_weights
+from vllm_spac.storage.checkpoint.headers import find_folder
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -53,7 +62,7 @@ def _share(experts: Any, drafter: SpecDecodeBaseProposer, target_model: torch.nn
     """Lets the target draft for itself; a predictor is told what its routers choose, whether it runs or not."""
     self_drafting.take(drafter, target_model)
     chose = None
-    if experts.reads_draft_routing:
+    if Signal.DRAFT_ROUTING in experts.looks_at:
         [execution] = experts.runtime.executions
         shape = execution.shape
         experts.draft_routing = routing = DraftRouting(len(shape.layers), shape.top_k, experts.device)
@@ -70,13 +79,73 @@ def _loading_in_v2(load_model: Callable):
 
 
 def _hook(experts: Any, model: torch.nn.Module) -> None:
-    """Hooks the routers of a draft ``model``, if a predictor of ``experts``, those of its target, looks at them."""
-    if experts is not None and experts.reads_draft_routing:
+    """Hooks the layers of a draft ``model``, if a predictor of ``experts``, those of its target, looks at them."""
+    looks = frozenset() if experts is None else experts.looks_at
+    if Signal.DRAFT_ROUTING in looks:
         [execution] = experts.runtime.executions
         experts.draft_routing = DraftRouting.hooked(model, execution.shape)
+    elif Signal.DRAFT_GATES in looks:
+        [execution] = experts.runtime.executions
+        shape, vllm_config, (k, _) = execution.shape, experts.vllm_config, experts.config.of_drafts
+        weight, bias, _ = router_weights.read(Path(find_folder(vllm_config.model_config.model)), shape.layers)
+        scheduler, depth = vllm_config.scheduler_config, vllm_config.model_config.get_total_num_hidden_layers()
+        weight, bias = (each.to(experts.device, vllm_config.model_config.dtype) for each in (weight, bias))
+        rows = scheduler.max_num_batched_tokens + scheduler.max_num_seqs  # a draft model reads one more of each request
+        mapped = [_number(name) for name in shape.layers], depth
+        experts.draft_routing = DraftGates(model, weight, bias, mapped, k or shape.top_k, rows)
 
 
-class DraftRouting:
+class DraftChoices(ABC):
+    """The experts that are chosen for the tokens that a draft model drafts from.
+
+    ``take`` is called after each of its forwards.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None  # that the first forward drafts from; None: of each further one, all
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context in which forwards are observed."""
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    @contextlib.contextmanager
+    def reading(self, drafter: SpecDecodeBaseProposer) -> Iterator[None]:
+        """As ``observing``, of V1's ``drafter``, which tells the rows that its first forward drafts from."""
+        prepare: Any = drafter.set_inputs_first_pass
+
+        def prepared(*args: Any, **kwargs: Any) -> tuple:
+            found = prepare(*args, **kwargs)
+            self._rows = found[1]  # the last token of each request, among all that the forward reads
+            return found
+
+        drafter.set_inputs_first_pass = prepared
+        try:
+            with self.observing():
+                yield
+        finally:
+            del drafter.set_inputs_first_pass  # from this object; its class has it
+
+    def take(self, requests: int, drafted_from: Tensor | None = None) -> Tensor:
+        """Returns the experts of the tokens that the last forward drafted from, int64 [requests, layers, k].
+
+        The expert with the greatest weight is first.
+
+        Args:
+            drafted_from: int [requests], their rows; None: those that ``reading`` was told of, or else the first ones.
+        """
+        found, self._rows = self._rows if drafted_from is None else drafted_from, None
+        return self._taken(slice(requests) if found is None else found.long(), requests)
+
+    @abstractmethod
+    def _taken(self, rows: Any, requests: int) -> Tensor:
+        """As ``take``, of these rows of the last forward."""
+
+
+class DraftRouting(DraftChoices):
     """The experts that the routers of a draft model choose for the tokens that it drafts from.
 
     Args:
@@ -86,9 +155,9 @@ class DraftRouting:
     """
 
     def __init__(self, layers: int, top_k: int, device: torch.device) -> None:
+        super().__init__()
         self._layers, self._top_k, self._device = layers, top_k, device
         self._chosen: dict[int, Tensor] = {}  # of a forward: int [rows, k] by layer
-        self._rows: Tensor | None = None  # that the first forward drafts from; None: of each further one, all
         self._reads = self._warned = False
 
     @classmethod
@@ -111,42 +180,17 @@ class DraftRouting:
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Context in which forwards are observed; ``take`` is called after each."""
         self._reads = True
         try:
-            yield
-        finally:
-            self._reads, self._rows = False, None
-            self._chosen.clear()
-
-    @contextlib.contextmanager
-    def reading(self, drafter: SpecDecodeBaseProposer) -> Iterator[None]:
-        """As ``observing``, of V1's ``drafter``, which tells the rows that its first forward drafts from."""
-        prepare: Any = drafter.set_inputs_first_pass
-
-        def prepared(*args: Any, **kwargs: Any) -> tuple:
-            found = prepare(*args, **kwargs)
-            self._rows = found[1]  # the last token of each request, among all that the forward reads
-            return found
-
-        drafter.set_inputs_first_pass = prepared
-        try:
-            with self.observing():
+            with super().observing():
                 yield
         finally:
-            del drafter.set_inputs_first_pass  # from this object; its class has it
+            self._reads = False
+            self._chosen.clear()
 
-    def take(self, requests: int, drafted_from: Tensor | None = None) -> Tensor:
-        """Returns the experts of the tokens that the last forward drafted from, int64 [requests, layers, k].
-
-        The expert with the greatest weight is first. -1 if a layer was not observed, which is logged once.
-
-        Args:
-            drafted_from: int [requests], their rows; None: those that ``reading`` was told of, or else the first ones.
-        """
-        found = self._rows if drafted_from is None else drafted_from
-        rows = slice(requests) if found is None else found.long()
-        chosen, self._rows = [self._chosen[layer] for layer in sorted(self._chosen)], None
+    def _taken(self, rows: Any, requests: int) -> Tensor:
+        """-1 if a layer was not observed, which is logged once."""
+        chosen = [self._chosen[layer] for layer in sorted(self._chosen)]
         self._chosen.clear()
         if len(chosen) == self._layers:
             return torch.stack([ids[rows] for ids in chosen], 1).long()
@@ -164,6 +208,63 @@ class DraftRouting:
         if self._reads:
             order = weights.argsort(stable=True, dim=1, descending=True)
             self._chosen[layer] = ids.gather(1, order)  # a copy: the original may be overwritten
+
+
+_MLP = re.compile(r"(?P<model>.*)layers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe|feed_forward|moe)$")
+
+
+class DraftGates(DraftChoices):
+    """The experts that the model's routers score highest on what the MLPs of a draft model read.
+
+    That is the output of a layer's attention, added to the residual and behind the norm (SP-MoE, section 3.2). The
+    scores are the routers' logits: what else a router may do, such as to bias or to group experts, is left out.
+
+    Args:
+        model: the draft model, before its first forward: its layers are hooked for good.
+        weight, bias: [L, N, d] and [L, N], of the routers.
+        mapped: the number of each MoE layer among all layers of the model, and how many these are. The draft layer at
+            the same part of its model stands for it.
+        k: experts of each layer.
+        rows: of the largest forward.
+
+    Raises:
+        UnsupportedError: it has no layers that can be observed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        weight: Tensor,
+        bias: Tensor,
+        mapped: tuple[list[int], int],
+        k: int,
+        rows: int,
+    ) -> None:
+        found = {match: module for name, module in model.named_modules() if (match := _MLP.match(name))}
+        mlps = {int(match["layer"]): module for match, module in found.items()}
+        if sorted(mlps) != list(range(len(found))) or not mlps:
+            raise UnsupportedError(
+                "spac: prefetch=draft_gate (--spac-prefetch) cannot work here: the draft model has no layers whose MLP "
+                "is known by its name; use a dense decoder of this model's width, or --spac-prefetch draft_linear"
+            )
+        super().__init__()
+        self._chosen: list[Tensor] = []  # of each draft layer that stands for some: int32 [rows, of these, k]
+        layers, depth = mapped
+        for number, ours in groupby(range(len(layers)), lambda layer: layers[layer] * len(mlps) // depth):
+            mlp, own = mlps[number], list(ours)
+            chosen = torch.zeros(rows, len(own), k, dtype=torch.int32, device=weight.device)
+            for name, value in (("gate", weight[own]), ("bias", bias[own]), ("chosen", chosen)):
+                mlp.register_buffer(f"spac_{name}", value, persistent=False)  # which compiled code reads as weights
+            mlp.register_forward_pre_hook(_choose, with_kwargs=True)
+            self._chosen.append(chosen)  # which each forward overwrites
+
+    def _taken(self, rows: Any, requests: int) -> Tensor:
+        return torch.cat([chosen[rows] for chosen in self._chosen], 1).long()
+
+
+def _choose(mlp: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    hidden = args[0] if args else next(iter(kwargs.values()))
+    custom_ops.choose(hidden, mlp.spac_gate, mlp.spac_bias, mlp.spac_chosen)
 
 
 def _check(layers: list[Any], shape: MoEShape) -> None:

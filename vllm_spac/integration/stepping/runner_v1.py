@@ -213,7 +213,7 @@ def _stopping(
 def _reading(runner: GPUModelRunner, experts: Any, sampled: Any) -> Callable[[Tensor, Tensor], None]:
     """Returns what keeps the states of each forward of the drafter, and passes those so far on to a predictor.
 
-    With ``ModelExperts.draft_routing``, it keeps what the drafter's routers chose instead.
+    With ``ModelExperts.draft_routing``, it keeps the experts that were chosen instead.
     """
     found, inputs = DraftReading(experts), runner.drafter.input_ids
     found.begin(runner.input_batch.req_ids)

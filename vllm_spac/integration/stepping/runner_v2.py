@@ -48,7 +48,7 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch)
 class SpeculatorReader:
     """Keeps what V2's drafter computes in each of its forwards, and passes what it has so far on to a predictor.
 
-    With ``ModelExperts.draft_routing``, that is what the drafter's routers chose, else its states. None of it is read
+    With ``ModelExperts.draft_routing``, that is the experts that were chosen, else its states. None of it is read
     on the host. Of a tree, it sees the first pass, and the tree's drafter tells ``reading`` of the levels.
 
     Args:

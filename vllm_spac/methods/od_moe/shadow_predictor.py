@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 
 
@@ -29,9 +27,4 @@ class Shadow(Predictor):
     def guesses(self, seen: Seen) -> Iterable[Guess]:
         if seen.layer == START:
             assert seen.draft_ids is not None
-            rows, layers, top_k = seen.draft_ids.shape
-            experts, ids = self._keys // layers, seen.draft_ids.long()
-            places = torch.arange(top_k, 0, -1, dtype=torch.float32, device=ids.device).expand(ids.shape)
-            scores = places.new_full((rows, layers, experts + 1), -torch.inf)  # the last column is for -1
-            scores.scatter_(2, ids.where(ids >= 0, experts), places)
-            yield Guess(0, scores[:, :, :experts].reshape(rows, -1))
+            yield Guess.of_chosen(seen.draft_ids, self._keys)

@@ -88,12 +88,20 @@ class WorkerExecution(Execution):
         policy: decides nothing here, where there are no slots; each worker has its own.
         store: the workers' experts; owned.
         predictor: looks at layers; what it guesses of later ones is told to their workers, which load it ahead.
+        names: experts that a row names, and number of the first layers that they may be of; None: top-k, and all.
     """
 
     offline: ClassVar[str] = "it is taken with --spac-executor processes"
     knobs: ClassVar[frozenset[str]] = frozenset({"prefetch"})
 
-    def __init__(self, shape: MoEShape, policy: Policy, store: WorkerStore, predictor: Predictor | None = None) -> None:
+    def __init__(
+        self,
+        shape: MoEShape,
+        policy: Policy,
+        store: WorkerStore,
+        predictor: Predictor | None = None,
+        names: tuple[int, int] | None = None,
+    ) -> None:
         self.shape, self.store, self._client = shape, store, store.client
         self.tensors = {name: torch.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in shape.tensors.items()}
         self.counters = Counters()
@@ -103,17 +111,18 @@ class WorkerExecution(Execution):
         self._steps = 0
         self._forward = Forward()
         self._filled = False
-        self._predictor = predictor
+        self._predictor, self._names = predictor, names or (shape.top_k, len(shape.layers))
         self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
         self.looks_at = frozenset() if predictor is None else predictor.needs
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
-        config, predictor = context.config, None
+        config, shape, predictor = context.config, context.shape, None
+        settings = PrefetchSettings.configured(config, config.named_prefetch, context.predictor)
         if config.prefetch != "off":
-            settings = PrefetchSettings.configured(config, config.named_prefetch, context.predictor)
-            predictor = settings.build(context.shape.total)
-        return cls(context.shape, context.policy, cast(WorkerStore, context.store), predictor)
+            predictor = settings.build(shape.total)
+        names = settings.k or shape.top_k, len(shape.layers) if settings.cutoff is None else settings.cutoff
+        return cls(shape, context.policy, cast(WorkerStore, context.store), predictor, names)
 
     @classmethod
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -171,8 +180,8 @@ class WorkerExecution(Execution):
             self._predictor = None
             return
         for guess in guesses:
-            for layer, experts in named(guess, self.shape.experts, self.shape.top_k):
-                if layer != seen.layer:
+            for layer, experts in named(guess, self.shape.experts, self._names[0]):
+                if layer != seen.layer and layer < self._names[1]:
                     self._client.hint(step + (layer < seen.layer), layer, experts)
 
     def snapshot(self) -> dict:

@@ -137,7 +137,8 @@ def _problem(cell: Cell) -> str:
 def _engine(cell: Cell) -> Any:
     """What ``compatibility`` reads of vLLM's configuration, as vLLM makes it of such options."""
     gpu, ranks = cell.platform == "gpu", cell.ranks
-    sizes = {f"get_{name}": lambda: 1 for name in ("total_num_hidden_layers", "num_experts", "num_experts_per_tok")}
+    one = ("get_total_num_hidden_layers", "get_num_experts", "get_num_experts_per_tok", "get_hidden_size")
+    sizes = dict.fromkeys(one, lambda: 1)
     model, draft = (SimpleNamespace(model=name, revision=None, **sizes) for name in ("MODEL", "COPY"))
     method = _METHODS.get(cell.speculation)
     speculation = SimpleNamespace(
@@ -166,7 +167,7 @@ def prefetches() -> list[str]:
 
 
 def cells() -> Iterator[Cell]:
-    """All combinations: 936 for each kind of drafts."""
+    """All combinations: 1,014 for each kind of drafts."""
     ahead = [(), *((("prefetch", name),) for name in prefetches())]
     for speculation, platform, plane in itertools.product(_SPECULATIONS, _PLATFORMS, _PLANES):
         for budget, prefetch, cpu, ranks in itertools.product(
