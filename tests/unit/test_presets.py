@@ -14,7 +14,7 @@ from vllm_spac.config.presets import PRESETS
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration import compatibility, tuned_start
 
-NEEDS = {"sp-moe": {"predictor_file": "FILE"}, "speculating-experts": {"predictor_file": "FILE"}}
+NEEDS = {"speculating-experts": {"predictor_file": "FILE"}}
 
 
 @pytest.mark.parametrize("name", PRESETS)
