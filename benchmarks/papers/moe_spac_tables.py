@@ -130,7 +130,7 @@ def main(
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")
     ] = None,
     machine: Annotated[str, typer.Option(help="Profile of the machine.")] = "rtx4090",
-    shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,17,25,50",
+    shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,17,25",
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_tables.json",
 ) -> None:
     loaded = {name: one for name, one in spread.load(traces).items() if name.startswith((PLAIN, DRAFTED))}

@@ -33,7 +33,7 @@ PREDICTORS = ("auto", "draft_linear", "frequency", "gate", "hybrid", "linear", "
 
 # Values of each knob other than its default. Numbers whose size alone matters have one.
 KNOBS: dict[str, tuple[Any, ...]] = {
-    "preset": ("moe-spac", "sp-moe"),
+    "preset": ("moe-spac", "speculating-experts"),
     "slots": ("100%", "8", "2k"),
     "store": ("host", "disk"),
     "disk_dir": ("/tmp/spac",),

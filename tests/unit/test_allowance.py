@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.cache.allowance import LEAST, PAUSE, PAYS, WINDOW, Allowance
+from vllm_spac.cache.allowance import LEAST, PAUSE, PAYS, SETTLE, WINDOW, Allowance
 
 
 def read_all(allowance: Allowance, most: int = 10_000) -> int:
@@ -106,6 +106,16 @@ def test_reads_that_do_not_pay_pause_and_are_tried_again() -> None:
     assert not allowance.paused and allowance.left
     _, found = judged(PAYS - 0.2, WINDOW, allowance)
     assert sum(one is not None for one in found) == 1, "and judged again"
+
+
+def test_the_first_steps_are_not_judged() -> None:
+    """What is read before anything is known says little of what is read later."""
+    allowance = Allowance(1.0)
+    for step in range(4 * SETTLE):
+        allowance.loaded(1000)
+        allowance.read(100)
+        allowance.used(100 if step >= SETTLE // 2 else 0)
+        assert allowance.end_step() is None
 
 
 def test_few_reads_are_not_judged() -> None:

@@ -48,10 +48,43 @@ BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}
 SCORES = "{% set flat, real = result('toy_moe_spac').spread, result('real_moe_spac').spread %}"
 OWN = """{% set own = {} %}{% for row in result('real_drafts').rows if row.drafter == 'self25' %}
 {% do own.update({row.machine: row}) %}{% endfor %}"""
+TABLES = """{% set flat, real, at = result('toy_tables'), result('real_tables'), 1 %}
+{% macro over(of, name, table='table4', base='MoE-SpAc') %}
+{{ (of[table][name][at].tpot_ms / of[table][base][at].tpot_ms)|f }}{% endmacro %}
+{% macro mean(of, table) %}{% set found = [] %}
+{% for name, cells in of[table].items() if 'CPU' not in name and 'SpAc' not in name %}
+{% do found.append(cells[at].tpot_ms) %}{% endfor %}
+{{ (found|sum / 6 / of[table]['MoE-SpAc'][at].tpot_ms)|f }}{% endmacro %}"""
 SENTENCES = (
     OWN + "slots emits {{ own['rtx4090'].at_four.tokens_per_step|f }} tokens. *Calculated*, that is"
     " {{ own['rtx4090'].gain['4']|f }} times the tokens/s on an RTX 4090, and"
     " {{ own['rtx4090 + CPU experts'].gain['4']|f }} times where",
+    TABLES + "{{ mean(real, 'table2')|trim }} / {{ mean(flat, 'table2')|trim }} times the mean of six caches",
+    TABLES + "{{ over(real, 'without SG-Prefetcher')|trim }} / {{ over(flat, 'without SG-Prefetcher')|trim }} times"
+    " static slots",
+    TABLES
+    + "{{ over(real, 'reuse, CPU experts', 'table2')|trim }} / {{ over(flat, 'reuse, CPU experts', 'table2')|trim }}"
+    " times `reuse` with `waterfill`",
+    TABLES + "{{ over(real, 'hot misses are loaded on demand')|trim }} /"
+    " {{ over(flat, 'hot misses are loaded on demand')|trim }} times as long",
+    TABLES + "{{ mean(real, 'table3')|trim }} times the mean of six caches,"
+    " {{ over(real, 'reuse, CPU experts', 'table3')|trim }} times `reuse` with `waterfill`",
+    TABLES + "SpecUE {{ over(real, 'without SpecUE (K = 1)')|trim }},"
+    " AdaBC {{ over(real, 'without AdaBC (boundaries 3, 1)')|trim }},"
+    " HetWB {{ over(real, 'without HetWB (threshold 2)')|trim }},"
+    " SG-Prefetcher {{ over(real, 'without SG-Prefetcher')|trim }},"
+    " SG-Evictor {{ over(real, 'without SG-Evictor (lru)')|trim }}, SD {{ over(real, 'without drafts')|trim }}",
+    TABLES + "K = 1, 2 and 8: {% for k in (1, 2, 8) %}{{ over(real, 'K = %d'|format(k), 'figure5', 'K = 4')|trim }}"
+    "{{ ', ' if k == 1 else ' and ' if k == 2 else '' }}{% endfor %} of the time of K = 4",
+    TABLES + "{% for tokens in (128, 256, 512) %}"
+    "{% set same = ', %d tokens'|format(tokens) %}"
+    "{{ over(real, 'reuse, CPU experts, drafts' ~ same, 'figure5_length', 'MoE-SpAc' ~ same)|trim }}"
+    "{{ ', ' if tokens == 128 else ' and ' if tokens == 256 else '' }}{% endfor %}"
+    " after 128, 256 and 512 tokens",
+    TABLES + "{{ over(real, 'CPU experts, drafter in 8 % of the memory', 'figure6', 'CPU experts, no drafts')|trim }}"
+    " times as long with a drafter",
+    TABLES + "brings {{ real.table2['MoE-SpAc'][at].prefetches_per_step|f(0) }} experts per step, and"
+    " {{ real.table2['MoE-SpAc'][at].prefetch_hits_per_step|f(0) }} are used",
     SCORES + "{{ flat.frequency.mean[0]|f(1) }} and {{ flat.frequency.mean[-1]|f(1) }} (flat),"
     " {{ real.frequency.mean[0]|f(1) }} and {{ real.frequency.mean[-1]|f(1) }} (real model)",
     BUDGETS + "perplexity {{ points[('selected', 24)] }} and {{ points[('selected', 16)] }},"

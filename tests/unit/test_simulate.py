@@ -319,7 +319,7 @@ def test_knobs_reach_the_components():
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=3, skew=1.0, reuse=0.7)
     default, binary = (simulate(trace, 16, COSTS, policy=p) for p in ("utility", "utility@upper=1@variant=literal"))
     assert default.hits != binary.hits
-    fixed = [simulate(trace, 16, COSTS, balancer=f"threshold@fixed={tau}") for tau in (1, 4)]
+    fixed = [simulate(trace, 16, COSTS, balancer=f"threshold@fixed={tau}@misses=load") for tau in (1, 4)]
     assert fixed[0].cpu < fixed[1].cpu
     ahead = [simulate(trace, 16, COSTS, prefetch=f"utility@threshold={tau}").prefetches for tau in (1, 4)]
     assert ahead[0] > ahead[1]

@@ -11,6 +11,7 @@ import logging
 WINDOW = 64  # steps
 PAYS = 0.4  # share of the reads ahead that layers must use
 LEAST = 32  # reads ahead of a window by which their use is judged
+SETTLE = 8  # steps with reads ahead before that: the first of a run read what little is known
 PAUSE = 1024  # steps without reads ahead, until they are tried again
 
 
@@ -36,6 +37,7 @@ class Allowance:
         self._extra = extra
         self._loaded = self._read = self._used = self._harm = 0.0
         self._judged = 0.0  # reads before this step, which had a step's time to be used
+        self._steps = 0  # in which something was read, since the start or a pause
         self._pause = 0
 
     @property
@@ -67,12 +69,13 @@ class Allowance:
         keep = 1 - 1 / WINDOW
         self._loaded, self._harm = self._loaded * keep, self._harm * keep
         self._read, self._used = self._read * keep, self._used * keep
+        self._steps += self._read > 0
         judged, self._judged = self._judged * keep, self._read
         if self._pause:
             self._pause -= 1
-        elif judged >= LEAST and self._used < PAYS * judged:
+        elif self._steps >= SETTLE and judged >= LEAST and self._used < PAYS * judged:
             found = round(self._used), round(judged)
-            self._pause = PAUSE
+            self._pause, self._steps = PAUSE, 0
             self._read = self._used = self._judged = self._harm = 0.0
             return found
         return None
