@@ -38,7 +38,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "policy": ("lru", "layer_lru", "pinned", "utility"),
     "prefetch": ("utility", "shadow", "utility@threshold=2", "linear@extra=0.2", *PREDICTORS),
     "predictor_file": ("FILE",),
-    "guard": ("on",),
+    "guard": ("on", "on@gap=2", "off@gap=2"),
     "tree": (1, 2, 16),
     "tree_shape": ("static", "[[0],[1]]", "dynamic@depth=1", "static@width=1"),
     "cpu_experts": ("auto", "2", "waterfill"),
