@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter, OrderedDict
@@ -123,7 +124,7 @@ def test_a_first_step_is_shared_then_turns_and_shared_steps_are_compared() -> No
 def test_a_gap_that_is_shorter_than_a_step_leaves_all_together() -> None:
     served = Served(Machine(16, 0.5), gap=4.0)  # steps of all: up to 33
     served.run(1000)
-    assert served.sizes == {8: 1000}
+    assert served.sizes == {8: 1000} and not served.verdicts, "shared steps were compared with themselves"
 
 
 def test_turns_are_as_long_as_the_gap_allows() -> None:
@@ -134,6 +135,42 @@ def test_turns_are_as_long_as_the_gap_allows() -> None:
         slices.end_step([name for name in "abcd" if name not in aside], 1, now)
         turns.append("".join(sorted(aside)))
     assert turns[0] == "" and turns[1 : TURN + 1] == (["cd"] * 10 + ["ab"] * 10) * 3 + ["cd"] * 4
+
+
+def test_steps_with_prompts_are_not_compared() -> None:
+    slices, now = Slices(math.inf), 0.0
+    for number in range(4 * LEAST * COMPARED):
+        ran = {*"ab"} - slices.plan("ab", now)
+        now += len(ran) ** 2
+        with_prompt = ran | {"prompt"} if number % 2 else ran
+        assert slices.end_step(with_prompt, len(ran), now) is None or number >= 2 * LEAST * COMPARED
+    assert ran != {*"ab"}, "turns pay"
+
+
+def test_who_comes_waits_for_the_next_turn() -> None:
+    """And does not make up for the turns that the others had before."""
+    slices, now, tokens = Slices(math.inf), 0.0, Counter[str]()
+    for number in range(20 * TURN):
+        names = "abcd" if number < 10 * TURN + TURN // 2 else "abcdef"
+        ran = set(names) - slices.plan(names, now)
+        now += len(ran) ** 1.5
+        slices.end_step(ran, len(ran), now)
+        if len(names) == 6:
+            tokens.update(ran)
+            assert tokens.total() > 3 * TURN // 2 or not ran & {*"ef"}, "the turn of others had not ended"
+    assert max(tokens.values()) - min(tokens.values()) <= 2 * TURN
+
+
+def test_turns_of_many_groups_are_as_long_as_the_gap_allows() -> None:
+    slices, now, turns = Slices(6.0), 0.0, []
+    for _ in range(4000):
+        ran = set("abcd") - slices.plan("abcd", now)
+        now += len(ran) ** 2 / 8
+        slices.end_step(ran, len(ran), now)
+        turns.append(ran)
+    lengths = [(sorted(ran), len(list(steps))) for ran, steps in itertools.groupby(turns[-300:])]
+    assert lengths[1:5] == [([name], 16) for (name,), _ in lengths[1:5]], "6 seconds, of 3 others, of 8 steps each"
+    assert len({name for (name,), _ in lengths[1:5]}) == 4
 
 
 STEPS = st.lists(
@@ -175,15 +212,16 @@ def test_nobody_waits_longer_than_allowed(steps, gap: float, repeat: int, pays: 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 200))
 def test_all_have_their_turns(requests: int, gap: int) -> None:
-    """Of a machine whose steps all take a second: nobody has a token more than a turn ahead of another."""
+    """Where turns pay, nobody has a token more than two turns ahead of another."""
     names, slices, now, tokens = NAMES[:requests], Slices(float(gap)), 0.0, Counter[str]()
     last = dict.fromkeys(names, 0.0)
-    for _ in range(1500):
+    for _ in range(2500):
         ran = set(names) - slices.plan(names, now)
-        now += 1.0
+        now += (len(ran) / requests) ** 1.5
         for name in ran:
             assert now - last[name] <= gap + 1
             last[name] = now
         tokens.update(ran)
         slices.end_step(ran, len(ran), now)
         assert max(tokens.values()) - min(tokens[name] for name in names) <= 2 * TURN
+    assert len(ran) < requests or gap < 2
