@@ -114,7 +114,6 @@ def _of_turns(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     scheduler = vllm_config.scheduler_config
     ahead = f"{what}: with async scheduling a step is planned before the last one has finished"
     yield scheduler.async_scheduling, ahead, (drafts.IN_ORDER, shared)
-    yield config.tree > 0, f"{what}: draft trees bring their own scheduler", (drop("tree"), shared)
     own = drop("vllm_scheduler_cls")
     yield scheduler.scheduler_cls is not None, f"{what}: there is another --scheduler-cls", (own, shared)
 
