@@ -97,7 +97,7 @@ def main(
     streams: Annotated[str, typer.Option(help="Requests at once.")] = "2,4,8",
     slices: Annotated[str, typer.Option(help="Steps of a turn.")] = "1,4,16,64",
     row: Annotated[float, typer.Option(min=0, help="Layers that a row takes beside the first.")] = 0.03,
-    learning: Annotated[int, typer.Option("--steps", min=1, help="Of what is learned.")] = 8192,
+    learning: Annotated[int, typer.Option("--steps", min=1, help="Of what is learned.")] = 16384,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "real_streams.json",
 ) -> None:
     said = [text.experts[:, 0] for text in texts_of(chains)["ngram"]]
@@ -114,7 +114,7 @@ def main(
                 ways.append({"group": group, "steps": steps, "gain": together / seconds, "wait": longest / wait})
         best = max(ways, key=lambda way: way["gain"])
         facts = {"machine": where, "share_percent": share, "streams": count, "together_over_one": alone / together}
-        shared, _ = repeat(texts, slots, miss, row, learning // 8, None)
+        shared, _ = repeat(texts, slots, miss, row, 1024, None)
         seconds, group = repeat(texts, slots, miss, row, learning, Slices(math.inf))
         rows.append(facts | {"learned": {"gain": shared / seconds, "group": group}, "best": best, "ways": ways})
     facts = {

@@ -3,8 +3,8 @@
 While the same few requests have every step, the experts that were loaded for them stay in the slots. So where missing
 experts take most of a step, requests that take turns get more tokens per second together than requests that share all
 steps; elsewhere they get fewer. Which it is, is measured: steps of all running requests and steps of half of them take
-turns (``payback``), then, if halves pay, those of half and of a quarter, and so on. A request waits while others have
-their turn, at most as long as the user allows.
+turns (``payback``), then steps of a quarter and of the better of the two, and so on: two requests may need as many
+loads as eight, and one far fewer. A request waits while others have their turn, at most as long as the user allows.
 """
 
 from __future__ import annotations
@@ -95,17 +95,15 @@ class Slices:
 
     def _size(self, requests: int) -> int:
         """Returns how many of ``requests`` share the next step."""
-        self._compared, size = [], requests
+        self._compared, size, half = [], requests, requests
         for halvings in itertools.count(1):
-            half = -(-requests // 2**halvings)
-            if half == size or not self._step or (-(-requests // half) - 1) * self._step > self._gap:
+            half, larger = -(-requests // 2**halvings), half
+            if half == larger or not self._step or (-(-requests // half) - 1) * self._step > self._gap:
                 break
             payback = self._paybacks[(requests - 1).bit_length(), halvings]
             self._compared.append(payback)
             self.sizes = half, size
-            if payback.stopped:
-                break
-            size = half
+            size = size if payback.stopped else half
             if payback.compares:
                 break
         return size
