@@ -44,6 +44,9 @@ BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}
  point.perplexity_change_error|pct ~ ' %'}) %}
 {% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}{% endfor %}"""
 SCORES = "{% set flat, real = result('toy_moe_spac').spread, result('real_moe_spac').spread %}"
+STREAMS = """{% set streams = result('real_streams').rows %}
+{% set link = streams|selectattr('share_percent', 'eq', 25)|rejectattr('machine', 'in', ['rtx4090 + CPU experts',
+ 'rtx4090-int4 + CPU experts'])|map(attribute='best.gain')|list %}"""
 SENTENCES = (
     SCORES + "{{ flat.frequency.mean[0]|f(1) }} and {{ flat.frequency.mean[-1]|f(1) }} (flat),"
     " {{ real.frequency.mean[0]|f(1) }} and {{ real.frequency.mean[-1]|f(1) }} (real model)",
@@ -80,6 +83,9 @@ SENTENCES = (
     "save at most {{ (result('toy_ceilings').rows|map(attribute='gain.rows')|max - 1)|pct }} % of a step",
     "without a cache {{ result('toy_reuse').spread.needed_experts.mean[4]|f }} is enough with flat routing, and"
     " {{ result('real_reuse').spread.needed_experts.mean[4]|f }} on the real model",
+    STREAMS + "{{ link|min|f }} to {{ link|max|f }} times the tokens per second of shared steps",
+    STREAMS + "{% set learned = streams|map(attribute='learned.gain')|list %}"
+    "What is learned comes to {{ learned|min|f }} to {{ learned|max|f }} times",
     "was {{ result('reads_submitted').rows|map(attribute='ratio')|span(2) }}, with a gain for experts",
 )
 
