@@ -117,6 +117,7 @@ class Runtime:
         timeline: records events of the forward thread; None: nobody records.
         recordings: the files that are recorded, and why one of them stopped.
         rerouted: chooses experts in place of the budget, outside of steps; arguments and result as of ``route``.
+        turns: steps that some running requests did not share; how many did the last step, and how many did not.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Runtime:
         self.recordings = Recordings(trace, saved, clock)
         self.timeline: Timeline | None = None
         self.rerouted: Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self.turns = {"steps": 0, "sharing": 0, "aside": 0}
         self._clock = clock
         self._failed = failed
         self._step: Step | None = None  # while its layers run
@@ -167,10 +169,11 @@ class Runtime:
             self._first_layer[execution] = layers
             layers, experts = layers + len(execution.shape.layers), experts + execution.shape.total
 
-    def begin_step(self, step: Step) -> None:
-        """Starts a forward for real requests."""
+    def begin_step(self, step: Step, aside: int = 0) -> None:
+        """Starts a forward for real requests; ``aside``: others that wait while these have their turn."""
         if self._warming:
             return
+        self.turns = {"steps": self.turns["steps"] + (aside > 0), "sharing": len(step.requests), "aside": aside}
         if self.timeline is not None:
             self._began = now()
         self._step, self._rows = step, step.rows

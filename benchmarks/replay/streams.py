@@ -4,12 +4,17 @@ Requests decode without drafts. Either all of them share every step, or groups o
 that a group's experts stay in the slots meanwhile. A step takes 1 for each layer, --row more for each further row, and
 the time of an expert for each that is missing, as in drafts.py beside this file. Slots are filled by LRU in each layer.
 Printed is the rate of all tokens over that of shared steps, and the longest wait between two tokens of a request.
+
+Learned is what serves (``decisions/guard/slices``): it knows nothing in advance, and compares both on its own steps.
+Texts are repeated for --steps steps, those of comparisons included.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, provenance, sha256, show, write_result
 from drafts import Slots, points, texts_of
+
+from vllm_spac.decisions.guard.slices import Slices
 
 EXAMPLE = """[bold]Example[/]
 
@@ -59,6 +66,29 @@ def serve(texts: list[np.ndarray], slots: int, miss: float, row: float, group: i
     raise AssertionError("texts end")
 
 
+def repeat(
+    texts: list[np.ndarray], slots: int, miss: float, row: float, steps: int, slices: Slices | None
+) -> tuple[float, int]:
+    """Serves the texts over and over; those that ``slices`` sets aside have no part in a step.
+
+    Returns:
+        Seconds per token of all requests, in layers, and how many shared most of the steps of the last quarter.
+    """
+    layers, held = texts[0].shape[1], Slots(texts[0].shape[1], slots)
+    had, now, sizes, names = [0] * len(texts), 0.0, Counter[int](), list(map(str, range(len(texts))))
+    for step in range(steps):
+        aside = set() if slices is None else slices.plan(names, now)
+        running = [number for number, name in enumerate(names) if name not in aside]
+        misses = held.take(np.stack([texts[number][had[number] % len(texts[number])] for number in running]))
+        now += layers * (1 + row * (len(running) - 1)) + miss * misses
+        for number in running:
+            had[number] += 1
+        if slices is not None:
+            slices.end_step([names[number] for number in running], len(running), now)
+        sizes[len(running)] += step >= 3 * steps // 4
+    return now / sum(had), sizes.most_common(1)[0][0]
+
+
 @app.command(help=__doc__, epilog=EXAMPLE)
 def main(
     chains: Annotated[Path, typer.Argument(help="File of fit.py chains.", exists=True, dir_okay=False)],
@@ -67,6 +97,7 @@ def main(
     streams: Annotated[str, typer.Option(help="Requests at once.")] = "2,4,8",
     slices: Annotated[str, typer.Option(help="Steps of a turn.")] = "1,4,16,64",
     row: Annotated[float, typer.Option(min=0, help="Layers that a row takes beside the first.")] = 0.03,
+    learning: Annotated[int, typer.Option("--steps", min=1, help="Of what is learned.")] = 16384,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "real_streams.json",
 ) -> None:
     said = [text.experts[:, 0] for text in texts_of(chains)["ngram"]]
@@ -83,10 +114,20 @@ def main(
                 ways.append({"group": group, "steps": steps, "gain": together / seconds, "wait": longest / wait})
         best = max(ways, key=lambda way: way["gain"])
         facts = {"machine": where, "share_percent": share, "streams": count, "together_over_one": alone / together}
-        rows.append(facts | {"best": best, "ways": ways})
-    facts = {"label": "calculated", "row": row, "texts": len(said), "chains": chains.name, "sha256": sha256(chains)}
+        shared, _ = repeat(texts, slots, miss, row, 1024, None)
+        seconds, group = repeat(texts, slots, miss, row, learning, Slices(math.inf))
+        rows.append(facts | {"learned": {"gain": shared / seconds, "group": group}, "best": best, "ways": ways})
+    facts = {
+        "label": "calculated",
+        "row": row,
+        "steps": learning,
+        "texts": len(said),
+        "chains": chains.name,
+        "sha256": sha256(chains),
+    }
     write_result(output, facts | {"rows": rows, "provenance": provenance()})
-    columns = "share_percent", "streams", "together_over_one", "best.group", "best.steps", "best.gain", "best.wait"
+    columns = ["share_percent", "streams", "together_over_one", "best.group", "best.steps", "best.gain", "best.wait"]
+    columns += ["learned.group", "learned.gain"]
     show("times the tokens/s of shared steps, calculated", rows, "machine", *columns)
 
 

@@ -55,6 +55,9 @@ TABLES = """{% set flat, real, at = result('toy_tables'), result('real_tables'),
 {% for name, cells in of[table].items() if 'CPU' not in name and 'SpAc' not in name %}
 {% do found.append(cells[at].tpot_ms) %}{% endfor %}
 {{ (found|sum / 6 / of[table]['MoE-SpAc'][at].tpot_ms)|f }}{% endmacro %}"""
+STREAMS = """{% set streams = result('real_streams').rows %}
+{% set link = streams|selectattr('share_percent', 'eq', 25)|rejectattr('machine', 'in', ['rtx4090 + CPU experts',
+ 'rtx4090-int4 + CPU experts'])|map(attribute='best.gain')|list %}"""
 SENTENCES = (
     OWN + "slots emits {{ own['rtx4090'].at_four.tokens_per_step|f }} tokens. *Calculated*, that is"
     " {{ own['rtx4090'].gain['4']|f }} times the tokens/s on an RTX 4090, and"
@@ -120,6 +123,9 @@ SENTENCES = (
     "save at most {{ (result('toy_ceilings').rows|map(attribute='gain.rows')|max - 1)|pct }} % of a step",
     "without a cache {{ result('toy_reuse').spread.needed_experts.mean[4]|f }} is enough with flat routing, and"
     " {{ result('real_reuse').spread.needed_experts.mean[4]|f }} on the real model",
+    STREAMS + "{{ link|min|f }} to {{ link|max|f }} times the tokens per second of shared steps",
+    STREAMS + "{% set learned = streams|map(attribute='learned.gain')|list %}"
+    "What is learned comes to {{ learned|min|f }} to {{ learned|max|f }} times",
     "was {{ result('reads_submitted').rows|map(attribute='ratio')|span(2) }}, with a gain for experts",
 )
 

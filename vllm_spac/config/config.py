@@ -108,8 +108,11 @@ class SpacConfig(BaseModel):
     predictor_file: types.SomePath = Field(
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
     )
-    guard: Literal["on", "off"] = Field(
-        "on", description="Shorten or skip drafts when the experts they need cost more time than their tokens save."
+    guard: Annotated[str, types.GUARD] = Field(
+        "on",
+        description="Shorten or skip drafts when the experts they need cost more time than their tokens save (on); "
+        "with gap, running requests take turns while that gives more tokens per second, and one waits up to gap "
+        "seconds for its next token.",
     )
     tree: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         0,
@@ -309,6 +312,16 @@ class SpacConfig(BaseModel):
     def votes_alpha(self) -> float | None:
         """The power of the probability by which draft rows count under a budget; None: all rows count the same."""
         return types.VOTES.split(self.budget_votes)[1].get("alpha")
+
+    @property
+    def guards_drafts(self) -> bool:
+        """Whether drafts may be shortened or left out."""
+        return types.GUARD.split(self.guard)[0] == "on"
+
+    @property
+    def longest_gap(self) -> float | None:
+        """Seconds that a request may wait for a token because others have their turn; None: all share every step."""
+        return types.GUARD.split(self.guard)[1]["gap"]
 
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""

@@ -11,6 +11,7 @@ WINS: dict[str, tuple[str, str]] = {
     "host_memory": ("1380MiB, over none", "paired_three_tiers_disk_toy.json"),
     "policy": ("layer_lru, in hits, on the real model with half of the experts in slots", "real_policies.json"),
     "prefetch": ("shadow", "paired_shadow_local_large.json"),
+    "guard": ("gap=, with a quarter of the experts in slots and loads over a link, calculated", "real_streams.json"),
     "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
     "tree_shape": ("static, by 1 % of the tokens per step, from 63 nodes", "toy_local_trees.json"),
     "cpu_experts": ("waterfill, on a scaled machine", "scaled_rtx4090_toy_local.json"),

@@ -179,6 +179,13 @@ def _check_tree(config: Any) -> None:
         raise _refused("tree_shape (--spac-tree-shape) has no effect without a tree", *tree, drop("tree_shape"))
     if config.tree == 1:
         raise _refused("tree=1 (--spac-tree) is a chain of one token", use(tree=2).but(" or more"), drop("tree"))
+    if config.tree and config.longest_gap is not None:
+        guard, _, gap = config.guard.partition("@")
+        raise _refused(
+            f"tree={config.tree} (--spac-tree) brings its own scheduler, and so does {gap} of guard (--spac-guard)",
+            drop("tree"),
+            use(guard=guard),
+        )
     _ = config.draft_tree
 
 

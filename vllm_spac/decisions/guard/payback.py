@@ -76,6 +76,11 @@ class Payback:
             return self.verdict is not None and self.verdict.stop
         return self._block in (1, 2)  # with, without, without, with: a machine that drifts favours neither
 
+    @property
+    def compares(self) -> bool:
+        """Whether both kinds of steps take turns now."""
+        return not self._left
+
     def end_step(self, rows: int, seconds: float) -> Verdict | None:
         """A step without prompts has ended. Returns what is decided by it, if anything.
 

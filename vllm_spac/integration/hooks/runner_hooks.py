@@ -13,6 +13,8 @@ from vllm_spac.integration.hooks.model_host import experts_of
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+ASIDE = "spac_aside"  # attribute of a SchedulerOutput: running requests that wait while others have their turn
+
 
 def hook_steps(
     runner: str,
@@ -36,7 +38,8 @@ def hook_steps(
             result = prepare(self, scheduler_output, *args, **kwargs)
             if (experts := managed_experts(self)) is None:
                 return result
-            experts.runtime.begin_step(step_of(self, scheduler_output, result))
+            aside = vars(scheduler_output).get(ASIDE, 0)
+            experts.runtime.begin_step(step_of(self, scheduler_output, result), aside)
             return changed(self, scheduler_output, result)
 
         return prepared

@@ -174,7 +174,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None
     V2's scheduler plans a number for all requests (``Guard``), V1's runner has the drafts before it (``Chooser``).
     """
     speculation = vllm_config.speculative_config
-    if speculation is None or config.guard == "off":
+    if speculation is None or not config.guards_drafts:
         return None
     if (reason := drafts.unguarded(vllm_config, config.tree > 0)) is not None:
         logger.info("spac: guard=on has no effect here: %s", reason)

@@ -62,6 +62,8 @@ def stats(
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:
         total["guard"] = guard.facts()
+    if config.longest_gap is not None:
+        total["turns"] = dict(runtime.turns)
     return total | {"budget": {"setting": budget.describe(), **budget.counters.snapshot()}}
 
 
