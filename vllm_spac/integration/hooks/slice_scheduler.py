@@ -59,7 +59,7 @@ class SliceScheduler(Scheduler):
         finally:
             for request, eligible in aside:
                 request.next_decode_eligible_step = eligible
-        vars(plan)[ASIDE] = len(aside)
+        vars(plan)[ASIDE] = len(names - plan.num_scheduled_tokens.keys())
         return plan
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
