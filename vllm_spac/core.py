@@ -65,12 +65,14 @@ class Step:
         draft: [rows, ...] there, what the drafter computed when it read the token of each row: its state, or what
             its routers chose (``Seen.draft``, ``Seen.draft_ids``); None where nothing looks at it.
         bounds: most experts that all rows together run, of each layer of the model; None: as many as they choose.
+        aside: other running requests, which wait while those of the step have their turn.
     """
 
     requests: tuple[RequestRows, ...] = ()
     tokens: torch.Tensor | None = field(default=None, compare=False)
     draft: torch.Tensor | None = field(default=None, compare=False)
     bounds: tuple[int, ...] | None = field(default=None, compare=False)
+    aside: int = field(default=0, compare=False)
 
     @property
     def rows(self) -> int:

@@ -169,11 +169,12 @@ class Runtime:
             self._first_layer[execution] = layers
             layers, experts = layers + len(execution.shape.layers), experts + execution.shape.total
 
-    def begin_step(self, step: Step, aside: int = 0) -> None:
-        """Starts a forward for real requests; ``aside``: others that wait while these have their turn."""
+    def begin_step(self, step: Step) -> None:
+        """Starts a forward for real requests."""
         if self._warming:
             return
-        self.turns = {"steps": self.turns["steps"] + (aside > 0), "sharing": len(step.requests), "aside": aside}
+        taken = self.turns["steps"] + (step.aside > 0)
+        self.turns = {"steps": taken, "sharing": len(step.requests), "aside": step.aside}
         if self.timeline is not None:
             self._began = now()
         self._step, self._rows = step, step.rows

@@ -2,66 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import forked
 import pytest
 from compare import METHODS, TOY
-from engines import PROMPTS, engine
-
-from vllm_spac.decisions.guard import slices
 
 # Eight requests would use 40 blocks at once.
 OPTIONS = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 20}
+ABORTED = "3"
 
 
-def served(llm, abort: str) -> tuple[dict[str, list[int]], int]:
-    """Greedy tokens of requests that come one after another, of which ``abort`` is aborted; and preemptions."""
-    from vllm import SamplingParams
-
-    said, inside, preempted = {}, llm.llm_engine.engine_core.engine_core.scheduler, 0
-    preempt = inside._preempt_request
-
-    def preempting(*args, **kwargs):
-        nonlocal preempted
-        preempted += 1
-        return preempt(*args, **kwargs)
-
-    inside._preempt_request = preempting
-    waiting = [(f"{number}", prompt[:100], 60 + 9 * number) for number, prompt in enumerate(PROMPTS)]
-    step = 0
-    while waiting or llm.llm_engine.has_unfinished_requests():
-        if waiting and (step % 4 == 0 or len(waiting) > 4):  # four at once, the others later
-            name, prompt, tokens = waiting.pop(0)
-            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        for output in llm.llm_engine.step():
-            said[output.request_id] = list(output.outputs[0].token_ids)
-        if len(said.get(abort, ())) >= 20:
-            llm.llm_engine.abort_request([abort])
-        step += 1
-    return said, preempted
+def run(spac: dict | None, **options) -> dict:
+    """What an engine of its own said (``slice_runs``)."""
+    asked = {"model": str(TOY / "target"), "spac": spac, "options": OPTIONS | options, "abort": ABORTED}
+    return forked.answer(forked.run([Path(__file__).with_name("slice_runs.py"), json.dumps(asked)]))
 
 
 @pytest.fixture(scope="module")
 def stock() -> dict[str, list[int]]:
-    """Without drafts, which change no token: this process survives one engine with them."""
-    with engine(str(TOY / "target"), None, **OPTIONS) as llm:
-        return served(llm, abort="3")[0]
+    """Without drafts, which change no token in float32."""
+    return run(None)["said"]
 
 
 @pytest.mark.parametrize("method", ["", "eagle3"])
-def test_same_tokens_as_stock(method: str, stock, tmp_path, monkeypatch) -> None:
-    import vllm_spac
-
-    monkeypatch.setattr(slices, "TURN", 5)
+def test_same_tokens_as_stock(method: str, stock, tmp_path) -> None:
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "on@gap=1000"}
-    drafting = {"speculative_config": METHODS[method]} if method else {}
-    with engine(str(TOY / "target"), spac, **OPTIONS, **drafting) as llm:
-        said, preempted = served(llm, abort="3")
-        stats = vllm_spac.stats(llm)["workers"][0]
-    assert preempted > 0, "no request was preempted"
-    assert stats["turns"]["steps"] > 50, "no request was set aside"
-    assert said.keys() == stock.keys()
-    for name, tokens in said.items():
-        if name == "3":
+    found = run(spac, **({"speculative_config": METHODS[method]} if method else {}))
+    assert found["preempted"] > 0, "no request was preempted"
+    assert found["stats"]["turns"]["steps"] > 50, "no request was set aside"
+    assert found["said"].keys() == stock.keys()
+    for name, tokens in found["said"].items():
+        if name == ABORTED:
             assert len(tokens) >= 20 and tokens[:20] == stock[name][:20]
         else:
             assert tokens == stock[name] and len(tokens) == 60 + 9 * int(name)

@@ -179,6 +179,7 @@ def _check_tree(config: Any) -> None:
         raise _refused("tree_shape (--spac-tree-shape) has no effect without a tree", *tree, drop("tree_shape"))
     if config.tree == 1:
         raise _refused("tree=1 (--spac-tree) is a chain of one token", use(tree=2).but(" or more"), drop("tree"))
+    _ = config.draft_tree
     if config.tree and config.longest_gap is not None:
         guard, _, gap = config.guard.partition("@")
         raise _refused(
@@ -186,7 +187,6 @@ def _check_tree(config: Any) -> None:
             drop("tree"),
             use(guard=guard),
         )
-    _ = config.draft_tree
 
 
 def _check_host_memory(config: Any) -> None:

@@ -39,9 +39,7 @@ class Slices:
         self.sizes = (0, 0)
         self._paybacks = defaultdict[tuple[int, int], Payback](partial(Payback, TURN, 0, MOST))
         self._compared: list[Payback] = []  # those that the next step counts for; the last one may be comparing
-        self._had: dict[
-            str, int
-        ] = {}  # steps of each request that others were set aside for; whoever comes had as many
+        self._had: dict[str, int] = {}  # steps of each request in which others were set aside
         self._ran: dict[str, float] = {}  # when its last step ended
         self._sharing: list[str] = []  # whose turn it is
         self._steps = 0  # of the turn

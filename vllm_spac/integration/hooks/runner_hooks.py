@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -38,8 +39,10 @@ def hook_steps(
             result = prepare(self, scheduler_output, *args, **kwargs)
             if (experts := managed_experts(self)) is None:
                 return result
-            aside = vars(scheduler_output).get(ASIDE, 0)
-            experts.runtime.begin_step(step_of(self, scheduler_output, result), aside)
+            step = step_of(self, scheduler_output, result)
+            if aside := vars(scheduler_output).get(ASIDE, 0):
+                step = replace(step, aside=aside)
+            experts.runtime.begin_step(step)
             return changed(self, scheduler_output, result)
 
         return prepared

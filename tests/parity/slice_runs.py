@@ -1,0 +1,52 @@
+"""Runs one engine with requests that come, end and are aborted: `slice_runs.py JSON` prints what they said as JSON.
+
+In a process of its own, see ``compare``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import engines
+from engines import PROMPTS
+
+import vllm_spac
+from vllm_spac.decisions.guard import slices
+
+
+def served(llm, abort: str) -> tuple[dict[str, list[int]], int]:
+    """Greedy tokens of requests that come one after another, of which ``abort`` is aborted; and preemptions."""
+    from vllm import SamplingParams
+
+    said, inside, preempted = {}, llm.llm_engine.engine_core.engine_core.scheduler, 0
+    preempt = inside._preempt_request
+
+    def preempting(*args, **kwargs):
+        nonlocal preempted
+        preempted += 1
+        return preempt(*args, **kwargs)
+
+    inside._preempt_request = preempting
+    waiting = [(f"{number}", prompt[:100], 60 + 9 * number) for number, prompt in enumerate(PROMPTS)]
+    step = 0
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        if waiting and (step % 4 == 0 or len(waiting) > 4):  # four at once, the others later
+            name, prompt, tokens = waiting.pop(0)
+            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        for output in llm.llm_engine.step():
+            said[output.request_id] = list(output.outputs[0].token_ids)
+        if len(said.get(abort, ())) >= 20:
+            llm.llm_engine.abort_request([abort])
+        step += 1
+    return said, preempted
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    slices.TURN = 5
+    with engines.engine(asked["model"], asked["spac"], **asked["options"]) as llm:
+        said, preempted = served(llm, asked["abort"])
+        stats = vllm_spac.stats(llm)["workers"][0] if asked["spac"] else {}
+    print(json.dumps({"said": said, "preempted": preempted, "stats": stats}))
