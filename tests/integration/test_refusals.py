@@ -284,12 +284,13 @@ def test_what_the_user_wrote_is_checked_before_a_worker_starts(moe, outside, spa
     assert (outside / "text").read_text() == "precious"
 
 
-def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, monkeypatch):
+def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, tmp_path, monkeypatch):
     """With the V2 runner. What they read of a drafter must be there, as with V1's."""
     from vllm_spac.integration import compatibility
 
     monkeypatch.setattr(compatibility.drafts, "plans_drafts", lambda vllm_config: True)
-    copy = {"method": "draft_model", "model": str(moe), "num_speculative_tokens": 2}
+    folder = write_config(tmp_path / "copy", QWEN)
+    copy = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
     engine_config(moe, {"prefetch": "shadow"}, speculative_config=copy)
     with pytest.raises(ValueError, match="prefetch=shadow.*work here: there is no draft model"):
         engine_config(moe, {"prefetch": "shadow"})
@@ -299,10 +300,12 @@ def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, 
 
 def test_a_draft_model_of_this_width_has_layers_for_the_model_s_routers(moe, tmp_path):
     narrow = write_config(tmp_path / "narrow", QWEN | {"hidden_size": QWEN["hidden_size"] // 2})
-    parent = {"method": "draft_model", "model": str(moe), "num_speculative_tokens": 2}
+    folder = write_config(tmp_path / "parent", QWEN)
+    parent = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
     engine_config(moe, {"prefetch": "draft_gate@k=2@cutoff=1"}, speculative_config=parent)
     for drafts, named in (
         (parent | {"model": str(narrow)}, "the width of this model is .*draft model.*use --spac-prefetch draft_linear"),
+        (parent | {"model": str(moe)}, "the model is its own draft model.*use --spac-prefetch shadow"),
         (NGRAM, "ngram has no layers that stand for this model's; use --spac-prefetch draft_linear"),
     ):
         with pytest.raises(ValueError, match=f"prefetch=draft_gate .*cannot work here: .*{named}"):
@@ -634,7 +637,7 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
 
     config = SimpleNamespace(
         use_v2_model_runner=v2,
-        speculative_config=object(),
+        speculative_config=SimpleNamespace(method="eagle3"),
         parallel_config=SimpleNamespace(
             distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
         ),

@@ -47,7 +47,7 @@ def said(monkeypatch) -> list[str]:
         ("draft", "draft_model", None, 70),
         ("draft", "eagle3", None, 70),
         ("old", "draft_model", None, 50),
-        ("target", "draft_model", None, 1000),
+        ("target", "draft_model", None, 0),  # it drafts for itself
         ("target", "mtp", 1, 200),
         ("target", "mtp", 4, 500),
     ],
