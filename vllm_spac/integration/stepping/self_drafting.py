@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.hooks import drafts, patches
+from vllm_spac.integration.hooks import patches
 from vllm_spac.kernels.reference.cover import Chosen, where
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer
 from vllm_spac.methods.speculating_experts.speculated import best_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_spac.runtime import Runtime
 
 _PADDING = -1  # the KV slot of a row that writes nothing
+_OWN = "_spac_own"  # attribute of a drafter whose model is the target
 
 
 class SelfDrafting:
@@ -123,11 +124,12 @@ def take(drafter: SpecDecodeBaseProposer, target: torch.nn.Module) -> None:
         )
     drafter.model = target
     drafter._draft_attn_layer_names = set(cached)
+    setattr(drafter, _OWN, True)
 
 
 def _first_rows(prepare: Callable):
     def prepared(self: SpecDecodeBaseProposer, *args: Any, **kwargs: Any):
-        if not drafts.of_itself(self.vllm_config):
+        if not getattr(self, _OWN, False):
             return prepare(self, *args, **kwargs)
         return _sampled_last(self, **kwargs)
 
