@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -12,19 +13,22 @@ from vllm_spac.tools.evaluation.scoring import Scores
 
 def naive(logits, reference, following) -> dict:
     """Row by row, in float64."""
-    losses, others, kl, agreed = [], [], [], []
+    losses, others, kl, agreed, right = [], [], [], [], []
     for ours, theirs, token in zip(logits.double(), reference.double(), following.tolist(), strict=True):
         p, q = theirs.softmax(0), ours.softmax(0)
         losses.append(-math.log(q[token]))
         others.append(-math.log(p[token]))
         kl.append(sum(float(a) * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True)))
         agreed.append(int(ours.argmax() == theirs.argmax()))
+        right.append(int(ours.argmax()) == token)
     count = len(losses)
     return {
         "perplexity": math.exp(sum(losses) / count),
         "perplexity_change": math.exp(sum(losses) / count) / math.exp(sum(others) / count) - 1,
+        "accuracy": sum(right) / count,
         "agreement": sum(agreed) / count,
         "kl": sum(kl) / count,
+        "kl_error": statistics.pstdev(kl) / math.sqrt(count),
     }
 
 
@@ -38,7 +42,7 @@ def test_equals_the_naive_twin() -> None:
     assert found["tokens"] == 40
     for name, value in naive(logits, reference, following).items():
         assert found[name] == pytest.approx(value, rel=1e-5), name
-    assert found["perplexity_change_error"] > 0 and found["agreement_error"] > 0
+    assert found["perplexity_change_error"] > 0 and found["agreement_error"] > 0 and found["accuracy_error"] > 0
 
 
 def test_the_reference_against_itself() -> None:

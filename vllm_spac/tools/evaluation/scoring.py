@@ -25,8 +25,8 @@ class Scores:
         self.reference = reference
         self.texts = 0
         self._rows = 0
-        self._loss = self._difference = self._difference_squares = self._divergence = 0.0
-        self._agreed = 0
+        self._loss = self._difference = self._difference_squares = self._divergence = self._divergence_squares = 0.0
+        self._agreed = self._right = 0
 
     def add(self, logits: Tensor, reference: Tensor, following: Tensor) -> None:
         """Adds some rows.
@@ -43,28 +43,37 @@ class Scores:
         self._loss += float(loss.sum())
         self._difference += float((loss - other).sum())
         self._difference_squares += float((loss - other).square().sum())
-        self._divergence += float((theirs.exp() * (theirs - ours)).sum(dtype=torch.float64))
-        self._agreed += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+        divergence = (theirs.exp() * (theirs - ours)).sum(-1, dtype=torch.float64)
+        self._divergence += float(divergence.sum())
+        self._divergence_squares += float(divergence.square().sum())
+        best = logits.argmax(-1)
+        self._agreed += int((best == reference.argmax(-1)).sum())
+        self._right += int((best == following).sum())
 
     def snapshot(self) -> dict:
         """Returns the scores as plain data.
 
         Returns:
             ``tokens`` predicted, ``perplexity`` exp(mean loss), ``perplexity_change`` exp(mean difference of the
-            losses) - 1, with its standard error over tokens, ``agreement``: share of rows whose best token is the
-            reference's, with its standard error, ``kl``: mean KL(reference || this) in nats.
+            losses) - 1, ``accuracy``: share of rows whose best token is the next one, ``agreement``: the reference's,
+            ``kl``: mean KL(reference || this) in nats. All but the perplexity with their standard error over tokens.
         """
         assert self._rows, "no row was scored"
         rows, mean, agreed = self._rows, self._difference / self._rows, self._agreed / self._rows
         spread = max(0.0, self._difference_squares / rows - mean**2)
+        right, divergence = self._right / rows, self._divergence / rows
+        divergence_spread = max(0.0, self._divergence_squares / rows - divergence**2)
         return {
             "tokens": rows,
             "perplexity": math.exp(self._loss / rows),
             "perplexity_change": math.expm1(mean),
             "perplexity_change_error": math.exp(mean) * math.sqrt(spread / rows),
+            "accuracy": right,
+            "accuracy_error": math.sqrt(right * (1 - right) / rows),
             "agreement": agreed,
             "agreement_error": math.sqrt(agreed * (1 - agreed) / rows),
-            "kl": max(0.0, self._divergence / rows),
+            "kl": max(0.0, divergence),
+            "kl_error": math.sqrt(divergence_spread / rows),
         }
 
 
