@@ -121,23 +121,28 @@ def toy_quality(axes: Sequence[Axes]) -> None:
         axis.set(title=f"Budgets, {title}", xlabel="bytes saved, %", ylabel="perplexity, % more", ylim=(-1, 20))
 
 
-def toy_predictors(axes: Sequence[Axes]) -> None:
-    models = result("toy_predictors")["models"] | result("real_predictors")["models"]
-    names = sorted(models["flat"], key=lambda name: models["flat"][name]["recall_at_k"])
-    for axis, kind, title in (
-        (axes[0], "recall_at_k", "Experts of the next layer that are guessed"),
-        (axes[1], "recall_on_misses", "and of those that a cache misses"),
-    ):
-        for shift, routing in ((-0.2, "flat"), (0.2, "real")):
-            places = [place + shift for place in range(len(names))]
-            axis.barh(
-                places,
-                [100 * models[routing].get(name, {kind: 0})[kind] for name in names],
-                0.4,
-                label=ROUTING[routing],
-            )
-        axis.set_yticks(range(len(names)), names)
-        axis.set(title=title, xlabel="recall, %", xlim=(0, 100))
+def real_speculating_experts(axes: Sequence[Axes]) -> None:
+    found = result("real_speculating_experts")
+    told, layers = found["told"], range(1, 1 + len(found["told"]["quasi"]["cosine_by_layer"]))
+    shown = {"residual": "residual (gate)", "quasi": "quasi-hidden state", "one": "the paper's estimator"}
+    shown |= {"neural": "a network per layer", "moe": "after the layer's experts", "shared": "and shared expert"}
+    colours = {name: f"C{place}" for place, name in enumerate(shown)}
+    for name in ("residual", "quasi", "shared", "moe"):
+        axes[0].plot(layers, told[name]["cosine_by_layer"], color=colours[name], label=shown[name])
+    for name in ("residual", "quasi", "shared", "one", "neural"):
+        rates = [100 * rate for rate in told[name]["by_rank"]]
+        axes[1].plot(range(1, 1 + len(rates)), rates, marker=".", color=colours[name], label=shown[name])
+    curve = found["training"]["curve"]
+    for name, key in (("one", "one"), ("neural", "per_layer")):
+        rates = [100 * point[key] for point in curve]
+        axes[2].plot([point["drawn"] for point in curve], rates, marker="o", color=colours[name], label=shown[name])
+    untrained = [100 * told["quasi"]["recall_by_layer"][layer - 1] for layer in found["training"]["layers"]]
+    axes[2].axhline(statistics.mean(untrained), color=colours["quasi"], label=shown["quasi"])
+    axes[0].set(title="Cosine with the next router's input", xlabel="layer", ylim=(0.6, 1))
+    axes[1].set(title="Found among the first 8 named", xlabel="rank by the router", ylabel="%", ylim=(None, 100))
+    axes[2].set(title="Recall by training", xlabel="tokens drawn", ylabel="%", xscale="log")
+    for axis in axes:
+        axis.legend(fontsize=7)
 
 
 def resident_budgets_toy(axes: Sequence[Axes]) -> None:
@@ -188,12 +193,12 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     toy_moe_spec: 3,
     toy_moe_spac: 1,
     toy_quality: 3,
-    toy_predictors: 2,
+    real_speculating_experts: 3,
     resident_budgets_toy: 2,
     peers_8gb_toy: 1,
     gpu_h100: 3,
 }
-WITH_REAL_MODEL = (toy_policies, toy_quality, toy_predictors, toy_moe_spec, toy_moe_spac)
+WITH_REAL_MODEL = (toy_policies, toy_quality, toy_moe_spec, toy_moe_spac)
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
 
 
@@ -211,7 +216,8 @@ def draw(file: str) -> None:
     if axes[0][0].get_legend_handles_labels()[0]:
         axes[0][0].legend(fontsize=8)
     note = ", beside SmolLM2-135M made an MoE" * (PICTURES[file] in WITH_REAL_MODEL)
-    figure.supxlabel(f"toy model, not representative of a real one{note}", fontsize=7)
+    toy = f"toy model, not representative of a real one{note}"
+    figure.supxlabel("SmolLM2-135M made an MoE" if file.startswith("real") else toy, fontsize=7)
     save_picture(figure, RESULTS / file)
 
 
