@@ -255,7 +255,8 @@ def estimate(
     layers, rows, width = states.shape
     made = Estimator(width, layers, logits.shape[2])
     optimiser = torch.optim.AdamW(made.parameters(), RATE, weight_decay=0.01)
-    steps, done, curve = layers * drawn // BATCH, 0, []
+    steps, done = layers * drawn // BATCH, 0
+    curve: list[dict[str, float]] = []
     generator, begun = torch.Generator().manual_seed(0), time.process_time()
     while (share := max(done / steps, (time.process_time() - begun) / seconds)) < 1:
         optimiser.param_groups[0]["lr"] = RATE * min((done + 1) / WARM, 1 - share)
@@ -441,7 +442,8 @@ class Run:
 
     def neural(self, batches: int, layers: Iterable[int]) -> Trained:
         """Our estimator of some layers, after so many batches; it knows nothing about the others."""
-        shapes, made = Neural.specs(self.material.sizes), {}
+        shapes = Neural.specs(self.material.sizes)
+        made: dict[str, Tensor] = {}
         usual, neural_predictor._STEPS = neural_predictor._STEPS, batches
         for layer in layers:
             made |= Neural.train(layer - 1, self.material, {})
@@ -544,8 +546,8 @@ def main(
     show("one layer ahead", [{"by": name} | each for name, each in result["told"].items()], "by", "recall", "cosine")
     columns = "way", "mode", "perplexity_change", "accuracy", "agreement", "kl"
     show("executed", result["executed"]["points"], *columns)
-    columns = "machine", "attained", "context", "copies", "equation_1", "over_one.executed", "over_one.slots"
-    show("calculated: time per token over loads on demand", result["calculated"], *columns)
+    shown = "machine", "attained", "context", "copies", "equation_1", "over_one.executed", "over_one.slots"
+    show("calculated: time per token over loads on demand", result["calculated"], *shown)
 
 
 if __name__ == "__main__":
