@@ -140,7 +140,7 @@ def real_speculating_experts(axes: Sequence[Axes]) -> None:
     axes[2].axhline(statistics.mean(untrained), color=colours["quasi"], label=shown["quasi"])
     axes[0].set(title="Cosine with the next router's input", xlabel="layer", ylim=(0.6, 1))
     axes[1].set(title="Found among the first 8 named", xlabel="rank by the router", ylabel="%", ylim=(None, 100))
-    axes[2].set(title="Recall by training", xlabel="tokens drawn", ylabel="%", xscale="log")
+    axes[2].set(title="Recall by training", xlabel="tokens drawn", ylabel="%", xlim=(0, None))
     for axis in axes:
         axis.legend(fontsize=7)
 
