@@ -26,7 +26,7 @@ class Scores:
         self.texts = 0
         self._rows = 0
         self._loss = self._difference = self._difference_squares = self._divergence = 0.0
-        self._agreed = 0
+        self._agreed = self._right = 0
 
     def add(self, logits: Tensor, reference: Tensor, following: Tensor) -> None:
         """Adds some rows.
@@ -45,6 +45,7 @@ class Scores:
         self._difference_squares += float((loss - other).square().sum())
         self._divergence += float((theirs.exp() * (theirs - ours)).sum(dtype=torch.float64))
         self._agreed += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+        self._right += int((logits.argmax(-1) == following).sum())
 
     def snapshot(self) -> dict:
         """Returns the scores as plain data.
@@ -52,7 +53,8 @@ class Scores:
         Returns:
             ``tokens`` predicted, ``perplexity`` exp(mean loss), ``perplexity_change`` exp(mean difference of the
             losses) - 1, with its standard error over tokens, ``agreement``: share of rows whose best token is the
-            reference's, with its standard error, ``kl``: mean KL(reference || this) in nats.
+            reference's, with its standard error, ``accuracy``: share whose best token is the true next one, ``kl``:
+            mean KL(reference || this) in nats.
         """
         assert self._rows, "no row was scored"
         rows, mean, agreed = self._rows, self._difference / self._rows, self._agreed / self._rows
@@ -64,6 +66,7 @@ class Scores:
             "perplexity_change_error": math.exp(mean) * math.sqrt(spread / rows),
             "agreement": agreed,
             "agreement_error": math.sqrt(agreed * (1 - agreed) / rows),
+            "accuracy": self._right / rows,
             "kl": max(0.0, self._divergence / rows),
         }
 
