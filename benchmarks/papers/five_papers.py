@@ -67,6 +67,7 @@ def recipes() -> dict[str, Recipe]:
     ahead = f"oracle@reach=1@recall={recall:.3f}"
     found = {
         "LRU": Recipe("", "none1", "lru"),
+        "LRU, drafts": Recipe("", "draft4_1", "lru"),
         "MoE-SpAc": Recipe("moe-spac", "draft8_1", RECIPE.policy, RECIPE.balancer, RECIPE.prefetch),
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
         "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
