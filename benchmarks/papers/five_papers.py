@@ -4,6 +4,7 @@
 
 The serving code runs on a virtual clock (``vllm_spac/tools/traces``), with recorded routing of the real model, experts
 of Qwen3-30B-A3B in bf16, and the costs of a profile, in proportion to the model's layers (``moe_spac_tables.scaled``).
+Reads ahead are limited as in serving (``extra``).
 Each recipe is a preset as far as a replay knows it:
 
 - MoE-SpAc: the preset, with 8 drafts of the dense parent per step.
@@ -35,6 +36,7 @@ from pages import result
 from sp_moe import replayed
 
 from vllm_spac.config.presets import PRESETS
+from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs, Network
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace
 from vllm_spac.tools.traces.replayed import Outcome
@@ -64,7 +66,7 @@ def recipes() -> dict[str, Recipe]:
     recall = result("real_predictors")["models"]["real"]["quasi_hidden"]["recall_at_k"]
     gate = result("real_sp_moe")["texts"]["by_input"]["served"]["recall"]["8"]
     shadow = result("toy_shadow")["models"]["flat"]["int8, 1"]["recall_at_k"]
-    ahead = f"oracle@reach=1@recall={recall:.3f}"
+    ahead = f"oracle@reach=1@recall={recall:.3f}@extra={EXTRA}"
     found = {
         "LRU": Recipe("", "none1", "lru"),
         "LRU, drafts": Recipe("", "draft4_1", "lru"),
@@ -72,7 +74,7 @@ def recipes() -> dict[str, Recipe]:
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
         "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
         "OD-MoE, one machine": Recipe(
-            "od-moe", "none1", known["od-moe"]["policy"], prefetch=f"oracle@recall={shadow:.4f}"
+            "od-moe", "none1", known["od-moe"]["policy"], prefetch=f"oracle@recall={shadow:.4f}@extra={EXTRA}"
         ),
         "MoE-Spec's drafts, exact": Recipe("moe-spec", "eagle4_1", "reuse"),
     }

@@ -299,7 +299,13 @@ def lineage(parents: Tensor) -> Tensor:
 
 
 class Answer(NamedTuple):
-    """A prompt of ``begun`` tokens and what was said to it, in how many steps; the others are those of ``Target``."""
+    """A prompt of ``begun`` tokens and what was said to it, in how many steps.
+
+    Attributes:
+        layers, distinct, dropped, mass: those of ``Target``.
+        first: tokens that are the exact model's first choice behind the text so far.
+        loss: the exact model's, summed.
+    """
 
     ids: Tensor
     begun: int
@@ -308,6 +314,8 @@ class Answer(NamedTuple):
     distinct: int
     dropped: float
     mass: Tensor
+    first: int
+    loss: float
 
 
 def answered(target: Target, drafter: str, prompt: Tensor, tokens: int, arm: Arm) -> Answer:
@@ -333,7 +341,10 @@ def answered(target: Target, drafter: str, prompt: Tensor, tokens: int, arm: Arm
         kept = torch.tensor(path)
         reader.keep(torch.cat([torch.arange(base), base + kept]))
         ids, streams, steps = torch.cat([ids, torch.stack(said)]), torch.cat([streams, read[kept]]), steps + 1
-    return Answer(ids, len(prompt), steps, target.layers, target.distinct, target.dropped, target.mass.clone())
+    logits, answer = target.read(ids, None)[len(prompt) - 1 : -1], ids[len(prompt) :]
+    counted = target.layers, target.distinct, target.dropped, target.mass.clone()
+    loss = -float(logits.log_softmax(-1).gather(1, answer[:, None]).sum())
+    return Answer(ids, len(prompt), steps, *counted, int((logits.argmax(-1) == answer).sum()), loss)
 
 
 def trees(target: Target, prompts: dict[str, list[Tensor]], tokens: int, arms: dict[str, list[Arm]]) -> list[dict]:
@@ -350,22 +361,19 @@ def trees(target: Target, prompts: dict[str, list[Tensor]], tokens: int, arms: d
             for kind in (*found, "all"):
                 answers = found[kind] if kind in found else [one for each in found.values() for one in each]
                 base = exact[kind] if kind in exact else [one for each in exact.values() for one in each]
-                rows.append({"drafter": drafter, "kind": kind} | arm._asdict() | facts(target, answers, base))
+                rows.append({"drafter": drafter, "kind": kind} | arm._asdict() | facts(answers, base))
                 print({name: value for name, value in rows[-1].items() if name != "mass"}, file=sys.stderr, flush=True)
     return rows
 
 
-def facts(target: Target, answers: list[Answer], exact: list[Answer]) -> dict[str, Any]:
+def facts(answers: list[Answer], exact: list[Answer]) -> dict[str, Any]:
     said, steps = [len(each.ids) - each.begun for each in answers], [each.steps for each in answers]
     mean = sum(said) / sum(steps)
     spread = [emitted - mean * count for emitted, count in zip(said, steps, strict=True)]  # of a ratio of sums
     layers = sum(each.layers for each in answers)
-    first, loss, equal = 0, 0.0, 0
+    equal = 0
     for each, other in zip(answers, exact, strict=True):
-        answer, length = each.ids[each.begun :], min(len(each.ids), len(other.ids))
-        logits = target.read(each.ids, None)[each.begun - 1 : -1]
-        first += int((logits.argmax(-1) == answer).sum())
-        loss -= float(logits.log_softmax(-1).gather(1, answer[:, None]).sum())
+        length = min(len(each.ids), len(other.ids))
         equal += int((each.ids[each.begun : length] == other.ids[each.begun : length]).cumprod(0).sum())
     return {
         "tokens": sum(said),
@@ -375,8 +383,8 @@ def facts(target: Target, answers: list[Answer], exact: list[Answer]) -> dict[st
         "distinct": sum(each.distinct for each in answers) / layers,
         "dropped": sum(each.dropped for each in answers) / layers,
         "mass": (sum((each.mass for each in answers), torch.zeros(())) / layers).tolist(),
-        "first_choices": first / sum(said),
-        "perplexity": math.exp(loss / sum(said)),
+        "first_choices": sum(each.first for each in answers) / sum(said),
+        "perplexity": math.exp(sum(each.loss for each in answers) / sum(said)),
         "before_the_first_that_differs": equal / sum(said),
     }
 
@@ -545,17 +553,18 @@ def main(
 
     with torch.inference_mode():
         target.calibrate([ids for each in windows("fit", 4, 256).values() for ids in each])
-        budgets = {
-            name: [Arm(name, budget) for budget in BUDGETS] for name in ("router", "selected", "static", "oracle")
-        }
-        ranked = [arm for each in budgets.values() for arm in each if arm != Arm("oracle", BUDGETS[0])]
-        short = [Arm(name, budget, "truncation") for name in ("router", "selected") for budget in BUDGETS[1:]]
-        some = windows("held", texts, 4 * ROWS)
+        some, tight = windows("held", texts, 4 * ROWS), BUDGETS[1:]
         layers = left_out(target, some)
-        read = read_texts(target, some, [*ranked, *short, Arm("oracle", 24, "truncation")], tokenizer)
-        ways = [arm for name in ("router", "selected", "static") for arm in budgets[name]]
+        ways = [Arm(name, budget) for name in ("router", "selected", "static") for budget in tight]
+        short = [Arm("router", 24, "truncation"), Arm("router", 16, "truncation")]
+        upper = [Arm("oracle", 24), Arm("oracle", 24, "truncation")]
+        read = read_texts(target, some, [*ways, *short, *upper], tokenizer)
         tasked = chosen(target, windows("held", tasks, 4 * CONTEXT + CHOICE), ways)
-        arms = {"eagle3": [EXACT, *budgets["router"], *budgets["selected"]], "dense": [EXACT, *budgets["router"][1::2]]}
+        every = [Arm("router", budget) for budget in BUDGETS]
+        arms = {
+            "eagle3": [EXACT, *every, Arm("selected", 32), Arm("selected", 16)],
+            "dense": [EXACT, Arm("router", 32), Arm("router", 16)],
+        }
         rows = trees(target, asked(files, prompts), tokens, arms)
     result: dict[str, Any] = {
         "provenance": origin,
