@@ -532,10 +532,10 @@ def left_out(target: Target, texts: dict[str, list[Tensor]]) -> dict[str, list[f
 
 @app.command(help=__doc__)
 def main(
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind of text.")] = 2,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 40,
-    texts: Annotated[int, typer.Option(min=1, help="Texts of each kind, of four steps.")] = 3,
-    tasks: Annotated[int, typer.Option(min=2, help="Choices of each kind.")] = 10,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind of text.")] = 1,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,
+    texts: Annotated[int, typer.Option(min=1, help="Texts of each kind, of four steps.")] = 2,
+    tasks: Annotated[int, typer.Option(min=2, help="Choices of each kind.")] = 8,
     profiles: Annotated[str, typer.Option(help="Machines that speeds are calculated for.")] = "a100,h100",
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "real_moe_spec_resident.json",
 ) -> None:
@@ -551,21 +551,10 @@ def main(
             if kind in KINDS
         }
 
-    with torch.inference_mode():
-        target.calibrate([ids for each in windows("fit", 4, 256).values() for ids in each])
-        some, tight = windows("held", texts, 4 * ROWS), BUDGETS[1:]
-        layers = left_out(target, some)
-        ways = [Arm(name, budget) for name in ("router", "selected", "static") for budget in tight]
-        short = [Arm("router", 24, "truncation"), Arm("router", 16, "truncation")]
-        upper = [Arm("oracle", 24), Arm("oracle", 24, "truncation")]
-        read = read_texts(target, some, [*ways, *short, *upper], tokenizer)
-        tasked = chosen(target, windows("held", tasks, 4 * CONTEXT + CHOICE), ways)
-        every = [Arm("router", budget) for budget in BUDGETS]
-        arms = {
-            "eagle3": [EXACT, *every, Arm("selected", 32), Arm("selected", 16)],
-            "dense": [EXACT, Arm("router", 32), Arm("router", 16)],
-        }
-        rows = trees(target, asked(files, prompts), tokens, arms)
+    every, tight = [Arm("router", budget) for budget in BUDGETS], BUDGETS[1:]
+    arms = {"eagle3": [EXACT, *every], "dense": [EXACT, Arm("router", 24)]}
+    ways = [Arm(name, budget) for name in ("router", "selected", "static") for budget in tight]
+    others = [Arm("router", 24, "truncation"), Arm("oracle", 24), Arm("oracle", 24, "truncation")]
     result: dict[str, Any] = {
         "provenance": origin,
         "toy_model": False,
@@ -573,15 +562,20 @@ def main(
         "top_k": target.carved[0].top_k,
         "rows": ROWS,
         "prompts": {"kinds": KINDS, "of_each": prompts, "tokens": PROMPT, "answer": tokens},
-        "trees": rows,
-        "calculated": calculated(rows, profiles.split(","), target.carved[0].top_k),
         "paper": PAPER,
         "head_bytes": HEAD_BYTES,
         "choice": CHOICE,
-        "texts": read,
-        "choices": tasked,
-        "left_out": layers,
     }
+    with torch.inference_mode():
+        rows = result["trees"] = trees(target, asked(files, prompts), tokens, arms)
+        result["calculated"] = calculated(rows, profiles.split(","), target.carved[0].top_k)
+        write_result(output, result)
+        target.calibrate([ids for each in windows("fit", 4, 256).values() for ids in each])
+        some = windows("held", texts, 4 * ROWS)
+        result["left_out"] = left_out(target, some)
+        result["texts"] = read_texts(target, some, [*ways, *others], tokenizer)
+        write_result(output, result)
+        result["choices"] = chosen(target, windows("held", tasks, 4 * CONTEXT + CHOICE), ways)
     write_result(output, result)
     names = "drafter", "kind", "ranking", "budget"
     show("trees of 63", rows, *names, "acceptance_length", "distinct", "first_choices", "perplexity")
