@@ -287,7 +287,7 @@ class ByParent:
         return found
 
 
-DRAFTERS = {"eagle3": ByHead, "dense": ByParent}
+DRAFTERS: dict[str, type[ByHead] | type[ByParent]] = {"eagle3": ByHead, "dense": ByParent}
 
 
 def lineage(parents: Tensor) -> Tensor:
@@ -435,7 +435,7 @@ def calculated(rows: list[dict], profiles: Sequence[str], top_k: int) -> list[di
 
 def words(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the first and the last place of each whole word of a text behind its first ``PROMPT`` tokens."""
-    pieces = [tokenizer.id_to_token(each) for each in ids]
+    pieces = [tokenizer.id_to_token(each) or "" for each in ids]
     first = [piece[:1] == "Ġ" and piece[1:].isalpha() for piece in pieces]  # Ġ, a space, is itself a letter to Python
     more = [piece.isalpha() and piece[:1] != "Ġ" for piece in pieces]
     for begin in (place for place, yes in enumerate(first) if yes):
