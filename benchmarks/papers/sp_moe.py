@@ -293,14 +293,15 @@ def replayed(
     prefetch: str = "off",
     policy: str = "lru",
     by_layer: bool = False,
+    nbytes: int = EXPERT,
 ) -> Outcome:
-    """Replays the trace with ``share`` of the experts in slots."""
+    """Replays the trace with ``share`` of the experts, of ``nbytes`` each, in slots."""
     slots = math.ceil(share * trace.facts.total)
     outcome = Outcome(policy, "none", slots, share, prefetch=prefetch)
     ahead = PrefetchSettings.of(prefetch) if prefetch.startswith("draft") else build_prefetch(prefetch, trace)
     chosen = build_policy(policy, trace, slots, prefetch=prefetch)
     kind = SlotsReplay if not prefetch.startswith("draft") else Drafted
-    replay = kind(trace, costs, EXPERT, outcome, chosen, None, ahead, "none")
+    replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead, "none")
     if isinstance(replay, Drafted):
         replay.named, replay.by_layer = named, by_layer
     replay.fill(filling(trace, slots, chosen.first()))

@@ -62,6 +62,8 @@ def test_each_text_is_compared_with_itself(chunk: int) -> None:
     # The wrong one prefers ids % 3, which is the reference's choice only where (id + 1) % 11 == id % 3.
     rows = [i for text in texts for i in text[:-1]]
     assert found["agreement"] == pytest.approx(sum((i + 1) % 11 == i % 3 for i in rows) / len(rows))
+    follows = [(i, j) for text in texts for i, j in zip(text, text[1:], strict=False)]
+    assert found["accuracy"] == pytest.approx(sum(i % 3 == j for i, j in follows) / len(follows))
     assert found["kl"] > 1 and found["perplexity_change"] > 1
     assert not model._forward_hooks, "nothing is kept when nobody asks"
 

@@ -1,0 +1,195 @@
+"""The five papers' recipes beside each other at equal memory, on the real model's routing. SIMULATED; nothing is timed.
+
+    python benchmarks/papers/five_papers.py
+
+The serving code runs on a virtual clock (``vllm_spac/tools/traces``), with recorded routing of the real model, experts
+of Qwen3-30B-A3B in bf16, and the costs of a profile, in proportion to the model's layers (``moe_spac_tables.scaled``).
+Reads ahead are limited as in serving (``extra``).
+Each recipe is a preset as far as a replay knows it:
+
+- MoE-SpAc: the preset, with 8 drafts of the dense parent per step.
+- SP-MoE: the preset, with 4 drafts of the parent. Each forward of it names as much of what the routers will choose as
+  the real predictor does (``real_sp_moe.json``), and reads begin then.
+- Speculating Experts: the preset; an oracle of the next layer that is right as often as ``quasi_hidden`` is
+  (``real_predictors.json``).
+- OD-MoE: on one machine, a shadow that knows a whole step as well as an INT8 copy (``toy_shadow.json``), slots that are
+  given up after use; the shadow's own time and memory are not counted. Its workers are calculated besides.
+- MoE-Spec: drafts of the EAGLE-3 head, each layer's rows cut to a budget by how many rows selected an expert, and their
+  other experts replaced by the best of the shortlist. A chain, because no trace has trees. LOSSY.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import spread
+from common import RESULTS, TRACES, show, write_result
+from moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
+from pages import result
+from sp_moe import replayed
+
+from vllm_spac.config.presets import PRESETS
+from vllm_spac.config.types import EXTRA
+from vllm_spac.decisions.costs import Costs, Network
+from vllm_spac.recording.trace_file import ROW_KINDS, Trace
+from vllm_spac.tools.traces.replayed import Outcome
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, cacheless
+from vllm_spac.tools.traces.simulation import simulate
+
+NETWORK = Network(latency=45e-6, bandwidth=1.17e9)  # 10 Gbit/s, as od_moe.py assumes
+BUDGETS = (24, 16)
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row: whose it is, the trace that it replays, and its knobs; ``names``: recall of a draft model's names."""
+
+    paper: str
+    trace: str
+    policy: str
+    balancer: str = "none"
+    prefetch: str = "off"
+    names: float | None = None
+    budget: int = 0
+
+
+def recipes() -> dict[str, Recipe]:
+    known = {paper: PRESETS[paper].knobs for paper in PRESETS}
+    recall = result("real_predictors")["models"]["real"]["quasi_hidden"]["recall_at_k"]
+    gate = result("real_sp_moe")["texts"]["by_input"]["served"]["recall"]["8"]
+    shadow = result("toy_shadow")["models"]["flat"]["int8, 1"]["recall_at_k"]
+    ahead = f"oracle@reach=1@recall={recall:.3f}@extra={EXTRA}"
+    found = {
+        "LRU": Recipe("", "none1", "lru"),
+        "LRU, drafts": Recipe("", "draft4_1", "lru"),
+        "MoE-SpAc": Recipe("moe-spac", "draft8_1", RECIPE.policy, RECIPE.balancer, RECIPE.prefetch),
+        "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
+        "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
+        "OD-MoE, one machine": Recipe(
+            "od-moe", "none1", known["od-moe"]["policy"], prefetch=f"oracle@recall={shadow:.4f}@extra={EXTRA}"
+        ),
+        "MoE-Spec's drafts, exact": Recipe("moe-spec", "eagle4_1", "reuse"),
+    }
+    found |= {f"MoE-Spec, B = {count}": Recipe("moe-spec", "eagle4_1", "reuse", budget=count) for count in BUDGETS}
+    return found | {
+        "ours: reuse": Recipe("", "none1", "reuse"),
+        "ours: reuse, CPU experts": Recipe("", "none1", "reuse", "waterfill"),
+        "ours: reuse, CPU experts, one layer ahead": Recipe("", "none1", "reuse", "waterfill", ahead),
+        "ours: reuse, CPU experts, 4 drafts": Recipe("", "draft4_1", "reuse", "waterfill"),
+    }
+
+
+def budgeted(trace: Trace, budget: int) -> Trace:
+    """The trace as a budget of ``budget`` experts would have had it, prompts excepted (``selected``, substitution)."""
+    ids, decoding = trace.ids.copy(), trace.counted()
+    for first, last in zip(trace.record_start[:-1], trace.record_start[1:], strict=True):
+        rows = np.arange(first, last)[decoding[first:last]]
+        counts = np.bincount(ids[rows].ravel(), minlength=trace.facts.experts)
+        if np.count_nonzero(counts) <= budget:
+            continue
+        order = np.argsort(-counts, kind="stable")[:budget]
+        for row in rows:
+            kept = [each for each in ids[row] if each in order]
+            ids[row] = kept + [each for each in order if each not in kept][: len(ids[row]) - len(kept)]
+    return replace(trace, ids=ids)
+
+
+def named(trace: Trace, recall: float) -> list[np.ndarray | None]:
+    """What a draft model's forwards name of each step with drafts, int16 [rows, L, k]: ``recall`` of it is right.
+
+    The last draft is not read, and nothing is named of it.
+    """
+    facts, random = trace.facts, np.random.default_rng(0)
+    ends = np.searchsorted(trace.record_step, np.arange(trace.steps + 1))
+    drafts, prompt = ROW_KINDS.index("draft"), ROW_KINDS.index("prefill")
+    found: list[np.ndarray | None] = []
+    for step in range(trace.steps):
+        kinds = trace.row_kind[trace.row_start[step] : trace.row_start[step + 1]]
+        if not (kinds == drafts).any() or (kinds == prompt).any() or ends[step + 1] - ends[step] < facts.layers:
+            found.append(None)
+            continue
+        first = trace.record_start[ends[step]]
+        ids = trace.ids[first : first + facts.layers * len(kinds)].reshape(facts.layers, len(kinds), -1)
+        ids = ids.transpose(1, 0, 2).astype(np.int16)
+        wrong = random.integers(0, facts.experts, ids.shape, dtype=np.int16)
+        ids = np.where(random.random(ids.shape) < recall, ids, wrong)
+        ids[-1] = -1
+        found.append(ids)
+    return found
+
+
+def run(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> Outcome:
+    if recipe.names is not None:
+        said = named(trace, recipe.names)
+        return replayed(trace, said, costs, share, recipe.prefetch, recipe.policy, nbytes=EXPERT_BYTES)
+    slots = round(share * trace.facts.total)
+    return simulate(
+        budgeted(trace, recipe.budget) if recipe.budget else trace,
+        slots,
+        costs,
+        policy=recipe.policy,
+        balancer=recipe.balancer,
+        prefetch=recipe.prefetch,
+        expert_bytes=EXPERT_BYTES,
+    )
+
+
+def facts(name: str, recipe: Recipe, share: float, found: Outcome, tokens: int) -> dict[str, Any]:
+    return {
+        "recipe": name,
+        "paper": recipe.paper,
+        "lossy": bool(recipe.budget),
+        "drafts": recipe.trace,
+        "share": share,
+        "tokens_per_second": 1 / (found.tpot or float("nan")),
+        "hit_rate": found.hit_rate,
+        "cpu_share": found.cpu / max(1, found.hits + found.misses + found.cpu),
+        "read_per_token": (found.loads + found.prefetches) / tokens,
+    }
+
+
+@app.command(help=__doc__)
+def main(
+    machine: Annotated[str, typer.Option(help="Profile of the machine.")] = "rtx4090",
+    shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "25,50",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "real_five_papers.json",
+) -> None:
+    chosen = recipes()
+    wanted = {recipe.trace for recipe in chosen.values()}
+    loaded = {name: one for name, one in spread.load([TRACES / "real"]).items() if name in wanted}
+    known, layers = spread.known(loaded), loaded["none1"].trace.facts.layers
+    costs, rows = scaled(Costs.read(machine), layers), []
+    for share in (float(each) / 100 for each in shares.split(",")):
+        for name, recipe in chosen.items():
+            trace = loaded[recipe.trace].trace
+            tokens = int(trace.step_tokens.sum())
+            rows.append(facts(name, recipe, share, run(recipe, trace, costs, share), tokens))
+            print(rows[-1], file=sys.stderr, flush=True)
+        base = next(row for row in rows if row["recipe"] == "LRU" and row["share"] == share)
+        for row in rows:
+            if row["share"] == share:
+                row["gain"] = row["tokens_per_second"] / base["tokens_per_second"]
+    times = LayerTimes.of(costs, loaded["none1"].trace.facts, EXPERT_BYTES)
+    workers = {
+        str(count): cacheless(layers, 8, count // 2, NETWORK, times, 2 * 2048, shadow_recall(), fan=2).per_second
+        for count in (2, 4, 8, 16)
+    }
+    how = {"how": "simulated", "profile": costs.model_dump(mode="json"), "expert_bytes": EXPERT_BYTES}
+    write_result(output, spread.nan_to_none(known | how | {"rows": rows, "workers": workers}))
+    show(f"{machine}, simulated", rows, "recipe", "share", "tokens_per_second", "gain", "hit_rate", "read_per_token")
+
+
+def shadow_recall() -> float:
+    return float(result("toy_shadow")["models"]["flat"]["int8, 1"]["recall_at_k"])
+
+
+if __name__ == "__main__":
+    app()
