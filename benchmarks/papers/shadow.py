@@ -2,12 +2,15 @@
 
     python benchmarks/papers/shadow.py
 
-The model writes greedily, in float32 as in the paper. A rounded copy, its shadow, reads one token for each that the
-model reads: the model's own where the number of tokens written before is a multiple of the token period, and else what
-it would have written itself. Where that number is a multiple of the KV period, it first takes over the model's keys and
-values of all tokens before; until then those of its own stay, also of tokens that were not the model's (section 3.2).
-Recall is the share of the experts that the model's routers chose which the shadow chose for the same place (equations
-2 and 3); a text counts until it ends.
+The model writes in float32, as in the paper. There it writes greedily. This small model would repeat itself in nine
+places of ten, so here both write the token whose logit plus noise is the greatest, with the same noise at the same
+place: that is sampling with one seed (Gumbel noise times a temperature).
+
+A rounded copy, its shadow, reads one token for each that the model reads: the model's own where the number of tokens
+written before is a multiple of the token period, and else what it would have written itself. Where that number is a
+multiple of the KV period, it first takes over the model's keys and values of all tokens before; until then those of its
+own stay, also of tokens that were not the model's (section 3.2). Recall is the share of the experts that the model's
+routers chose which the shadow chose for the same place (equations 2 and 3); a text counts until it ends.
 
 Shadows: ``int8`` is rounded as by ``vllm-spac quantise --linears all``, ``nf4`` as by bitsandbytes (blocks of 64 with
 their greatest value, the scales left as they are); both compute in float32. ``bf16`` and ``fp16`` have
@@ -79,6 +82,11 @@ def nf4(weight: Tensor) -> Tensor:
     return (codes[torch.bucketize(blocks / scale, ends)] * scale).view(weight.shape)
 
 
+def noise(count: int, place: int) -> Tensor:
+    """Returns the same [count] numbers for the same place, Gumbel's with the sign turned."""
+    return torch.empty(count).exponential_(generator=torch.Generator().manual_seed(place)).log()
+
+
 SHADOWS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor] | None]] = {
     "fp16": (torch.float16, None),
     "bf16": (torch.bfloat16, None),
@@ -95,6 +103,7 @@ class MoE:
         config: its ``config.json``.
         dtype: to which the result of each operation is rounded; sums are in float32.
         rounded: what becomes of a weight [N, K].
+        temperature: 0 writes greedily.
     """
 
     def __init__(
@@ -103,9 +112,10 @@ class MoE:
         config: dict[str, Any],
         dtype: torch.dtype = torch.float32,
         rounded: Callable[[Tensor], Tensor] | None = None,
+        temperature: float = 0.0,
     ) -> None:
         takes = Rounding("int8", linears="all").takes
-        self.shape = Shape.of(config)
+        self.shape, self._temperature = Shape.of(config), temperature
         self.top_k, self.experts = config["num_experts_per_tok"], config["n_routed_experts"]
 
         def weight(name: str) -> Tensor:
@@ -171,7 +181,9 @@ class MoE:
             x = low(x + added.view_as(x))
             chosen.append(experts.view(rows, count, -1))
         logits = F.linear(self._normed(x[:, -1], self._norm), self._head)
-        return logits.argmax(-1), torch.stack(chosen).to(torch.uint8)
+        return (logits - self._temperature * noise(logits.shape[1], stop)).argmax(-1), torch.stack(chosen).to(
+            torch.uint8
+        )
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._rounded(normed(x, weight, self.shape.epsilon))
@@ -216,7 +228,7 @@ class Written(NamedTuple):
 
 
 def written(model: MoE, prompts: Tensor, new: int, ends: Sequence[int]) -> Written:
-    """Lets ``model`` write ``new`` greedy tokens behind prompts [q, P]; a text ends with a token of ``ends``."""
+    """Lets ``model`` write ``new`` tokens behind prompts [q, P]; a text ends with a token of ``ends``."""
     start = prompts.shape[1]
     kept, ids, chosen = model.empty(len(prompts), start + new), prompts, []
     token, _ = model.read(prompts, kept, 0)
@@ -280,6 +292,7 @@ def main(
     texts: Annotated[int, typer.Option(min=1, help="Texts that the model writes, of all kinds in turn.")] = 4,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens before each, of held-out texts.")] = 64,
     new: Annotated[int, typer.Option(min=1, help="Tokens that the model writes.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.7,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "real_shadow.json",
 ) -> None:
     origin, folder = provenance(), ROOT / TARGET
@@ -287,12 +300,12 @@ def main(
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     windows = held.windows(held.beside(folder), "held", texts, prompt)
     begins = torch.tensor([each["prompt_token_ids"] for each in windows])
-    theirs = written(MoE(weights, config), begins, new, ends)
+    theirs = written(MoE(weights, config, temperature=temperature), begins, new, ends)
     lengths = theirs.counts.sum(1).tolist()
     print(f"the model wrote {lengths} tokens, {repeated(theirs.ids[:, prompt:]):.2f} of them as before", flush=True)
     found: dict[str, Any] = {}
     for name, (dtype, rounded) in SHADOWS.items():
-        shadow, pairs = MoE(weights, config, dtype, rounded), PAIRS.get(name, OTHERS)
+        shadow, pairs = MoE(weights, config, dtype, rounded, temperature), PAIRS.get(name, OTHERS)
         named, each = [], max(1, ROWS // len(pairs))
         for start in range(0, texts, each):
             some = slice(start, start + each)
@@ -304,7 +317,8 @@ def main(
     result = {
         "provenance": origin,
         "toy_model": False,
-        "texts": {"files": texts, "prompt": prompt, "written": lengths, "repeated": repeated(theirs.ids[:, prompt:])},
+        "texts": {"files": texts, "prompt": prompt, "written": lengths, "repeated": repeated(theirs.ids[:, prompt:])}
+        | {"temperature": temperature},
         "block": BLOCK,
         "chance": theirs.chosen.shape[-1] / config["n_routed_experts"],
         "shadows": found,

@@ -40,8 +40,10 @@ def weights(seed: int) -> dict[str, Tensor]:
 def beside():
     """A model, a copy whose weights are off by a fifth, and two texts that the model wrote."""
     given, draw = weights(0), torch.Generator().manual_seed(9)
-    model = shadow.MoE(given, CONFIG)
-    copy = shadow.MoE(given, CONFIG, rounded=lambda w: w + w.std() / 5 * torch.randn(w.shape, generator=draw))
+    model = shadow.MoE(given, CONFIG, temperature=0.5)
+    copy = shadow.MoE(
+        given, CONFIG, temperature=0.5, rounded=lambda w: w + w.std() / 5 * torch.randn(w.shape, generator=draw)
+    )
     return model, copy, shadow.written(model, torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6]]), NEW, [])
 
 
@@ -61,6 +63,16 @@ def test_token_by_token_is_as_at_once(beside) -> None:
     for place in range(PROMPT, PROMPT + NEW):
         said, _ = model.read(theirs.ids[:, :place], model.empty(2, place), 0)
         assert torch.equal(said, theirs.ids[:, place])
+
+
+def test_noise_is_sampling_by_place() -> None:
+    """Frequencies over places are the softmax of the logits, and the same place gives the same token again."""
+    model = shadow.MoE(weights(0), CONFIG, temperature=2.0)
+    said = [int(model.read(torch.tensor([[1]]), model.empty(1, 1), 0)[0]) for _ in range(3)]
+    logits = torch.tensor([2.0, 0.0, -2.0])
+    assert len(set(said)) == 1
+    drawn = torch.stack([(logits - 2.0 * shadow.noise(3, place)).argmax() for place in range(4000)])
+    assert drawn.bincount(minlength=3) / 4000 == pytest.approx((logits / 2).softmax(0), abs=0.03)
 
 
 def test_the_model_is_its_own_perfect_shadow(beside) -> None:
