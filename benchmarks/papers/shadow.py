@@ -13,9 +13,9 @@ own stay, also of tokens that were not the model's (section 3.2). Recall is the 
 routers chose which the shadow chose for the same place (equations 2 and 3); a text counts until it ends.
 
 Shadows: ``int8`` is rounded as by ``vllm-spac quantise --linears all``, ``nf4`` as by bitsandbytes (blocks of 64 with
-their greatest value, the scales left as they are); both compute in float32. ``bf16`` and ``fp16`` have
-the model's weights and round what each operation gives: the residual stream, norms, projections, keys and values,
-attention's and each expert's output.
+their greatest value, the scales left as they are); both compute in float32. ``fp16`` has the model's
+weights, which are bfloat16, and rounds what each operation gives: the residual stream, norms, projections, keys and
+values, attention's and each expert's output.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def noise(count: int, place: int) -> Tensor:
 
 SHADOWS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor] | None]] = {
     "fp16": (torch.float16, None),
-    "bf16": (torch.bfloat16, None),
     "int8": (torch.float32, int8),
     "nf4": (torch.float32, nf4),
 }
@@ -289,7 +288,7 @@ def repeated(ids: Tensor, size: int = 8) -> float:
 
 @app.command(help=__doc__)
 def main(
-    texts: Annotated[int, typer.Option(min=1, help="Texts that the model writes, of all kinds in turn.")] = 4,
+    texts: Annotated[int, typer.Option(min=1, help="Texts that the model writes, of all kinds in turn.")] = 2,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens before each, of held-out texts.")] = 64,
     new: Annotated[int, typer.Option(min=1, help="Tokens that the model writes.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.7,
@@ -298,7 +297,7 @@ def main(
     origin, folder = provenance(), ROOT / TARGET
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    windows = held.windows(held.beside(folder), "held", texts, prompt)
+    windows = held.windows(held.beside(folder)[1:], "held", texts, prompt)  # no chats, which end soon
     begins = torch.tensor([each["prompt_token_ids"] for each in windows])
     theirs = written(MoE(weights, config, temperature=temperature), begins, new, ends)
     lengths = theirs.counts.sum(1).tolist()
