@@ -14,7 +14,6 @@ from vllm_spac.system.pictures import save_picture
 MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name
 WITH_REAL = {"flat": "toy", "real": "real"}
 ROUTING = {"flat": "flat routing (toy)", "local": "local routing (toy)", "real": "real model"}
-SIZES = {"weights": "equal weights", "process": "equal memory", "all": "all in memory"}
 Axes = Any
 
 
@@ -152,13 +151,28 @@ def resident_budgets_toy(axes: Sequence[Axes]) -> None:
         axis.set(title=f"Speed over exact, {ROUTING[routing]}", xlabel="top-1 agreement, %")
 
 
-def peers_8gb_toy(axes: Sequence[Axes]) -> None:
-    [row] = result("peers_8gb_toy")["rows"]
-    names = {kind: f"llama.cpp,\n{what}" for kind, what in SIZES.items()}
-    peers = {peer["name"]: peer for peer in row["peers"]}
-    sides = {"the plugin, 25 %": row["plugin"]} | {shown: peers[name] for name, shown in names.items()}
-    axes[0].bar(list(sides), [side["tokens_per_second"] for side in sides.values()], color=["C0", *["grey"] * 3])
-    axes[0].set(title="8 GB of experts on two cores", ylabel="tokens/s")
+def real_shadow(axes: Sequence[Axes]) -> None:
+    found = result("real_shadow")
+    names = {
+        "1, 1": "tokens, keys and values",
+        "1, never": "tokens",
+        "never, 1": "keys and values",
+        "never, never": "none",
+    }
+    for axis, shadow in zip(axes, ("int8", "nf4"), strict=False):
+        for pair, name in names.items():
+            rates = found["shadows"][shadow][pair]["by_token"]
+            middles = [(place + 0.5) * found["block"] for place in range(len(rates))]
+            axis.plot(middles, [100 * rate for rate in rates], marker=".", label=f"aligned: {name}")
+        axis.set(title=f"Recall of an {shadow.upper()} shadow, %", xlabel="token", ylim=(0, 101))
+    for tokens in (1, 2, 4, 8, 16):
+        rates = [100 * found["shadows"]["int8"][f"{tokens}, {kv}"]["recall"] for kv in (1, 2, 4, 8, 16)]
+        axes[2].plot((1, 2, 4, 8, 16), rates, marker="o", label=f"tokens every {tokens}")
+    axes[2].set(
+        title="INT8, by both periods, %", xlabel="keys and values every ... tokens", xscale="log", ylim=(0, 101)
+    )
+    axes[2].set_xticks((1, 2, 4, 8, 16), ("1", "2", "4", "8", "16"))
+    axes[2].legend(fontsize=8)
 
 
 def gpu_h100(axes: Sequence[Axes]) -> None:
@@ -190,7 +204,7 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     toy_quality: 3,
     toy_predictors: 2,
     resident_budgets_toy: 2,
-    peers_8gb_toy: 1,
+    real_shadow: 3,
     gpu_h100: 3,
 }
 WITH_REAL_MODEL = (toy_policies, toy_quality, toy_predictors, toy_moe_spec, toy_moe_spac)
@@ -211,7 +225,12 @@ def draw(file: str) -> None:
     if axes[0][0].get_legend_handles_labels()[0]:
         axes[0][0].legend(fontsize=8)
     note = ", beside SmolLM2-135M made an MoE" * (PICTURES[file] in WITH_REAL_MODEL)
-    figure.supxlabel(f"toy model, not representative of a real one{note}", fontsize=7)
+    note = (
+        f"toy model, not representative of a real one{note}"
+        if PICTURES[file] is not real_shadow
+        else "SmolLM2-135M made an MoE"
+    )
+    figure.supxlabel(note, fontsize=7)
     save_picture(figure, RESULTS / file)
 
 
