@@ -445,6 +445,13 @@ def test_a_drafter_that_idles_is_tried_again() -> None:
     assert drafts > 200, "within a few probes, less the blocks without drafts of a comparison"
 
 
+def test_a_drafter_that_costs_next_to_nothing_does_not_idle() -> None:
+    """It is learned from its drafts when they are worth verifying, though none is now."""
+    _, chooser = Machine(0.05, lambda rng: 0.02, making=0.0005).serve(1000)
+    facts = chooser.facts()
+    assert facts["drafted"] > 1500 and facts["verified"] < 0.1 * facts["drafted"], facts
+
+
 def test_a_machine_that_is_not_as_assumed_is_found_out() -> None:
     """Steps with drafts take three times as long, whatever is verified: as if the drafter slowed the target down."""
     chooser = Chooser(4)

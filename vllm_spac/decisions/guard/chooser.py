@@ -24,6 +24,7 @@ from vllm_spac.decisions.guard.step_cost import StepCost
 
 _PROBE = 64  # steps, while no drafts are made
 _LOOK = 8  # steps, while it is not known what drafts cost
+_FREE = 0.003  # of a step: drafts may lose this much, from which it is learned when they pay again
 _GAINS = 0.95, 0.7  # weight of what drafts gained before a step, of all steps and of the probes
 
 
@@ -151,7 +152,8 @@ class Chooser:
         """Returns how many drafts of each request may be made for the next step; ``requests``: its batch size."""
         if requests:
             self._of(requests)
-        self._idle = 0 if self._gain >= 0 else self._idle + 1
+        least = -_FREE * self._now.plain if self._now.known else 0.0
+        self._idle = 0 if self._gain >= least else self._idle + 1
         none = self._idle % _PROBE if self._idle else self._payback.stopped
         self._length = 0 if none else self.most
         self._worths.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.methods.trees.growth import Chosen, Growth
-from vllm_spac.methods.trees.tensors import LevelBatch, Scratch, level_batch
+from vllm_spac.methods.trees.tensors import BlockCopies, LevelBatch, Scratch, level_batch
 
 
 class Start(NamedTuple):
@@ -69,10 +69,12 @@ def grow(
         if previous is None:
             before = hidden[:, None].expand(-1, front, -1)
             own = start.table.gather(1, (start.bases // block_size)[:, None].long()).long()
-            _copy(caches, own.expand(-1, front), here[..., 0])
+            copies = BlockCopies(own.expand(-1, front).flatten(), here[..., 0].flatten())
         else:
             before = hidden.gather(1, parents.expand(-1, -1, hidden.shape[-1]))
-            _copy(caches, previous.gather(1, parents.expand(-1, -1, scratch.each)), here)
+            copies = BlockCopies(previous.gather(1, parents.expand(-1, -1, scratch.each)).flatten(), here.flatten())
+        for cache in caches:
+            copies.apply(cache)
         batch = level_batch(start.table, start.bases, growth.level, here, block_size)
         level = forward(growth, batch, before.flatten(0, 1).contiguous())
         if read is not None:
@@ -80,8 +82,3 @@ def grow(
         hidden, previous = level.hidden.clone().view(requests, front, -1), here
         growth.add(level.logits.float().log_softmax(-1).view(requests, front, -1))
     return growth.chosen()
-
-
-def _copy(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-    for cache in caches:
-        cache[targets.flatten()] = cache[sources.flatten()]
