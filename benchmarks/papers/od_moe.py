@@ -171,8 +171,8 @@ def mixtral() -> dict[str, Any]:
             {
                 "shadow_ms": 1e3 * layer,
                 "speeds": {
-                    name: speed(1.0, aligned(*pair, layer))
-                    for name, pair in (("none", (None, None)), ("tokens", (1, None)), ("both", (1, 1)))
+                    name: speed(1.0, aligned(tokens, kv, layer))
+                    for name, tokens, kv in (("none", None, None), ("tokens", 1, None), ("both", 1, 1))
                 },
             }
             for layer in (SHADOW / 2, SHADOW, 1.5 * SHADOW, 2 * SHADOW, 2.5 * SHADOW)

@@ -45,8 +45,10 @@ NEVER = 1 << 30  # a period that is never over
 PERIODS = (1, 2, 4, 8, 16)
 BLOCK = 32  # tokens whose recall is averaged, to show a decay
 ROWS = 120  # shadows that run at a time: each keeps 28 MB of keys and values
-NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302)
-NF4 += (0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)  # QLoRA, appendix E
+NF4 = (  # QLoRA, appendix E
+    *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+)
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
@@ -82,9 +84,10 @@ def nf4(weight: Tensor) -> Tensor:
     return (codes[torch.bucketize(blocks / scale, ends)] * scale).view(weight.shape)
 
 
-def noise(count: int, place: int) -> Tensor:
-    """Returns the same [count] numbers for the same place, Gumbel's with the sign turned."""
-    return torch.empty(count).exponential_(generator=torch.Generator().manual_seed(place)).log()
+def sampled(logits: Tensor, temperature: float, place: int) -> Tensor:
+    """Returns a token of each row of logits [rows, V], with the same Gumbel noise at the same place."""
+    seeded = torch.Generator().manual_seed(place)
+    return (logits - temperature * torch.empty(logits.shape[-1]).exponential_(generator=seeded).log()).argmax(-1)
 
 
 SHADOWS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor] | None]] = {
@@ -180,9 +183,7 @@ class MoE:
             x = low(x + added.view_as(x))
             chosen.append(experts.view(rows, count, -1))
         logits = F.linear(self._normed(x[:, -1], self._norm), self._head)
-        return (logits - self._temperature * noise(logits.shape[1], stop)).argmax(-1), torch.stack(chosen).to(
-            torch.uint8
-        )
+        return sampled(logits, self._temperature, stop), torch.stack(chosen).to(torch.uint8)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._rounded(normed(x, weight, self.shape.epsilon))
