@@ -14,7 +14,6 @@ from vllm_spac.system.pictures import save_picture
 MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name
 WITH_REAL = {"flat": "toy", "real": "real"}
 ROUTING = {"flat": "flat routing (toy)", "local": "local routing (toy)", "real": "real model"}
-SIZES = {"weights": "equal weights", "process": "equal memory", "all": "all in memory"}
 Axes = Any
 
 
@@ -157,13 +156,28 @@ def resident_budgets_toy(axes: Sequence[Axes]) -> None:
         axis.set(title=f"Speed over exact, {ROUTING[routing]}", xlabel="top-1 agreement, %")
 
 
-def peers_8gb_toy(axes: Sequence[Axes]) -> None:
-    [row] = result("peers_8gb_toy")["rows"]
-    names = {kind: f"llama.cpp,\n{what}" for kind, what in SIZES.items()}
-    peers = {peer["name"]: peer for peer in row["peers"]}
-    sides = {"the plugin, 25 %": row["plugin"]} | {shown: peers[name] for name, shown in names.items()}
-    axes[0].bar(list(sides), [side["tokens_per_second"] for side in sides.values()], color=["C0", *["grey"] * 3])
-    axes[0].set(title="8 GB of experts on two cores", ylabel="tokens/s")
+def real_shadow(axes: Sequence[Axes]) -> None:
+    found = result("real_shadow")
+    names = {
+        "1, 1": "tokens, keys and values",
+        "1, never": "tokens",
+        "never, 1": "keys and values",
+        "never, never": "none",
+    }
+    for axis, shadow in zip(axes, ("int8", "nf4"), strict=False):
+        for pair, name in names.items():
+            rates = found["shadows"][shadow][pair]["by_token"]
+            middles = [(place + 0.5) * found["block"] for place in range(len(rates))]
+            axis.plot(middles, [100 * rate for rate in rates], marker=".", label=f"aligned: {name}")
+        axis.set(title=f"Recall of an {shadow.upper()} shadow, %", xlabel="token", ylim=(0, 101))
+    for tokens in (1, 2, 4, 8, 16):
+        rates = [100 * found["shadows"]["int8"][f"{tokens}, {kv}"]["recall"] for kv in (1, 2, 4, 8, 16)]
+        axes[2].plot((1, 2, 4, 8, 16), rates, marker="o", label=f"tokens every {tokens}")
+    axes[2].set(
+        title="INT8, by both periods, %", xlabel="keys and values every ... tokens", xscale="log", ylim=(90, 100)
+    )
+    axes[2].set_xticks((1, 2, 4, 8, 16), ("1", "2", "4", "8", "16"))
+    axes[2].legend(fontsize=8)
 
 
 def gpu_h100(axes: Sequence[Axes]) -> None:
@@ -195,7 +209,7 @@ PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     toy_quality: 3,
     real_speculating_experts: 3,
     resident_budgets_toy: 2,
-    peers_8gb_toy: 1,
+    real_shadow: 3,
     gpu_h100: 3,
 }
 WITH_REAL_MODEL = (toy_policies, toy_quality, toy_moe_spec, toy_moe_spac)

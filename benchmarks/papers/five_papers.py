@@ -12,7 +12,7 @@ Each recipe is a preset as far as a replay knows it:
   the real predictor does (``real_sp_moe.json``), and reads begin then.
 - Speculating Experts: the preset; an oracle of the next layer that is right as often as ``quasi_hidden`` is
   (``real_predictors.json``).
-- OD-MoE: on one machine, a shadow that knows a whole step as well as an INT8 copy (``toy_shadow.json``), slots that are
+- OD-MoE: on one machine, a shadow that knows a whole step as well as an INT8 copy (``real_shadow.json``), slots that are
   given up after use; the shadow's own time and memory are not counted. Its workers are calculated besides.
 - MoE-Spec: drafts of the EAGLE-3 head, each layer's rows cut to a budget by how many rows selected an expert, and their
   other experts replaced by the best of the shortlist. A chain, because no trace has trees. LOSSY.
@@ -65,10 +65,11 @@ def recipes() -> dict[str, Recipe]:
     known = {paper: PRESETS[paper].knobs for paper in PRESETS}
     recall = result("real_predictors")["models"]["real"]["quasi_hidden"]["recall_at_k"]
     gate = result("real_sp_moe")["texts"]["by_input"]["served"]["recall"]["8"]
-    shadow = result("toy_shadow")["models"]["flat"]["int8, 1"]["recall_at_k"]
+    shadow = shadow_recall()
     ahead = f"oracle@reach=1@recall={recall:.3f}@extra={EXTRA}"
     found = {
         "LRU": Recipe("", "none1", "lru"),
+        "LRU, CPU experts": Recipe("", "none1", "lru", "waterfill"),
         "LRU, drafts": Recipe("", "draft4_1", "lru"),
         "MoE-SpAc": Recipe("moe-spac", "draft8_1", RECIPE.policy, RECIPE.balancer, RECIPE.prefetch),
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
@@ -188,7 +189,7 @@ def main(
 
 
 def shadow_recall() -> float:
-    return float(result("toy_shadow")["models"]["flat"]["int8, 1"]["recall_at_k"])
+    return float(result("real_shadow")["shadows"]["int8"]["1, 1"]["recall"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_spac.decisions.costs import Network
 from vllm_spac.methods.od_moe.division import Cycle, layers_of
-from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached, cacheless
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, ShadowTimes, cached, cacheless, prefill
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 NET = Network(latency=1e-4, bandwidth=1e8)
@@ -82,9 +82,53 @@ def test_keys_beyond_the_trace_s_own_type() -> None:
     assert cached(synthetic_trace(layers=20, experts=32, steps=3), 2, 1.0, NET, TIMES, ROW).misses == 0
 
 
+def test_a_layer_waits_for_the_shadow_that_departs_late() -> None:
+    """Figures 4 and 5: loads of layer l begin l + 1 layers of the shadow after its departure, at the latest when the
+    router has chosen; with a group per layer no load waits for another one."""
+    layers, load = 6, 5e-3
+    worker = 2 * NET.hop(ROW) + TIMES.compute
+    for departs in (0.0, 1e-3, 9e-3):
+        now = stalls = hits = 0
+        for layer in range(layers):
+            now += TIMES.main
+            hits += departs + (layer + 1) * 5e-4 < now
+            stalls += (stall := max(0.0, min(now, departs + (layer + 1) * 5e-4) + load - now))
+            now += stall + worker
+        run = cacheless(layers, 1, layers, NET, TIMES, ROW, tokens=1, shadow=ShadowTimes(5e-4, [departs]))
+        assert (run.seconds, run.stalls) == (pytest.approx(now), pytest.approx(stalls))
+        assert run.hits == hits, "what a router chose first is no hit"
+
+
+def test_without_predictions_each_layer_waits_for_its_loads() -> None:
+    """A router is never wrong, whatever the recall."""
+    run = cacheless(4, 2, 8, NET, TIMES, ROW, recall=0.0, tokens=10, shadow=ShadowTimes(float("inf")))
+    assert run.stalls == pytest.approx(10 * 4 * 2 * TIMES.load) and run.hits == 0
+
+
+def test_alignments_by_hand() -> None:
+    """Tokens every 2, keys and values of 4 tokens every 4: what travels before the shadow departs."""
+    found = ShadowTimes.aligned(1e-3, NET, 50_000, tokens=2, kv=4).departs
+    assert found == pytest.approx([NET.latency + 4 * 50_000 / NET.bandwidth, 0, NET.latency, 0])
+    assert list(ShadowTimes.aligned(1e-3, NET, 50_000, None, None).departs) == [0]
+
+
+def test_prompts_by_hand() -> None:
+    """Three layers of four experts, four rows of two experts: loads of 5 ms decide. Of 400 rows the link decides."""
+    hop = NET.hop(4 * 2 * ROW)
+    few, load, compute = (3, 4, 4, 2, 4, NET, TIMES, ROW), TIMES.load, TIMES.compute
+    assert prefill(*few) == pytest.approx(3 * (load + compute) + hop)
+    assert prefill(*few, parts=2) == pytest.approx(3 * (load + 2 * compute) + NET.hop(2 * 2 * ROW))
+    assert prefill(*few, groups=2) == pytest.approx(2 * (2 * load + 2 * compute) + hop), "layers 0 and 2, one group"
+    many, hop = (3, 4, 400, 2, 4, NET, TIMES, ROW), NET.hop(400 * 2 * ROW)
+    assert prefill(*many) == pytest.approx(3 * (TIMES.main + 2 * hop + compute))
+    last = NET.latency + compute + NET.hop(100 * 2 * ROW)  # one part is computed and comes back behind the others
+    assert prefill(*many, parts=4) == pytest.approx(3 * (TIMES.main + 400 * 2 * ROW / NET.bandwidth + last))
+
+
 def test_od_moe_s_figure() -> None:
     """Mixtral at 3.69 tokens/s in the paper; the assumptions are in benchmarks/papers/od_moe.py."""
-    times = LayerTimes(main=5.0e-3, compute=1.4e-3, load=22e-3)
+    times = LayerTimes(main=4.89e-3, compute=0.75e-3, load=22.4e-3)
     network = Network(latency=150e-6, bandwidth=117e6)
-    run = cacheless(32, 2, 4, network, times, 4096 * 4, recall=0.9734, tokens=200, fan=2)
+    shadow = ShadowTimes.aligned(3.2e-3, network, 256 << 10, 1, 1)
+    run = cacheless(32, 2, 4, network, times, 4096 * 4, recall=0.9734, tokens=200, fan=2, shadow=shadow)
     assert run.per_second == pytest.approx(3.69, rel=0.05)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,10 @@ class Shape:
 
     @classmethod
     def read(cls, folder: Path) -> Shape:
-        config = json.loads((folder / "config.json").read_text())
+        return cls.of(json.loads((folder / "config.json").read_text()))
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shape:
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
