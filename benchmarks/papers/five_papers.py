@@ -12,7 +12,7 @@ Each recipe is a preset as far as a replay knows it:
   the real predictor does (``real_sp_moe.json``), and reads begin then.
 - Speculating Experts: the preset; an oracle of the next layer that is right as often as ``quasi_hidden`` is
   (``real_predictors.json``).
-- OD-MoE: on one machine, a shadow that knows a whole step as well as an INT8 copy (``real_shadow.json``), slots that are
+- OD-MoE: on one machine, a shadow that knows a step as well as an INT8 copy (``real_shadow.json``), slots that are
   given up after use; the shadow's own time and memory are not counted. Its workers are calculated besides.
 - MoE-Spec: drafts of the EAGLE-3 head, each layer's rows cut to a budget by how many rows selected an expert, and their
   other experts replaced by the best of the shortlist. A chain, because no trace has trees. LOSSY.
