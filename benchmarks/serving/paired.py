@@ -4,7 +4,7 @@ If a machine's disk and clock drift by a fifth within minutes, running one engin
 percent. Here the two runs of a turn are seconds apart, each equally often first. Reported is the ratio of their tokens
 per second: its median over the turns, with a bootstrapped 95 % interval, and next to it the ratio of the totals, all
 tokens over all seconds, in which slow turns weigh more. It is valid only if the tokens are equal; where rounding
-depends on the number of rows (batches.py measures it), sides that draft differently, also because of the guard, are
+depends on the number of rows (see results/batches.md), sides that draft differently, also because of the guard, are
 equal in float32 only (--dtype).
 
 Effects of a particular process, e.g. of its memory placement, last as long as the engine and are in no interval: hence

@@ -12,7 +12,6 @@ _COLUMNS = (
     "tokens",
     "tokens/s",
     "x stock",
-    "dropped",
     "TTFT ms",
     "TPOT ms",
     "hits",
@@ -21,8 +20,6 @@ _COLUMNS = (
     "ahead",
     "MiB",
     "stall s",
-    "bound",
-    "T/bound",
 )
 
 
@@ -52,12 +49,13 @@ def reasons(rows: list[Row]) -> list[str]:
 
 def _speeds(row: Row) -> list[str]:
     rate, counters = row.rate, row.counters
-    cells = [f"{rate.median:.1f} [{rate.low:.1f}-{rate.high:.1f}]", _number(row.ratio_to_stock, ".2f")]
-    cells += [f"{100 * row.dropped_share:.1f}%" if row.dropped_share is not None else ""]
+    over_stock = "-" if row.ratio_to_stock is None else f"{row.ratio_to_stock:.2f}"
+    cells = [f"{rate.median:.1f} [{rate.low:.1f}-{rate.high:.1f}]", over_stock]
     cells += [_milliseconds(row.ttft), _milliseconds(row.tpot)]
     if row.configuration.is_stock:
         return cells
-    cells += [
+    return [
+        *cells,
         "-" if row.hit_rate is None else f"{100 * row.hit_rate:.1f}%",
         f"{counters['misses']:.0f}",
         f"{counters['cpu_experts']:.0f}",
@@ -65,11 +63,6 @@ def _speeds(row: Row) -> list[str]:
         f"{counters['bytes'] / 2**20:.1f}",
         f"{counters['stall_seconds']:.2f}",
     ]
-    return [*cells, _number(row.bound_tokens_per_second, ".1f"), _number(row.ratio_to_bound, ".2f")]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _milliseconds(spread: Spread | None) -> str:
