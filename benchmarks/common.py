@@ -15,6 +15,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from vllm_spac.system.files import replacing
@@ -87,6 +88,12 @@ def _cell(row: Mapping[str, Any], column: str) -> str:
         numbers = [f"{number:.4g}" for number in (value if len(value) == 2 else [statistics.median(value)])]
         return " - ".join(numbers)
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def progress() -> Progress:
+    """Returns a bar with what is done, how many of how many, and the time; on stderr."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
 
 
 def exit_on_sigterm() -> None:

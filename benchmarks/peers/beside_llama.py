@@ -26,7 +26,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
@@ -34,7 +33,7 @@ import gguf_model
 import plan
 import process_memory
 import prompts
-from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, show, write_result
+from common import RESULTS, ROOT, exit_on_sigterm, is_toy, progress, provenance, show, write_result
 from paired import Side
 from processes import EngineError, LiveEngine, LiveProcess
 from run import PACKED, PackedFolder, Settings
@@ -165,18 +164,17 @@ def main(
             "rows": [],
             "provenance": provenance(),
         }
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (
             process_memory.read_ahead(work, read_ahead_kib) as found,
-            Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+            progress() as bar,
         ):
             result["read_ahead_kib"] = found
-            task = progress.add_task("", total=len(sides) * (warm + turns))
+            task = bar.add_task("", total=len(sides) * (warm + turns))
             for size, side in sides.items():
-                progress.update(task, description=size)
+                bar.update(task, description=size)
                 compared = Comparison(side.job(settings), settings, checkpoint, gguf, kinds, threads)
                 for _ in compared.run(asked.ids, warm):
-                    progress.advance(task)
+                    bar.advance(task)
                 result |= {"llama": compared.llama}
                 result["rows"].append(compared.row(size, seed))
                 write_result(output, result)

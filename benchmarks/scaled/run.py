@@ -23,17 +23,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "papers"))
 import ladder as ladders
-import ladder_report
 import plan
 import prompts
 from arms import Turn, score
-from common import RESULTS, exit_on_sigterm, write_result
+from common import RESULTS, exit_on_sigterm, progress, show, write_result
 from machine import ScaledMachine
 from processes import EngineError
 from proportions import Proportions, names
@@ -114,7 +112,9 @@ def main(
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     title = f"{result['label']}: {model.name}"
-    console.print(ladder_report.table(result["rows"], title))
+    times = "tpot_median", "tpot_interval", "speedup", "speedup_interval", "share_of_resident"
+    counts = [f"counters.{name}" for name in ("hits", "misses", "loads", "cpu_experts", "prefetches")]
+    show(title, result["rows"], "slots", "rung", *times, *counts, "turns", "equal_to_resident", "equal_to_first")
     remarks = [
         *_on_times(result),
         *_on_pace(result, real),
@@ -129,22 +129,21 @@ def main(
 
 def _serve(run: _Run, result: dict, output: Path) -> None:
     """Derives the scaled machine and serves each number of slots; writes the result so far after each."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     settings, ids, warm = run.settings, run.ids, result["warm_turns"]
     with (
-        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+        progress() as bar,
         tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
     ):
-        task = progress.add_task("all experts resident", total=None)
+        task = bar.add_task("all experts resident", total=None)
         scale = Scale.derive(run.real, settings, ids, warm, run.cores)
         result["scale"] = scale.plain()
         at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total)
         settings = on(scale.machine, settings, Path(folder))
         turns = len(ladders.groups(1 + len(run.rungs), at_once)) * len(ids)
-        progress.update(task, total=len(run.sizes) * turns)
+        bar.update(task, total=len(run.sizes) * turns)
 
         def advance(what: str) -> None:
-            progress.update(task, advance=1, description=what)
+            bar.update(task, advance=1, description=what)
 
         for size in run.sizes:
             rows = ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)

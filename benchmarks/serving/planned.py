@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
 import plan
 import prompts
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, provenance, show, write_result
+from common import RESULTS, ROOT, TOY, exit_on_sigterm, progress, provenance, show, write_result
 from inflate import inflate, parse_bytes
 from processes import run_engine
 from run import Settings
@@ -127,11 +125,11 @@ def main(
     shape = count, prompt_tokens, output_tokens
     rows: list[Comparison] = []
     profiles: list[dict] = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(plan.split(sizes)) * (1 + len(percents)))
+    with progress() as bar:
+        task = bar.add_task("", total=len(plan.split(sizes)) * (1 + len(percents)))
 
         def tell(text: str) -> None:
-            progress.update(task, advance=1, description=text)
+            bar.update(task, advance=1, description=text)
 
         for size in plan.split(sizes):
             tell(f"experts of {size}")

@@ -16,14 +16,12 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-import report
 import summary
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
 from processes import run_engine
 
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
@@ -123,20 +121,19 @@ def execute(
     origin = provenance()  # before the first engine: a run without provenance should not start
     runs: list[summary.Run] = []
     rows: list[summary.Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=repeats * len(configurations))
+    with progress() as bar:
+        task = bar.add_task("", total=repeats * len(configurations))
         for repeat in range(repeats):
             for configuration in plan.rotated(configurations, repeat, repeats):
-                progress.update(task, description=f"repeat {repeat + 1}: {configuration.label}")
+                bar.update(task, description=f"repeat {repeat + 1}: {configuration.label}")
                 result, error = run_engine(
                     settings.job(configuration, asked.ids), configuration.is_stock, settings.timeout
                 )
                 runs.append(summary.Run(configuration, repeat, result, error))
-                progress.console.print(f"repeat {repeat + 1}: {configuration.label}: {'failed' if error else 'done'}")
+                bar.console.print(f"repeat {repeat + 1}: {configuration.label}: {'failed' if error else 'done'}")
                 rows = summary.rows(configurations, runs, list(settings.batches))
                 _write(output, settings, asked, rows, runs, origin)
-                progress.advance(task)
+                bar.advance(task)
     return rows
 
 
@@ -211,18 +208,22 @@ def main(
     )
     output = output or RESULTS / f"serving_{model.resolve().name}.json"
     rows = execute(settings, configurations, prompts.load(model, count, prompt_tokens, seed), repeats, output)
-    show(console, rows, settings, output)
+    print_rows(console, rows, settings, output)
     if any(not row.is_measured for row in rows):
         raise typer.Exit(1)
 
 
-def show(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
-    """Prints the tables."""
+def print_rows(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
+    """Prints the rows, and why some of them have no speeds."""
     title = f"{'toy model ' if is_toy(settings.model) else ''}{settings.model.resolve().name}"
-    for batch in settings.batches:
-        console.print(report.table(rows, batch, title))
-    for reason in report.reasons(rows):
-        console.print(f"[red]{escape(reason)}[/]", highlight=False)
+    speeds = "tokens_per_second.median", "tokens_per_second.low", "tokens_per_second.high", "ratio_to_stock"
+    counts = [f"counters.{name}" for name in ("misses", "prefetches", "bytes", "stall_seconds")]
+    columns = "verdict", "equal_requests", "requests", *speeds, "ttft.median", "tpot.median", "hit_rate", *counts
+    shown = [row.plain() | {"label": row.configuration.label} for row in rows]
+    show(title, shown, "batch", "label", *columns)
+    for row in rows:
+        if not row.is_measured:
+            console.print(f"[red]{escape(row.configuration.label)}, batch {row.batch}: {escape(row.why)}[/]")
     guarded = [row for row in rows if row.verdict == "differs" and row.configuration.speculation != "none"]
     if guarded and settings.guard == "on" and settings.dtype != "float32":
         console.print(_SHAPES)

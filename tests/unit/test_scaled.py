@@ -28,7 +28,6 @@ proportions = importlib.import_module("proportions")
 probe = importlib.import_module("probe")
 scale = importlib.import_module("scale")
 ladder = importlib.import_module("ladder")
-ladder_report = importlib.import_module("ladder_report")
 tiers = importlib.import_module("tiers")
 executors = importlib.import_module("executors")
 host_probe = importlib.import_module("host_probe")
@@ -323,12 +322,6 @@ def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch)
     rows = [{"rung": "reuse", "answers": []}]
     scaled_run._judge(rows, run, warm=1)
     assert rows == [{"rung": "reuse"}]
-
-
-def test_table() -> None:
-    rows = served()
-    rows[0]["rung"] = "resident"
-    assert ladder_report.table(rows, "t").row_count == 3
 
 
 def test_drafts_and_disturbed_runs_are_told() -> None:
