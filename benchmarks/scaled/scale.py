@@ -54,6 +54,7 @@ class Cores:
             "VLLM_CPU_OMP_THREADS_BIND": str(self.forward),
             "OMP_NUM_THREADS": "1",  # else OpenMP's threads spin on one core: tokens take ten times as long
             "KMP_BLOCKTIME": "0",
+            "NUMBA_NUM_THREADS": "1",  # of n-grams: numba sets OpenMP's threads to its own number
             "SPAC_CPUS": str(self.other),
         }
 

@@ -944,3 +944,19 @@ def test_idle_threads_that_spin_are_warned_of(caplog, name, value, warned) -> No
 
     preflight.warn_of_spinning({name: value})
     assert (f"{name}={value}: idle OpenMP threads" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned"),
+    [
+        ({}, False),
+        ({"OMP_NUM_THREADS": "1"}, True),
+        ({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}, True),
+        ({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}, False),
+    ],
+)
+def test_n_grams_that_take_more_threads_than_were_asked_for_are_warned_of(caplog, environment, warned) -> None:
+    from vllm_spac.integration import preflight
+
+    preflight.warn_of_numba(environment)
+    assert ("set NUMBA_NUM_THREADS=1 too" in caplog.text) == warned

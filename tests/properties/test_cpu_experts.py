@@ -313,6 +313,22 @@ def test_the_cpu_computes_what_is_still_being_read(make) -> None:
     assert (pool.counters.prefetch_hits, pool.counters.hits, pool.counters.cpu_experts) == (1, 1, 3)
 
 
+def test_the_cpu_may_compute_what_is_only_queued(make) -> None:
+    """A read ahead that has not begun is worth no more than none: both experts are divided like other misses."""
+    layers = make(4, "waterfill", policy="utility", ahead=PrefetchSettings(prefetch="utility"))
+    pool, prefetcher = layers.pool, layers.pool._loader.prefetcher
+    prefetcher.scores = np.array([4, 4] + [0] * (TOTAL - 2))
+    with pool._transfers.ahead.paused():
+        pool._loader.end_step(None)
+        assert len(pool._transfers.ahead.keys) == 2 and not prefetcher.reading
+        x, weights, _ = routed(7, 0)
+        pool.begin_step(VERIFY)
+        out = layers.forward(0, x, weights, PAIR)
+    torch.testing.assert_close(out, layers.all_hot(0, x, weights, PAIR), rtol=0, atol=1e-5)
+    assert (pool.counters.cpu_experts, pool.counters.misses, pool.counters.hits) == (1, 1, 0)
+    assert not pool._transfers.ahead.keys
+
+
 def test_layers_that_hit_nothing_let_the_prefetcher_go_on(make) -> None:
     """No expert of layer 0 is held, which is when it usually hears of a layer: reads for it are too late then."""
     layers = make(2, "threshold", policy="utility", ahead=PrefetchSettings(prefetch="utility", depth=1))

@@ -110,19 +110,20 @@ def test_threshold_refuses_what_the_search_cannot_trust(arrays, named):
     t_stream=st.integers(0, 5),
     t_cpu=st.integers(0, 5),
     t_row=st.integers(0, 3),
+    busy=st.integers(0, 6),
 )
 @settings(max_examples=300, deadline=None)
-def test_waterfill_agrees_with_trying_every_subset(rows, t_stream, t_cpu, t_row):
+def test_waterfill_agrees_with_trying_every_subset(rows, t_stream, t_cpu, t_row, busy):
     experts = [3 * i + 1 for i in range(len(rows))][::-1]
 
     def finish(cpu: set[int]) -> tuple[float, int]:
         work = [max(t_cpu, r * t_row) for e, r in zip(experts, rows, strict=True) if e in cpu]
         streamed = len(rows) - len(cpu)
-        ends = sum(work), streamed * t_stream
+        ends = sum(work), (busy + streamed * t_stream if streamed else 0)
         return max(ends), len(cpu)
 
     subsets = chain.from_iterable(combinations(experts, size) for size in range(len(rows) + 1))
-    costs = {"t_stream": t_stream, "t_cpu": t_cpu, "t_row": t_row}
+    costs = {"t_stream": t_stream, "t_cpu": t_cpu, "t_row": t_row, "busy": busy}
     streamed, cpu = waterfill.solve(experts, rows, **costs)
     assert sorted(streamed + cpu) == sorted(experts) and streamed == sorted(streamed) and cpu == sorted(cpu)
     assert finish(set(cpu)) == min(finish(set(subset)) for subset in subsets)

@@ -24,6 +24,10 @@ class Ahead(Protocol):
     def keys(self) -> KeysView[int]:
         """Keys that were queued and not cancelled, reaped or waited for since; the oldest first."""
 
+    @property
+    def reading(self) -> int:
+        """Reads in flight."""
+
     def fetch(self, loads: Iterable[tuple[int, int]]) -> None:
         """Queues the reads of each (key, slot), in this order; does not wait."""
 

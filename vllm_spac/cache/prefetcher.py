@@ -234,6 +234,23 @@ class Prefetcher:
         self._unread(gone)
         return gone
 
+    @property
+    def reading(self) -> int:
+        """Reads in flight."""
+        return self._ahead.reading
+
+    def withdraw(self, first: int, rows: np.ndarray) -> None:
+        """A layer is about to be divided: its experts whose reads have not begun become misses like others.
+
+        Args:
+            first: key of the layer's first expert.
+            rows: int [experts], rows that selected each expert; the others' reads go on.
+        """
+        self.reap()
+        if self._ahead.keys:
+            last = first + len(rows)
+            self.cancel([key for key in self._ahead.keys if first <= key < last and rows[key - first]])
+
     def take_over(self, keys: Sequence[int]) -> list[int]:
         """Cancels those of ``keys`` whose read has not begun, to be loaded on demand into their slots; returns them."""
         gone = self._ahead.cancel(keys)

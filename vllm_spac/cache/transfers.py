@@ -194,6 +194,11 @@ class Background:
         """Keys that were queued and not cancelled, reaped or waited for since; the oldest first."""
         return self._tickets.keys()
 
+    @property
+    def reading(self) -> int:
+        """As in ``Ahead``."""
+        return sum(ticket.done.running() for ticket in self._tickets.values())
+
     def fetch(self, loads: Iterable[tuple[int, int]]) -> None:
         """Queues the reads of each (key, slot), in this order; does not wait."""
         after = None

@@ -253,15 +253,14 @@ class SlotLayers:
         if balancer is None:
             return None
         residency, here = self.loader.residency, self._keys(layer)
-        if not balancer.loads:
-            prefetcher.reap()  # a layer that waits for nothing runs with what has arrived
         counted = routed[:real]
         rows = np.bincount(counted.ravel(), minlength=self.experts)
+        prefetcher.withdraw(here.start, rows)
         resident = residency.slot_of[here] != NOWHERE if balancer.loads else residency.ready(here)
         free = residency.slots - int(resident[rows > 0].sum())
         likely = residency.policy.likely
         scores, likely = prefetcher.scores[here], likely[here] if len(likely) else likely
-        plan = balancer.plan(LayerState(layer, rows, resident, scores, free, likely))
+        plan = balancer.plan(LayerState(layer, rows, resident, scores, free, likely, prefetcher.reading))
         if balancer.admits and not plan.stream:  # else the link has enough to do
             self._computed = [here.start + expert for expert in plan.cpu]
         if not plan.cpu:

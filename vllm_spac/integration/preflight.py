@@ -145,6 +145,8 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     _check_files(config, vllm_config)
     warn_of_sampling(config, vllm_config)
     warn_of_spinning(os.environ)
+    if getattr(vllm_config.speculative_config, "method", None) == "ngram" and _device_type() == "cpu":
+        warn_of_numba(os.environ)
 
 
 def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
@@ -168,6 +170,21 @@ def warn_of_spinning(environment: Mapping[str, str]) -> None:
             name,
             environment[name],
         )
+
+
+def warn_of_numba(environment: Mapping[str, str]) -> None:
+    """Logs that n-grams, in stock vLLM as here, give OpenMP more threads than were asked for.
+
+    vLLM drafts them by numba, which sets the number of OpenMP's threads to that of its own. On a machine of two cores
+    with ``OMP_NUM_THREADS=1``, tokens then took up to 2.5 times as long.
+    """
+    name = "OMP_NUM_THREADS"
+    if (asked := environment.get(name)) is not None and environment.get("NUMBA_NUM_THREADS") != asked:
+        logger.warning(
+            "spac: vLLM's n-grams give OpenMP as many threads as there are processors, in spite of %s=%s; "
+            "set NUMBA_NUM_THREADS=%s too",
+            name, asked, asked,
+        )  # fmt: skip
 
 
 def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ranks.Refusal]:

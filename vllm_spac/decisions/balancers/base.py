@@ -41,6 +41,7 @@ class LayerState:
         free_slots: slots that this layer may still take, with or without eviction.
         likely: float64 [experts], the policy's estimate of the probability that the next step selects each expert;
             empty if it estimates none.
+        reading: reads ahead that are in flight, behind which loads of this layer wait.
     """
 
     layer: int
@@ -49,6 +50,7 @@ class LayerState:
     scores: np.ndarray
     free_slots: int
     likely: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    reading: int = 0
 
 
 class Balancer(ABC):

@@ -17,6 +17,7 @@ def solve(
     t_stream: float,
     t_cpu: float,
     t_row: float = 0.0,
+    busy: float = 0.0,
 ) -> tuple[list[int], list[int]]:
     """Splits the missing experts so that the later of the two processors finishes as early as possible.
 
@@ -29,6 +30,7 @@ def solve(
         rows_per_expert: rows of each, [m], same order.
         t_stream, t_cpu: seconds per expert, >= 0.
         t_row: seconds per row of an expert on the CPU, >= 0.
+        busy: seconds until the first expert can be streamed, >= 0.
 
     Returns:
         (streamed, on the CPU), each ascending. Among equally good splits the one with the fewest on the CPU,
@@ -40,7 +42,8 @@ def solve(
         return [], []
     order = np.argsort(rows, kind="stable")
     cpu = np.concatenate(([0.0], np.cumsum(np.maximum(t_cpu, rows[order] * t_row))))
-    stream = np.arange(len(misses), -1, -1) * t_stream
+    stream = np.arange(len(misses), -1, -1) * t_stream + busy
+    stream[-1] = 0.0  # nothing is streamed
     best = int(np.argmin(np.maximum(cpu, stream)))  # the first of equals
     experts = np.asarray(misses)[order]
     return sorted(experts[best:].tolist()), sorted(experts[:best].tolist())
@@ -69,6 +72,11 @@ class Waterfill(Balancer):
         if len(state.likely):
             missing = missing[np.argsort(state.likely[missing], kind="stable")]  # ties as given
         streamed, cpu = solve(
-            missing.tolist(), state.rows[missing], t_stream=rates.stream, t_cpu=rates.cpu, t_row=rates.cpu_row
+            missing.tolist(),
+            state.rows[missing],
+            t_stream=rates.stream,
+            t_cpu=rates.cpu,
+            t_row=rates.cpu_row,
+            busy=state.reading * rates.stream / 2,  # on average half of a read is left
         )
         return Plan(hit=hit, stream=tuple(streamed), cpu=tuple(cpu))

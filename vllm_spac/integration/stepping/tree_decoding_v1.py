@@ -19,11 +19,13 @@ from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping import tree_attention
 from vllm_spac.methods.trees.growth import Chosen, Growth
+from vllm_spac.methods.trees.levels import Level, Start, grow
 from vllm_spac.methods.trees.tensors import (
     FILLER,
     NOWHERE,
     BlockCopies,
     Layout,
+    LevelBatch,
     Scattered,
     Scratch,
     StepTrees,
@@ -31,7 +33,6 @@ from vllm_spac.methods.trees.tensors import (
     TreeTensors,
     VirtualBatch,
     descend,
-    level_batch,
     trees_of,
 )
 from vllm_spac.methods.trees.tree_counters import TreeCounters
@@ -206,88 +207,45 @@ def first_pass(drafter: EagleProposer, propose: Callable, *args: Any, **kwargs: 
     return FirstPass(last[rows], hidden[rows].clone(), drafter.positions[rows].clone(), found["metadata"])
 
 
-def grow(
-    drafter: EagleProposer,
-    shape: TreeShape,
-    scratch: Scratch,
-    start: FirstPass,
-    requests: Sequence[int],
-    read: Callable[[Tensor, Tensor], None] | None = None,
-) -> Chosen:
-    """Drafts one tree for each of ``requests``, numbers of the batch.
-
-    ``read`` is called after each forward, with the tokens that it has read and its last states, [R * F] and [R * F, d].
-    """
-    chosen = torch.tensor(requests)
-    caches = _caches(drafter)
-    table = start.metadata.block_table_tensor[chosen]
-    bases = start.positions[chosen] + 1
-    growth = Growth(shape, drafter.model.compute_logits(start.last[chosen]).float().log_softmax(-1))
-    hidden = start.hidden[chosen]
-    places, previous = scratch.levels(len(requests)), None
-    size = drafter.block_size
-    while not growth.over:
-        front = growth.expanded.shape[1]
-        here = places[growth.level % 2, :, :front]
-        parents = growth.parent[..., None]
-        if previous is None:
-            before = hidden[:, None].expand(-1, front, -1)
-            own = table.gather(1, (bases // size)[:, None].long()).long()
-            _copy(caches, own.expand(-1, front).flatten(), here[..., 0].flatten())
-        else:
-            before = hidden.gather(1, parents.expand(-1, -1, hidden.shape[-1]))
-            there = previous.gather(1, parents.expand(-1, -1, scratch.each))
-            _copy(caches, there.flatten(), here.flatten())
-        batch = level_batch(table, bases, growth.level, here, size)
-        last, hidden = _forward(drafter, growth, batch, before, start.metadata)
-        if read is not None:
-            read(growth.tokens.flatten(), last)
-        growth.add(drafter.model.compute_logits(last).float().log_softmax(-1).view(len(requests), front, -1))
-        hidden, previous = hidden.view(len(requests), front, -1), here
-    return growth.chosen()
-
-
-def _forward(drafter: EagleProposer, growth: Growth, batch, hidden: Tensor, metadata: CommonAttentionMetadata):
-    """Runs the drafter on one level: (hidden states for logits, hidden states for the next level), [R * F, d]."""
+def forward_of(drafter: EagleProposer, metadata: CommonAttentionMetadata) -> Callable[..., Level]:
+    """Returns what runs the drafter over a level, as ``levels.grow`` needs it; ``metadata``: of its first pass."""
     from vllm.forward_context import set_forward_context
 
-    count = len(batch.lengths)
-    starts = torch.arange(count + 1, dtype=torch.int32)
-    level = dataclasses.replace(
-        metadata,
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=batch.lengths,
-        seq_lens_cpu_upper_bound=batch.lengths.clone(),
-        num_reqs=count,
-        num_actual_tokens=count,
-        max_query_len=1,
-        max_seq_len=int(batch.lengths.max()),
-        block_table_tensor=batch.block_table,
-        slot_mapping=batch.slots,
-        is_prefilling=None,
-        positions=None,
-    )
-    _, per_layer = drafter.build_per_group_and_layer_attn_metadata(level, draft_index=growth.level)
-    with set_forward_context(
-        per_layer, drafter.vllm_config, num_tokens=count, slot_mapping=drafter._get_slot_mapping(count, batch.slots)
-    ):
-        return drafter.model(
-            input_ids=growth.tokens.flatten().int(),
-            positions=batch.positions,
-            inputs_embeds=None,
-            hidden_states=hidden.flatten(0, 1).contiguous(),
+    def forward(growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
+        count = len(batch.lengths)
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        level = dataclasses.replace(
+            metadata,
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=batch.lengths,
+            seq_lens_cpu_upper_bound=batch.lengths.clone(),
+            num_reqs=count,
+            num_actual_tokens=count,
+            max_query_len=1,
+            max_seq_len=int(batch.lengths.max()),
+            block_table_tensor=batch.block_table,
+            slot_mapping=batch.slots,
+            is_prefilling=None,
+            positions=None,
         )
+        _, per_layer = drafter.build_per_group_and_layer_attn_metadata(level, draft_index=growth.level)
+        slots = drafter._get_slot_mapping(count, batch.slots)
+        with set_forward_context(per_layer, drafter.vllm_config, num_tokens=count, slot_mapping=slots):
+            last, following = drafter.model(
+                input_ids=growth.tokens.flatten().int(),
+                positions=batch.positions,
+                inputs_embeds=None,
+                hidden_states=hidden,
+            )
+        return Level(last, following, drafter.model.compute_logits(last))
+
+    return forward
 
 
 def _caches(drafter: EagleProposer) -> list[Tensor]:
     layers = drafter.vllm_config.compilation_config.static_forward_context
     return [layers[name].kv_cache for name in drafter._draft_attn_layer_names]
-
-
-def _copy(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-    for cache in caches:
-        cache[targets] = cache[sources]
 
 
 class TreeDecoding:
@@ -497,14 +455,18 @@ class TreeDecoding:
 
     def _grown(self, start: FirstPass, drafting: Sequence[int], chain: Tensor) -> Chosen:
         """Drafts one tree for each of the requests ``drafting``; ``chain``: bool, which of them get a chain instead."""
-        reading, given = self._reading, (self._runner.drafter, self._shape, self.scratch, start, drafting)
+        reading, drafter, chosen = self._reading, self._runner.drafter, torch.tensor(drafting)
+        last, bases, table = start.last[chosen], start.positions[chosen] + 1, start.metadata.block_table_tensor[chosen]
+        begun = Start(drafter.model.compute_logits(last), start.hidden[chosen], bases, table)
+        forward = forward_of(drafter, start.metadata)
+        given = self._shape, self.scratch, begun, drafter.block_size, _caches(drafter), forward
         if reading is None or not reading.wanted:
             return grow(*given)
         reading.begin([self._runner.input_batch.req_ids[number] for number in drafting])
-        reading.read(torch.tensor([self._sampled[number] for number in drafting]), start.last[torch.tensor(drafting)])
-        chosen = grow(*given, reading.read)
-        reading.settle(chosen.read.masked_fill(chain[:, None], -1))  # whose drafts are others
-        return chosen
+        reading.read(torch.tensor([self._sampled[number] for number in drafting]), last)
+        grown = grow(*given, reading.read)
+        reading.settle(grown.read.masked_fill(chain[:, None], -1))  # whose drafts are others
+        return grown
 
     def _needs_chain(self, request: str) -> bool:
         """Whether vLLM's masks for a request, of structured output, assume that its drafts follow one another."""

@@ -20,6 +20,7 @@ from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping.tree_attention import updating
 from vllm_spac.methods.trees.growth import Growth
+from vllm_spac.methods.trees.levels import Level, Start, grow
 from vllm_spac.methods.trees.tensors import (
     BlockCopies,
     Layout,
@@ -30,7 +31,6 @@ from vllm_spac.methods.trees.tensors import (
     TensorRows,
     TreeTensors,
     Walked,
-    level_batch,
     trees_of,
     walk,
 )
@@ -225,44 +225,23 @@ class Drafter:
         speculator = self._speculator
         chain = _to_device(self._chain, speculator.device)
         reading = self.reading if self.reading is not None and self.reading.wanted else None
-        chosen = self._grown(num_reqs, self._logits, reading).chosen()
+        groups = speculator.kv_cache_config.kv_cache_groups
+        start = Start(
+            self._logits,
+            speculator.hidden_states[:num_reqs].clone(),
+            speculator.input_buffers.positions[:num_reqs].clone(),  # vLLM has advanced them
+            speculator.block_tables.input_block_tables[0][:num_reqs],
+        )
+        size, read = groups[0].kv_cache_spec.block_size, None if reading is None else reading.read
+        chosen = grow(self._shape, self._scratch, start, size, self._caches, self._forward, read)
         if reading is not None:
             reading.settle(chosen.read.masked_fill(chain[:, None], -1))  # whose drafts are others
         tokens, _, trees = trees_of(chosen, self._shape.depth, chain)
         speculator.draft_tokens[:num_reqs] = tokens
         self._keep(speculator.idx_mapping[:num_reqs], trees)
 
-    def _grown(self, requests: int, logits: Tensor, reading: DraftReading | None) -> Growth:
-        speculator, size = (
-            self._speculator,
-            self._speculator.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-        )
-        table = speculator.block_tables.input_block_tables[0][:requests]
-        bases = speculator.input_buffers.positions[:requests].clone()  # vLLM has advanced them
-        hidden = speculator.hidden_states[:requests].clone()
-        growth = Growth(self._shape, logits.float().log_softmax(-1))
-        places, previous = self._scratch.levels(requests), None
-        while not growth.over:
-            front = growth.expanded.shape[1]
-            here, parents = places[growth.level % 2, :, :front], growth.parent[..., None]
-            if previous is None:
-                before = hidden[:, None].expand(-1, front, -1)
-                own = table.gather(1, (bases // size)[:, None]).long()
-                self._copy(own.expand(-1, front), here[..., 0])
-            else:
-                before = hidden.gather(1, parents.expand(-1, -1, hidden.shape[-1]))
-                self._copy(previous.gather(1, parents.expand(-1, -1, self._scratch.each)), here)
-            batch = level_batch(table, bases, growth.level, here, size)
-            last, hidden = self._forward(growth, batch, before.flatten(0, 1))
-            if reading is not None:
-                reading.read(growth.tokens.flatten(), last)
-            level = speculator.compute_draft_logits(last, growth.level).float().log_softmax(-1)
-            hidden, previous = hidden.clone().view(requests, front, -1), here
-            growth.add(level.view(requests, front, -1))
-        return growth
-
-    def _forward(self, growth: Growth, batch: LevelBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the drafter on one level: (hidden states for logits, hidden states for the next level), [R * F, d]."""
+    def _forward(self, growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
+        """Runs the drafter over a level, see ``levels.grow``."""
         from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
         speculator, count = self._speculator, len(batch.lengths)
@@ -291,11 +270,8 @@ class Drafter:
         )
         by_layer = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
         last, following = speculator._run_model(count, metadata, by_layer, num_tokens_across_dp=None)
-        return last[:count], following[:count]
-
-    def _copy(self, sources: Tensor, targets: Tensor) -> None:
-        for cache in self._caches:
-            cache[targets.flatten()] = cache[sources.flatten()]
+        last = last[:count]
+        return Level(last, following[:count], speculator.compute_draft_logits(last, growth.level))
 
 
 class TreeDecodingV2:

@@ -61,6 +61,10 @@ class VirtualAhead:
     def keys(self) -> KeysView[int]:
         return self._tickets.keys()
 
+    @property
+    def reading(self) -> int:
+        return len(self.running)
+
     def fetch(self, loads: Iterable[tuple[int, int]]) -> None:
         for key, slot in loads:
             assert key not in self._tickets, f"a read of expert {key} is in flight already"

@@ -1,0 +1,84 @@
+"""Grows draft trees with a drafter that has keys and values of its own: one forward per level, for either runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vllm_spac.config.tree_shape import TreeShape
+from vllm_spac.methods.trees.growth import Chosen, Growth
+from vllm_spac.methods.trees.tensors import BlockCopies, LevelBatch, Scratch, level_batch
+
+
+class Start(NamedTuple):
+    """What the drafter's first pass leaves of the requests that it grows trees for.
+
+    Attributes:
+        logits: float [R, V], behind the last token of each.
+        hidden: [R, d], states that the next forward takes.
+        bases: int64 [R], tokens of each in the drafter's cache.
+        table: [R, blocks], of its cache.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    bases: Tensor
+    table: Tensor
+
+
+class Level(NamedTuple):
+    """What a forward over one level computes.
+
+    Attributes:
+        last: [R * F, d], states that ``logits``, float [R * F, V], are computed from.
+        hidden: [R * F, d], states that the next forward takes; the next forward may overwrite them.
+    """
+
+    last: Tensor
+    hidden: Tensor
+    logits: Tensor
+
+
+def grow(
+    shape: TreeShape,
+    scratch: Scratch,
+    start: Start,
+    block_size: int,
+    caches: Sequence[Tensor],
+    forward: Callable[[Growth, LevelBatch, Tensor], Level],
+    read: Callable[[Tensor, Tensor], None] | None = None,
+) -> Chosen:
+    """Drafts one tree for each request.
+
+    Args:
+        shape, scratch: of the trees.
+        start: of the requests.
+        block_size: tokens per block.
+        caches: KV cache of each of the drafter's attention layers, [blocks, ...].
+        forward: runs the drafter over a level, with the states behind its nodes' parents, [R * F, d].
+        read: called after each forward, with the tokens that it has read and its last states, [R * F] and [R * F, d].
+    """
+    growth = Growth(shape, start.logits.float().log_softmax(-1))
+    requests, hidden = len(start.bases), start.hidden
+    places, previous = scratch.levels(requests), None
+    while not growth.over:
+        front = growth.expanded.shape[1]
+        here, parents = places[growth.level % 2, :, :front], growth.parent[..., None]
+        if previous is None:
+            before = hidden[:, None].expand(-1, front, -1)
+            own = start.table.gather(1, (start.bases // block_size)[:, None].long()).long()
+            copies = BlockCopies(own.expand(-1, front).flatten(), here[..., 0].flatten())
+        else:
+            before = hidden.gather(1, parents.expand(-1, -1, hidden.shape[-1]))
+            copies = BlockCopies(previous.gather(1, parents.expand(-1, -1, scratch.each)).flatten(), here.flatten())
+        for cache in caches:
+            copies.apply(cache)
+        batch = level_batch(start.table, start.bases, growth.level, here, block_size)
+        level = forward(growth, batch, before.flatten(0, 1).contiguous())
+        if read is not None:
+            read(growth.tokens.flatten(), level.last)
+        hidden, previous = level.hidden.clone().view(requests, front, -1), here
+        growth.add(level.logits.float().log_softmax(-1).view(requests, front, -1))
+    return growth.chosen()
