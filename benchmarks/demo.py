@@ -32,7 +32,6 @@ from typing import Any
 
 import openai
 from peers.process_memory import taken
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -43,7 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TOYS = ROOT / "benchmarks" / "toy" / "models"
 REAL = ROOT / ".cache" / "real"
 LOGS = ROOT / ".cache" / "demo"
-PICTURE = LOGS / "demo.png"
 DRAFT_TOKENS = 4
 QUESTIONS = (
     "What is the capital of France, and why is it famous?",
@@ -55,10 +53,6 @@ TOY_PROMPTS = (
     "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
     "import os\nimport sys\n\ndef main(argv=None):\n    if argv is None:\n",
     "    try:\n        value = self._cache[key]\n    except KeyError:\n",
-)
-STATS_KEYS = (
-    *("mode", "store", "policy", "slots", "experts", "slot_bytes", "expert_bytes"),
-    *("hits", "misses", "loads", "bytes", "stall_seconds", "waves", "steps"),
 )
 
 console = Console(highlight=False)
@@ -84,10 +78,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Reply:
-    """One completion; ``tokens`` is None if the server does not report token ids."""
+    """One completion."""
 
-    text: str
-    tokens: list[int] | None
+    tokens: list[int]
     seconds: float
     """From the first token to the last."""
 
@@ -102,7 +95,7 @@ class Run:
     @property
     def rate(self) -> float:
         """Tokens per second, of one request after the other, prompts not counted."""
-        tokens = sum(len(reply.tokens or reply.text.split()) - 1 for reply in self.replies)
+        tokens = sum(len(reply.tokens) - 1 for reply in self.replies)
         seconds = sum(reply.seconds for reply in self.replies)
         return tokens / seconds if seconds else 0.0
 
@@ -229,7 +222,7 @@ def common_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
 def spac_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
     plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk", "--spac-tuned", "off"]
     drafts = ["--speculative-config", json.dumps(speculation(what.draft))] if what.draft else []
-    return [*([] if options.control else plugin), *drafts]
+    return [*plugin, *drafts]
 
 
 def speculation(draft: Path) -> dict[str, Any]:
@@ -243,8 +236,7 @@ def environment() -> dict[str, str]:
 
 def spac_server(what: Subject, options: argparse.Namespace) -> Server:
     arguments = [str(what.model), *spac_arguments(what, options), *common_arguments(what, options)]
-    title = "control (vLLM with speculative decoding)" if options.control else f"spac (slots: {options.slots})"
-    return Server(title, arguments, environment(), options.timeout)
+    return Server(f"spac (slots: {options.slots})", arguments, environment(), options.timeout)
 
 
 def stock_server(what: Subject, options: argparse.Namespace) -> Server:
@@ -272,7 +264,6 @@ def complete(
         arrived: told how many tokens have come.
     """
     ids: list[int] = []
-    text, reported = "", True
     first = last = 0.0
     direct = openai.DefaultHttpxClient(trust_env=False)
     base = f"{server.url}/v1"
@@ -296,14 +287,14 @@ def complete(
                     continue
                 last = time.monotonic()
                 first = first or last
-                text += piece
-                reported = reported and part is not None
                 ids += part or []
                 if arrived is not None:
                     arrived(len(ids))
                 if show:
                     console.print(piece, end="", markup=False, style="green", soft_wrap=True)
-    return Reply(text, ids if reported else None, last - first)
+    if not ids:
+        raise DemoError(f"{server.title}: the answer has no token ids; see {server.log}")
+    return Reply(ids, last - first)
 
 
 def complete_all(server: Server, what: Subject, show: bool) -> Run:
@@ -325,9 +316,7 @@ def complete_all(server: Server, what: Subject, show: bool) -> Run:
 
 
 def difference(ours: Reply, stock: Reply) -> str | None:
-    """Returns where two replies diverge, or None; by token ids, or by text if a server reports no ids."""
-    if ours.tokens is None or stock.tokens is None:
-        return None if ours.text == stock.text else "texts differ"
+    """Returns where two replies diverge, or None."""
     if ours.tokens == stock.tokens:
         return None
     pairs = zip(ours.tokens, stock.tokens, strict=False)
@@ -346,9 +335,8 @@ def comparison(what: Subject, ours: Run, stock: Run, rows: list[tuple[str, str]]
         table.add_column(column)
     parted = [difference(a, b) for a, b in zip(ours.replies, stock.replies, strict=True)]
     for number, (reply, found) in enumerate(zip(stock.replies, parted, strict=True), 1):
-        compared = "text" if reply.tokens is None else f"{len(reply.tokens)} tokens"
         verdict = "[green]equal" if found is None else f"[red]differs {found}"
-        table.add_row(f"answer {number}", verdict, compared)
+        table.add_row(f"answer {number}", verdict, f"{len(reply.tokens)} tokens")
     table.add_row("RAM of the server", size(ours.memory), size(stock.memory))
     table.add_row("tokens/s, one request at a time", f"{ours.rate:.1f}", f"{stock.rate:.1f}")
     for title, value in rows:
@@ -356,46 +344,18 @@ def comparison(what: Subject, ours: Run, stock: Run, rows: list[tuple[str, str]]
     return table, not any(parted)
 
 
-def draw(what: Subject, ours: Run, stock: Run, slots: str, equal: bool) -> None:
-    """RAM and tokens/s of both servers as bars, to ``PICTURE``."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(7, 2.4), layout="constrained")
-    names = (f"plugin, {slots} of the experts", "stock vLLM")
-    panels = [("RAM of the server, GB", [run.memory / 1e9 for run in (ours, stock)], "{:.2f}")]
-    panels += [("tokens/s, one request at a time", [run.rate for run in (ours, stock)], "{:.1f}")]
-    for axis, (title, values, form) in zip(axes, panels, strict=True):
-        bars = axis.barh(names, values, color=("#2a6f97", "#a9a9a9"))
-        axis.bar_label(bars, [form.format(value) for value in values], padding=3)
-        axis.set_title(title, fontsize=10)
-        axis.margins(x=0.2)
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[1].set_yticklabels([])
-    figure.suptitle(f"{what.name}, {'the same' if equal else 'other'} tokens", fontsize=11)
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=150)
-    pyplot.close(figure)
-
-
 def counters(server: Server) -> list[tuple[str, str]]:
-    """Returns rows from ``GET /spac/stats``; a missing key is reported, not skipped."""
+    """Returns rows from ``GET /spac/stats``."""
     try:
         found = json.loads(server.get("/spac/stats"))
-        workers, requests = found["workers"], RequestNumbers().add(found["requests"])
+        requests = RequestNumbers().add(found["requests"])
+        rows = [(name, requests[name]) for name in ("time to first token", "time per token of a request")]
+        return rows + worker_rows(found["workers"][0])  # one GPU or CPU: one worker
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise DemoError(f"GET /spac/stats: {error!r}; did the plugin load? See {server.log}") from error
-    rows = [(name, requests[name]) for name in ("time to first token", "time per token of a request")]
-    for number, worker in enumerate(workers):
-        prefix = f"worker {number}: " if len(workers) > 1 else ""
-        rows += [(prefix + title, value) for title, value in worker_rows(worker)]
-    return rows
 
 
 def worker_rows(worker: dict[str, Any]) -> list[tuple[str, str]]:
-    missing = [key for key in STATS_KEYS if key not in worker]
-    if missing:
-        return [("[yellow]not in /spac/stats", ", ".join(missing)), ("/spac/stats", escape(json.dumps(worker)))]
     needed = worker["hits"] + worker["misses"]
     share = f" ({worker['hits'] / needed:.0%})" if needed else ""
     moved = ", ".join(f"{size(count)} from {path}" for path, count in worker["bytes"].items() if count)
@@ -419,24 +379,6 @@ def size(count: float) -> str:
     return f"{count:.1f} GB"
 
 
-def acceptance(server: Server, method: str) -> tuple[str, str]:
-    """Returns a row with the mean tokens per verify step: one, plus the accepted draft tokens."""
-    totals: dict[str, float] = {}
-    try:
-        text = server.get("/metrics").decode()
-    except OSError as error:
-        raise DemoError(f"GET /metrics: {error!r}; see {server.log}") from error
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    drafts = totals.get("vllm:spec_decode_num_drafts_total")
-    accepted = totals.get("vllm:spec_decode_num_accepted_tokens_total")
-    title = f"acceptance length ({method}, {DRAFT_TOKENS} draft tokens)"
-    if drafts is None or accepted is None:
-        return title, "[yellow]not in /metrics"
-    return title, f"{1 + accepted / drafts:.2f} over {drafts:.0f} drafts" if drafts else "nothing was drafted"
-
-
 def own_command(what: Subject, options: argparse.Namespace) -> str:
     """Returns the command that starts this server from the checkout."""
     arguments = [*spac_arguments(what, options), *common_arguments(what, options)]
@@ -450,15 +392,11 @@ def own_command(what: Subject, options: argparse.Namespace) -> str:
 def compare(what: Subject, options: argparse.Namespace) -> int:
     with spac_server(what, options) as server:
         ours = complete_all(server, what, show=True)
-        rows = [] if options.control else counters(server)
-        if what.draft:
-            rows.append(acceptance(server, "eagle3"))
+        rows = counters(server)
     with stock_server(what, options) as server, console.status("stock vLLM: the same prompts"):
         stock = complete_all(server, what, show=False)
     table, equal = comparison(what, ours, stock, rows)
     console.print("\n", table, sep="")
-    draw(what, ours, stock, options.slots, equal)
-    console.print(f"As a picture: {PICTURE}", soft_wrap=True)
     console.print("Start this server yourself:" if not what.chats else "Start this server yourself, and chat with it:")
     console.print(own_command(what, options), markup=False, soft_wrap=True, style="bold")
     if what.chats:
@@ -497,7 +435,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", help="of both servers (default: %(default)s, see above)")
     parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")
-    parser.add_argument("--control", action="store_true", help="without the plugin: stock vLLM with the same drafts")
     return parser.parse_args(arguments)
 
 

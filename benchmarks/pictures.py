@@ -38,8 +38,6 @@ def serving_toy(axes: Sequence[Axes]) -> None:
         rate = row["tokens_per_second"]
         spread = [[rate["median"] - rate["low"]], [rate["high"] - rate["median"]]]
         axes[0].bar(place, rate["median"], yerr=spread, capsize=4, color="grey" if row["name"] == "stock" else "C0")
-    bounds = [(place, row["bound_tokens_per_second"]) for place, row in enumerate(rows) if row["ratio_to_bound"]]
-    axes[0].plot(*zip(*bounds, strict=True), "k_", markersize=30, label="bound")
     names = [row["name"].replace("spac 25% ", "25 %\n").replace("spac ", "") for row in rows]
     axes[0].set_xticks(range(len(rows)), names)
     axes[0].set(title="Speed beside stock vLLM, experts on disk, no drafts", ylabel="tokens/s")

@@ -26,7 +26,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
@@ -34,7 +33,7 @@ import gguf_model
 import plan
 import process_memory
 import prompts
-from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, show, write_result
+from common import RESULTS, ROOT, exit_on_sigterm, is_toy, progress, provenance, show, write_result
 from paired import Side
 from processes import EngineError, LiveEngine, LiveProcess
 from run import PACKED, PackedFolder, Settings
@@ -117,8 +116,6 @@ class Llama(LiveProcess):
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of a Qwen3-MoE in bf16.", exists=True, file_okay=False)],
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, one comparison each.")] = "25%",
-    knobs: Annotated[str, typer.Option(help="Further knobs of the plugin, as knob=value knob=value.")] = "",
-    against: Annotated[str, typer.Option(help=f"llama.cpp's memory: of {', '.join(KINDS)}.")] = ",".join(KINDS),
     turns: Annotated[int, typer.Option(min=2, help="Turns that count, each with a prompt of its own.")] = 20,
     warm: Annotated[int, typer.Option(min=1, help="Turns before them.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
@@ -142,10 +139,7 @@ def main(
         environment=_QUIET_OPENMP,
     )  # fmt: skip
     try:
-        kinds = plan.split(against)
-        if unknown := sorted(set(kinds) - set(KINDS)):
-            raise plan.PlanError(f"--against {unknown[0]}: use {', '.join(KINDS)}")
-        sides = {size: Side.parse(f"spac {knobs}", size) for size in plan.split(slots)}
+        sides = {size: Side.parse("spac", size) for size in plan.split(slots)}
         checkpoint, gguf = read_checkpoint(model), work / f"{model.name}.gguf"
         work.mkdir(parents=True, exist_ok=True)
         if not gguf.exists():
@@ -154,7 +148,6 @@ def main(
         result: dict[str, Any] = {
             "label": "toy model" if is_toy(model) else None,
             "model": model.name,
-            "knobs": knobs,
             "prompts": asked.describe(),
             "output_tokens": output_tokens,
             "warm_turns": warm,
@@ -165,18 +158,17 @@ def main(
             "rows": [],
             "provenance": provenance(),
         }
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (
             process_memory.read_ahead(work, read_ahead_kib) as found,
-            Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+            progress() as bar,
         ):
             result["read_ahead_kib"] = found
-            task = progress.add_task("", total=len(sides) * (warm + turns))
+            task = bar.add_task("", total=len(sides) * (warm + turns))
             for size, side in sides.items():
-                progress.update(task, description=size)
-                compared = Comparison(side.job(settings), settings, checkpoint, gguf, kinds, threads)
+                bar.update(task, description=size)
+                compared = Comparison(side.job(settings), settings, checkpoint, gguf, threads)
                 for _ in compared.run(asked.ids, warm):
-                    progress.advance(task)
+                    bar.advance(task)
                 result |= {"llama": compared.llama}
                 result["rows"].append(compared.row(size, seed))
                 write_result(output, result)
@@ -197,11 +189,9 @@ def main(
 class Comparison:
     """One size of the slots: an engine of the plugin and llama.cpp's processes, which take turns."""
 
-    def __init__(
-        self, job: dict, settings: Settings, checkpoint: Checkpoint, gguf: Path, kinds: Sequence[str], threads: int
-    ) -> None:
+    def __init__(self, job: dict, settings: Settings, checkpoint: Checkpoint, gguf: Path, threads: int) -> None:
         self._job, self._settings, self._checkpoint, self._gguf = job, settings, checkpoint, gguf
-        self._kinds, self._threads = kinds, threads
+        self._threads = threads
         self.plugin = Measured("spac")
         self.peers: list[Measured] = []
         self.llama: dict = {}
@@ -254,13 +244,13 @@ class Comparison:
         context = self._settings.prompt_tokens + self._settings.output_tokens + 8
         options = context, self._threads
         free = Llama(self._gguf, *options, None, self._settings.timeout)
-        closing_free = stack.enter_context(closing(free))
+        stack.enter_context(closing(free))
         free.turn(prompt, self._settings.output_tokens)
         self.llama = free.ready
         besides = process_memory.taken(free.pid)["anonymous"] + _SLACK
         limits = {"weights": besides + self._weights(), "process": taken}
         found = []
-        for kind in self._kinds:
+        for kind in KINDS:
             self.peers.append(Measured(kind, limits.get(kind)))
             if kind == "all":
                 found.append(free)
@@ -269,8 +259,6 @@ class Comparison:
             file = Path(shutil.copyfile(self._gguf, self._gguf.with_suffix(f".{kind}.gguf")))
             stack.callback(file.unlink)
             found.append(stack.enter_context(closing(Llama(file, *options, limit, self._settings.timeout))))
-        if "all" not in self._kinds:
-            closing_free.close()
         return found
 
 

@@ -7,19 +7,15 @@ of one kind, is in memory at a time.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from rich.progress import track
 from safetensors import safe_open
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vllm_spac.system.files import replacing
 
@@ -166,19 +162,3 @@ def _add_tokenizer(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any
         if isinstance(config.get(name), int):
             add(config[name])
     writer.add_add_bos_token(False)
-
-
-def main(
-    model: Annotated[Path, typer.Argument(help="Folder of a Qwen3-MoE checkpoint in bf16.", exists=True)],
-    output: Annotated[Path, typer.Argument(help="GGUF file to write.")],
-) -> None:
-    try:
-        convert(model, output)
-    except (UnsupportedModelError, ImportError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-
-
-if __name__ == "__main__":
-    main.__doc__ = __doc__
-    typer.run(main)

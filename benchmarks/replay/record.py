@@ -2,8 +2,8 @@
 
 Prompts are text that the model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
 at batch 8; of the real model ``draft`` is its dense parent. Each trace begins with a few tokens of warm-up. Routers'
-weights are left out: nothing here reads them, and with them a trace is three times as large. ``traces.json`` next to
-the traces, or ``traces-SEED.json``, describes how they were recorded.
+weights are left out: nothing here reads them, and with them a trace is three times as large. Beside a trace is what the
+tree keeps of it, packed (``toy/stored.py``); ``traces.json``, or ``traces-SEED.json``, says how they were recorded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
 import plan
 import prompts
 from common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, sha256, write_result
 from processes import run_engine
 from run import Settings
+from stored import pack
 
 from vllm_spac.recording.trace_file import Trace
 
@@ -84,6 +86,7 @@ def main(
             raise typer.BadParameter(f"{name}: {error}")
         trace = Trace.load(path)
         replace(trace, facts=replace(trace.facts, model=name_of_model), weights=None).save(path)
+        pack(path)
         recorded[path.name] = {
             "speculation": speculation,
             "draft_tokens": tokens,

@@ -1,4 +1,4 @@
-"""CPU experts of the scaled machine: vLLM's kernel on a core of its own, paced or not."""
+"""CPU experts of the scaled machine: vLLM's kernel on a core of its own, at the scaled machine's pace."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.cpu_kernels.native import Native
 
 
-class UnpacedExperts(Native):
-    """The kernel of the slots on the scaled machine's other core, as fast as it is.
+class PacedExperts(Native):
+    """The kernel of the slots on the scaled machine's other core; each expert takes the scaled machine's seconds.
+
+    Only the arithmetic excludes the kernels of the layers: while it sleeps they run, as they would on a GPU.
 
     Raises:
         ConfigError: as ``Native``, or there is no scaled machine for these experts.
@@ -25,26 +27,13 @@ class UnpacedExperts(Native):
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
         super().__init__(shape, threads, activation, kernel)
         self.machine = ScaledMachine.of_environment(shape.expert_bytes)
+        self._pace = Pace(COMPUTATIONS)
         self._bound = False
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         if not self._bound:  # its thread has inherited the forward's core
             os.sched_setaffinity(0, {self.machine.core})
             self._bound = True
-        return super().run(x, weights, ids, experts)
-
-
-class PacedExperts(UnpacedExperts):
-    """The same, and each expert takes the scaled machine's seconds.
-
-    Only the arithmetic excludes the kernels of the layers: while it sleeps they run, as they would on a GPU.
-    """
-
-    def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
-        super().__init__(shape, threads, activation, kernel)
-        self._pace = Pace(COMPUTATIONS)
-
-    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         begin = time.perf_counter()
         out = super().run(x, weights, ids, experts)
         self.released.set()

@@ -75,12 +75,6 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
     return [rung for rung in every if rung.name in names]
 
 
-def pacing_cost() -> list[Rung]:
-    """Returns the same engine without pacing and with it."""
-    unpaced = {"store": "host", "cpu_experts": "2", "cpu_kernel": "executors:UnpacedExperts"}
-    return [Rung("unpaced", unpaced, rounds=True), Rung("paced", {**PACED, "cpu_kernel": "executors:PacedExperts"})]
-
-
 def sides(ladder: Sequence[Rung], slots: str) -> list[Side]:
     """Returns the engines of the rungs, each with the knobs of the rungs up to it that are not ``beside`` it."""
     knobs, speculation, found = {"slots": slots, **PACED}, "none", []

@@ -7,9 +7,6 @@ permits. Times are [bold]scaled[/]: only ratios mean anything.
 
 Answers of a lossy rung are judged by stock vLLM, as those of the first rung are: their perplexity, and the share of
 their tokens that are its own first choice.
-
-With --pacing-cost, an engine without pacing is compared with one whose deadlines have always passed: its speedup should
-be 1.
 """
 
 from __future__ import annotations
@@ -26,17 +23,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "papers"))
 import ladder as ladders
-import ladder_report
 import plan
 import prompts
 from arms import Turn, score
-from common import RESULTS, exit_on_sigterm, write_result
+from common import RESULTS, exit_on_sigterm, progress, show, write_result
 from machine import ScaledMachine
 from processes import EngineError
 from proportions import Proportions, names
@@ -58,15 +53,13 @@ python benchmarks/scaled/run.py .cache/toy/mid --machine h200-int4 --slots 25% -
 python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25% --dtype float32
 
 python benchmarks/scaled/run.py .cache/toy/mid --rungs reuse,prefetch --predictor linear --predictor-file FILE
-
-python benchmarks/scaled/run.py .cache/toy/mid --pacing-cost --slots 25%
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What is served: ``rungs`` with each number of slots of ``sizes``; ``paced`` as ``real``, or faster than here."""
+    """What is served: ``rungs`` with each number of slots of ``sizes``, paced as ``real``."""
 
     rungs: list[ladders.Rung]
     sizes: list[str]
@@ -74,7 +67,6 @@ class _Run:
     ids: list[list[int]]
     real: Proportions
     cores: Cores
-    paced: bool
 
 
 @app.command(help=__doc__, epilog=_EPILOG)
@@ -83,7 +75,6 @@ def main(
     machine: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090",
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, one ladder each.")] = "25%,50%",
     rungs: Annotated[str, typer.Option(help="Rungs, each added to those before it; prefetch stays beside.")] = _RUNGS,
-    ladder: Annotated[bool, typer.Option("--ladder/--pacing-cost", help="What is served.")] = True,
     predictor: Annotated[str, typer.Option(help="--spac-prefetch of the rung prefetch.")] = "utility",
     predictor_file: Annotated[Path | None, typer.Option(help="--spac-predictor-file, if it is trained.")] = None,
     turns: Annotated[int, typer.Option(min=2, help="Prompts that count.")] = 16,
@@ -103,7 +94,7 @@ def main(
     drafts = plan.Drafts(draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model.with_name("draft"))
     try:
         cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
-        steps = ladders.rungs(plan.split(rungs), predictor, predictor_file) if ladder else ladders.pacing_cost()
+        steps = ladders.rungs(plan.split(rungs), predictor, predictor_file)
         for size in sizes:
             SlotCount.parse(size)
         for rung in steps:
@@ -113,18 +104,20 @@ def main(
             dtype=dtype, environment=cores.environment(),
         )  # fmt: skip
         asked = prompts.load(model, warm + turns, prompt_tokens, seed)
-        result = head(machine if ladder else "not paced", asked, settings)
+        result = head(machine, asked, settings)
         result |= {"warm_turns": warm, "draft_tokens": draft_tokens}
-        output = output or RESULTS / f"scaled_{machine if ladder else 'pacing'}_toy.json"
-        _serve(_Run(steps, sizes, settings, asked.ids, real, cores, ladder), result, output)
+        output = output or RESULTS / f"scaled_{machine}_toy.json"
+        _serve(_Run(steps, sizes, settings, asked.ids, real, cores), result, output)
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     title = f"{result['label']}: {model.name}"
-    console.print(ladder_report.table(result["rows"], title))
+    times = "tpot_median", "tpot_interval", "speedup", "speedup_interval", "share_of_resident"
+    counts = [f"counters.{name}" for name in ("hits", "misses", "loads", "cpu_experts", "prefetches")]
+    show(title, result["rows"], "slots", "rung", *times, *counts, "turns", "equal_to_resident", "equal_to_first")
     remarks = [
         *_on_times(result),
-        *(_on_pace(result, real) if ladder else []),
+        *_on_pace(result, real),
         *_on_tokens(result),
         *_on_quality(result),
     ]
@@ -136,22 +129,21 @@ def main(
 
 def _serve(run: _Run, result: dict, output: Path) -> None:
     """Derives the scaled machine and serves each number of slots; writes the result so far after each."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     settings, ids, warm = run.settings, run.ids, result["warm_turns"]
     with (
-        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+        progress() as bar,
         tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
     ):
-        task = progress.add_task("all experts resident", total=None)
+        task = bar.add_task("all experts resident", total=None)
         scale = Scale.derive(run.real, settings, ids, warm, run.cores)
         result["scale"] = scale.plain()
         at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total)
-        settings = on(scale.machine if run.paced else scale.faster_than_here(), settings, Path(folder))
+        settings = on(scale.machine, settings, Path(folder))
         turns = len(ladders.groups(1 + len(run.rungs), at_once)) * len(ids)
-        progress.update(task, total=len(run.sizes) * turns)
+        bar.update(task, total=len(run.sizes) * turns)
 
         def advance(what: str) -> None:
-            progress.update(task, advance=1, description=what)
+            bar.update(task, advance=1, description=what)
 
         for size in run.sizes:
             rows = ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)

@@ -121,11 +121,6 @@ class Scale:
         """Seconds here per second of the real machine."""
         return self.machine.layer_seconds / self.real.layer_seconds
 
-    def faster_than_here(self) -> ScaledMachine:
-        """Returns a machine with no sleep in it: each deadline has passed when the work is done."""
-        never = {"load_seconds": self.speeds.copy / 1000, "cpu_seconds": self.speeds.expert / 1000}
-        return self.machine.model_copy(update={"machine": "faster than here"} | never)
-
     def plain(self) -> dict:
         """Returns everything for a result."""
         return dataclasses.asdict(self) | {"machine": self.machine.model_dump(), "factor": self.factor}

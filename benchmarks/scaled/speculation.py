@@ -19,14 +19,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, write_result
+from common import RESULTS, exit_on_sigterm, progress, show, write_result
 from ladder import PACED, WATERFILL, total
 from paired import Arm, Side, take_turns
 from processes import EngineError
@@ -116,15 +114,14 @@ def main(
         result = head(", ".join(real.name for real in reals), asked, settings)
         result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "scales": {}}
         kinds = prompts.kinds(model, warm + turns)[warm:]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (
-            Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+            progress() as bar,
             tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
         ):
             points = [(size, drafter) for size in plan.split(slots) for drafter in plan.split(drafters)]
-            task = progress.add_task("", total=len(reals) * len(points) * (warm + turns))
+            task = bar.add_task("", total=len(reals) * len(points) * (warm + turns))
             for real in reals:
-                progress.update(task, description=f"{real.name}: all experts resident")
+                bar.update(task, description=f"{real.name}: all experts resident")
                 scale = Scale.derive(real, settings, asked.ids[:3], 1, cores)
                 result["scales"][real.name] = scale.plain()
                 paced = on(scale.machine, settings, Path(folder))
@@ -134,7 +131,7 @@ def main(
                     serving = replace(paced, drafts=by_drafter[drafter])
                     for answers in take_turns([Arm(side) for side in arms], asked.ids, serving):
                         answered.append(answers)
-                        progress.update(task, advance=1, description=point)
+                        bar.update(task, advance=1, description=point)
                     for which, side in enumerate(arms):
                         found = row(which, answered[warm:], kinds, seed)
                         result["rows"].append({"point": point, "drafts": side.text, **found})
@@ -142,26 +139,12 @@ def main(
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
-    console.print(table(result))
+    kinds = [f"by_kind.{kind}" for kind in result["rows"][0]["by_kind"]]
+    columns = "point", "drafts", "ratio", "low", "high", *kinds, "tokens_equal"
+    show(f"{result['label']}: times the tokens/s of no drafts", result["rows"], *columns)
     console.print(f"wrote {output}", highlight=False)
     if not all(each["tokens_equal"] for each in result["rows"]):
         raise typer.Exit(1)
-
-
-def table(result: dict) -> Table:
-    """The ratios to no drafts, by kind of text too."""
-    kinds = list(result["rows"][0]["by_kind"])
-    found = Table("point", "drafts", "x no drafts", "95 %", *kinds, "tokens", title=result["label"])
-    for each in result["rows"]:
-        found.add_row(
-            each["point"],
-            each["drafts"],
-            f"{each['ratio']:.2f}",
-            f"{each['low']:.2f} - {each['high']:.2f}",
-            *(f"{each['by_kind'][kind]:.2f}" for kind in kinds),
-            "equal" if each["tokens_equal"] else "DIFFER",
-        )
-    return found
 
 
 if __name__ == "__main__":

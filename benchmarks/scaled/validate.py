@@ -18,14 +18,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import host_probe
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, show, write_result
+from common import RESULTS, exit_on_sigterm, progress, show, write_result
 from ladder import PACED, WATERFILL, disturbed, total
 from paired import Side
 from processes import EngineError, LiveEngine
@@ -213,12 +212,11 @@ def _compare_all(
 ) -> Scale:
     """Compares each (slots, balancer) of ``cases``; writes the result so far after each; returns the scale."""
     real, cores = where
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        progress() as bar,
         tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
     ):
-        task = progress.add_task("all experts resident", total=1 + len(cases))
+        task = bar.add_task("all experts resident", total=1 + len(cases))
         points = host_probe.measure(cores.forward, int(PACED["io_threads"]), settings.environment)
         work = host_work(points, with_loads=True)
         result["host_work"] = work.model_dump() | {"points": points}
@@ -226,10 +224,10 @@ def _compare_all(
         result["scale"], costs = scale.plain(), costs_of(scale, work)
         settings = on(scale.machine, settings, Path(folder))
         for size, balancer in cases:
-            progress.update(task, advance=1, description=f"{size}, balancer {balancer}")
+            bar.update(task, advance=1, description=f"{size}, balancer {balancer}")
             result["rows"].append(compare(size, balancer, costs, settings, ids[warm:], Path(folder)))
             write_result(output, result)
-        progress.advance(task)
+        bar.advance(task)
     return scale
 
 

@@ -4,14 +4,13 @@ If a machine's disk and clock drift by a fifth within minutes, running one engin
 percent. Here the two runs of a turn are seconds apart, each equally often first. Reported is the ratio of their tokens
 per second: its median over the turns, with a bootstrapped 95 % interval, and next to it the ratio of the totals, all
 tokens over all seconds, in which slow turns weigh more. It is valid only if the tokens are equal; where rounding
-depends on the number of rows (batches.py measures it), sides that draft differently, also because of the guard, are
+depends on the number of rows (see results/batches.md), sides that draft differently, also because of the guard, are
 equal in float32 only (--dtype).
 
 Effects of a particular process, e.g. of its memory placement, last as long as the engine and are in no interval: hence
 --starts, and the median of each start in the table. spac against spac shows their size. What can be paused, speculation
 and the trace, is better measured with --one-engine: the same process runs with it and without, in turns. Costs of its
-mere presence, e.g. the memory of a drafter that is held at no drafts, do not show then: --own-base starts BASE in an
-engine of its own, which takes turns with the others, and compares with that one as well.
+mere presence, e.g. the memory of a drafter that is held at no drafts, do not show then.
 
 Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, by speculation=ngram, eagle3 or
 draft if it speculates, and by draft_tokens=N where --draft-tokens is not its draft length; tree=N is one. The table and
@@ -33,12 +32,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
+from common import RESULTS, exit_on_sigterm, is_toy, progress, provenance, show, write_result
 from processes import EngineError, LiveEngine
 from run import PACKED, PackedFolder, Settings
 
@@ -56,8 +54,6 @@ python benchmarks/serving/paired.py .cache/toy/mid stock spac --slots 100%
 python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 5%,10%,25%,50%,100%
 
 python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 10%,50% --one-engine --turns 60
-
-python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 10%,50% --one-engine --own-base
 
 python benchmarks/serving/paired.py MODEL "spac guard=off speculation=eagle3 draft_tokens=4" \
     "spac guard=off speculation=eagle3 tree=16" --slots 100% --dtype float32
@@ -157,9 +153,6 @@ def main(
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
     dtype: Annotated[str, typer.Option(help="Of both engines.")] = "auto",
     one_engine: Annotated[bool, typer.Option("--one-engine", help="OTHER's runs both, without what it adds.")] = False,
-    own_base: Annotated[
-        bool, typer.Option("--own-base", help="With --one-engine: BASE has an engine of its own as well.")
-    ] = False,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "paired_toy.json",
@@ -175,9 +168,6 @@ def main(
     except (ValueError, ConfigError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
-    if own_base and not one_engine:
-        console.print("[bold red]error:[/] --own-base: without --one-engine BASE has an engine of its own anyway")
-        raise typer.Exit(2)
     if turns < starts:
         console.print(f"[bold red]error:[/] --turns {turns}: each of {starts} starts needs at least one")
         raise typer.Exit(2)
@@ -190,7 +180,6 @@ def main(
         "draft_tokens": draft_tokens,
         "prompts": ids.describe(),
         "one_engine": one_engine,
-        "own_base": own_base,
         "starts": starts,
         "warm_turns": warm,
         "output_tokens": output_tokens,
@@ -200,29 +189,26 @@ def main(
         "rows": [],
         "provenance": provenance(),
     }
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(pairs) * (turns + starts * warm))
+    with progress() as bar:
+        task = bar.add_task("", total=len(pairs) * (turns + starts * warm))
         for size, pair in pairs.items():
             answered: list[list[list[dict]]] = []
             try:
                 for start in range(starts):
-                    progress.update(task, description=f"{size}: start {start + 1}")
+                    bar.update(task, description=f"{size}: start {start + 1}")
                     asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
-                    for answers in take_turns(_arms(pair, pauses[size], own_base), asked, settings):
+                    for answers in take_turns(_arms(pair, pauses[size]), asked, settings):
                         mine.append(answers)
-                        progress.advance(task)
+                        bar.advance(task)
                     answered.append(mine)
             except EngineError as error:
                 console.print(f"[bold red]error:[/] {size}: {escape(str(error))}", highlight=False)
                 raise typer.Exit(1) from error
             result["rows"].append(_row(size, answered, warm, seed))
             write_result(output, result)
-    rows = [row | {"of": "base"} for row in result["rows"]]
-    rows += [row | row["own_base"] | {"of": "own base"} for row in result["rows"] if "own_base" in row]
     ratios = "ratio", "interval", "ratio_of_totals", "ratio_of_starts", "step_ratio", "step_interval"
     sides = "base.tokens_per_second", "other.tokens_per_second", "base.hits", "other.hits", "tokens_equal"
-    show(f"{other} over {base}, tokens per second", rows, "slots", "of", *ratios, *sides)
+    show(f"{other} over {base}, tokens per second", result["rows"], "slots", *ratios, *sides)
     console.print(f"wrote {output}", soft_wrap=True)
     if not all(row["tokens_equal"] for row in result["rows"]):
         raise typer.Exit(1)
@@ -236,10 +222,10 @@ class Arm:
     pauses: tuple[str, ...] = ()
 
 
-def _arms(pair: tuple[Side, Side], pauses: list[str], own_base: bool) -> list[Arm]:
-    """Returns base, other and, if requested, the base in its own engine; ``pauses``: other's engine is the base."""
+def _arms(pair: tuple[Side, Side], pauses: list[str]) -> list[Arm]:
+    """Returns base and other; ``pauses``: other's engine is the base."""
     base, other = pair
-    return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)] + ([Arm(base)] if own_base else [])
+    return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)]
 
 
 def take_turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
@@ -279,18 +265,15 @@ def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> 
                 "guard": [start[-1][which]["choices"].get("guard") for start in answered],
             }
         )
-    row = {
+    return {
         "slots": slots,
         "tokens_equal": all(
             answer["tokens"] == turn[0]["tokens"] for start in answered for turn in start for answer in turn
         ),
-        **_compared(counted, 0, seed),
+        **_compared(counted, seed),
         "base": sides[0],
         "other": sides[1],
     }
-    if len(sides) > 2:
-        row["own_base"] = {**_compared(counted, 2, seed), "base": sides[2]}
-    return row
 
 
 def _step_seconds(answer: dict) -> float | None:
@@ -311,12 +294,12 @@ def _drafted(answers: list[dict]) -> dict:
     return {name: sum(one[name] for one in counted if one) for name in _DRAFTED} if counted[0] else {}
 
 
-def _compared(counted: list[list[list[dict]]], base: int, seed: int) -> dict:
-    """Compares the second arm with another one, from [starts][turns][arms]."""
-    of_starts = [[_rate(turn[1]) / _rate(turn[base]) for turn in start] for start in counted]
+def _compared(counted: list[list[list[dict]]], seed: int) -> dict:
+    """Compares the second arm with the first, from [starts][turns][arms]."""
+    of_starts = [[_rate(turn[1]) / _rate(turn[0]) for turn in start] for start in counted]
     ratios = [ratio for start in of_starts for ratio in start]
     turns = [turn for start in counted for turn in start]
-    steps = [(_step_seconds(turn[1]), _step_seconds(turn[base])) for turn in turns]
+    steps = [(_step_seconds(turn[1]), _step_seconds(turn[0])) for turn in turns]
     of_steps = [other / mine for other, mine in steps if other is not None and mine is not None]
     return {
         "step_ratio": _of_steps(of_steps) if len(of_steps) == len(turns) else None,
@@ -324,7 +307,7 @@ def _compared(counted: list[list[list[dict]]], base: int, seed: int) -> dict:
         "ratio": statistics.median(ratios),
         "interval": list(interval(ratios, seed)),
         "ratio_of_starts": list(map(statistics.median, of_starts)),
-        "ratio_of_totals": _total_rate([turn[1] for turn in turns]) / _total_rate([turn[base] for turn in turns]),
+        "ratio_of_totals": _total_rate([turn[1] for turn in turns]) / _total_rate([turn[0] for turn in turns]),
         "ratios": ratios,
     }
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm_spac.config.types import SlotCount
 from vllm_spac.storage.checkpoint.headers import Checkpoint
 
 FULL = "100%"
-# Suffixes of a policy's name, and the knobs that they set. MoE-SpAc is utility+prefetch+cpu+threshold.
-EXTRAS = {
-    "prefetch": {"prefetch": "utility"},
-    "cpu": {"cpu_experts": "waterfill"},  # named, thus in every step
-    "threshold": {"cpu_experts": "threshold"},
-    "pointers": {"decisions": "device"},
-}
+POINTERS = "+pointers"  # after a policy's name: decisions=device, which sums in another order than stock
 OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
-ROUNDING = {"cpu", "pointers"}  # these sum in another order than stock
 SPECULATIONS = ("none", "ngram", "eagle3", "draft")
 
 
@@ -31,7 +24,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Configuration:
-    """One engine. ``policy`` is None for stock vLLM; a ``budget`` makes it lossy.
+    """One engine. ``policy`` is None for stock vLLM.
 
     ``offload`` is a backend of stock's own offloading, which keeps the share ``slots`` of the experts on the GPU.
     """
@@ -39,7 +32,6 @@ class Configuration:
     slots: str | None
     policy: str | None
     speculation: str
-    budget: int | None = None
     offload: str | None = None
 
     @property
@@ -51,29 +43,22 @@ class Configuration:
         if self.is_stock:
             return f"stock {self.offload} {self.slots}" if self.offload else "stock"
         policy = f" {self.policy}" if self.slots != FULL else ""
-        return f"spac {self.slots}{policy}" + (f" budget {self.budget}" if self.budget else "")
+        return f"spac {self.slots}{policy}"
 
     @property
     def label(self) -> str:
         return self.name if self.speculation == "none" else f"{self.name}, {self.speculation}"
 
     @property
-    def extras(self) -> list[str]:
-        return [] if self.policy is None else self.policy.split("+")[1:]
-
-    @property
     def rounds(self) -> bool:
         """Whether its tokens equal stock's only up to rounding."""
-        return not ROUNDING.isdisjoint(self.extras)
+        return self.policy is not None and self.policy.endswith(POINTERS)
 
     def knobs(self) -> dict:
         """Returns the plugin's knobs of this configuration."""
         assert self.policy is not None, "stock has no knobs"
-        found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0], "decisions": "host"}
-        for name in EXTRAS:
-            if name in self.extras:
-                found |= EXTRAS[name]
-        return found | ({"budget": self.budget} if self.budget else {})
+        policy, decisions = self.policy.removesuffix(POINTERS), "device" if self.rounds else "host"
+        return {"slots": self.slots, "policy": policy, "decisions": decisions}
 
     def stock_options(self, checkpoint: Checkpoint) -> dict:
         """Returns the engine arguments of stock's offloading: as many bytes of experts on the GPU as in slots.
@@ -95,10 +80,6 @@ class Configuration:
             "offload_num_in_group": group.numerator,
             "offload_params": ["experts"],
         }
-
-    def series(self) -> tuple[str | None, str]:
-        """Returns the key that configurations share which differ in their slots alone."""
-        return f"{self.policy} budget {self.budget}" if self.budget else self.policy, self.speculation
 
 
 @dataclass(frozen=True)
@@ -148,12 +129,11 @@ def configurations(
     slots: list[str],
     policies: list[str],
     speculations: list[str],
-    budgets: tuple[int, ...] = (),
     offloads: tuple[str, ...] = (),
 ) -> list[Configuration]:
     """Returns, for each speculation: stock, all experts resident, and each number of slots under each policy.
 
-    Where there are drafts, each of these also under each budget. Each size also for stock with each of ``offloads``.
+    Each size also for stock with each of ``offloads``.
 
     Raises:
         PlanError: a speculation is unknown, or a list is empty.
@@ -163,12 +143,8 @@ def configurations(
         SlotCount.parse(count)
     if unknown := set(speculations) - set(SPECULATIONS):
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
-    if budgets and set(speculations) == {"none"}:
-        raise PlanError("--budget bounds verify steps: add --speculation, e.g. eagle3")
-    if odd := [name for name in policies if not set(name.split("+")[1:]) <= set(EXTRAS)]:
-        raise PlanError(f"--policy {odd[0]}: a policy's name can be followed by +{', +'.join(EXTRAS)}")
-    if odd := [name for name in policies if "threshold" in name.split("+") and "cpu" not in name.split("+")]:
-        raise PlanError(f"--policy {odd[0]}: a threshold divides missing experts between loads and the CPU; add +cpu")
+    if odd := [name for name in policies if "+" in name.removesuffix(POINTERS)]:
+        raise PlanError(f"--policy {odd[0]}: a policy's name can be followed by {POINTERS}")
     if not policies or not speculations:
         raise PlanError("--policy and --speculation must each name at least one")
     plan = []
@@ -178,14 +154,7 @@ def configurations(
         raise PlanError(f"--offload keeps a share of the experts: --slots {odd[0]} is none, use e.g. 25%")
     for speculation in speculations:
         plan += [Configuration(None, None, speculation), Configuration(FULL, policies[0], speculation)]
-        bounds = (None, *budgets) if speculation != "none" else (None,)
-        plan += [
-            Configuration(count, policy, speculation, budget)
-            for count in slots
-            if count != FULL
-            for policy in policies
-            for budget in bounds
-        ]
+        plan += [Configuration(count, policy, speculation) for count in slots if count != FULL for policy in policies]
         plan += [
             Configuration(count, None, speculation, offload=offload)
             for count in slots

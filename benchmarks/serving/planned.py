@@ -8,6 +8,7 @@ twice: with its assumptions on locality, which give a range, and from a recordin
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,19 +17,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
 import plan
 import prompts
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, provenance, show, write_result
+from common import RESULTS, ROOT, TOY, exit_on_sigterm, progress, provenance, show, write_result
 from inflate import inflate, parse_bytes
+from processes import run_engine
 from run import Settings
-from simulated import between, engines
 
-from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.machine import vllm_step
 from vllm_spac.tools.machine.measure import measure
@@ -126,11 +125,11 @@ def main(
     shape = count, prompt_tokens, output_tokens
     rows: list[Comparison] = []
     profiles: list[dict] = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(plan.split(sizes)) * (1 + len(percents)))
+    with progress() as bar:
+        task = bar.add_task("", total=len(plan.split(sizes)) * (1 + len(percents)))
 
         def tell(text: str) -> None:
-            progress.update(task, advance=1, description=text)
+            bar.update(task, advance=1, description=text)
 
         for size in plan.split(sizes):
             tell(f"experts of {size}")
@@ -216,6 +215,41 @@ def _one(
         for percent, found in measured.items()
     ]
     return rows, costs
+
+
+def engines(
+    settings: Settings, configuration: plan.Configuration, ids: list[list[int]], repeats: int, trace: Path | None = None
+) -> dict:
+    """Returns means over engines of the time per token and of the hit rate; the last one records its routing."""
+    times, rates = [], []
+    for repeat in range(repeats):
+        job = settings.job(configuration, ids)
+        if trace is not None and repeat == repeats - 1:
+            job["spac"]["trace"] = str(trace)
+        result, error = run_engine(job, False, settings.timeout)
+        if error or result is None:
+            raise typer.BadParameter(f"{configuration.label}: {error}")
+        batch = result["batches"]["1"]
+        times += batch["tpot"]
+        counters = batch["counters"]
+        rates.append(counters["hits"] / (counters["hits"] + counters["misses"]))
+    means = {"tpot": statistics.fmean(times), "hit_rate": statistics.fmean(rates)}
+    return means | {"low": min(times), "high": max(times)}
+
+
+def between(first: Costs, second: Costs) -> Costs:
+    """Returns the mean of two profiles, cost by cost."""
+
+    def rate(a: Rate, b: Rate) -> Rate:
+        pairs = ((a.bytes_per_second, b.bytes_per_second), (a.flops_per_second, b.flops_per_second))
+        moved, computed = (2 / (1 / x + 1 / y) if x and y else x or y for x, y in pairs)
+        assert moved is not None
+        return Rate(fixed=(a.fixed + b.fixed) / 2, bytes_per_second=moved, flops_per_second=computed)
+
+    rates = {name: rate(getattr(first, name), getattr(second, name)) for name in ("fast", "load", "cpu")}
+    works = first.host_work.model_dump(), second.host_work.model_dump()
+    work = HostWork(**{name: (mine + works[1][name]) / 2 for name, mine in works[0].items()})
+    return first.model_copy(update=rates | {"host_work": work})
 
 
 if __name__ == "__main__":

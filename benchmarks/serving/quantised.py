@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
+from common import RESULTS, exit_on_sigterm, is_toy, progress, provenance, show, write_result
 from processes import LiveEngine
 from run import PACKED, PackedFolder, Settings
 
@@ -111,7 +109,7 @@ def main(
     }
     for size in slots.split(","):
         percent = int(size.removesuffix("%"))
-        with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
+        with ExitStack() as stack, progress() as bar:
             engines = [
                 stack.enter_context(
                     closing(LiveEngine(_job(arm, arm.percent(percent, arms[0]), settings), False, 1800.0))
@@ -120,14 +118,14 @@ def main(
             ]
             scores = [[engine.score(text, 1) for text in texts] for engine in engines]
             answers: list[list[dict]] = []
-            task = progress.add_task(size, total=len(ids))
+            task = bar.add_task(size, total=len(ids))
             for prompt, order in zip(ids, orders(seed, len(arms)), strict=False):
                 turn: list[dict] = [{} for _ in arms]
                 for which in order:
                     time.sleep(PAUSE)
                     turn[which] = engines[which].turn(prompt, output_tokens)
                 answers.append(turn)
-                progress.advance(task)
+                bar.advance(task)
         rows += [
             _row(size, percent, arm, arms[0], which, answers[warm:], scores, seed) for which, arm in enumerate(arms)
         ]

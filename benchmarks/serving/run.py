@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -16,25 +16,12 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-import report
 import summary
-from common import (
-    RESULTS,
-    ROOT,
-    TOY,
-    Rate,
-    disk_read_rates,
-    exit_on_sigterm,
-    is_toy,
-    memory_copy_rate,
-    provenance,
-    write_result,
-)
+from common import RESULTS, ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
 from processes import run_engine
 
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
@@ -43,10 +30,9 @@ TOY_MODEL = TOY / "models" / "target"
 PACKED = ROOT / ".cache" / "serving"
 _MODEL = str(TOY_MODEL.relative_to(ROOT))
 _SHAPES = (
-    "The guard's steps have other numbers of rows than stock's. Where rounding depends on that (batches.py measures "
-    "it), a near-tie may resolve differently without a fault: with --guard off or --dtype float32 tokens must be equal."
+    "The guard's steps have other numbers of rows than stock's. Where rounding depends on that (results/batches.md), a "
+    "near-tie may resolve differently without a fault: with --guard off or --dtype float32 tokens must be equal."
 )
-_HEADER = 4096  # of a packed expert's file
 _ENVIRONMENT = ("VLLM_", "OMP_", "KMP_")  # what decides which cores compute
 _EPILOG = f"""[bold]Tokens[/]
 
@@ -60,16 +46,7 @@ python benchmarks/serving/run.py --quick
 
 python benchmarks/serving/run.py MODEL --slots 10%,25% --policy reuse --speculation none,ngram,eagle3
 
-python benchmarks/serving/run.py --slots 25% --policy lru,utility,utility+prefetch --batch 1
-
-python benchmarks/serving/run.py --slots 25% --store host --policy reuse,reuse+cpu --batch 1
-
-python benchmarks/serving/run.py --slots 17% --store host --policy lru,utility+prefetch+cpu+threshold \
-    --speculation eagle3 --draft-tokens 8 --guard off --batch 1                         [dim]# MoE-SpAc's recipe[/]
-
 python benchmarks/serving/run.py MODEL --slots 25% --policy reuse,reuse+pointers --offload uva,prefetch --compile
-
-python benchmarks/serving/run.py --slots 25% --speculation eagle3 --draft-tokens 8 --budget 16,32 --batch 1
 """
 
 ModelFolder = Annotated[Path, typer.Argument(help="Folder.", exists=True, file_okay=False, show_default=_MODEL)]
@@ -137,65 +114,30 @@ class Settings:
         }
 
 
-class Rates:
-    """Rates of memory and disk, measured once per repeat, so that one disturbed moment does not set the bound."""
-
-    def __init__(self, folder: Path, has_gpu: bool) -> None:
-        self._folder = folder
-        self._has_gpu = has_gpu
-        self.memory: list[Rate] = []
-        self.disk: list[Rate] = []
-
-    def measure(self, runs: list[summary.Run]) -> None:
-        choices = next((run.result["choices"] for run in reversed(runs) if run.result and run.result["choices"]), None)
-        if choices is None or self._has_gpu:
-            return
-        self.memory.append(memory_copy_rate())
-        if choices["store"] == "disk":
-            self.disk += disk_read_rates(self._folder, _HEADER + choices["expert_bytes"]).values()
-
-    def of_bound(self) -> summary.Rates | None:
-        """Returns the best measured rates: a copy reads and writes each byte, so memory moves twice its rate."""
-        if not self.memory:
-            return None
-        fast = 2 * max(rate.best for rate in self.memory)
-        return summary.Rates(fast, max((rate.best for rate in self.disk), default=fast))
-
-    def plain(self) -> dict:
-        if self._has_gpu:
-            return {"bound": "not computed: the rates of this machine's GPU and bus are not measured"}
-        return {"memory": [asdict(rate) for rate in self.memory], "disk": [asdict(rate) for rate in self.disk]}
-
-
 def execute(
     settings: Settings, configurations: list[plan.Configuration], asked: prompts.Prompts, repeats: int, output: Path
 ) -> list[summary.Row]:
     """Runs everything; writes the result so far after each engine."""
     origin = provenance()  # before the first engine: a run without provenance should not start
-    rates, runs, rows = Rates(settings.disk_dir, bool(origin["machine"]["gpu"])), [], []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=repeats * len(configurations))
+    runs: list[summary.Run] = []
+    rows: list[summary.Row] = []
+    with progress() as bar:
+        task = bar.add_task("", total=repeats * len(configurations))
         for repeat in range(repeats):
             for configuration in plan.rotated(configurations, repeat, repeats):
-                progress.update(task, description=f"repeat {repeat + 1}: {configuration.label}")
+                bar.update(task, description=f"repeat {repeat + 1}: {configuration.label}")
                 result, error = run_engine(
                     settings.job(configuration, asked.ids), configuration.is_stock, settings.timeout
                 )
                 runs.append(summary.Run(configuration, repeat, result, error))
-                progress.console.print(f"repeat {repeat + 1}: {configuration.label}: {'failed' if error else 'done'}")
-                rows = summary.rows(configurations, runs, list(settings.batches), rates.of_bound())
-                _write(output, settings, asked, rates, rows, runs, origin)
-                progress.advance(task)
-            rates.measure(runs)
-    rows = summary.rows(configurations, runs, list(settings.batches), rates.of_bound())
-    _write(output, settings, asked, rates, rows, runs, origin)
+                bar.console.print(f"repeat {repeat + 1}: {configuration.label}: {'failed' if error else 'done'}")
+                rows = summary.rows(configurations, runs, list(settings.batches))
+                _write(output, settings, asked, rows, runs, origin)
+                bar.advance(task)
     return rows
 
 
-def _write(output, settings, asked, rates, rows, runs, origin) -> None:
-    if rates.disk:
-        origin["machine"]["disk_read"] = asdict(max(rates.disk, key=lambda rate: rate.best))
+def _write(output, settings, asked, rows, runs, origin) -> None:
     payload = {
         "label": "toy model" if is_toy(settings.model) else None,
         "model": settings.model.name,
@@ -209,7 +151,6 @@ def _write(output, settings, asked, rates, rows, runs, origin) -> None:
         "dtype": settings.dtype,
         "store": settings.store,
         "environment": {name: text for name, text in os.environ.items() if name.startswith(_ENVIRONMENT)},
-        "rates": rates.plain(),
         "rows": [row.plain() for row in rows],
         "runs": [summary.reported(run, rows) for run in runs],
         "provenance": origin,
@@ -221,11 +162,8 @@ def _write(output, settings, asked, rates, rows, runs, origin) -> None:
 def main(
     model: ModelFolder = TOY_MODEL,
     slots: Annotated[str, typer.Option(help="Values of --spac-slots in addition to 100%.")] = "10%,25%,50%",
-    policy: Annotated[
-        str, typer.Option(help="Eviction policies; with +prefetch, +cpu (experts), +threshold, +pointers.")
-    ] = "reuse,lru",
+    policy: Annotated[str, typer.Option(help="Eviction policies; with +pointers: decisions=device.")] = "reuse,lru",
     speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none",
-    budget: Annotated[str, typer.Option(help="Lossy: also with these --spac-budget, where it speculates.")] = "",
     offload: Annotated[
         str, typer.Option(help=f"On a GPU: stock vLLM's own offloading at equal memory, {' and '.join(plan.OFFLOADS)}.")
     ] = "",
@@ -247,19 +185,18 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Result. Default: benchmarks/results/serving_MODEL.json.")] = None,
     quick: Quick = False,
 ) -> None:
-    """Compare the plugin with stock vLLM: tokens first, then speed, hit rate and distance from the bound."""
+    """Compare the plugin with stock vLLM: tokens first, then speed and hit rate."""
     exit_on_sigterm()
     if quick:
         slots, policy, repeats, count, prompt_tokens, output_tokens = "25%", "lru", 1, 2, 32, 8
     console = Console(width=max(140, Console().width))  # narrower, the tables cannot be read
     drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
     try:
-        budgets = plan.sizes(budget, "--budget") if budget else ()
         offloads = tuple(plan.split(offload))
         if offloads and not torch.cuda.is_available():
             raise plan.PlanError("--offload: stock vLLM offloads from a GPU, and there is none here")
         sizes, policies, drafting = (plan.split(text) for text in (slots, policy, speculation))
-        configurations = plan.configurations(sizes, policies, drafting, budgets, offloads)
+        configurations = plan.configurations(sizes, policies, drafting, offloads)
         for configuration in configurations:
             drafts.settings(configuration.speculation)
         batches = plan.sizes(batch)
@@ -271,18 +208,22 @@ def main(
     )
     output = output or RESULTS / f"serving_{model.resolve().name}.json"
     rows = execute(settings, configurations, prompts.load(model, count, prompt_tokens, seed), repeats, output)
-    show(console, rows, settings, output)
+    print_rows(console, rows, settings, output)
     if any(not row.is_measured for row in rows):
         raise typer.Exit(1)
 
 
-def show(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
-    """Prints the tables."""
+def print_rows(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
+    """Prints the rows, and why some of them have no speeds."""
     title = f"{'toy model ' if is_toy(settings.model) else ''}{settings.model.resolve().name}"
-    for batch in settings.batches:
-        console.print(report.table(rows, batch, title))
-    for reason in report.reasons(rows):
-        console.print(f"[red]{escape(reason)}[/]", highlight=False)
+    speeds = "tokens_per_second.median", "tokens_per_second.low", "tokens_per_second.high", "ratio_to_stock"
+    counts = [f"counters.{name}" for name in ("misses", "prefetches", "bytes", "stall_seconds")]
+    columns = "verdict", "equal_requests", "requests", *speeds, "ttft.median", "tpot.median", "hit_rate", *counts
+    shown = [row.plain() | {"label": row.configuration.label} for row in rows]
+    show(title, shown, "batch", "label", *columns)
+    for row in rows:
+        if not row.is_measured:
+            console.print(f"[red]{escape(row.configuration.label)}, batch {row.batch}: {escape(row.why)}[/]")
     guarded = [row for row in rows if row.verdict == "differs" and row.configuration.speculation != "none"]
     if guarded and settings.guard == "on" and settings.dtype != "float32":
         console.print(_SHAPES)

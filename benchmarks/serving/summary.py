@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from bound import Counts, other_per_step, run_bound, run_in_turn
 from common import Spread
-from plan import FULL, Configuration
+from plan import Configuration
 
 
 @dataclass(frozen=True)
@@ -27,26 +26,15 @@ class Run:
         return self.result
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second of fast memory and of the path over which missing experts come."""
-
-    fast: float
-    slow: float
-
-
 @dataclass
 class Row:
     """One configuration at one batch size. Speeds are None until its tokens have been found to be stock's.
 
     Attributes:
-        verdict: ``same``, ``lossy`` (a budget: its tokens are its own), ``rounded`` (not the same, and not meant to be:
-            it sums in another order than stock), ``differs``, ``failed`` or ``pending`` (stock has not answered yet).
+        verdict: ``same``, ``rounded`` (not the same, and not meant to be: it sums in another order than stock),
+            ``differs``, ``failed`` or ``pending`` (stock has not answered yet).
         requests: of all its engines; ``equal_requests``: those with exactly stock's tokens. Of a row that rounds, most
             should be equal: a near-tie of two logits may turn, and then the rest of that request differs.
-        dropped_share: share of its rows' routing weight that a budget dropped.
-        ratio_to_bound: measured seconds over the bound's; 1 is as fast as this machine can be.
-        ratio_in_turn: measured seconds over those in which loads, at the best rate, and computation take turns.
     """
 
     configuration: Configuration
@@ -61,15 +49,11 @@ class Row:
     ratio_to_stock: float | None = None
     cache_ratio: float | None = None
     hit_rate: float | None = None
-    dropped_share: float | None = None
     counters: dict = field(default_factory=dict)
-    bound_tokens_per_second: float | None = None
-    ratio_to_bound: float | None = None
-    ratio_in_turn: float | None = None
 
     @property
     def is_measured(self) -> bool:
-        return self.verdict in ("same", "lossy", "rounded")
+        return self.verdict in ("same", "rounded")
 
     @property
     def rate(self) -> Spread:
@@ -77,17 +61,11 @@ class Row:
         assert self.tokens_per_second is not None, self.verdict
         return self.tokens_per_second
 
-    @property
-    def share(self) -> float:
-        """Share of the experts in fast memory of a row that is measured and not stock's."""
-        assert self.cache_ratio is not None, self.verdict
-        return self.cache_ratio
-
     def plain(self) -> dict:
         return asdict(self) | {"name": self.configuration.name}
 
 
-def rows(plan: list[Configuration], runs: list[Run], batches: list[int], rates: Rates | None) -> list[Row]:
+def rows(plan: list[Configuration], runs: list[Run], batches: list[int]) -> list[Row]:
     """Returns a row for each configuration that has run, batch size by batch size."""
     found: list[Row] = []
     for batch in batches:
@@ -96,8 +74,6 @@ def rows(plan: list[Configuration], runs: list[Run], batches: list[int], rates: 
             stock = table.get(Configuration(None, None, configuration.speculation))
             if row.is_measured and stock is not None and stock.is_measured:
                 row.ratio_to_stock = row.rate.median / stock.rate.median
-        if rates is not None:
-            _add_bounds(list(table.values()), runs, batch, rates)
         found += table.values()
     return found
 
@@ -133,14 +109,14 @@ def _row(configuration: Configuration, batch: int, runs: list[Run], reference: l
     if reference is None:
         return Row(configuration, batch, "pending", "stock has not answered yet")
     measured = [run.answer["batches"][str(batch)] for run in runs]
-    verdict, why = "lossy" if configuration.budget is not None else "same", ""
-    if verdict == "same" and (different := list(_differences(measured, reference))):
+    verdict, why = "same", ""
+    if different := list(_differences(measured, reference)):
         verdict, why = "rounded" if configuration.rounds else "differs", "; ".join(different)
     pairs = [pair for m in measured for pair in zip(m["tokens"], reference, strict=True)]
     row = Row(configuration, batch, verdict, why, len(pairs), sum(said == stocks for said, stocks in pairs))
     if not row.is_measured:
         return row
-    count = sum(map(len, reference))  # a budget changes which tokens are emitted, not how many
+    count = sum(map(len, reference))
     row.tokens_per_second = Spread.of([count / m["seconds"] for m in measured])
     row.ttft = Spread.of([value for m in measured for value in m["ttft"]])
     row.tpot = _spread_of([value for m in measured for value in m["tpot"] if value is not None])
@@ -170,42 +146,9 @@ def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
     row.counters = {name: statistics.median(m["counters"][name] for m in measured) for name in names}
     row.counters["bytes"] = statistics.median(sum(m["counters"]["bytes"].values()) for m in measured)
     row.counters["steps"] = last["steps"]
-    budget = last.get("budget", {})
-    if budget.get("rows"):
-        row.dropped_share = budget["dropped_weight"] / budget["rows"]
     if "speculation" in last:
         row.counters["speculation"] = last["speculation"]
     asked = row.counters["hits"] + row.counters["misses"] + row.counters["cpu_experts"]
     row.hit_rate = row.counters["hits"] / asked if asked else None
     choices = runs[-1].answer["choices"]
     row.cache_ratio = choices["slots"] / choices["experts"]
-
-
-def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> None:
-    """Adds the bounds of the rows, from the fastest run of the same speculation that had all experts resident."""
-    rows_ = [row for row in table if row.is_measured and not row.configuration.is_stock]
-    resident = {row.configuration.speculation: row for row in rows_ if row.configuration.slots == FULL}
-    for row in rows_:
-        full = resident.get(row.configuration.speculation)
-        if full is None or row.configuration.rounds:  # rates of the CPU or the bus were not measured
-            continue
-        expert_bytes = _of(row.configuration, runs)[-1].answer["choices"]["expert_bytes"]
-        fastest, took = min(_seconds(full, runs, batch)), statistics.median(_seconds(row, runs, batch))
-        rest = other_per_step(fastest, _counts(full), expert_bytes, rates.fast)
-        least = run_bound(_counts(row), expert_bytes, rates.fast, rates.slow, rest)
-        row.ratio_to_bound = took / least if least else None
-        row.ratio_in_turn = took / run_in_turn(row.counters["misses"], expert_bytes, rates.slow, fastest)
-        row.bound_tokens_per_second = _tokens(row, runs, batch) / least if least else None
-
-
-def _seconds(row: Row, runs: list[Run], batch: int) -> list[float]:
-    return [run.answer["batches"][str(batch)]["seconds"] for run in _of(row.configuration, runs)]
-
-
-def _tokens(row: Row, runs: list[Run], batch: int) -> int:
-    said = _of(row.configuration, runs)[-1].answer["batches"][str(batch)]["tokens"]
-    return sum(len(tokens) for tokens in said)
-
-
-def _counts(row: Row) -> Counts:
-    return Counts(row.counters["hits"], row.counters["misses"], sum(row.counters["steps"].values()))

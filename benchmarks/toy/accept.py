@@ -1,4 +1,4 @@
-"""Measures the acceptance length of a model's drafters on stock vLLM, one fresh process per method.
+"""Measures the acceptance length of a model's drafters on stock vLLM, one process per method.
 
     python benchmarks/toy/accept.py all
     python benchmarks/toy/accept.py all --only eagle3-5 --only draft-3 --dtype float32
@@ -10,11 +10,10 @@ Acceptance length is 1 + accepted / drafts: the tokens per forward of the target
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import sysconfig
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,15 +24,17 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import held
 from common import RESULTS, ROOT, is_toy, provenance, write_result
+from processes import LiveEngine
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
 CACHE = ROOT / ".cache" / "toy"
 RESULT = RESULTS / "toy_acceptance.json"
 TARGET = "target"
-_COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+_TIMEOUT = 1800.0  # seconds of a start, and of the answers of a kind
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -78,82 +79,36 @@ def summary(counters: dict, outputs: list[list[int]], reference: list[list[int]]
     """Returns the counters of one run and the figures derived from them; ``reference``: tokens without speculation."""
     equal = sum(a == b for a, b in zip(outputs, reference, strict=True))
     result: dict = {**counters, "requests": len(outputs), "requests_equal_to_no_speculation": equal}
-    if counters:
-        drafts = counters["num_drafts"]
-        result["acceptance_length"] = round(1 + counters["num_accepted_tokens"] / drafts, 4)
-        result["acceptance_by_position"] = [round(n / drafts, 4) for n in counters["num_accepted_tokens_per_pos"]]
-    return result
+    return result | ({"acceptance_length": acceptance_length(counters)} if counters else {})
 
 
-def generate(job: dict) -> dict:
-    """Runs vLLM in this process, one kind of text after the other.
+def acceptance_length(counters: dict) -> float:
+    """Returns the tokens that a step with drafts emits."""
+    return round(1 + counters["accepted_tokens"] / counters["drafts"], 4)
+
+
+def generate(job: dict, prompts: list[dict], by_kind: bool) -> dict:
+    """Runs stock vLLM in a process of its own, one kind of text after the other.
 
     Returns:
         "outputs": token ids per request; "counters": speculation counters; "kinds": acceptance length by kind, if any.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=job["target"],
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        dtype=job["dtype"],
-        max_model_len=512,
-        max_num_batched_tokens=2048,
-        max_num_seqs=len(job["prompts"]),
-        gpu_memory_utilization=0.2,
-        speculative_config=job["speculative_config"],
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
-
-    def counted() -> dict[str, Any]:
-        found = {}
-        for metric in llm.get_metrics():
-            name = metric.name.removeprefix("vllm:spec_decode_")
-            if name in _COUNTERS:
-                found[name] = metric.values if hasattr(metric, "values") else metric.value
-        return found
-
     groups: dict[str, list[int]] = {}
-    for number, prompt in enumerate(job["prompts"]):
-        groups.setdefault(prompt["file"] if job["by_kind"] else "", []).append(number)
-    outputs: list[list[int]] = [[]] * len(job["prompts"])
-    kinds, before = {}, counted()
-    for kind, numbers in groups.items():
-        requests = [{"prompt_token_ids": job["prompts"][number]["ids"]} for number in numbers]
-        for number, output in zip(numbers, llm.generate(requests, sampling, use_tqdm=False), strict=True):
-            outputs[number] = list(output.outputs[0].token_ids)
-        after = counted()
-        if kind and after:
-            drafts, accepted = (after[name] - before.get(name, 0) for name in ("num_drafts", "num_accepted_tokens"))
-            kinds[kind] = round(1 + accepted / drafts, 4)
-        before = after
-    return {"outputs": outputs, "counters": before, "kinds": kinds}
-
-
-@app.command(hidden=True)
-def one(job: Path, result: Path) -> None:
-    """Run the job file in this process; called by ``all``."""
-    result.write_text(json.dumps(generate(json.loads(job.read_text()))))
-
-
-def in_fresh_process(method: str, job: dict) -> dict:
-    folder = CACHE / "accept"
-    folder.mkdir(parents=True, exist_ok=True)
-    job_file, result, log = (folder / f"{method}.{kind}" for kind in ("job.json", "json", "log"))
-    job_file.write_text(json.dumps(job))
-    result.unlink(missing_ok=True)
-    command = [sys.executable, str(Path(__file__)), "one", str(job_file), str(result)]
-    with log.open("w") as stream:
-        env = os.environ | {"VLLM_PLUGINS": ""}  # stock: no line of the plugin is loaded
-        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=env, check=False).returncode
-    if code:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise RuntimeError(f"{method} failed with exit code {code}:\n{tail}")
-    return json.loads(result.read_text())
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(prompt["file"] if by_kind else "", []).append(number)
+    outputs: list[list[int]] = [[]] * len(prompts)
+    kinds: dict[str, float] = {}
+    counters: Counter[str] = Counter()
+    with closing(LiveEngine(job, True, _TIMEOUT)) as engine:
+        for kind, numbers in groups.items():
+            answer = engine.batch([prompts[number]["ids"] for number in numbers], job["output_tokens"])
+            for number, tokens in zip(numbers, answer["tokens"], strict=True):
+                outputs[number] = tokens
+            found = answer["counters"].get("speculation", {})
+            counters.update(found)
+            if kind and found:
+                kinds[kind] = acceptance_length(found)
+    return {"outputs": outputs, "counters": dict(counters), "kinds": kinds}
 
 
 def portable(config: dict | None) -> dict | None:
@@ -161,6 +116,11 @@ def portable(config: dict | None) -> dict | None:
     if config is None or "model" not in config:
         return config
     return {**config, "model": Path(config["model"]).name}
+
+
+@app.callback()
+def named() -> None:
+    """Makes ``all`` a command with a name, which recorded commands give."""
 
 
 @app.command("all")
@@ -183,11 +143,15 @@ def run_all(
     if not only or any(name.startswith("int8") for name in only):
         int8_copy(models / TARGET, int8)
     toy = is_toy(models / TARGET)
-    job: dict[str, Any] = {"target": str(models / TARGET), "dtype": dtype, "max_tokens": max_tokens}
-    job |= {"prompts": held_out(models / TARGET, count, length), "by_kind": not toy}
+    asked = held_out(models / TARGET, count, length)
+    options = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False, "dtype": dtype}
+    options |= {"disable_log_stats": False, "max_model_len": 512, "max_num_batched_tokens": 2048}
+    options |= {"max_num_seqs": count, "gpu_memory_utilization": 0.2}
+    job: dict[str, Any] = {"model": str(models / TARGET), "spac": None, "seed": 0, "output_tokens": max_tokens}
+    job |= {"options": options}
     reference, results = None, {}
     for method in [name for name in table if not only or name == "none" or name in only]:
-        answer = in_fresh_process(method, {**job, "speculative_config": table[method]})
+        answer = generate(job | {"speculative": table[method]}, asked, not toy)
         reference = reference or answer["outputs"]
         results[method] = {"config": portable(table[method])}
         results[method] |= summary(answer["counters"], answer["outputs"], reference)
@@ -203,7 +167,7 @@ def run_all(
         "decoding": "greedy",
         "new_tokens": max_tokens,
         "prompt_tokens": length,
-        "prompt_files": [prompt["file"] for prompt in job["prompts"]],
+        "prompt_files": [prompt["file"] for prompt in asked],
         "methods": results,
     }
     write_result(output, record)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated
 
 import torch
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.progress import Progress
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -136,7 +136,6 @@ PRESETS = {  # hidden and expert intermediate size of published models
     "deepseek-v2-lite": (2048, 1408),
     "mixtral-8x7b": (4096, 14336),
 }
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _HELP = """Write a copy of the toy model with larger experts and the same function.
 
 Examples:
@@ -151,10 +150,10 @@ Examples:
 
 def parse_bytes(text: str) -> int:
     """``"9.4MB"``, ``"8MiB"`` or a plain number -> bytes."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise typer.BadParameter(f"{text!r} is not a size such as 9.4MB or 8MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise typer.BadParameter(f"{text!r} is not a size such as 9.4MB or 8MiB") from error
 
 
 @app.command(help=_HELP)

@@ -2,7 +2,7 @@
 
 Stock vLLM's tokens may depend on the batch: if a kernel splits its work by the number of rows, the rounding of a row
 depends on its neighbours, and a near-tie between the two best tokens is then decided by how steps are formed. On a CPU
-with AMX this is what bfloat16 does; ``benchmarks/serving/batches.py`` measures it. So there are two ways to compare:
+with AMX this is what bfloat16 does; ``benchmarks/results/batches.md`` measured it. So there are two ways to compare:
 
 - Both runs have the same steps: all requests are queued before the first one, and nothing time-dependent affects how
   many rows a step has. That excludes servers, and speculation with ``guard=on``. Any dtype will do.

@@ -1,4 +1,4 @@
-"""Provenance, results that refuse to lack it, and the rates of this machine."""
+"""Provenance, results that refuse to lack it, and how results are shown."""
 
 from __future__ import annotations
 
@@ -31,13 +31,7 @@ def test_provenance_names_code_machine_and_command(in_git, monkeypatch):
     assert found["git"] == {"commit": "c0ffee", "dirty": True}
     assert set(found["versions"]) == {"python", "vllm_spac", "torch", "vllm", "transformers"}
     assert found["machine"]["cores"] >= 1 and found["machine"]["ram_bytes"] > 0 and found["machine"]["cpu"]
-    assert found["machine"]["disk_read"] is None
     json.dumps(found)
-
-
-def test_provenance_carries_the_disk_rate(in_git):
-    rate = common.Rate(common.Spread.of([1.0, 3.0, 2.0]), "reads")
-    assert common.provenance(rate)["machine"]["disk_read"]["bytes_per_second"]["median"] == 2.0
 
 
 def test_a_copy_without_git_is_said_to_be_one(tmp_path, monkeypatch, capsys):
@@ -94,51 +88,6 @@ def test_toy_models_are_known(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(common.TOY)
     assert common.is_toy(link / "models" / "target")
-
-
-def test_memory_copy_rate_is_repeated():
-    rate = common.memory_copy_rate(size=1 << 20, threads=2, repeats=3)
-    spread = rate.bytes_per_second
-    assert spread.repeats == 3 and 0 < spread.low <= spread.median <= spread.high == rate.best
-    assert rate.details == {"bytes": 1 << 20, "threads": 2}
-
-
-def test_measurements_end_in_time():
-    assert common.memory_copy_rate(size=1 << 20, repeats=10**9, seconds=0.05).bytes_per_second.repeats < 10**6
-    assert common.memory_copy_rate(size=1 << 20, seconds=0.0).bytes_per_second.repeats == 1
-
-
-@pytest.mark.parametrize("size", [common.PAGE, 3 * common.PAGE + 100])
-def test_disk_read_rates_leave_nothing_behind(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(common, "_MAX_FILES", 8)
-    rates = common.disk_read_rates(tmp_path, size, threads=3, repeats=2)
-    assert [rate.details["threads"] for rate in rates.values()] == [1, 3]
-    for rate in rates.values():
-        assert rate.bytes_per_second.repeats == 2 and rate.best > 0
-        assert rate.details["file_bytes"] == size and rate.details["files"] == 8
-    assert not list(tmp_path.iterdir())
-
-
-def test_disk_reads_read_everything(tmp_path, monkeypatch):
-    """A rate would be too good if a reader stopped early: every byte of every file arrives."""
-    arrived = []
-    preadv = common.os.preadv
-
-    def counted(*arguments):
-        arrived.append(preadv(*arguments))
-        return arrived[-1]
-
-    monkeypatch.setattr(common, "_MAX_FILES", 4)
-    monkeypatch.setattr(common.os, "preadv", counted)
-    common.disk_read_rates(tmp_path, 3 * common.PAGE, threads=2, repeats=1)
-    assert sum(arrived) == 2 * 4 * 3 * common.PAGE  # sequential and parallel
-
-
-def test_a_file_system_without_direct_reads_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "_opens_direct", lambda path: False)
-    monkeypatch.setattr(common, "_MAX_FILES", 2)
-    rates = common.disk_read_rates(tmp_path, 5000, threads=2, repeats=1)
-    assert {rate.details["direct"] for rate in rates.values()} == {False}
 
 
 def test_speed_over_the_same_drafts_exact():

@@ -109,12 +109,11 @@ def test_three_take_turns_in_every_order() -> None:
     assert len(set(found)) == 6 and all(sorted(order) == [0, 1, 2] for order in found)
 
 
-def test_the_base_may_have_an_engine_of_its_own() -> None:
+def test_one_engine_is_both_where_it_pauses_what_it_adds() -> None:
     base, other = paired.Side.parse("spac", "25%"), paired.Side.parse("spac speculation=eagle3", "25%")
     arm, pauses = paired.Arm, other.beyond(base)
-    assert paired._arms((base, other), [], False) == [arm(base), arm(other)]
-    assert paired._arms((base, other), pauses, False) == [arm(other, ("speculation",)), arm(other)]
-    assert paired._arms((base, other), pauses, True) == [arm(other, ("speculation",)), arm(other), arm(base)]
+    assert paired._arms((base, other), []) == [arm(base), arm(other)]
+    assert paired._arms((base, other), pauses) == [arm(other, ("speculation",)), arm(other)]
     drafts = plan.Drafts(4, Path("e"), Path("f"))
     job = base.job(run.Settings(Path("m"), (1,), 4, 4, 0, True, None, Path("d"), drafts, 1.0))
     assert job["speculative"] is None, "no drafter is loaded"
@@ -126,19 +125,15 @@ def answer(tokens: int, seconds: float) -> dict:
     }  # fmt: skip
 
 
-def test_a_row_compares_with_both_bases_by_turns_and_by_totals() -> None:
-    """The first turn of a start is warm. Then 10 tokens in 1, 2 and 4 s against 2 s, and against 1 s."""
-    said = [[[answer(10, 2.0), answer(10, 9.0), answer(10, 1.0)]] + [
-        [answer(10, 2.0), answer(10, seconds), answer(10, 1.0)] for seconds in (1.0, 2.0, 4.0)
-    ]]  # fmt: skip
+def test_a_row_compares_by_turns_and_by_totals() -> None:
+    """The first turn of a start is warm. Then 10 tokens in 1, 2 and 4 s against 2 s."""
+    said = [[[answer(10, 2.0), answer(10, seconds)] for seconds in (9.0, 1.0, 2.0, 4.0)]]
     row = paired._row("25%", said, 1, 0)
     assert row["ratios"] == [2.0, 1.0, 0.5] and row["ratio"] == 1.0 and row["tokens_equal"]
     assert row["ratio_of_totals"] == pytest.approx(6 / 7), "30 tokens in 7 s against 30 in 6 s"
-    assert row["own_base"]["ratio"] == 0.5 and row["own_base"]["ratio_of_totals"] == pytest.approx(3 / 7)
-    assert row["own_base"]["base"]["tokens_per_second"] == [10.0] * 3 and row["ratio_of_starts"] == [1.0]
-    assert "own_base" not in paired._row("25%", [[turn[:2] for turn in start] for start in said], 1, 0)
-    said[0][2][2]["tokens"] = [[7]]
-    assert not paired._row("25%", said, 1, 0)["tokens_equal"], "of all arms"
+    assert row["base"]["tokens_per_second"] == [5.0] * 3 and row["ratio_of_starts"] == [1.0]
+    said[0][2][1]["tokens"] = [[7]]
+    assert not paired._row("25%", said, 1, 0)["tokens_equal"]
 
 
 def test_the_seconds_of_a_step_leave_the_prompt_out() -> None:

@@ -28,7 +28,6 @@ proportions = importlib.import_module("proportions")
 probe = importlib.import_module("probe")
 scale = importlib.import_module("scale")
 ladder = importlib.import_module("ladder")
-ladder_report = importlib.import_module("ladder_report")
 tiers = importlib.import_module("tiers")
 executors = importlib.import_module("executors")
 host_probe = importlib.import_module("host_probe")
@@ -261,13 +260,6 @@ def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
         ladder.rungs(["prefetch"], "oracle")
 
 
-def test_the_cost_of_pacing_is_that_of_the_same_engine() -> None:
-    unpaced, paced = (side.knobs for side in ladder.sides(ladder.pacing_cost(), "25%"))
-    assert {name for name in paced if paced[name] != unpaced[name]} == {"store", "cpu_kernel"}
-    for knobs in (unpaced, paced):
-        SpacConfig.parse(knobs)
-
-
 def test_engines_take_turns_in_groups_with_the_first_two() -> None:
     assert ladder.groups(6, 9) == [[0, 1, 2, 3, 4, 5]]
     assert ladder.groups(6, 4) == [[0, 1, 2, 3], [0, 1, 4, 5]]
@@ -330,12 +322,6 @@ def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch)
     rows = [{"rung": "reuse", "answers": []}]
     scaled_run._judge(rows, run, warm=1)
     assert rows == [{"rung": "reuse"}]
-
-
-def test_table() -> None:
-    rows = served()
-    rows[0]["rung"] = "resident"
-    assert ladder_report.table(rows, "t").row_count == 3
 
 
 def test_drafts_and_disturbed_runs_are_told() -> None:
@@ -405,5 +391,3 @@ def test_the_profile_of_the_simulator_adds_up_to_a_layer() -> None:
     assert found.factor == pytest.approx(2e-3 / real.layer_seconds)
     costs.check_experts("it", nbytes, "host")
     assert json.loads(json.dumps(found.plain()))["machine"]["machine"] == "rtx4090"
-    faster = found.faster_than_here()
-    assert faster.expert_bytes == nbytes

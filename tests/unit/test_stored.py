@@ -1,4 +1,4 @@
-"""The toy model's weights are unpacked once, and what left the tree comes back from the history."""
+"""Models and traces are unpacked once, and what left the tree comes back from the history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ stored = importlib.import_module("stored")
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"
     (folder / "target").mkdir(parents=True)
-    monkeypatch.setattr(stored, "MODELS", folder)
+    monkeypatch.setattr(stored, "BENCHMARKS", folder)
     return folder
 
 
@@ -34,12 +34,23 @@ def test_weights_are_unpacked_once_and_again_when_they_change(models: Path) -> N
     assert stored.unpack() == [weights] and weights.read_bytes() == b"others"
 
 
-def test_the_weights_in_the_tree_are_unpacked() -> None:
-    """The tests' start has done it; what is packed is what engines read."""
-    found = sorted(stored.MODELS.rglob("*.xz"))
-    assert found
+@pytest.mark.parametrize("data", [b"", b"a", b"lulu", b"lulul", bytes(range(256)) * 5])
+@pytest.mark.parametrize("name", ["none1.trace", "model.safetensors"])
+def test_what_is_packed_is_unpacked(models: Path, data: bytes, name: str) -> None:
+    (models / name).write_bytes(data)
+    packed = stored.pack(models / name)
+    (models / name).unlink()
+    assert stored.unpack() == [models / name] and (models / name).read_bytes() == data
+    assert packed.name == ("model.safetensors.halves.xz" if name == "model.safetensors" else "none1.trace.xz")
+
+
+def test_what_is_in_the_tree_is_unpacked() -> None:
+    """The tests' start has done it; what is packed is what engines and simulations read."""
+    found = sorted(stored.BENCHMARKS.rglob("*.xz"))
+    assert {path.parent.name for path in found} == {"target", "draft", "eagle3", "traces", "local", "real"}
     for packed in found:
-        assert lzma.decompress(packed.read_bytes()) == packed.with_suffix("").read_bytes()
+        path = packed.with_name(packed.name.removesuffix(".xz").removesuffix(stored.HALVES))
+        assert stored.content(packed) == path.read_bytes(), packed
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -15,15 +15,9 @@ TOKENIZER = accept.Tokenizer.from_file(str(accept.MODELS / "target" / "tokenizer
 
 
 def test_acceptance_length_is_one_plus_accepted_per_draft():
-    counters = {
-        "num_drafts": 4,
-        "num_draft_tokens": 12,
-        "num_accepted_tokens": 6,
-        "num_accepted_tokens_per_pos": [3, 2, 1],
-    }
+    counters = {"drafts": 4, "draft_tokens": 12, "accepted_tokens": 6}
     result = accept.summary(counters, [[1, 2], [3, 4]], [[1, 2], [3, 5]])
     assert result["acceptance_length"] == 2.5
-    assert result["acceptance_by_position"] == [0.75, 0.5, 0.25]
     assert result["requests_equal_to_no_speculation"] == 1
 
 
