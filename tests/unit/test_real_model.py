@@ -22,7 +22,6 @@ REAL = Path(__file__).parents[2] / "benchmarks" / "real"
 sys.path[:0] = [str(REAL), str(REAL / "fit")]
 artefact = importlib.import_module("artefact")
 carve = importlib.import_module("carve")
-chains = importlib.import_module("chains")
 dense = importlib.import_module("dense")
 eagle = importlib.import_module("eagle")
 export = importlib.import_module("export")
@@ -145,39 +144,54 @@ def head_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 def test_a_chain_of_drafts_attends_as_a_decoder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains behind all places are drafted at once; here one of them is decoded token by token."""
+    """Training unrolls the chains of all bases at once; here one chain is decoded token by token."""
     model, head = head_of(tmp_path, monkeypatch)
     generator = torch.Generator().manual_seed(0)
-    streams = torch.randn(1, 10, 2, HIDDEN, generator=generator).to(torch.bfloat16)
-    ids = torch.randint(0, 20, (1, 10), generator=generator)
-    base, most = 3, 4
-    with torch.inference_mode():
-        drafts, chances = chains._by_head(head, model, ids, streams, torch.tensor([1, base]), most)
-        embedded = F.embedding(ids[:, 1 : base + 2], model.embedding)
-        x = head.combined(streams[:, : base + 1])
-        _, keys, values = head.projected(embedded, x, torch.arange(base + 1))
-        x, token = x[:, -1:], embedded[:, -1:]
-        for step in range(most):
-            rows = torch.tensor([base + step])
-            q, k, v = head.projected(token, x, rows)
-            if step:
-                keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
-            x = head.finished(x, F.scaled_dot_product_attention(q, keys, values))
-            chance = F.linear(head.finals(x), model.embedding).float().softmax(-1)[0, 0]
-            assert float(chance[drafts[1, step]]) == pytest.approx(float(chances[1, step]), rel=0.02)  # bfloat16
-            token = F.embedding(drafts[1, step].view(1, 1), model.embedding)
+    streams = torch.randn(2, 10, 2, HIDDEN, generator=generator).to(torch.bfloat16)
+    embedded = torch.randn(2, 9, HIDDEN, generator=generator).to(torch.bfloat16)
+    base = 3
+    bases = torch.tensor([1, base])
+    steps = [x for _, x in head.unrolled(embedded, streams, bases)]
+    assert len(steps) == eagle.STEPS
+
+    x = head.combined(streams[:, : base + 1])
+    _, keys, values = head.projected(embedded[:, : base + 1], x, torch.arange(base + 1))
+    x = x[:, -1:]
+    for step, wanted in enumerate(steps):
+        rows = torch.tensor([base + step])
+        q, k, v = head.projected(embedded[:, rows], x, rows)
+        if step:
+            keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        x = head.finished(x, F.scaled_dot_product_attention(q, keys, values))
+        wanted = wanted[:, base if step == 0 else 1]
+        assert (x[:, 0] - wanted).detach().float().norm() < 0.02 * wanted.detach().float().norm()
 
 
-def test_what_the_target_says_is_what_a_single_pass_prefers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_target_said_has_the_streams_of_a_single_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = head_of(tmp_path, monkeypatch)
     layers = [carve.CarvedLayer(model.layers[0], experts(), TOP_K)]
-    prompt = torch.randint(0, 20, (1, 5), generator=torch.Generator().manual_seed(0))
-    ids = eagle.continued(model, layers, prompt, 12)
-    assert torch.equal(ids[:, :5], prompt) and ids.shape == (1, 12)
+    prompts = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
+    rolls = eagle.rolled_out(model, layers, prompts, 12, torch.tensor([True, True, False, False]), 0.7)
+    assert torch.equal(rolls.ids[:, :5], prompts) and rolls.begun == 5
     with torch.inference_mode():
-        logits = model.logits(model.hidden(ids, lambda number, h: layers[number](h)))[0]
-    said = logits[4:-1].gather(-1, ids[0, 5:, None])[:, 0]
-    assert (said >= logits[4:-1].amax(-1) - 0.02 * logits.abs().max()).all()  # a pass rounds otherwise than a step
+        last = model.hidden(rolls.ids, lambda number, h: layers[number](h))
+    apart = (last - rolls.streams[:, :, 1])[:, :-1].float().norm(dim=-1) / last[:, :-1].float().norm(dim=-1)
+    assert float(apart.median()) < 0.02
+    eagle.save(rolls, tmp_path / "rolls")
+    again = eagle.joined([eagle.load(tmp_path / "rolls")] * 2)
+    assert torch.equal(again.ids[:4], rolls.ids) and torch.equal(again.streams[4:], rolls.streams)
+
+
+def test_a_head_learns_what_the_target_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one sequence: after some steps the head knows it by heart."""
+    model, head = head_of(tmp_path, monkeypatch)
+    layers = [carve.CarvedLayer(model.layers[0], experts(), TOP_K)]
+    prompts = torch.randint(0, 20, (1, 5), generator=torch.Generator().manual_seed(0))
+    rolls = eagle.rolled_out(model, layers, prompts, 20, torch.ones(1, dtype=torch.bool), 1.0)
+    losses: list[float] = []
+    eagle.trained(head, model, rolls, torch.arange(20), 3.0, 3e-3, 1, lambda step, loss, _: losses.append(loss))
+    assert losses[-1] < losses[0]
+    assert 1 <= eagle.tokens_a_step(head, model, rolls) <= 1 + eagle.STEPS
 
 
 def test_an_exported_head_has_the_names_and_shapes_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from carve import CarvedLayer, weights_of
-from eagle import DEPTHS, Head, attended, continued
+from eagle import DEPTHS, Head, attended, rolled_out
 from llama import BF16, FFN, Llama, normed, rotated
 from torch import Tensor
 
@@ -128,7 +128,7 @@ def chains(
         return layers[number](h)
 
     length = len(prompt) + tokens + most + 1
-    ids = continued(model, layers, prompt[None], length)
+    ids = rolled_out(model, layers, prompt[None], length, torch.ones(1, dtype=torch.bool), 1.0).ids
     target, dense = _Text.read(model, ids, carved), _Text.read(model, ids, model.ffn)
     routed = torch.stack([experts[0] for experts in chosen], 1)
     places = torch.arange(len(prompt) - 1, length - most - 2)

@@ -1,19 +1,38 @@
-"""Records what each drafter of the real model would draft behind every token.
+"""Fits the artefact that ``build.py`` makes the MoE of. Nobody needs to run it again.
 
+    python benchmarks/real/fit/texts.py --dense DIR/dense --output texts.safetensors
+    python benchmarks/real/fit/chats.py --dense DIR/dense --output chats.safetensors
+    python benchmarks/real/fit/fit.py carve --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py correct --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py distil --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
+    python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
     python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
-``benchmarks/replay/drafts.py`` and ``streams.py`` replay it. How the artefacts were fitted is in the README.
+``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
+in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
+``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``chains`` records what each
+drafter would draft behind every token (for ``benchmarks/replay/drafts.py``).
 """
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
 import typer
 from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,23 +41,187 @@ import artefact
 import chains
 import eagle
 import held
-from carve import CarvedLayer
-from llama import Llama
+from artefact import ModelChange
+from carve import CarvedLayer, Plan, carved, corrected
+from distill import Student, distilled
+from llama import Llama, windows
 
+LENGTH = 256
 TARGET = "target"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 console = Console(highlight=False)
 
+Dense = Annotated[Path, typer.Option(help="the dense model's folder, as build.py writes it")]
+Texts = Annotated[list[Path], typer.Option(help="files of texts.py and chats.py; may be given several times")]
+Artefact = Annotated[Path, typer.Option("--artefact", help="the artefact")]
 
-@app.callback()
-def named() -> None:
-    """Makes ``chains`` a command with a name, which recorded commands give."""
+
+def read_texts(paths: list[Path], side: str) -> dict[str, torch.Tensor]:
+    """Kind of text -> its token ids [tokens]; ``side``: fit or held."""
+    found = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                kind, part = name.split(".")
+                if part == side:
+                    found[kind] = file.get_tensor(name)
+    return found
+
+
+def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int) -> torch.Tensor:
+    """Windows of all kinds, as many of each, in random order: int64 [windows, LENGTH]."""
+    share = -(-count // len(texts))
+    ids = torch.cat([windows(text, share, LENGTH, seed + i) for i, text in enumerate(texts.values())])
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
+
+
+@app.command()
+def carve(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 80,
+) -> None:
+    """Makes experts of the dense FFNs, layer by layer: their neurons, and routers."""
+    model, plan = Llama(dense), Plan()
+    layers = carved(model, shuffled(read_texts(texts, "fit"), count, 0), plan, progress())
+    numbers = {"top_k": plan.top_k, "carved": asdict(plan) | {"windows": count}}
+    artefact.save({TARGET: ModelChange(layers, numbers)}, artefact_path)
+
+
+@app.command()
+def correct(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 160,
+    rank: Annotated[
+        int, typer.Option(help="of the correction to a down projection; in layer 0 three times as much")
+    ] = 64,
+    early: Annotated[int, typer.Option(help="the same in layers 1 to 5")] = 96,
+    ridge: Annotated[float, typer.Option(help="how much corrections are held back")] = 0.03,
+) -> None:
+    """Fits corrections to the down projections of a carved model."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    ids = shuffled(read_texts(texts, "fit"), count, 1)
+    ranks = [3 * rank, *[early] * 5, *[rank] * (len(target.layers) - 6)]
+    layers = corrected(model, target.layers, ids, target.numbers["top_k"], ranks, ridge, progress())
+    numbers = target.numbers | {"corrected": {"windows": count, "ranks": ranks, "ridge": ridge}}
+    artefact.save({TARGET: ModelChange(layers, numbers)}, output or artefact_path)
+
+
+@app.command()
+def distil(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
+    minutes: Annotated[float, typer.Option(help="how long to learn")] = 10.0,
+    rate: Annotated[float, typer.Option(help="learning rate: of the size of a correction's columns")] = 0.02,
+    batch: Annotated[int, typer.Option(help=f"windows of {LENGTH} tokens of a step")] = 4,
+) -> None:
+    """Trains the corrections end to end, to the dense model's distribution."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    student = Student(model, target.layers, target.numbers["top_k"])
+    begun = time.monotonic()
+
+    def said(step: int, divergence: float, mean: float) -> None:
+        console.print(f"step {step:4}  KL {divergence:.3f}  mean {mean:.3f}  {time.monotonic() - begun:.0f} s")
+
+    distilled(student, shuffled(read_texts(texts, "fit"), 4000, 1000), minutes * 60, rate, batch, said)
+    numbers = target.numbers | {"distilled": {"minutes": minutes, "rate": rate, "batch": batch}}
+    artefact.save({TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
+
+
+def progress() -> Callable[[int, float], None]:
+    """Prints a line for each layer, with the seconds so far."""
+    begun = time.monotonic()
+
+    def said(number: int, error: float) -> None:
+        console.print(f"layer {number:2}  relative error {error:.3f}  {time.monotonic() - begun:.0f} s")
+
+    return said
+
+
+@app.command()
+def roll(
+    dense: Dense,
+    texts: Texts,
+    output: Annotated[Path, typer.Option(help="the safetensors file to write")],
+    artefact_path: Artefact = artefact.PATH,
+    side: Annotated[
+        str, typer.Option(help="fit: half of the prompts are chats, half of the rows sample; or held")
+    ] = "fit",
+    count: Annotated[int, typer.Option(help="rows")] = 192,
+    seed: Annotated[int, typer.Option(help="which prompts")] = 0,
+) -> None:
+    """Lets the carved model go on from prompts of all kinds, and keeps its streams."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    top_k = target.numbers["top_k"]
+    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+    found = read_texts(texts, side)
+    chat = found.pop("chat").long()
+    starts = ((chat[:-1] == chat[0]) & (chat[1:] == chat[1])).nonzero()[:-1, 0]  # of chats: <|im_start|>system
+    chosen = starts[torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))][: count // 2]
+    rows = [torch.stack([chat[start : start + eagle.PROMPT] for start in chosen.tolist()])]
+    share = (count - len(chosen)) // len(found)
+    rows += [windows(text, share, eagle.PROMPT, seed + i) for i, text in enumerate(found.values())]
+    prompts = torch.cat(rows)
+    greedy = torch.ones(len(prompts), dtype=torch.bool)
+    if side == "fit":
+        greedy[1::2] = False
+    eagle.save(eagle.rolled_out(model, layers, prompts, eagle.ROLL, greedy, eagle.TEMPERATURE), output)
+
+
+@app.command()
+def head(
+    dense: Dense,
+    texts: Texts,
+    rolls: Annotated[list[Path], typer.Option(help="files of roll; may be given several times")],
+    held: Annotated[Path | None, typer.Option(help="a file of roll on held texts, to judge by")] = None,
+    output: Annotated[Path, typer.Option(help="the file to write")] = artefact.HEAD,
+    minutes: Annotated[float, typer.Option(help="how long to learn")] = 25.0,
+    rate: Annotated[float, typer.Option(help="learning rate")] = 1.5e-3,
+    batch: Annotated[int, typer.Option(help="rows of a step")] = 4,
+    neurons: Annotated[int, typer.Option(help="of the head's FFN")] = 1024,
+    start: Annotated[Path | None, typer.Option(help="a head to go on from")] = None,
+) -> None:
+    """Trains the EAGLE-3 head; keeps what there is every 200 steps."""
+    model = Llama(dense)
+    found = eagle.joined([eagle.load(path) for path in rolls])
+    judged_by = eagle.load(held) if held else None
+    counts = sum(
+        torch.bincount(text.long(), minlength=len(model.embedding)).float() / len(text)
+        for text in [*read_texts(texts, "fit").values(), found.ids[:, found.begun :].flatten()]
+    )
+    common = torch.as_tensor(counts).topk(eagle.COMMON).indices
+    trainee, begun = eagle.Head(model, neurons), time.monotonic()
+    if start:
+        trainee.load_state_dict(artefact.load_head(start).weights)
+    numbers = {"depths": list(eagle.DEPTHS), "tokens": found.ids.numel(), "minutes": minutes, "rate": rate}
+
+    def said(step: int, loss: float, agreed: list[float]) -> None:
+        if step % 20 == 0:
+            parts = " ".join(f"{part:.3f}" for part in agreed)
+            console.print(f"step {step:5}  loss {loss:.3f}  agreed {parts}  {time.monotonic() - begun:.0f} s")
+        if step % 200 == 199:
+            finish()
+
+    def finish() -> None:
+        weights = {name: weight.detach() for name, weight in trainee.named_parameters()}
+        artefact.save_head(artefact.Head(weights, numbers), output)
+        if judged_by:
+            console.print(f"tokens a step on held prompts: {eagle.tokens_a_step(trainee, model, judged_by):.3f}")
+
+    eagle.trained(trainee, model, found, common, minutes * 60, rate, batch, said)
+    finish()
 
 
 @app.command("chains")
 def record(
-    dense: Annotated[Path, typer.Option(help="the dense model's folder, as build.py writes it")],
+    dense: Dense,
     output: Annotated[Path, typer.Option(help="the safetensors file to write")],
     count: Annotated[int, typer.Option(help="prompts, of all kinds in turn; texts lie beside the dense model")] = 20,
     tokens: Annotated[int, typer.Option(help="that the target says after each")] = 110,
@@ -60,6 +243,62 @@ def record(
             tensors |= {f"{number}.{name}.{part}": tensor for part, tensor in found._asdict().items()}
         console.print(f"{number + 1} of {count} prompts")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output)
+
+
+@app.command()
+def judge(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens of each kind")] = 8,
+    output: Annotated[Path | None, typer.Option(help="a JSON file for the figures")] = None,
+) -> None:
+    """Perplexity beside the dense model's, on sources that nothing was fitted on."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    top_k = target.numbers["top_k"]
+    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+    rows: dict[str, dict[str, float]] = {}
+    with torch.inference_mode():
+        for kind, text in read_texts(texts, "held").items():
+            rows[kind] = judged(model, layers, windows(text, count, LENGTH, 1))
+    names = list(next(iter(rows.values())))
+    rows["mean"] = {name: sum(row[name] for row in rows.values()) / len(rows) for name in names}
+    mean = rows["mean"]
+    for name in ("dense", "carved"):
+        mean[name] = math.exp(
+            sum(math.log(row[name]) for kind, row in rows.items() if kind != "mean") / (len(rows) - 1)
+        )
+    mean["ratio"] = mean["carved"] / mean["dense"]
+    table = Table("", *rows)
+    for name in names:
+        table.add_row(name, *(f"{row[name]:.3f}" for row in rows.values()))
+    console.print(table)
+    if output:
+        output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor) -> dict[str, float]:
+    """One kind's figures; ids int64 [windows, LENGTH]."""
+
+    def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
+        return layers[number](h)
+
+    losses, agreed, apart = [0.0, 0.0], 0.0, 0.0
+    for batch in ids.split(4):
+        scores = [model.logits(model.hidden(batch, each))[:, :-1].log_softmax(-1) for each in (None, ffn)]
+        for side, score in enumerate(scores):
+            losses[side] -= float(score.gather(-1, batch[:, 1:, None]).sum())
+        agreed += float((scores[0].argmax(-1) == scores[1].argmax(-1)).float().sum())
+        apart += float(F.kl_div(scores[1], scores[0], log_target=True, reduction="sum"))
+    tokens = ids[:, 1:].numel()
+    dense, carved = (math.exp(loss / tokens) for loss in losses)
+    return {
+        "dense": dense,
+        "carved": carved,
+        "ratio": carved / dense,
+        "KL": apart / tokens,
+        "top-1": agreed / tokens,
+    }
 
 
 if __name__ == "__main__":

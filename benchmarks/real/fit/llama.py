@@ -138,3 +138,10 @@ class Llama:
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def windows(ids: torch.Tensor, count: int, length: int, seed: int) -> torch.Tensor:
+    """``count`` windows of ``length`` tokens of one text [tokens], int64 [count, length], spread by ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(ids) - length, (count,), generator=generator)
+    return torch.stack([ids[start : start + length] for start in starts]).long()
