@@ -68,9 +68,9 @@ def recipes() -> dict[str, Recipe]:
     shadow = shadow_recall()
     ahead = f"oracle@reach=1@recall={recall:.3f}@extra={EXTRA}"
     found = {
-        "LRU": Recipe("", "none1", "lru"),
-        "LRU, CPU experts": Recipe("", "none1", "lru", "waterfill"),
-        "LRU, drafts": Recipe("", "draft4_1", "lru"),
+        "LRU": Recipe("", "none1", "layer_lru"),
+        "LRU, CPU experts": Recipe("", "none1", "layer_lru", "waterfill"),
+        "LRU, drafts": Recipe("", "draft4_1", "layer_lru"),
         "MoE-SpAc": Recipe("moe-spac", "draft8_1", RECIPE.policy, RECIPE.balancer, RECIPE.prefetch),
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
         "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
@@ -150,7 +150,7 @@ def facts(name: str, recipe: Recipe, share: float, found: Outcome, tokens: int) 
         "lossy": bool(recipe.budget),
         "drafts": recipe.trace,
         "share": share,
-        "tokens_per_second": 1 / (found.tpot or float("nan")),
+        "tokens_per_second": tokens / found.seconds,
         "hit_rate": found.hit_rate,
         "cpu_share": found.cpu / max(1, found.hits + found.misses + found.cpu),
         "read_per_token": (found.loads + found.prefetches) / tokens,
