@@ -72,6 +72,7 @@ def recipes() -> dict[str, Recipe]:
         "LRU, CPU experts": Recipe("", "none1", "layer_lru", "waterfill"),
         "LRU, drafts": Recipe("", "draft4_1", "layer_lru"),
         "MoE-SpAc": Recipe("moe-spac", "draft8_1", RECIPE.policy, RECIPE.balancer, RECIPE.prefetch),
+        "SP-MoE's drafts, on demand": Recipe("", "draft4_1", known["sp-moe"]["policy"]),
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
         "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
         "OD-MoE, one machine": Recipe(
