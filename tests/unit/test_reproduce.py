@@ -102,8 +102,8 @@ SENTENCES = (
     LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"
     "it is {{ row.speedup|f }} times (95 % interval {{ row.speedup_interval|span(2, ' – ') }})",
     "{% set chosen = result('speculation_real').rows|selectattr('drafts', 'eq', 'chosen')|list %}"
-    "{% set head = chosen[1] %}"
-    "of an EAGLE-3 head give {{ head.ratio|f }} times ({{ head.low|f }} – {{ head.high|f }}) the tokens/s of none",
+    "{% set grams, head = chosen[0], chosen[1] %}give {{ grams.ratio|f }} times (n-grams, {{ grams.low|f }} –"
+    " {{ grams.high|f }}) and {{ head.ratio|f }} times (an EAGLE-3 head, {{ head.low|f }} – {{ head.high|f }})",
     "{% set row = result('paired_resident_toy').rows[0] %}"
     "(ratio {{ row.ratio|f }}, 95 % interval {{ row.interval|span(2, ' – ') }}, alternating prompts",
     PEERS + "{{ peers[1]|ratio }} times as fast as llama.cpp with as many bytes of weights in RAM",
