@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOYS = ROOT / "benchmarks" / "toy" / "models"
 REAL = ROOT / ".cache" / "real"
 LOGS = ROOT / ".cache" / "demo"
+PICTURE = LOGS / "demo.png"
 DRAFT_TOKENS = 4
 QUESTIONS = (
     "What is the capital of France, and why is it famous?",
@@ -344,6 +345,28 @@ def comparison(what: Subject, ours: Run, stock: Run, rows: list[tuple[str, str]]
     return table, not any(parted)
 
 
+def draw(what: Subject, ours: Run, stock: Run, slots: str, equal: bool) -> None:
+    """RAM and tokens/s of both servers as bars, to ``PICTURE``."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(7, 2.4), layout="constrained")
+    names = (f"plugin, {slots} of the experts", "stock vLLM")
+    panels = [("RAM of the server, GB", [run.memory / 1e9 for run in (ours, stock)], "{:.2f}")]
+    panels += [("tokens/s, one request at a time", [run.rate for run in (ours, stock)], "{:.1f}")]
+    for axis, (title, values, form) in zip(axes, panels, strict=True):
+        bars = axis.barh(names, values, color=("#2a6f97", "#a9a9a9"))
+        axis.bar_label(bars, [form.format(value) for value in values], padding=3)
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.2)
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_yticklabels([])
+    figure.suptitle(f"{what.name}, {'the same' if equal else 'other'} tokens", fontsize=11)
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=150)
+    pyplot.close(figure)
+
+
 def counters(server: Server) -> list[tuple[str, str]]:
     """Returns rows from ``GET /spac/stats``."""
     try:
@@ -397,6 +420,8 @@ def compare(what: Subject, options: argparse.Namespace) -> int:
         stock = complete_all(server, what, show=False)
     table, equal = comparison(what, ours, stock, rows)
     console.print("\n", table, sep="")
+    draw(what, ours, stock, options.slots, equal)
+    console.print(f"As a picture: {PICTURE}", soft_wrap=True)
     console.print("Start this server yourself:" if not what.chats else "Start this server yourself, and chat with it:")
     console.print(own_command(what, options), markup=False, soft_wrap=True, style="bold")
     if what.chats:
