@@ -30,20 +30,20 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import spread
-from common import RESULTS, TRACES, show, write_result
+from common import RESULTS, TRACES, progress, show, write_result
 from moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
+from od_moe import NETWORKS
 from pages import result
 from sp_moe import replayed
 
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
-from vllm_spac.decisions.costs import Costs, Network
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace
 from vllm_spac.tools.traces.replayed import Outcome
 from vllm_spac.tools.traces.simulated_workers import LayerTimes, cacheless
 from vllm_spac.tools.traces.simulation import simulate
 
-NETWORK = Network(latency=45e-6, bandwidth=1.17e9)  # 10 Gbit/s, as od_moe.py assumes
 BUDGETS = (24, 16)
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -169,19 +169,22 @@ def main(
     loaded = {name: one for name, one in spread.load([TRACES / "real"]).items() if name in wanted}
     known, layers = spread.known(loaded), loaded["none1"].trace.facts.layers
     costs, rows = scaled(Costs.read(machine), layers), []
-    for share in (float(each) / 100 for each in shares.split(",")):
-        for name, recipe in chosen.items():
-            trace = loaded[recipe.trace].trace
-            tokens = int(trace.step_tokens.sum())
-            rows.append(facts(name, recipe, share, run(recipe, trace, costs, share), tokens))
-            print(rows[-1], file=sys.stderr, flush=True)
-        base = next(row for row in rows if row["recipe"] == "LRU" and row["share"] == share)
-        for row in rows:
-            if row["share"] == share:
-                row["gain"] = row["tokens_per_second"] / base["tokens_per_second"]
+    sizes = [float(each) / 100 for each in shares.split(",")]
+    with progress() as bar:
+        task = bar.add_task("", total=len(sizes) * len(chosen))
+        for share in sizes:
+            base = 0.0  # tokens/s of the first recipe
+            for name, recipe in chosen.items():
+                bar.update(task, description=f"{share:.0%}: {name}")
+                trace = loaded[recipe.trace].trace
+                row = facts(name, recipe, share, run(recipe, trace, costs, share), int(trace.step_tokens.sum()))
+                base = base or row["tokens_per_second"]
+                rows.append(row | {"gain": row["tokens_per_second"] / base})
+                bar.advance(task)
     times = LayerTimes.of(costs, loaded["none1"].trace.facts, EXPERT_BYTES)
+    net = NETWORKS["10 Gbit/s"]
     workers = {
-        str(count): cacheless(layers, 8, count // 2, NETWORK, times, 2 * 2048, shadow_recall(), fan=2).per_second
+        str(count): cacheless(layers, 8, count // 2, net, times, 2 * 2048, shadow_recall(), fan=2).per_second
         for count in (2, 4, 8, 16)
     }
     how = {"how": "simulated", "profile": costs.model_dump(mode="json"), "expert_bytes": EXPERT_BYTES}

@@ -301,8 +301,8 @@ def main(
     windows = held.windows(held.beside(folder)[1:], "held", texts, prompt)  # no chats, which end soon
     begins = torch.tensor([each["prompt_token_ids"] for each in windows])
     theirs = written(MoE(weights, config, temperature=temperature), begins, new, ends)
-    lengths = theirs.counts.sum(1).tolist()
-    print(f"the model wrote {lengths} tokens, {repeated(theirs.ids[:, prompt:]):.2f} of them as before", flush=True)
+    lengths, again = theirs.counts.sum(1).tolist(), repeated(theirs.ids[:, prompt:])
+    print(f"the model wrote {lengths} tokens, {again:.2f} of them as before", flush=True)
     found: dict[str, Any] = {}
     for name, (dtype, rounded) in SHADOWS.items():
         shadow, pairs = MoE(weights, config, dtype, rounded, temperature), PAIRS.get(name, OTHERS)
@@ -317,7 +317,7 @@ def main(
     result = {
         "provenance": origin,
         "toy_model": False,
-        "texts": {"files": texts, "prompt": prompt, "written": lengths, "repeated": repeated(theirs.ids[:, prompt:])}
+        "texts": {"files": texts, "prompt": prompt, "written": lengths, "repeated": again}
         | {"temperature": temperature},
         "block": BLOCK,
         "chance": theirs.chosen.shape[-1] / config["n_routed_experts"],

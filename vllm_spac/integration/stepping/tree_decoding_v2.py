@@ -271,7 +271,8 @@ class Drafter:
         by_layer = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
         last, following = speculator._run_model(count, metadata, by_layer, num_tokens_across_dp=None)
         last = last[:count]
-        return Level(last, following[:count], speculator.compute_draft_logits(last, growth.level))
+        logits = speculator.compute_draft_logits(last, growth.level)
+        return Level(last, following[:count].clone(), logits)  # the speculator's buffer is written again
 
 
 class TreeDecodingV2:

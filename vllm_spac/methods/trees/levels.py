@@ -33,7 +33,7 @@ class Level(NamedTuple):
 
     Attributes:
         last: [R * F, d], states that ``logits``, float [R * F, V], are computed from.
-        hidden: [R * F, d], states that the next forward takes; the next forward may overwrite them.
+        hidden: [R * F, d], states that the next forward takes.
     """
 
     last: Tensor
@@ -79,6 +79,6 @@ def grow(
         level = forward(growth, batch, before.flatten(0, 1).contiguous())
         if read is not None:
             read(growth.tokens.flatten(), level.last)
-        hidden, previous = level.hidden.clone().view(requests, front, -1), here
+        hidden, previous = level.hidden.view(requests, front, -1), here
         growth.add(level.logits.float().log_softmax(-1).view(requests, front, -1))
     return growth.chosen()
