@@ -15,7 +15,8 @@ _MAGIC = tl.constexpr(8388608.0)
 _E4M3 = tl.constexpr(1.329227995784916e36)  # 2**120: e4m3's bits in place of float32's are as much too small
 _E2M1 = tl.constexpr(8.507059173023462e37)  # 2**126: e2m1's bits in place of float32's are as much too small
 _MOST_E4M3 = tl.constexpr(448.0)
-_LEAST = tl.constexpr(1e-10)  # of what vLLM takes as the largest of a group
+_LEAST = tl.constexpr(1e-10)  # of what vLLM takes as the largest of a group of x
+_LEAST_SCALE = tl.constexpr(1 / (448.0 * 512.0))  # of a whole row, and of a group of h
 _UNIT = tl.constexpr(0x7F7F7F7F)  # four exponents of 2**0
 
 
@@ -41,9 +42,16 @@ def _e2m1(codes: tl.tensor):
 
 
 @triton.jit
-def scale_of_row(largest: tl.tensor):
-    """Returns the scale of values of which ``largest`` is the largest; of zeros it is any."""
-    return tl.math.div_rn(tl.maximum(largest, _LEAST), _MOST_E4M3)
+def scale_of_row(largest: tl.tensor, BOUNDED: tl.constexpr):
+    """Returns the scale of values of which ``largest`` is the largest, as vLLM's kernels do.
+
+    BOUNDED: no scale is smaller than the least that is safe; else no largest value is.
+    """
+    if BOUNDED:
+        scale = tl.maximum(tl.math.div_rn(largest, _MOST_E4M3), _LEAST_SCALE)
+    else:
+        scale = tl.math.div_rn(tl.maximum(largest, _LEAST), _MOST_E4M3)
+    return scale
 
 
 @triton.jit
@@ -57,7 +65,7 @@ def row_scale(at: tl.tensor, live: tl.tensor, columns: tl.tensor, BLOCK_K: tl.co
             mask = mask & (k < columns - start)[None, :]
         values = tl.load(at + start, mask=mask, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(values), 1))
-    return scale_of_row(largest)
+    return scale_of_row(largest, True)
 
 
 @triton.jit
@@ -178,7 +186,7 @@ def _bytes(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
     inside: tl.tensor, k: tl.tensor, start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
     scale_of_a: tl.tensor, CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """With ``scale_of_a`` [M], a has codes, and the scales of both multiply sums as in vLLM's kernel: of a group its
     own, of whole rows the whole one, see ``scaled``."""
@@ -199,11 +207,18 @@ def _bytes(
     if UPCAST:
         a, w = a.to(tl.float32), w.to(tl.float32)
     if scale_of_a is None or GROUP == 0:
-        acc = tl.dot(a, w, acc, input_precision="ieee")
+        if SWAP:
+            acc = tl.dot(tl.trans(w), tl.trans(a), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, w, acc, input_precision="ieee")
     else:
         tl.static_assert(GROUP % BLOCK_K == 0, "a tile has one scale of each row")
         scale, group = _scale_at(scales, k, start, row // ROWS, stride, wanted, inside, columns, GROUP, 1, BLOCK_K)
-        acc += tl.dot(a, w, input_precision="ieee") * scale_of_a[:, None] * scale
+        if SWAP:
+            product = tl.dot(tl.trans(w), tl.trans(a), input_precision="ieee")
+            acc += product * tl.trans(scale) * scale_of_a[None, :]
+        else:
+            acc += tl.dot(a, w, input_precision="ieee") * scale_of_a[:, None] * scale
     return acc
 
 
@@ -218,7 +233,8 @@ def multiply(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
     start: tl.tensor, rows: tl.tensor, columns: tl.tensor, scale_of_a: tl.tensor,
     CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, SWAP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Returns acc + a W[row, start : start + BLOCK_K]^T, float32 [M, N].
 
@@ -233,6 +249,8 @@ def multiply(
         CODES, GROUP, ROWS, ZEROS: as in ``formats.Format``.
         EVEN_K: BLOCK_K divides ``columns``.
         WIDE: a row of codes is a multiple of 16 bytes.
+        SWAP: acc and what is returned are [N, M], of codes of bytes: 64 rows of W fill the instruction of an sm_90 that
+            few rows of a do not, and vLLM multiplies so there.
         UPCAST: the interpreter cannot multiply bfloat16.
     """
     PACKED: tl.constexpr = 2 if CODES == "e2m1" or CODES == "int4" else 1
@@ -256,6 +274,6 @@ def multiply(
     else:
         acc = _bytes(
             a, acc, raw, scales, row, wanted, inside, k, start, stride, columns, scale_of_a, CODES, GROUP, ROWS,
-            BLOCK_K, UPCAST,
+            BLOCK_K, SWAP, UPCAST,
         )  # fmt: skip
     return acc

@@ -19,6 +19,9 @@ With ``activations`` rows of x are codes and scales as well, and no weight is ro
     scale[m, k / group] = max |x[m, k]| of the group / 448          code = e4m3(x[m, k] / scale)
     y[m, n] = sum over groups of (sum of code[m, k] code[n, k]) scale[m, group] scale[n / rows, group]
 
+h as x; with ``fused`` it is not rounded to T before. No scale of a whole row, nor of such an h, is less than
+1 / (448 * 512); of other groups no largest number is less than 1e-10.
+
 Of NVFP4 a scale is float32(e4m3 * the row's scale), rounded once; a row's scale is that of its tensor, so that gate and
 up may have different ones.
 
@@ -79,6 +82,11 @@ class Format:
     def row_scales(self) -> bool:
         """Whether rows have scales beside those of groups: NVFP4."""
         return self.codes == "e2m1" and self.group == NV_GROUP
+
+    @property
+    def fused(self) -> bool:
+        """Whether vLLM rounds silu(gate) * up to e4m3 at once: by blocks of 128 x 128."""
+        return self.codes == "e4m3" and self.activations == self.rows == 128
 
     @property
     def scale_dtype(self) -> torch.dtype:

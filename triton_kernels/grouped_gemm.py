@@ -16,7 +16,8 @@ Quantised, an expert is codes and scales (``formats``). A tile of it becomes x's
 of x and h may be rounded to FP8, too, as vLLM's kernels for such experts do (``Format.activations``).
 
 Sums are float32; gate, up, h, y and out are rounded to x's dtype exactly where stock vLLM's separate launches round
-(its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``.
+(its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``. With
+``Format.fused`` h stays float32 until it is rounded to FP8, and nothing before it is rounded but gate and up.
 
 Three launches where no more pairs than experts, and no more than ``FEW``, share blocks of 16 rows: each pair may then
 begin a block, and a program finds out which pairs are in its own (``route.block_of``). Else four: ``route.align`` sorts
@@ -35,12 +36,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from .combine import combine
 from .dequantise import multiply, quantise, row_scale, scale_of_row, scaled
 from .formats import Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
-from .tiles import Tile, tile_for
+from .tiles import ACROSS, Tile, tile_for
 from .types import Quantised, block_bound, lanes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
@@ -81,9 +83,15 @@ def _round(value: tl.tensor, T: tl.constexpr):
 
 
 @triton.jit
-def _activate(gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr, T: tl.constexpr):
+def _activate(
+    gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr, T: tl.constexpr, FUSED: tl.constexpr, UPCAST: tl.constexpr
+):
     """[M, N] float32 gate and up, already rounded to T -> h in float32."""
-    if ACT == "swigluoai":
+    if FUSED:  # the operations of vLLM's kernel that rounds h to FP8, one by one: less would change some codes
+        tl.static_assert(ACT == "silu", "no other activation is fused")
+        power = tl.exp(-gate) if UPCAST else libdevice.exp(-gate)
+        result = gate * tl.math.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + power) * up
+    elif ACT == "swigluoai":
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         result = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
@@ -161,13 +169,13 @@ def _gate_up_kernel(
     n_experts: tl.tensor, blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
     CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr,
-    NATIVE: tl.constexpr, ACTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, FEW: tl.constexpr, BINS: tl.constexpr,
+    NATIVE: tl.constexpr, ACTS: tl.constexpr, FUSED: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FEW: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """x [M, d] -> out [M * k, ff], row = pair; see the module. UPCAST: the interpreter cannot multiply bfloat16.
 
     CODES: of quantised weights, else empty; NATIVE: this GPU has their type; ACTS: columns of a row that share a scale,
-    0 for all, -1 if rows are not quantised.
+    0 for all, -1 if rows are not quantised; FUSED: h is float32; SWAP: as of ``multiply``.
 
     If ``counts`` is given, one more program after those of the blocks writes it.
     """
@@ -198,8 +206,9 @@ def _gate_up_kernel(
     scale_of_a = None
     if ACTS == 0:
         scale_of_a = row_scale(x_at, live, d, BLOCK_K, EVEN_K)
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N)
+    gate = tl.zeros(SHAPE, tl.float32)
+    up = tl.zeros(SHAPE, tl.float32)
     for start in range(0, d, BLOCK_K):
         rows, columns = live[:, None], wanted[None, :]
         if not EVEN_K:
@@ -208,7 +217,7 @@ def _gate_up_kernel(
         a = tl.load(x_at + start, mask=rows, other=0.0)
         of_a = scale_of_a
         if ACTS > 0:
-            of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1))
+            of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1), False)
         if ACTS >= 0:
             a = quantise(a, of_a)
         if CODES == "":
@@ -221,12 +230,14 @@ def _gate_up_kernel(
         else:
             gate = multiply(
                 a, gate, weights, scales, gate_row, wanted, start, 2 * ff, d, of_a,
-                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
+                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
             )  # fmt: skip
             up = multiply(
                 a, up, weights, scales, up_row, wanted, start, 2 * ff, d, of_a,
-                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
+                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
             )  # fmt: skip
+    if SWAP:
+        gate, up = tl.trans(gate), tl.trans(up)
     if ACTS == 0:
         gate = scaled(gate, scale_of_a, scales, gate_row, wanted)
         up = scaled(up, scale_of_a, scales, up_row, wanted)
@@ -234,8 +245,8 @@ def _gate_up_kernel(
         bias = _expert(b13, expert, T)
         gate += tl.load(bias + gate_row, mask=wanted, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + up_row, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    h = _activate(_round(gate, T), _round(up, T), ACT, T)
-    tl.store(out + pair.to(tl.int64)[:, None] * ff + n[None, :], h.to(T), mask=live[:, None] & wanted[None, :])
+    h = _activate(_round(gate, T), _round(up, T), ACT, T, FUSED, UPCAST).to(out.dtype.element_ty)
+    tl.store(out + pair.to(tl.int64)[:, None] * ff + n[None, :], h, mask=live[:, None] & wanted[None, :])
 
 
 @triton.jit(**_VARYING)
@@ -245,10 +256,11 @@ def _down_kernel(
     blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr, ACTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FEW: tl.constexpr,
+    FUSED: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """h [M * k, ff] -> out [M * k, d], times the router weight; row = pair."""
-    T: tl.constexpr = h.dtype.element_ty
+    T: tl.constexpr = out.dtype.element_ty
     block, strip = _place(blocks, d, BLOCK_N, GROUP_M)
     expert, pair = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
     if expert < 0:
@@ -266,7 +278,8 @@ def _down_kernel(
     scale_of_a = None
     if ACTS == 0:
         scale_of_a = row_scale(h_at, live, ff, BLOCK_K, EVEN_K)
-    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N)
+    y = tl.zeros(SHAPE, tl.float32)
     for start in range(0, ff, BLOCK_K):
         rows, columns = live[:, None], wanted[None, :]
         if not EVEN_K:
@@ -275,9 +288,9 @@ def _down_kernel(
         a = tl.load(h_at + start, mask=rows, other=0.0)
         of_a = scale_of_a
         if ACTS > 0:
-            of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1))
+            of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1), FUSED)
         if ACTS >= 0:
-            a = quantise(a, of_a)
+            a = quantise(a, of_a).to(T)
         if CODES == "":
             w = tl.load(w_at + start, mask=columns, other=0.0)
             if UPCAST:
@@ -286,8 +299,10 @@ def _down_kernel(
         else:
             y = multiply(
                 a, y, weights, scales, n, wanted, start, d, ff, of_a,
-                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
+                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
             )  # fmt: skip
+    if SWAP:
+        y = tl.trans(y)
     if ACTS == 0:
         y = scaled(y, scale_of_a, scales, n, wanted)
     if BIAS:
@@ -348,7 +363,10 @@ def grouped_gemm(
         if counts is not None:
             counts.zero_()
         return out
-    tile = tile_for(rows, quantised and quantised.format, _shared_memory(x.device)) if tile is None else tile
+    constants = _constants(quantised, x, activation)
+    if tile is None:
+        tile = tile_for(rows, quantised and quantised.format, _shared_memory(x.device), constants["SWAP"])
+    constants["SWAP"] &= tile.block_m < ACROSS <= min(tile.gate_up_n, tile.down_n)
     block_k = tile.k_bytes // x.element_size()
     pairs = rows * top_k
     blocks = block_bound(pairs, experts, tile.block_m)
@@ -357,11 +375,12 @@ def grouped_gemm(
     if not _unsorted(pairs, experts, tile):
         work, counted = align(topk_ids, topk_weights, experts, tile.block_m, counts, live)[:2], None
     routing = topk_ids, topk_weights, live, *work
-    h, y = x.new_empty(pairs, ff), x.new_empty(pairs, d)
+    h = x.new_empty(pairs, ff, dtype=torch.float32 if constants["FUSED"] else x.dtype)
+    y = x.new_empty(pairs, d)
     shared = {
         "BIAS": b13 is not None, "UPCAST": _INTERPRETED, "BLOCK_K": block_k, "BLOCK_M": tile.block_m,
         "GROUP_M": tile.group_m, "FEW": FEW, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "enable_fp_fusion": False, **_constants(quantised, x),
+        "enable_fp_fusion": False, **constants,
     }  # fmt: skip
     _gate_up_kernel[(blocks * triton.cdiv(ff, tile.gate_up_n) + (counted is not None),)](
         x, w13, b13, s13, *routing, counted, h, pairs, experts, blocks, d, ff,
@@ -401,14 +420,21 @@ def _check(
     assert 2 * intermediate * x.shape[1] < 2**31, "offsets inside an expert are 32 bit"
 
 
-def _constants(quantised: Quantised | None, x: Tensor) -> dict:
-    """Returns what the kernels must know of the weights when they are compiled."""
+def _constants(quantised: Quantised | None, x: Tensor, activation: str) -> dict:
+    """Returns what the kernels must know of the weights when they are compiled; SWAP as far as the GPU goes."""
     if quantised is None:
-        return {"CODES": "", "GROUP": 0, "ROWS": 1, "ZEROS": False, "NATIVE": False, "ACTS": -1}
+        plain = {"CODES": "", "GROUP": 0, "ROWS": 1, "ZEROS": False, "NATIVE": False, "ACTS": -1}
+        return plain | {"FUSED": False, "SWAP": False}
     kind = quantised.format
     native, acts = kind.codes == "e4m3" and has_e4m3(x.device), -1 if kind.activations is None else kind.activations
     stored = {"CODES": kind.codes, "GROUP": kind.group, "ROWS": kind.rows, "ZEROS": kind.zeros}
-    return stored | {"NATIVE": native, "ACTS": acts}
+    swap = acts >= 0 and multiplies_across(x.device)
+    return stored | {"NATIVE": native, "ACTS": acts, "FUSED": kind.fused and activation == "silu", "SWAP": swap}
+
+
+def multiplies_across(device: torch.device) -> bool:
+    """Returns whether vLLM's kernel for FP8 multiplies few rows the other way round on ``device``: on sm_90."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def has_e4m3(device: torch.device) -> bool:

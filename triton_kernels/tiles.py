@@ -58,18 +58,22 @@ _QUANTISED_PREFILL = Tile(block_m=64, gate_up_n=32, down_n=32, k_bytes=256, num_
 # Reasoned and compiled, not measured.
 _AMPLE = 160 << 10
 _FEW_ROWS = 16
+ACROSS = 64  # rows of weights that the instruction of sm_90 multiplies at once
 
 
-def tile_for(rows: int, kind: Format | None = None, shared: int | None = None) -> Tile:
+def tile_for(rows: int, kind: Format | None = None, shared: int | None = None, across: bool = False) -> Tile:
     """Returns the tile for M rows: a fixed table, because nothing may be timed while a graph is captured.
 
     Args:
         rows: M.
         kind: how the weights are quantised; None: not at all.
         shared: bytes of shared memory that a block may have; None: ample.
+        across: a tile of few rows is multiplied the other way round, 64 rows of weights at once.
     """
     if kind is not None and kind.codes == "int4" and rows <= _FEW_ROWS and (kind.group == 0 or kind.group >= 128):
         return _INT4
     tiles, prefill = (_TILES, _PREFILL) if kind is None else (_QUANTISED, _QUANTISED_PREFILL)
     tile = next((tile for most, tile in tiles if rows <= most), prefill)
+    if across and tile.block_m < ACROSS:
+        tile = replace(tile, gate_up_n=ACROSS, num_stages=3)
     return replace(tile, num_stages=3) if rows <= _FEW_ROWS and shared is not None and shared < _AMPLE else tile

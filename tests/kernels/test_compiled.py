@@ -197,6 +197,7 @@ SPILLED = {
 def test_quantised_experts(monkeypatch, name, capability, rows):
     """Codes go to shared memory 16 bytes at a time and scales 4 at least, asynchronously; nothing is spilled."""
     monkeypatch.setattr(grouped_gemm, "has_e4m3", lambda device: capability >= 89)
+    monkeypatch.setattr(grouped_gemm, "multiplies_across", lambda device: capability == 90)
     sizes = (2880, 2880, 4, 128, "swigluoai", True) if name == "mxfp4" else (2048, 768, 8, 128)
     calls = record(lambda: experts(rows, *sizes, kind=QUANTISED[name]))
     for kernel in ("gate_up", "down"):
@@ -207,6 +208,8 @@ def test_quantised_experts(monkeypatch, name, capability, rows):
         assert not re.search(r"ld\.global[.\w]*\.[bu]8\b", made.ptx), "a code or an exponent at a time"
         assert not re.search(r"\bmul[.\w]*\.ftz", made.ptx), "codes are subnormal numbers before they are multiplied"
         assert re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", made.ptx), "no tensor core"
+        if QUANTISED[name].activations is not None and capability >= 89:
+            assert ("wgmma" in made.ptx) == (capability == 90), "not vLLM's instruction, which adds otherwise"
 
 
 @pytest.mark.parametrize(
