@@ -69,13 +69,19 @@ def row_scale(at: tl.tensor, live: tl.tensor, columns: tl.tensor, BLOCK_K: tl.co
 
 
 @triton.jit
-def quantise(a: tl.tensor, scale: tl.tensor):
+def quantise(a: tl.tensor, scale: tl.tensor, INVERTED: tl.constexpr):
     """[M, K], scales [M] -> codes of e4m3 in the type of ``a``, which holds each of them.
+
+    INVERTED: numbers are multiplied by 1 / scale, not divided by it. Numbers of 16 bits are often ties, so that this
+    moves some code of every other row of 2048.
 
     A number is rounded to 3 bits behind its first one, or to a multiple of 2**-9 if it is less than 2**-6: adding 1.5
     times the power of two that leaves just these bits rounds to nearest even, and subtracting it is exact.
     """
-    values = tl.math.div_rn(a.to(tl.float32), tl.broadcast_to(scale[:, None], a.shape))
+    if INVERTED:
+        values = a.to(tl.float32) * tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    else:
+        values = tl.math.div_rn(a.to(tl.float32), tl.broadcast_to(scale[:, None], a.shape))
     exponent = tl.maximum((values.to(tl.int32, bitcast=True) >> 23) & 255, 121)
     wide = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return ((values + wide) - wide).to(a.dtype)

@@ -20,7 +20,8 @@ With ``activations`` rows of x are codes and scales as well, and no weight is ro
     y[m, n] = sum over groups of (sum of code[m, k] code[n, k]) scale[m, group] scale[n / rows, group]
 
 h as x; with ``fused`` it is not rounded to T before. No scale of a whole row, nor of such an h, is less than
-1 / (448 * 512); of other groups no largest number is less than 1e-10.
+1 / (448 * 512). Of other groups no largest number is less than 1e-10, and x[m, k] is multiplied by 1 / scale instead.
+All this is as vLLM 0.33's kernels do it.
 
 Of NVFP4 a scale is float32(e4m3 * the row's scale), rounded once; a row's scale is that of its tensor, so that gate and
 up may have different ones.

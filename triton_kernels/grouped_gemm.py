@@ -219,7 +219,7 @@ def _gate_up_kernel(
         if ACTS > 0:
             of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1), False)
         if ACTS >= 0:
-            a = quantise(a, of_a)
+            a = quantise(a, of_a, ACTS > 0)
         if CODES == "":
             g = tl.load(gate_at + start, mask=columns, other=0.0)
             u = tl.load(up_at + start, mask=columns, other=0.0)
@@ -290,7 +290,7 @@ def _down_kernel(
         if ACTS > 0:
             of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1), FUSED)
         if ACTS >= 0:
-            a = quantise(a, of_a).to(T)
+            a = quantise(a, of_a, ACTS > 0 and not FUSED).to(T)
         if CODES == "":
             w = tl.load(w_at + start, mask=columns, other=0.0)
             if UPCAST:

@@ -106,18 +106,17 @@ def grouped_gemm(
     if counts is not None:
         counts.copy_(torch.bincount(ids + 1, minlength=len(w13) + 1)[1:])
     fused = kind is not None and kind.fused and activation == "silu"
-    whole = kind is not None and kind.activations == 0
     y = torch.zeros(rows * k, d)
     for expert in ids.unique().tolist():
         if expert < 0:
             continue
         pairs = (ids == expert).nonzero().flatten()
-        of_rows = rounded_rows(x[pairs // k], kind, whole)
+        of_rows = rounded_rows(x[pairs // k], kind)
         hidden = of_rows @ _matrix(w13, s13, expert, 2 * intermediate, d, dtype, kind).float().T
         if b13 is not None:
             hidden += _at(b13, expert, (2 * intermediate,), dtype)
         h = activate(hidden.to(dtype).float(), activation, None if fused else dtype)
-        h = rounded_rows(h if fused else h.to(dtype), kind, whole or fused)
+        h = rounded_rows(h if fused else h.to(dtype), kind, fused)
         result = h @ _matrix(w2, s2, expert, d, intermediate, dtype, kind).float().T
         if b2 is not None:
             result += _at(b2, expert, (d,), dtype)
@@ -128,16 +127,21 @@ def grouped_gemm(
     return total.to(dtype) if out is None else out.copy_(total)
 
 
-def rounded_rows(values: Tensor, kind: Format | None, bounded: bool = False) -> Tensor:
-    """[M, K] -> float32, what is multiplied: rounded to e4m3 if the format says so; ``bounded``: no smaller scale."""
+def rounded_rows(values: Tensor, kind: Format | None, fused: bool = False) -> Tensor:
+    """[M, K] -> float32, what is multiplied: rounded to e4m3 if the format says so; ``fused``: with the activation."""
     if kind is None or kind.activations is None:
         return values.float()
     columns = values.shape[1]
     group = kind.activations or columns
     parts = torch.nn.functional.pad(values.float(), (0, -columns % group)).unflatten(1, (-1, group))
     largest = parts.abs().amax(-1, keepdim=True)
-    scale = (largest / 448).clamp(min=1 / (448 * 512)) if bounded else largest.clamp(min=1e-10) / 448
-    return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, :columns]
+    if fused or kind.activations == 0:
+        scale = (largest / 448).clamp(min=1 / (448 * 512))
+        codes = parts / scale
+    else:
+        scale = largest.clamp(min=1e-10) / 448
+        codes = parts * (1 / scale)
+    return (codes.to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, :columns]
 
 
 def _matrix(

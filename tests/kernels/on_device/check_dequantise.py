@@ -194,12 +194,15 @@ def test_every_tile(device, name, rows):
     check(make(FORMATS[name], rows, 64, 64, k=3), device)
 
 
+# Of the greatest number of an answer. A GPU's tensor cores add products of FP8 with 14 bits or so, which moves codes of
+# h; an H100 differed from the twin in 20 to 80 % of the numbers, and from vLLM's kernel in none.
+ADDED = {True: 2.0**-6, False: 2.0**-5}
 # Rows are rounded to FP8, too: no layer of dequantised weights computes the same.
 ROUNDED = {"by block": Format("e4m3", 128, 128, activations=128), "by channel": Format("e4m3", activations=0)}
 
 
 @triton.jit
-def _rows_kernel(x, codes, scales, columns, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+def _rows_kernel(x, codes, scales, columns, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, INVERTED: tl.constexpr):
     """The codes of row ``program_id`` of x [rows, columns], and its scale."""
     row = tl.program_id(0) + tl.arange(0, 1)
     k = tl.arange(0, BLOCK_K)
@@ -208,22 +211,24 @@ def _rows_kernel(x, codes, scales, columns, BLOCK_K: tl.constexpr, EVEN_K: tl.co
     tl.store(scales + row, scale)
     for start in range(0, columns, BLOCK_K):
         inside = (k < columns - start)[None, :]
-        found = quantise(tl.load(at + start, mask=inside, other=0.0), scale)
+        found = quantise(tl.load(at + start, mask=inside, other=0.0), scale, INVERTED)
         tl.store(codes + row[:, None] * columns + start + k[None, :], found, mask=inside)
 
 
+@pytest.mark.parametrize("inverted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_are_rounded_as_torch_rounds_them(device, dtype):
+def test_rows_are_rounded_as_torch_rounds_them(device, dtype, inverted):
     """To the nearest even code: all numbers of 16 bits below 448, ties and subnormal codes among them; and zeros."""
     every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.abs() <= 448]
     small = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(1e-6).to(dtype)
     for x in (every, -every, small, torch.zeros(300, dtype=dtype)):
         codes, scale = torch.full_like(x, float("nan")).to(device), torch.empty(1, device=device)
-        _rows_kernel[(1,)](x.to(device), codes, scale, len(x), BLOCK_K=128, EVEN_K=len(x) % 128 == 0)
+        _rows_kernel[(1,)](x.to(device), codes, scale, len(x), BLOCK_K=128, EVEN_K=len(x) % 128 == 0, INVERTED=inverted)
         expected = (x.float().abs().max() / 448).clamp(min=1 / (448 * 512))[None]
         assert torch.equal(scale.cpu(), expected)
-        assert torch.equal(codes.cpu().float(), (x.float() / expected).to(torch.float8_e4m3fn).float())
+        divided = x.float() * (1 / expected) if inverted else x.float() / expected
+        assert torch.equal(codes.cpu().float(), divided.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -232,8 +237,9 @@ def test_a_layer_with_rounded_rows(device, name, rows, d, ff):
     """The kernel and its twin; 160, 192 and 288 columns cut the last group."""
     layer = make(ROUNDED[name], rows, d, ff if name == "by channel" else 128 * (ff // 128))
     answer, twin = run(layer, device), layer.call(reference.grouped_gemm)
-    assert torch.isfinite(answer).all() and (answer != twin).double().mean() < FEW
-    assert (answer.float() - twin.float()).abs().max() <= 2.0**-6 * twin.float().abs().max()
+    assert torch.isfinite(answer).all()
+    assert device != "cpu" or (answer != twin).double().mean() < FEW
+    assert (answer.float() - twin.float()).abs().max() <= ADDED[device == "cpu"] * twin.float().abs().max()
     plain = layer.plain.call(reference.grouped_gemm)
     assert (plain != twin).double().mean() > 0.5, "rounding to FP8 moves most numbers"
 
@@ -259,7 +265,8 @@ def test_h_is_rounded_to_fp8_from_float32(device, factor):
     layer = make(ROUNDED["by block"], 12, 256, 128)
     layer = replace(layer, plain=replace(layer.plain, x=layer.plain.x * factor))
     answer, twin = run(layer, device), layer.call(reference.grouped_gemm)
-    assert (answer != twin).double().mean() < 0.02
+    assert (answer.float() - twin.float()).abs().max() <= ADDED[device == "cpu"] * twin.float().abs().max()
+    assert device != "cpu" or (answer != twin).double().mean() < 0.02
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -273,9 +280,10 @@ def test_the_twin_multiplies_codes(name):
     for at in range(0, columns, group):
         part = x[:, at : at + group].float()
         scale = part.abs().amax(1, keepdim=True) / 448
+        divided = part * (1 / scale) if kind.activations else part / scale
         own = codes[:, at : at + group].view(torch.float8_e4m3fn).double()
         of_rows = scales[at // group, :rows] if kind.rows == 1 else scales[at // group, :1].expand(rows)
-        found += (part / scale).to(torch.float8_e4m3fn).double() @ own.T * scale.double() * of_rows.double()
+        found += divided.to(torch.float8_e4m3fn).double() @ own.T * scale.double() * of_rows.double()
     weights = dequantise(kind, codes, scales, rows, columns, torch.float32)
     torch.testing.assert_close((reference.rounded_rows(x, kind) @ weights.T).double(), found, rtol=1e-5, atol=1e-5)
 
