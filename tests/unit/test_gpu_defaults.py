@@ -93,7 +93,6 @@ def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, ca
     ("changes", "reason"),
     [
         ({"quantization": "awq", "config": AWQ}, "was not seen to compute"),
-        ({"quantization": "fp8", "config": FP8}, "was not seen to compute"),
         ({"hidden_act": "relu2"}, "activation relu2"),
         ({"hidden_act": None}, "activation None"),
         ({"architecture": "Llama4ForConditionalGeneration"}, "weighs inputs"),
@@ -151,7 +150,7 @@ def test_nothing_is_chosen_on_a_cpu() -> None:
     ("found", "facts", "execution", "backend", "loader"),
     [
         ({}, H100, "pointers", "triton", None),
-        ({"quantization": "fp8", "config": FP8}, H100, "slots", "triton", None),
+        ({"quantization": "fp8", "config": FP8}, H100, "pointers", "triton", None),
         ({"quantization": "fp8", "config": FP8}, replace(H100, capability=(8, 6)), "pointers", "marlin", None),
         ({"quantization": "mxfp4", "config": MXFP4}, H100, "pointers", "marlin", None),
         ({"quantization": "gptq", "config": GPTQ}, H100, "pointers", "auto", None),
