@@ -246,7 +246,7 @@ class ByHead:
 
     def __init__(self, target: Target) -> None:
         self._model, known = target.model, artefact.load_head(artefact.HEAD).weights
-        self._head = Head(self._model, len(known["gate"]))
+        self._head = Head(self._model, len(known["gate"]), artefact.load_vocabulary())
         self._head.load_state_dict(known)
 
     def tree(self, shape: DynamicShape, ids: Tensor, streams: Tensor) -> Chosen:
@@ -264,9 +264,15 @@ class ByHead:
             keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
             mask = F.pad(sees, (len(every), 0), value=True)[None, None]
             x = head.finished(x, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
-            return F.linear(head.finals(x), model.embedding).float()[0]
+            return self._logits(x)[0]
 
-        return grown(shape, F.linear(head.finals(x), model.embedding).float()[0, 0], level)
+        return grown(shape, self._logits(x)[0, 0], level)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Of all tokens, float32 [..., V]; -inf of those that the head does not draft."""
+        drafted = self._head.logits(x)
+        every = drafted.new_full((*x.shape[:-1], len(self._model.embedding)), -torch.inf)
+        return every.index_copy(-1, self._head.vocabulary, drafted)
 
 
 class ByParent:

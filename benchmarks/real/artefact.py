@@ -12,7 +12,8 @@ with ``NAME.scale`` (float32) beside each int8 tensor: one scale for a row of a 
 The file's metadata has a JSON object for each model.
 
 ``eagle3.safetensors`` has the head's matrices, int8 [out, in] with a scale for each row, and its norms, bfloat16. Its
-embeddings and output rows are the target's.
+embeddings are the target's, and so are its output rows: those of the tokens that ``draft_vocabulary.bits`` has a bit
+for, most significant bit first.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 
 PATH = Path(__file__).with_name("carved.safetensors")
 HEAD = Path(__file__).with_name("eagle3.safetensors")
+VOCABULARY = Path(__file__).with_name("draft_vocabulary.bits")
 
 
 @dataclass
@@ -145,3 +147,13 @@ def load_head(path: Path = HEAD) -> Head:
         if not name.endswith(".scale")
     }
     return Head(weights, numbers)
+
+
+def save_vocabulary(ids: torch.Tensor, tokens: int, path: Path = VOCABULARY) -> None:
+    """Writes which of the target's ``tokens`` the head drafts; ids int64 [drafted]."""
+    path.write_bytes(bits(ids, tokens).numpy().tobytes())
+
+
+def load_vocabulary(path: Path = VOCABULARY) -> torch.Tensor:
+    """Reads what ``save_vocabulary`` wrote: int64 [drafted], ascending."""
+    return members(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))

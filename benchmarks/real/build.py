@@ -66,7 +66,7 @@ def built(output: Path, wheel: Path | None) -> list[Path]:
     """Builds all models into ``output``; those that are there already and unchanged stay. Returns their folders."""
     output.mkdir(parents=True, exist_ok=True)
     stamp = output / "built.json"
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), artefact.PATH, artefact.HEAD]
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), artefact.PATH, artefact.HEAD, artefact.VOCABULARY]
     made_of = {path.name: sha256(path) for path in sources}
     models, head = artefact.load(), artefact.load_head()
     folders = [output / "dense", *(output / name for name in models), output / "eagle3"]
@@ -87,7 +87,7 @@ def built(output: Path, wheel: Path | None) -> list[Path]:
         with console.status(f"{name}: from the dense model and the artefact"):
             write_target(output / "dense", change, output / name)
     with console.status("eagle3: from its artefact"):
-        write_eagle(output / "dense", head, output / "eagle3")
+        write_eagle(output / "dense", head, artefact.load_vocabulary(), output / "eagle3")
     stamp.write_text(json.dumps(made_of, indent=1) + "\n")
     return folders
 

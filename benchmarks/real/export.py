@@ -71,8 +71,12 @@ def _moe(old: dict[str, torch.Tensor], number: int, layer: Experts, top_k: int) 
     return {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
 
 
-def write_eagle(dense: Path, head: Head, folder: Path) -> None:
-    """The EAGLE-3 head for vLLM's ``LlamaForCausalLMEagle3``, which takes embeddings and output rows of the target."""
+def write_eagle(dense: Path, head: Head, vocabulary: torch.Tensor, folder: Path) -> None:
+    """The EAGLE-3 head for vLLM's ``LlamaForCausalLMEagle3``, which takes the embeddings of the target.
+
+    Its output rows are those of the target for the tokens of ``vocabulary``, int64 [drafted], ascending. As published
+    heads do, ``d2t`` adds to the number of a row what makes it the token's.
+    """
     shape = json.loads((dense / "config.json").read_text())
     keys = shape["hidden_size"] // shape["num_attention_heads"] * shape["num_key_value_heads"]
     weights = dict(head.weights)
@@ -82,13 +86,15 @@ def write_eagle(dense: Path, head: Head, folder: Path) -> None:
     new |= {f"fc_norm.{i}.weight": norm for i, norm in enumerate(fc_norms)}
     new |= {f"midlayer.self_attn.{part}_proj.weight": weight for part, weight in zip("qkv", (q, k, v), strict=True)}
     new |= {f"midlayer.{HEAD_NAMES[name]}.weight": weight for name, weight in weights.items()}
+    new["lm_head.weight"] = load_file(dense / "model.safetensors")["model.embed_tokens.weight"][vocabulary]
     tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
+    tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
     numbers = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "tie_word_embeddings": False,
         "num_hidden_layers": 1,
         "intermediate_size": len(head.weights["gate"]),
-        "draft_vocab_size": shape["vocab_size"],
+        "draft_vocab_size": len(vocabulary),
         "fc_norm": True,
         "eagle_aux_hidden_state_layer_ids": head.numbers["depths"],
     }

@@ -126,7 +126,12 @@ def test_nodes_of_draft_trees_are_guessed_of_before_their_step(trained: Path) ->
     head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off", "tree": 8}
     ahead = {"prefetch": "draft_linear", "predictor_file": str(trained / "p.safetensors")}
-    options = {"speculative_config": head, "max_num_batched_tokens": 256, "block_size": 32}
+    options = {
+        "speculative_config": head,
+        "max_num_batched_tokens": 256,
+        "block_size": 32,
+        "num_gpu_blocks_override": None,
+    }
     plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=16, **options)
     assert run.tokens == plain.tokens and run.stats["trees"]["trees"] > 40
     more = {name: run.stats[name] - plain.stats[name] for name in ("prefetches", "prefetch_hits", "misses")}
@@ -161,7 +166,13 @@ def test_speculated_execution_of_draft_trees(trained: Path) -> None:
     head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off", "tree": 8}
     spac |= {"prefetch": "linear", "predictor_file": str(trained / "p.safetensors"), "speculate": "predicted"}
-    options = {"speculative_config": head, "max_num_batched_tokens": 256, "block_size": 32, "dtype": "float32"}
+    options = {
+        "speculative_config": head,
+        "max_num_batched_tokens": 256,
+        "block_size": 32,
+        "num_gpu_blocks_override": None,
+        "dtype": "float32",
+    }
     run, resident = compare(MODELS / "target", [spac, spac | {"slots": "100%"}], max_tokens=16, **options)
     assert run.tokens == resident.tokens and run.stats["budget"] == resident.stats["budget"]
     assert run.stats["misses"] > 0 == resident.stats["misses"] and run.stats["budget"]["rows"] > 1000

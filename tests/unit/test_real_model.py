@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ REAL = Path(__file__).parents[2] / "benchmarks" / "real"
 sys.path[:0] = [str(REAL), str(REAL / "fit")]
 artefact = importlib.import_module("artefact")
 carve = importlib.import_module("carve")
+chains = importlib.import_module("chains")
 dense = importlib.import_module("dense")
 eagle = importlib.import_module("eagle")
 export = importlib.import_module("export")
+fit = importlib.import_module("fit")
 llama = importlib.import_module("llama")
 
 MOST_BYTES = 12_000_000
@@ -195,14 +198,15 @@ def test_a_head_learns_what_the_target_says(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_exported_head_has_the_names_and_shapes_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, head = head_of(tmp_path, monkeypatch)
+    model, head = head_of(tmp_path, monkeypatch)
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
     artefact.save_head(artefact.Head(weights, {"depths": [0, 1]}), tmp_path / "head")
     read = artefact.load_head(tmp_path / "head")
     assert read.numbers == {"depths": [0, 1]} and read.weights.keys() == weights.keys()
     for name, weight in weights.items():
         assert (read.weights[name] - weight).abs().max() <= 0.01 * weight.abs().max()
-    export.write_eagle(tmp_path / "dense", read, tmp_path / "eagle3")
+    vocabulary = torch.tensor([1, 2, 5, 9, 19])
+    export.write_eagle(tmp_path / "dense", read, vocabulary, tmp_path / "eagle3")
     tensors = load_file(tmp_path / "eagle3" / "model.safetensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     attention = {f"midlayer.self_attn.{part}_proj.weight": (HIDDEN, 2 * HIDDEN) for part in "qkv"}
@@ -213,9 +217,53 @@ def test_an_exported_head_has_the_names_and_shapes_of_vllm(tmp_path: Path, monke
         "midlayer.mlp.gate_proj.weight": (16, HIDDEN),
         "midlayer.mlp.up_proj.weight": (16, HIDDEN),
         "midlayer.mlp.down_proj.weight": (HIDDEN, 16),
+        "lm_head.weight": (5, HIDDEN),
+        "d2t": (5,),
     }
+    assert torch.equal(tensors["lm_head.weight"], model.embedding[vocabulary])
+    assert torch.equal(tensors["d2t"] + torch.arange(5), vocabulary)
     config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1] and config["fc_norm"] is True
+    assert config["draft_vocab_size"] == 5 and config["vocab_size"] == len(model.embedding)
+
+
+@given(st.data())
+def test_a_draft_vocabulary_is_kept(data: st.DataObject) -> None:
+    tokens = 8 * data.draw(st.integers(1, 20))
+    ids = torch.tensor(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))))
+    with tempfile.TemporaryDirectory() as folder:
+        artefact.save_vocabulary(ids, tokens, Path(folder) / "bits")
+        assert torch.equal(artefact.load_vocabulary(Path(folder) / "bits"), ids)
+
+
+def test_a_head_drafts_its_best_token_of_a_draft_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a head of all tokens does whose other tokens are masked; chains name the target's tokens."""
+    model, head = head_of(tmp_path, monkeypatch)
+    vocabulary = torch.arange(3, len(model.embedding), 2)
+    some = eagle.Head(model, 16, vocabulary)
+    some.load_state_dict(head.state_dict())
+    ids = torch.randint(0, 20, (1, 14), generator=torch.Generator().manual_seed(1))
+    streams = torch.randn(1, 14, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole = head.logits
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(whole(x), -torch.inf).index_copy(-1, vocabulary, whole(x)[..., vocabulary])
+
+    monkeypatch.setattr(head, "logits", masked)
+    places = torch.arange(4, 9)
+    wanted, ours = (chains._by_head(each, model, ids, streams, places, 3) for each in (head, some))
+    assert torch.equal(wanted[0], ours[0]) and torch.allclose(wanted[1], ours[1])
+    assert torch.isin(ours[0], vocabulary).all() and len(ours[0].unique()) > 1
+
+
+def test_the_most_frequent_tokens_of_texts_that_count_the_same() -> None:
+    texts = [torch.tensor([3, 3, 3, 1]), torch.tensor([2] * 90 + [4] * 10)]
+    assert fit.by_frequency(texts, 6).tolist() == [2, 3, 1, 4, 0, 5]
+
+
+def test_the_head_can_end_a_text() -> None:
+    vocabulary = artefact.load_vocabulary()
+    assert len(vocabulary) == 16384 and {0, 2} <= set(vocabulary.tolist()), "end of text, and of a turn"
 
 
 def test_the_artefact_is_small_and_its_experts_are_all_different() -> None:

@@ -202,14 +202,17 @@ def _by_head(
     x = head.combined(streams[:, : len(every)])
     q, keys, values = head.projected(F.embedding(ids[:, 1:], model.embedding), x, every)
     x = head.finished(x, F.scaled_dot_product_attention(q, keys, values, is_causal=True))[:, places]
-    own, best, later = list[tuple[Tensor, Tensor]](), [], every > places[:, None]
+    own, later = list[tuple[Tensor, Tensor]](), every > places[:, None]
+    drafts, chances = list[Tensor](), list[Tensor]()
     for step in range(most):
-        best.append(F.linear(head.finals(x), model.embedding).float().softmax(-1)[0].max(-1))
+        best = head.logits(x).softmax(-1)[0].max(-1)
+        drafts.append(head.vocabulary[best.indices])
+        chances.append(best.values)
         rows = places + step + 1
-        q, k, v = head.projected(F.embedding(best[-1].indices[None], model.embedding), x, rows)
+        q, k, v = head.projected(F.embedding(drafts[-1][None], model.embedding), x, rows)
         own.append((k, v))
         x = head.finished(x, attended(q, keys, values, own, later))
-    return torch.stack([each.indices for each in best], 1), torch.stack([each.values for each in best], 1)
+    return torch.stack(drafts, 1), torch.stack(chances, 1)
 
 
 def _looked_up(ids: Tensor, places: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -117,10 +117,16 @@ def _attended_from(
 
 
 class Head(nn.Module):
-    """The head. Embeddings and output rows are the target's."""
+    """The head. Embeddings and output rows are the target's.
 
-    def __init__(self, model: Llama, neurons: int) -> None:
+    Args:
+        vocabulary: tokens that it drafts, int64 [drafted]; None: all.
+    """
+
+    def __init__(self, model: Llama, neurons: int, vocabulary: Tensor | None = None) -> None:
         super().__init__()
+        self.vocabulary = torch.arange(len(model.embedding)) if vocabulary is None else vocabulary
+        self._output = model.embedding if vocabulary is None else model.embedding[vocabulary]
         shape = model.shape
         self.shape = shape
         hidden, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
@@ -172,6 +178,10 @@ class Head(nn.Module):
     def finals(self, x: Tensor) -> Tensor:
         """What output rows are multiplied with."""
         return self._normed(x, self.norm)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of each token of the draft vocabulary, float32 [..., drafted]."""
+        return F.linear(self.finals(x), self._output).float()
 
     def unrolled(self, embedded: Tensor, streams: Tensor, bases: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (positions [n] that the chain starts from, residual stream [batch, n, hidden]) for each step.
@@ -274,7 +284,7 @@ def tokens_a_step(head: Head, model: Llama, rollouts: Rollouts) -> float:
         accepted = torch.zeros_like(right)
         embedded = F.embedding(ids[:, 1:], model.embedding)
         for number, (_, x) in enumerate(head.unrolled(embedded, streams, bases)):
-            drafts = F.linear(head.finals(x if number else x[:, bases]), model.embedding).argmax(-1)
+            drafts = head.vocabulary[head.logits(x if number else x[:, bases]).argmax(-1)]
             right = right * (drafts == ids[:, bases + number + 2])
             accepted += right
         for row in accepted.tolist():

@@ -8,12 +8,14 @@
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
     python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
+    python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
     python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
 ``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
 in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
-``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``chains`` records what each
-drafter would draft behind every token (for ``benchmarks/replay/drafts.py``).
+``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``vocabulary`` chooses the
+tokens that the head drafts. ``chains`` records what each drafter would draft behind every token (for
+``benchmarks/replay/drafts.py``).
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from distill import Student, distilled
 from llama import Llama, windows
 
 LENGTH = 256
+SIZES = (8192, 16384, 24576)  # of draft vocabularies that are compared
 TARGET = "target"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -67,6 +70,19 @@ def read_texts(paths: list[Path], side: str) -> dict[str, torch.Tensor]:
                 if part == side:
                     found[kind] = file.get_tensor(name)
     return found
+
+
+def carved_layers(model: Llama, path: Path) -> list[CarvedLayer]:
+    """The FFNs of the target that an artefact makes of the dense model."""
+    target = artefact.load(path)[TARGET]
+    top_k = target.numbers["top_k"]
+    return [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+
+
+def by_frequency(texts: list[torch.Tensor], tokens: int) -> torch.Tensor:
+    """All ``tokens``, the most frequent first; each text [its tokens] counts the same, and of equals the first wins."""
+    counts = [torch.bincount(text.long(), minlength=tokens).double() / len(text) for text in texts]
+    return torch.stack(counts).sum(0).argsort(descending=True, stable=True)
 
 
 def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int) -> torch.Tensor:
@@ -158,9 +174,8 @@ def roll(
     seed: Annotated[int, typer.Option(help="which prompts")] = 0,
 ) -> None:
     """Lets the carved model go on from prompts of all kinds, and keeps its streams."""
-    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
-    top_k = target.numbers["top_k"]
-    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+    model = Llama(dense)
+    layers = carved_layers(model, artefact_path)
     found = read_texts(texts, side)
     chat = found.pop("chat").long()
     starts = ((chat[:-1] == chat[0]) & (chat[1:] == chat[1])).nonzero()[:-1, 0]  # of chats: <|im_start|>system
@@ -192,11 +207,8 @@ def head(
     model = Llama(dense)
     found = eagle.joined([eagle.load(path) for path in rolls])
     judged_by = eagle.load(held) if held else None
-    counts = sum(
-        torch.bincount(text.long(), minlength=len(model.embedding)).float() / len(text)
-        for text in [*read_texts(texts, "fit").values(), found.ids[:, found.begun :].flatten()]
-    )
-    common = torch.as_tensor(counts).topk(eagle.COMMON).indices
+    learned = [*read_texts(texts, "fit").values(), found.ids[:, found.begun :].flatten()]
+    common = by_frequency(learned, len(model.embedding))[: eagle.COMMON]
     trainee, begun = eagle.Head(model, neurons), time.monotonic()
     if start:
         trainee.load_state_dict(artefact.load_head(start).weights)
@@ -219,6 +231,40 @@ def head(
     finish()
 
 
+@app.command()
+def vocabulary(
+    dense: Dense,
+    texts: Texts,
+    size: Annotated[int, typer.Option(help="tokens that the head drafts")] = 16384,
+    count: Annotated[int, typer.Option("--prompts", help="held prompts to judge by; texts lie beside the model")] = 0,
+    tokens: Annotated[int, typer.Option(help="that the target says after each")] = 80,
+    output: Annotated[Path, typer.Option(help="the file to write")] = artefact.VOCABULARY,
+) -> None:
+    """Chooses the tokens that the head drafts: what ends a text, and the most frequent ones of the texts to fit on."""
+    model, known = Llama(dense), artefact.load_head().weights
+    order = by_frequency(list(read_texts(texts, "fit").values()), len(model.embedding))
+    ends = torch.tensor(json.loads((dense / "generation_config.json").read_text())["eos_token_id"])
+    order = torch.cat([ends, order[~torch.isin(order, ends)]])
+    artefact.save_vocabulary(order[:size].sort().values, len(order), output)
+    judged_by, rolls = read_texts(texts, "held"), None
+    if count:
+        asked = held.prompts(dense, held.beside(dense), count, eagle.PROMPT, 11)
+        length = min(map(len, asked))
+        starts, greedy = torch.tensor([ids[-length:] for ids in asked]), torch.ones(count, dtype=torch.bool)
+        rolls = eagle.rolled_out(model, carved_layers(model, artefact.PATH), starts, length + tokens, greedy, 1.0)
+        judged_by["what the target says"] = rolls.ids[:, length:].flatten()
+    table = Table("coverage", *judged_by, *(("tokens a step",) if rolls else ()))
+    for drafted in (*SIZES, len(order)):
+        ids = order[:drafted].sort().values
+        row = [float(torch.isin(text, ids).float().mean()) for text in judged_by.values()]
+        if rolls:
+            trained = eagle.Head(model, len(known["gate"]), ids)
+            trained.load_state_dict(known)
+            row.append(eagle.tokens_a_step(trained, model, rolls))
+        table.add_row(f"{drafted:,}", *(f"{figure:.3f}" for figure in row))
+    console.print(table)
+
+
 @app.command("chains")
 def record(
     dense: Dense,
@@ -230,11 +276,10 @@ def record(
     seed: Annotated[int, typer.Option(help="which prompts")] = 5,
 ) -> None:
     """Records the chains of each drafter behind every token of what the carved model says to held prompts."""
-    model, target = Llama(dense), artefact.load(artefact.PATH)[TARGET]
-    top_k = target.numbers["top_k"]
-    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+    model = Llama(dense)
+    layers = carved_layers(model, artefact.PATH)
     known = artefact.load_head(artefact.HEAD).weights
-    trained = eagle.Head(model, len(known["gate"]))
+    trained = eagle.Head(model, len(known["gate"]), artefact.load_vocabulary())
     trained.load_state_dict(known)
     tensors: dict[str, torch.Tensor] = {}
     slots = tuple(int(share) for share in shares.split(","))
@@ -254,9 +299,8 @@ def judge(
     output: Annotated[Path | None, typer.Option(help="a JSON file for the figures")] = None,
 ) -> None:
     """Perplexity beside the dense model's, on sources that nothing was fitted on."""
-    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
-    top_k = target.numbers["top_k"]
-    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
+    model = Llama(dense)
+    layers = carved_layers(model, artefact_path)
     rows: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
         for kind, text in read_texts(texts, "held").items():

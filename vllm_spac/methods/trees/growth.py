@@ -32,8 +32,8 @@ class Growth:
 
     Args:
         shape: of each tree.
-        logp: log-probabilities of the drafter behind each request's last token, [requests, V].
-        ids: token of each column of ``logp``, [V]; None: the columns are token ids.
+        logp: log-probabilities of the drafter behind each request's last token, [requests, V]; -inf of tokens that it
+            does not draft.
 
     Attributes:
         expanded: candidates that the next level continues, [requests, F], as positions among all candidates.
