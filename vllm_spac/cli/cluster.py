@@ -19,7 +19,7 @@ from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.cli.tables import compact, print_table, shown
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, Place, StartedWorker
-from vllm_spac.system.files import FILE, replacing
+from vllm_spac.system.files import FILE, write_text
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
 
@@ -167,8 +167,7 @@ def stop(file: _File = CLUSTER_FILE) -> None:
 
 def _write(path: Path, content: ClusterFile) -> None:
     try:
-        with replacing(path, mode=FILE) as partial:
-            partial.write_text(content.text())
+        write_text(path, content.text(), mode=FILE)
     except OSError as error:
         raise SpacError(f"spac: cannot write {path}: {error.strerror}") from error
 

@@ -18,10 +18,10 @@ from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import fitting, print_table, shown
+from vllm_spac.cli.tables import fitting, print_table, say, shown
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.recording.metrics import described
-from vllm_spac.system.files import check_replaceable, replacing
+from vllm_spac.system.files import check_replaceable, write_text
 from vllm_spac.system.untrusted import path_of
 from vllm_spac.tools.machine.server_stats import RequestNumbers, fetch
 
@@ -152,7 +152,7 @@ def _mend(yes: bool) -> None:
 
     console = Console(stderr=True)
     for flaw in list(flaws()):
-        console.print(shown(flaw.text), highlight=False, soft_wrap=True)
+        say(console, shown(flaw.text))
         if yes or typer.confirm(f"{flaw.cure[0].upper()}{flaw.cure[1:]}?", err=True):
             mend(flaw)
             console.print(f"mended: {flaw.name}", highlight=False)
@@ -227,7 +227,7 @@ def selftest(
         outcomes = [] if facts.refusal else list(parts.run(config, engines=engines, tell=tell))
     report = _selftest_report(facts, outcomes, time.monotonic() - begin)
     if path is not None:
-        _write(path, report)
+        write_text(path, json.dumps(report, indent=2) + "\n")
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -259,9 +259,9 @@ def _print_selftest(facts: Installation, outcomes: list[CheckOutcome], report: d
     console = Console()
     where = facts.device.name if facts.device else "a CPU"
     libraries = ", ".join(f"{name} {found.version}" for name, found in facts.libraries.items() if found.version)
-    console.print(shown(f"vLLM {facts.vllm} on {where}; {libraries}"), highlight=False, soft_wrap=True)
+    say(console, shown(f"vLLM {facts.vllm} on {where}; {libraries}"))
     if facts.refusal:
-        console.print(f"[bold red]problem[/] {shown(facts.refusal)}", highlight=False, soft_wrap=True)
+        say(console, f"[bold red]problem[/] {shown(facts.refusal)}")
         return
     print_table(console, _findings_table([outcome.finding for outcome in outcomes]))
     console.print(f"problems: {report['problems']}; {report['seconds']:.0f} s", highlight=False)
@@ -276,8 +276,3 @@ def _writable(output: Path) -> Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StoreError(f"--output {output}: {reason}; name a file in a folder that exists") from error
     return path
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(report, indent=2) + "\n")

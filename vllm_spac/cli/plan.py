@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from vllm_spac.cli.doctor import normal_url
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import print_table, say, shown
 from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
@@ -154,9 +154,9 @@ def _show_verified(console: Console, checked: PlanBesideServer) -> None:
     speed, planned = checked.measured, checked.planned
     how = f"{speed.percent}% of the experts in slots, decisions={DECIDED[speed.execution]}, store={speed.store}"
     text = f"{speed.tokens_per_second:.3g} tokens/s of {speed.requests} at once, first token {speed.first_token:.2g} s"
-    console.print(f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}", highlight=False, soft_wrap=True)
+    say(console, f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}")
     band = _range(_speed(planned.low), _speed(planned.high))
-    console.print(f"[bold]calculated[/] for that: {band} tokens/s: {checked}", highlight=False, soft_wrap=True)
+    say(console, f"[bold]calculated[/] for that: {band} tokens/s: {checked}")
 
 
 def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
@@ -196,21 +196,21 @@ def _show(console: Console, found: ServingPlan) -> None:
         speeds = _range(low, high)
         console.print(f"with --decisions {DECIDED[found.beside.model.execution]}: {speeds} tokens/s", highlight=False)
     for problem in found.problems:
-        console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
+        say(console, f"[yellow]does not fit:[/] {shown(problem)}")
     even, resident = found.best.even, found.best.choice.store == "none"
     if resident:
         console.print("all experts fit: nothing is offloaded, and stock vLLM serves this model too", highlight=False)
     elif even is not None:
         text = f"range: routing as local as published of Qwen3-30B-A3B; with no locality at all {_speed(even)} tokens/s"
-        console.print(f"{text}; --trace of this model narrows it", highlight=False, soft_wrap=True)
+        say(console, f"{text}; --trace of this model narrows it")
     for text in assumptions(found):
-        console.print(f"[dim]assumed: {shown(text)}[/]", highlight=False, soft_wrap=True)
+        say(console, f"[dim]assumed: {shown(text)}[/]")
     if found.best.choice.cpu:
         console.print(
             "CPU experts are exact up to rounding; without them, see the rows below the first", highlight=False
         )
     best = command(found.best.choice, found.model, found.machine, found.best.load)
-    console.print(f"[green]run:[/] {shown(best)}", highlight=False, soft_wrap=True)
+    say(console, f"[green]run:[/] {shown(best)}")
 
 
 def _memory(found: ServingPlan) -> Table:

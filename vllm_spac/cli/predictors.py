@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac.cli.quality import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def train_predictor(
     progress_file.unlink(missing_ok=True)
     _left_out(made)
     written = f"{shown(output)}: {', '.join(made.names)}; {made.tokens:,} tokens of {len(pieces)} texts"
-    Console().print(written, highlight=False, soft_wrap=True)
+    say(Console(), written)
 
 
 def predictors(
@@ -215,7 +215,7 @@ def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--pictures: {folder} cannot be made: {error.strerror}; name another folder") from error
     written = ", ".join(str(path) for path in pictures(results, title, folder))
-    Console().print(f"pictures: {shown(written)}", highlight=False, soft_wrap=True)
+    say(Console(), f"pictures: {shown(written)}")
 
 
 def _left_out(file: PredictorFile) -> None:
@@ -223,15 +223,14 @@ def _left_out(file: PredictorFile) -> None:
 
     for name, why in file.left_out.items():
         if why != NOT_WANTED:
-            Console().print(f"left out: {name}: {shown(why)}", highlight=False, soft_wrap=True)
+            say(Console(), f"left out: {name}: {shown(why)}")
 
 
 def _write_json(path: Path, results: dict[str, dict]) -> None:
-    from vllm_spac.system.files import replacing
+    from vllm_spac.system.files import write_text
 
     try:
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from error
 

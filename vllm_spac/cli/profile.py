@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE
-from vllm_spac.system.files import check_replaceable, replacing
+from vllm_spac.system.files import check_replaceable, write_text
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
 
@@ -120,7 +120,7 @@ def profile(
     print_table(console, _table(costs, nbytes))
     if costs.network is not None:
         print_table(console, _network_table(costs.network, costs.provenance.points[_ROUND_TRIPS]))
-    console.print(f"written: {shown(path)}", highlight=False, soft_wrap=True)
+    say(console, f"written: {shown(path)}")
 
 
 def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: float) -> None:
@@ -132,15 +132,14 @@ def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: fl
     console = Console()
     print_table(console, _network_table(network, points))
     if costs is None:
-        console.print(
+        say(
+            console,
             f"not written: there is no profile {shown(path)} to add it to; add --model MODEL or --expert-bytes N to "
             "measure this machine, too",
-            highlight=False,
-            soft_wrap=True,
         )
         return
     _write(path, _with_network(costs, network, points))
-    console.print(f"added to: {shown(path)}", highlight=False, soft_wrap=True)
+    say(console, f"added to: {shown(path)}")
 
 
 def _round_trips(peer: str, cluster: Path, folder: Path, seconds: float) -> tuple[Network, dict[int, float]]:
@@ -190,9 +189,8 @@ def _write(path: Path, costs: Costs | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if costs is None:
             check_replaceable(path)
-            return
-        with replacing(path) as partial:
-            partial.write_text(costs.model_dump_json(indent=2) + "\n")
+        else:
+            write_text(path, costs.model_dump_json(indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
 

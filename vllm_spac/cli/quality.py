@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ def _show(results: dict, output: Path) -> None:
         console.width = max(console.width, 140)  # so that the table is not folded in a log
     print_table(console, quality_report.table(results))
     for skipped in results["skipped"]:
-        console.print(f"left out: {shown(skipped)}", highlight=False, soft_wrap=True)
+        say(console, f"left out: {shown(skipped)}")
     for sentence in quality_report.sentences(results):
-        console.print(shown(sentence), highlight=False, soft_wrap=True)
+        say(console, shown(sentence))
     figures.pareto(results, output / "pareto.png")
     figures.figures(results, output / "figures.png")
     names = ", ".join(str(output / name) for name in ("quality.json", "pareto.png", "figures.png"))
-    console.print(f"written: {shown(names)}", highlight=False, soft_wrap=True)
+    say(console, f"written: {shown(names)}")
 
 
 def _portable(drafts: dict) -> dict:
@@ -179,7 +179,7 @@ def budgets(
     if output is not None:
         check_target(output)
         write_budgets(output, found.fingerprint, chosen, asked)
-        console.print(f"written: {shown(output)}", highlight=False, soft_wrap=True)
+        say(console, f"written: {shown(output)}")
 
 
 def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
@@ -273,7 +273,7 @@ def _run_calibration(llm: Any, pieces: list[list[int]], window: int, source: str
                 raise typer.Exit(130)
     count = ask(llm, "save_calibration", str(output.absolute()))
     progress_file.unlink(missing_ok=True)
-    Console().print(f"{shown(output)}: {count:,} tokens of {len(pieces)} texts", highlight=False, soft_wrap=True)
+    say(Console(), f"{shown(output)}: {count:,} tokens of {len(pieces)} texts")
 
 
 def bar(console: Console) -> Progress:

@@ -128,7 +128,11 @@ def simulate(
     if output is not None:
         facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
         asked = {"overlap": overlap, "layer_ahead": layer_ahead}
-        _write(output, facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]})
+        content = facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+        try:
+            output.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written: {error.strerror}; name another file") from error
     if picture is not None:
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 
@@ -207,13 +211,6 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     table = compact(title, heads, rows, left=("execution", "policy"), nothing=_NOTHING)
     table.caption = shown(costs.provenance.source)
     return table
-
-
-def _write(path: Path, content: dict) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
 
 
 def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:

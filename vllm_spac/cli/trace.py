@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_spac.cli.tables import compact, print_table, shown
+from vllm_spac.cli.tables import compact, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
@@ -64,7 +64,7 @@ def show(
         console.print(f"an expert is used again after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
     if picture is not None:
         _draw(trace_statistics.uses(trace), picture, file.name)
-        console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
+        say(console, f"picture: {shown(picture)}")
 
 
 def _facts(file: Path, trace: Trace) -> Table:
@@ -153,7 +153,7 @@ def _show_locality(console: Console, trace: Trace) -> None:
     console.print(compact("locality of published models", (*text, "there", "here"), others, left=text))
     for (source, conditions), figures in itertools.groupby(PUBLISHED, lambda one: (one.source, one.conditions)):
         names = ", ".join(FIGURES[one.figure][0] for one in figures)
-        console.print(f"[dim]{names}: {source}: {conditions}[/]", highlight=False, soft_wrap=True)
+        say(console, f"[dim]{names}: {source}: {conditions}[/]")
 
 
 def _number(value: float) -> str:
@@ -234,12 +234,12 @@ def timeline(
     print_table(console, _threads(recording))
     if output is not None:
         count = timeline_pictures.write(recording, output)
-        console.print(f"Chrome trace: {shown(output)}, {count:,} events", highlight=False, soft_wrap=True)
+        say(console, f"Chrome trace: {shown(output)}, {count:,} events")
     if picture is not None:
         from vllm_spac.tools.traces.timeline_pictures import draw
 
         draw(recording, picture, file.name)
-        console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
+        say(console, f"picture: {shown(picture)}")
 
 
 def _timeline_facts(file: Path, recording: Recording) -> Table:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class _Run:
         file = self._file(fresh)
         found = candidates(self._served, self._machine, self._allowed)
         if (sentence := left_out(self._served, self._machine, found)) is not None:
-            self._console.print(shown(sentence), highlight=False, soft_wrap=True)
+            say(self._console, shown(sentence))
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%")
         with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
             task = progress.add_task("", total=seconds)
@@ -212,7 +212,7 @@ class _Run:
             raise typer.Exit(130) from None
         except MeasuringError as error:
             for line in str(error).splitlines():
-                self._console.print(f"[dim]{shown(line)}[/]", highlight=False, soft_wrap=True)
+                say(self._console, f"[dim]{shown(line)}[/]")
             raise ConfigError(
                 f"an engine that is needed for a comparison failed: {last_line(str(error))}; see its log above, change "
                 "--engine, --slots or --context, and run the same command"
@@ -227,16 +227,16 @@ class _Run:
         console, rows = Console(), tune_report.measured(outcome, candidates)
         print_table(console, _table(self._model, rows))
         for sentence in tune_report.sentences(outcome):
-            console.print(shown(sentence), highlight=False, soft_wrap=True)
+            say(console, shown(sentence))
         problems = list(tune_report.errors(outcome))
         for problem in problems:
-            self._console.print(f"[bold red]error:[/] {shown(problem)}", highlight=False, soft_wrap=True)
+            say(self._console, f"[bold red]error:[/] {shown(problem)}")
         if outcome.undecided and not problems:
             console.print("no profile was written: the same command with more --minutes continues", highlight=False)
             return
         path = path_of(self._folder, self._identity)
         self._profile(outcome, rows).write(path)
-        console.print(f"written: {shown(path)}", highlight=False, soft_wrap=True)
+        say(console, f"written: {shown(path)}")
         if count := len(outcome.untried):
             console.print(f"{count} were not tried: the same command with more --minutes continues", highlight=False)
         else:
@@ -246,10 +246,10 @@ class _Run:
             where += f" --spac-tuned auto@allow={allow}" if (allow := outcome.choice.allowance) else ""
             console.print(f"[green]run:[/] vllm serve {shown(self._model)} --plugin spac{shown(where)}", soft_wrap=True)
             by_hand = tune_report.command(self._model, outcome.choice, disk_dir)
-            console.print(f"[dim]the same by hand: {shown(by_hand)}[/]", highlight=False, soft_wrap=True)
+            say(console, f"[dim]the same by hand: {shown(by_hand)}[/]")
         if self._options:
             text = json.dumps(self._options)
-            console.print(f"[dim]measured with the engine arguments {shown(text)}[/]", highlight=False, soft_wrap=True)
+            say(console, f"[dim]measured with the engine arguments {shown(text)}[/]")
         if problems:
             raise typer.Exit(1)
 

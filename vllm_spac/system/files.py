@@ -177,6 +177,12 @@ def replacing(path: Path, *, durable: bool = True, mode: int = _MODE, by_name: b
         os.close(descriptor)
 
 
+def write_text(path: Path, text: str, *, durable: bool = True, mode: int = _MODE) -> None:
+    """Replaces ``path`` with ``text`` in UTF-8; arguments and errors as of ``replacing``."""
+    with replacing(path, durable=durable, mode=mode) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def check_replaceable(path: Path) -> None:
     """Raises ``OSError`` if ``replacing(path)`` could not write; does not change ``path``."""
     partial = partial_of(path)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from vllm_spac.errors import StoreError
 from vllm_spac.system import files
-from vllm_spac.system.files import make_folder, replacing
+from vllm_spac.system.files import make_folder, write_text
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.machine import unbind
 
@@ -174,8 +174,7 @@ def _write(records: Sequence[Path], content: _Record) -> Path | None:
     for record in records:
         with contextlib.suppress(OSError):
             make_folder(record.parent)
-            with replacing(record) as partial:
-                partial.write_text(content.model_dump_json(indent=1))
+            write_text(record, content.model_dump_json(indent=1))
             return record
     return None
 

@@ -13,7 +13,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.recording.timeline_file import Recording, TimelineFacts
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind
 from vllm_spac.recording.timeline_split import GENERATING, PROMPTS, median_step, split
-from vllm_spac.system.files import replacing
+from vllm_spac.system.files import write_text
 
 _NAMES = {
     Kind.FORWARD: ("forward", "rows", "requests"),
@@ -35,8 +35,7 @@ def write(recording: Recording, path: Path) -> int:
     events = list(_events(recording))
     named = [*_thread_names(recording), *events]
     try:
-        with replacing(path) as partial:
-            partial.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": named}), encoding="utf-8")
+        write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": named}))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
     return len(events)
