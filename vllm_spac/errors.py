@@ -54,7 +54,6 @@ class Remedy:
     """One way out of a refusal.
 
     Attributes:
-        text: as the message says it.
         changes: knob, or option or variable of vLLM -> value, None: to be left out. Empty: no setting helps, but
             another checkpoint, file or machine does.
     """

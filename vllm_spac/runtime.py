@@ -33,7 +33,6 @@ class Listener(Protocol):
         """Receives the routing of one layer in one step, without padding.
 
         Args:
-            layer: number of the layer in the model.
             hidden: hidden states, [rows, d].
             logits: router logits, [rows, N].
             weights, ids: what the router chose, [rows, k].

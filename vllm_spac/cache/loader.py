@@ -37,7 +37,6 @@ class LayerUse:
 
     Args:
         layers, experts: numbers of layers, and of experts per layer.
-        top_k: experts per row.
     """
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:

@@ -33,7 +33,6 @@ class Expected:
 
     Args:
         layers, experts: numbers of layers, and of experts per layer; the keys of a layer are consecutive.
-        top_k: experts per row.
         local_of: int [experts of the model], the number of each among the ``experts`` that this process holds, -1: of
             another one. Guesses and routers name experts of the model. None: this process holds all of them.
         cutoff: number of the first layers that guesses may name experts of; None: of all.

@@ -42,8 +42,6 @@ def named(guess: Guess, experts: int, top_k: int, ration: Ration = UNBOUNDED) ->
     weights, which the budget sums too, where the scores say what these are; else, and without one, by their place.
 
     Args:
-        experts: experts per layer.
-        top_k: experts that a row names.
         ration: of the rows of ``guess``.
     """
     scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)

@@ -21,7 +21,6 @@ class Preset:
 
     Attributes:
         paper: its number in arXiv.
-        knobs: what it stands for.
         drafts: an example of the ``speculative_config`` that it needs, without which it is nothing; None: none.
     """
 

@@ -218,7 +218,6 @@ def parse(nodes: int, spec: str) -> TreeShape:
     """The shape that the knobs ``tree`` and ``tree_shape`` describe.
 
     Args:
-        nodes: draft tokens per tree.
         spec: ``dynamic``, ``static``, either with ``@depth=6@width=8`` (most levels, and most children per node), or a
             list of paths.
 

@@ -32,8 +32,6 @@ class CpuExperts(ABC):
         offline: why no engine can serve with it; empty if one can.
 
     Args:
-        shape: layers and experts.
-        threads: number of threads that it may use.
         activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
         kernel: the kernel of the slots, if it runs on the CPU; callable from any thread.
 

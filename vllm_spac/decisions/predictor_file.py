@@ -57,7 +57,6 @@ class PredictorFile:
     """Trained predictors in memory; the module's docstring describes the format.
 
     Attributes:
-        sizes: of the model and its predictors.
         tokens: rows that the predictors were fitted to.
         tensors: predictor -> its tensors.
         left_out: predictor -> why it is not in the file.
@@ -245,8 +244,6 @@ class Training:
     """The stages of all predictors that fit a model, in an order in which each finds those that it uses.
 
     Args:
-        material: what the predictors are made from.
-        identity: of the model.
         source: identifies the texts, e.g. their checksum; progress made with others is not resumed.
         drafter: as in ``PredictorFile``.
         only: the predictors that are wanted; those that they use are trained too. None: all.

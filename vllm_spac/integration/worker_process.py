@@ -72,11 +72,7 @@ def allow_connections() -> None:
 
 
 class Stores:
-    """Opens packed experts on this machine's disk, and keeps others from deleting them.
-
-    Args:
-        folder: of all packed experts.
-    """
+    """Opens packed experts on this machine's disk, and keeps others from deleting them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -54,13 +54,7 @@ class TimelineFacts:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The events of some consecutive steps, sorted by their start, and those that contain others before these.
-
-    Attributes:
-        facts: the model.
-        threads: names of the threads.
-        thread, kind, start, duration, a, b: columns of the file.
-    """
+    """The events of some consecutive steps, sorted by their start, and those that contain others before these."""
 
     facts: TimelineFacts
     threads: tuple[str, ...]
@@ -166,11 +160,7 @@ class TimelineWriter:
 
     Args:
         path: the file; an existing one is replaced at ``save``.
-        facts: the model.
         steps: number of steps to keep; fewer are kept where steps have many waves or loads.
-
-    Attributes:
-        timeline: records the events.
     """
 
     def __init__(self, path: Path, facts: TimelineFacts, steps: int) -> None:

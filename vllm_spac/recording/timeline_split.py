@@ -20,7 +20,6 @@ class TimeSplit:
     """Where the time of some steps went.
 
     Attributes:
-        steps: number of steps.
         tokens: tokens that they emitted; None if the host does not know it.
         parts: name -> nanoseconds; together the steps and the gaps before them.
     """

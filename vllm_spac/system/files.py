@@ -252,7 +252,6 @@ class LockFile:
     """A lock file, created if there is none. Links are not followed, and what another user put there is not written.
 
     Args:
-        path: of the file.
         read_only: open one that exists in a folder that cannot be written to.
 
     Raises:

@@ -61,7 +61,6 @@ class HostBlock:
 
     Args:
         specs: the tensors of one expert.
-        count: number of experts.
         pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place.
 
     Raises:

@@ -102,7 +102,6 @@ class Machine(BaseModel):
 
     Attributes:
         cores: number of cores that an engine may use.
-        gpus: name of each GPU.
         disk: device, file system and size of the disk with the packed experts; empty: not part of the measurement.
     """
 

@@ -57,7 +57,6 @@ class BatchGuard:
     """The guard for one batch size.
 
     Args:
-        settings: limits on trials.
         acceptance: acceptance of drafts, shared by all batch sizes.
 
     Attributes:
@@ -102,7 +101,6 @@ class BatchGuard:
 
         Args:
             drafts: the draft length that the step ran with.
-            seconds: of the step.
             tokens: mean emitted tokens per request.
             settled: the step before had the same draft length and batch size. Only then are the seconds a measurement
                 of that length.

@@ -26,7 +26,6 @@ class DraftProbabilities:
         """Keeps the drafts of ``requests``, until they are drafted for again.
 
         Args:
-            requests: ids.
             tokens: token ids of each request's drafts, one after another.
             probabilities: the draft's probability of each token, given those before it.
         """
@@ -42,7 +41,6 @@ class DraftProbabilities:
         """Returns ``RequestRows.weights`` of a request: the probability that each row is reached.
 
         Args:
-            request: id.
             tokens: the drafts that are verified, from some draft on ``PADDING``.
             rows: of the request; the drafts are the last.
 

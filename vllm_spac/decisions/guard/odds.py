@@ -31,7 +31,6 @@ class Odds:
         """Returns the probability that a draft is accepted given that its parent is.
 
         Args:
-            request: id.
             depth: tokens of its path before it; 0 for one that follows the last token.
             probability: the drafter's, given the path; ``UNKNOWN`` if it has none.
         """

@@ -153,7 +153,6 @@ class SampleRecorder:
         """Ends a text and returns its samples, as views.
 
         Args:
-            tokens: of the text.
             draft: [tokens, D], as in ``Samples``; with a drafter.
 
         Raises:

@@ -105,7 +105,6 @@ class Trained(Predictor):
     """A predictor whose tensors ``train`` makes, stage by stage.
 
     Args:
-        sizes: of the file.
         tensors: those of ``specs``.
         beside: the predictors of the same file that it ``uses``.
 
@@ -144,7 +143,6 @@ class Trained(Predictor):
 
         Args:
             stage: from 0 to ``stages`` - 1.
-            material: see there.
             beside: the predictors that it ``uses``.
         """
 

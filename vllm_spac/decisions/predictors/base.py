@@ -66,7 +66,6 @@ class Seen:
         """Returns what is known before the first layer.
 
         Args:
-            tokens: as in the class.
             read: what the drafter computed when it read them: ``draft`` or ``draft_ids``, whichever ``needs`` has.
         """
         if CHOSEN & needs:

@@ -133,7 +133,6 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
 
     Args:
         mode: name of vLLM's ``CUDAGraphMode``.
-        config: the plugin's.
         breakable: whether vLLM's ops split graphs during capture (``VLLM_USE_BREAKABLE_CUDAGRAPH``).
 
     Raises:

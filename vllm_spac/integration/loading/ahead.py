@@ -35,7 +35,6 @@ def predictors(
     """Reads the file of trained predictors, if one is given.
 
     Args:
-        shapes: of the model's layers.
         model: as in ``budget``.
         parts: processes that divide the experts of each layer.
 
@@ -127,7 +126,6 @@ def choose_for(
 
     Args:
         layer: the first of its layers, attached.
-        file: the predictors.
         store: name of the store, for a profile.
         drafter: fingerprint of the drafter whose states can be read; empty if none can.
         most: draft tokens of a request in a step; None: not known.

@@ -278,8 +278,6 @@ def room(
     """Bytes for slots and KV cache: what vLLM may use, less what the other weights, a draft and steps need.
 
     Args:
-        vllm_config: of the engine.
-        device: the fast memory's.
         other_weights: bytes of the weights that are not experts. On a GPU they are already allocated; on a machine
             without one, where fast memory is RAM, they occupy memory only when they are loaded.
         working: ``Working.total``, bytes.

@@ -68,8 +68,6 @@ class Serving:
     """What serves the model once its weights are loaded.
 
     Attributes:
-        runtime: runs its steps.
-        budget: that of the runtime.
         guard: decides how many drafts a step gets, if it does.
         timeline_facts: what a timeline states about the model.
         draft_states, other_weights: as of ``LoadPlan``.

@@ -44,12 +44,6 @@ class Packing:
     """Opens a store for each shape, packs what it lacks, and makes its execution.
 
     Call order: ``open`` for each shape, ``begin``, ``pack`` for each layer, ``finish``.
-
-    Args:
-        config, vllm_config: of the engine.
-        device: of the kernels.
-        on_cpu: whether vLLM computes on a CPU.
-        ranks: those that load with this one.
     """
 
     def __init__(

@@ -66,7 +66,6 @@ class LiveFeed:
     """Passes the workers' reports to everybody who looks.
 
     Args:
-        client: the engine.
         facts: sent with each report: the model, and what the page may change.
     """
 

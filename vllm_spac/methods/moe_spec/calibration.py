@@ -47,9 +47,7 @@ class Calibration:
         fingerprint: identifies the model, its revision and its weights.
         model: the model's name, for messages.
         layers: names of the MoE layers, in the order of execution.
-        top_k: experts per token.
         window: tokens per window of ``curves``; 1 + the draft tokens of a step.
-        tokens: tokens observed.
     """
 
     fingerprint: str
@@ -147,9 +145,6 @@ class CalibrationRecorder:
         fingerprint, model, layers, top_k, window: see ``Calibration``.
         experts: routed experts per layer (N).
         source: identifies the texts, e.g. their checksum; progress made with other texts is not resumed.
-
-    Attributes:
-        texts: number of complete texts.
     """
 
     def __init__(
@@ -191,7 +186,6 @@ class CalibrationRecorder:
         """Adds the next rows of a text, as scored by the router of one layer.
 
         Args:
-            layer: number of the MoE layer.
             probs: float [rows, N], router scores over all experts.
             topk_weights: float [rows, k], the routing weights.
             topk_ids: int [rows, k], the natural choice.
@@ -270,7 +264,6 @@ def choose(
     """The smallest budget per layer whose best experts hold ``mass`` of a window's mass on average.
 
     Args:
-        calibration: of the model.
         mass: share in (0, 1]; 1.0 gives N.
         coverage: budgets are at least ``top_k`` under ``substitution``, and at least 1 under ``truncation``.
         mass_of: the mass that ``mass`` is a share of, one of ``MASSES``.
@@ -303,7 +296,6 @@ def write_budgets(path: str | Path, fingerprint: str, budgets: dict[str, int], a
     """Writes a budget file atomically; ``ConfigError`` when it cannot be written.
 
     Args:
-        fingerprint: of the model.
         budgets: layer name -> B.
         asked: the targets that the budgets were tuned to (``mass``, ``mass_of``, ``coverage``); for information only.
     """
@@ -320,7 +312,6 @@ def read_budgets(
     """Reads the budget of each layer, in the order of ``layers``.
 
     Args:
-        path: the budget file.
         fingerprint: of the model; None if not known yet, then it is not compared.
         layers: names of the MoE layers; None if not known yet.
         experts: routed experts per layer (N).

@@ -74,7 +74,6 @@ def similarity(pairs: Tensor, tokens: int) -> Tensor:
 
     Args:
         pairs: int64 [N, N], tokens that selected both experts; on the diagonal, the selections of one expert.
-        tokens: number of tokens observed.
 
     Returns:
         float64 [N, N] in [0, 1], symmetric, 1 on the diagonal.

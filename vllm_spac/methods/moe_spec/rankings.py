@@ -44,7 +44,6 @@ class Ranking(ABC):
 
     Attributes:
         offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
-        needs_calibration: it is built from a calibration file.
         needs_ids: it ranks by ``LayerContext.ids``.
         needs_mixing: it ranks by ``LayerContext.mixing``.
         needs_resident: it ranks by ``LayerContext.resident``.
@@ -177,7 +176,6 @@ def least_residual(gram: Tensor, budget: int, target: Tensor | None = None, prio
 
     Args:
         gram: float [N, N], <v_i, v_j>.
-        budget: number of vectors to choose.
         target: float [N], <o, v_i>; by default o is the sum of all v.
         prior: float [N], added to the gains, to decide between vectors of equal gain.
 

@@ -239,10 +239,6 @@ class ReplayBuffers:
 
     The writes are enqueued on the stream that runs the model: after the previous replay and before the next.
 
-    Args:
-        rows: maximum number of rows of a forward.
-        layers: MoE layers of the model.
-
     Attributes:
         votes: float64 [rows], how much each row counts in the current step; rows above 0 are cut.
         bounds: int64 [layers], experts that each layer may use.

@@ -229,9 +229,7 @@ class BudgetedLayer:
     """A MoE layer under a budget.
 
     Attributes:
-        name: of the layer.
         experts: routed experts (N).
-        top_k: experts per token.
         rule: how the layer turns router logits into weights.
         resident: returns bool [N], which experts are in fast memory; None if no ranking uses it.
     """
@@ -305,9 +303,7 @@ def groups(step: Step, kinds: Sequence[RowKind], window: int | None, device: tor
     """Returns the rows of ``step`` that are ranked together, with its weights as votes.
 
     Args:
-        kinds: of the rows that vote.
         window: number of consecutive rows of a request that are ranked at a time; None: all rows of the step.
-        device: of the votes.
     """
     asked = [request for request in step.requests if request.kind in kinds]
     parts = [asked] if window is None else [[part] for request in asked for part in request.windows(window)]

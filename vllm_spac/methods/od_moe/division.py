@@ -29,10 +29,8 @@ def owners(layer: int, workers: int, replicas: int, size: int = 1) -> tuple[int,
     """Returns the workers that have ``layer``: its group, then the replicas that compute for those that are lost.
 
     Args:
-        layer: number of the layer.
         workers: number of workers, a multiple of ``size``.
         replicas: further workers that have the layer, at most ``workers - size``.
-        size: workers of a group.
     """
     assert size > 0 and workers % size == 0 and 0 <= replicas <= workers - size
     return tuple((size * layer + ahead) % workers for ahead in range(size + replicas))
@@ -166,7 +164,6 @@ class ExpertDivider:
     """Divides experts, and keeps in mind where each has a slot: each answer of a worker says it. Called by one thread.
 
     Args:
-        layers, experts: of the model.
         mine: the layers of each worker, ascending.
     """
 
@@ -194,7 +191,6 @@ class ExpertDivider:
         """Returns what each worker computes of a layer: every expert of ``ids`` once, and no worker without one.
 
         Args:
-            layer: number of the layer.
             ids: int [rows, top_k], its experts.
             workers: those among which they are divided, at least one, each admitted.
         """

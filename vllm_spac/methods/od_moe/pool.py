@@ -169,11 +169,7 @@ class ExpertPool:
         self._execution.counters.reset()
 
     def rates(self, dtype: torch.dtype) -> dict[str, float]:
-        """Measures seconds: ``expert`` and ``row`` as in ``division.ProcessorRates``, ``load`` as it was at the start.
-
-        Args:
-            dtype: of rows.
-        """
+        """Measures seconds: ``expert`` and ``row`` as in ``division.ProcessorRates``; ``load`` is that of the start."""
         hidden, top_k = self._hidden, self.shape.top_k
         ids, kernel = torch.arange(top_k, dtype=torch.int32), self._kernels[0]
 

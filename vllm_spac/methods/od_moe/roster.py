@@ -93,10 +93,8 @@ class Roster:
     """The workers of one engine. Called by one thread.
 
     Args:
-        workers: number of workers.
         replicas, size: as in ``division.owners``.
         fingerprint: 16 bytes, of the experts.
-        patience: makes the deadlines of a worker.
 
     Attributes:
         shares: counters.

@@ -44,7 +44,6 @@ class _Session:
     """One engine, or a visitor, which has the secret too, but is not served.
 
     Attributes:
-        peer: its connection.
         engine: its own name, by which it returns with a new connection; empty for a visitor.
     """
 

@@ -66,9 +66,7 @@ class Service(BaseModel):
         layers: names of all layers of the shape.
         mine: numbers of those that this worker has, ascending.
         experts, top_k, tensors: as in ``MoEShape``.
-        hidden: width of a row.
         slots, policy, io_threads: the knobs, of the experts of ``mine``.
-        activation, isa: of the kernel.
         divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
             says which experts have a slot.
         hints: the engine says which experts layers will probably need, and they are loaded ahead.
@@ -243,8 +241,6 @@ def send(socket: zmq.Socket, message: tuple[bytes, bytes], peer: bytes | None = 
 
     Args:
         socket: of an engine, or of a worker.
-        message: the frame's header and payload.
-        peer: whom a worker sends it to.
 
     Raises:
         zmq.Again: the other side has left so many unread that no more are kept for it.
@@ -314,9 +310,7 @@ class WorkerLink:
     """One session with one worker. Used by one thread at a time.
 
     Args:
-        context: of zmq.
         address: ``tcp://host:port``.
-        secret: that of the workers.
         facts: of this side, as ``service.facts``; of no use to a visitor.
         engine: name of this engine, by which it returns after a lost connection; of no use to a visitor.
         ended: set when the engine ends: whatever is waited for is given up.
@@ -324,7 +318,6 @@ class WorkerLink:
     Attributes:
         socket, monitor: to be polled.
         epoch: of the session; 0 before ``join``.
-        limits: of the frames to accept.
     """
 
     def __init__(
@@ -370,7 +363,6 @@ class WorkerLink:
         """Sends a request and returns its answer.
 
         Args:
-            seconds: to wait.
             fields: of its ``Header``.
 
         Raises:

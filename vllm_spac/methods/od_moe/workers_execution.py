@@ -84,7 +84,6 @@ class WorkerExecution(Execution):
     Whole rows keep the bits of vLLM's kernel; those whose experts are divided are exact up to rounding.
 
     Args:
-        shape: the layers and experts.
         policy: decides nothing here, where there are no slots; each worker has its own.
         store: the workers' experts; owned.
         predictor: looks at layers; what it guesses of later ones is told to their workers, which load it ahead.

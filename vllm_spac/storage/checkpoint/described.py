@@ -26,7 +26,6 @@ def described(config: dict, folder: Path, kernels: quantisation.FormatKernels | 
 
     Args:
         config: content of ``config.json``.
-        folder: named in errors.
         kernels: as in ``quantisation.stored_bytes``.
 
     Raises:

@@ -31,9 +31,6 @@ class Checkpoint:
     """The experts of a checkpoint, according to its files.
 
     Attributes:
-        name: name of the model type.
-        experts: routed experts per layer.
-        top_k: experts per token.
         layer_bytes: bytes of all experts of each MoE layer, in the order of the layers.
         other_bytes: bytes of everything else.
         draft_bytes: bytes of the layers after the target's last one, which only a draft of the same checkpoint uses.
@@ -114,7 +111,6 @@ def count(
 
     Args:
         config: content of ``config.json``.
-        folder: named in errors.
         tensors: name and safetensors header entry of each.
         kernels: as in ``quantisation.kept_bytes``.
 

@@ -125,7 +125,6 @@ class Copy:
     Args:
         source: folder of an unquantised checkpoint.
         target: folder of the copy; empty, or an unfinished copy of the same.
-        rounding: what is rounded to what.
 
     Attributes:
         files: name and bytes of each file that is to be read.

@@ -27,7 +27,6 @@ class Repacked(NamedTuple):
     """One projection of E experts.
 
     Attributes:
-        kind: how it is stored.
         codes: uint8 [E, *kind.code_shape(N, K)].
         scales: [E, *kind.scale_shape(N, K)] of ``kind.scale_dtype``.
     """

@@ -36,7 +36,6 @@ def check_scales(quantised: Mapping, experts: Mapping[str, Mapping], where: obje
     Args:
         quantised: the ``quantization_config``; one with several groups is not checked.
         experts: header entry of each tensor of an expert, by name.
-        where: named in errors.
 
     Raises:
         UnsupportedError: a weight has no scales, or scales of another shape.

@@ -62,7 +62,6 @@ class Evaluation:
 
     Args:
         experts: the worker's ``ModelExperts``.
-        model: the target model.
         drafter: of the model runner; None without speculation.
     """
 

@@ -22,9 +22,7 @@ def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **option
 
     Args:
         model: folder or name on the hub.
-        spac: the plugin's knobs.
         length: maximum tokens of a text, including generated ones.
-        tokenizer: whether texts must be tokenised.
         options: further arguments of ``vllm.LLM``.
 
     Raises:

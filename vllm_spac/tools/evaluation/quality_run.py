@@ -32,8 +32,6 @@ class Sweep:
 
     Args:
         llm: from ``engine.engine``.
-        texts: token ids.
-        window: rows that are ranked together.
         step: called after each text.
     """
 
@@ -172,11 +170,9 @@ class QualityRun:
 
     Args:
         llm: the engine, from ``engine.engine``.
-        texts: token ids.
         run: settings that all results of a file share: window, slots, drafts.
         asked: rankings, coverages, budgets, masses, ``mass_of``, alphas and ``speculate``.
         path: the file of results; those of the same model, texts and run are not run again.
-        progress: shows the progress.
     """
 
     def __init__(self, llm: Any, texts: list, run: dict, asked: dict, path: Path, progress: Progress) -> None:

@@ -47,7 +47,6 @@ class Reconstruction:
     """Computes the errors of rankings and coverages for windows of rows of one model.
 
     Args:
-        layers: all layers of the model.
         calibration: for the rankings that need one.
     """
 

@@ -26,10 +26,8 @@ class Finding:
     """One line of a diagnosis.
 
     Attributes:
-        check: what was checked.
         level: ``ok``; ``note``: works, could be better or is unusual; ``problem``: does not work, or far worse than it
             could.
-        text: what was found.
         remedy: what to do; empty only for ``ok``.
     """
 

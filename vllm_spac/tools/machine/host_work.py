@@ -52,8 +52,6 @@ def measure_host_work(
     """Returns median seconds, by what was measured and by the number of experts.
 
     Args:
-        device: of fast memory.
-        io_threads: as in serving.
         seconds: approximate duration of each of the ``MEASUREMENTS`` measurements.
         tell: called before each of them.
     """
@@ -110,13 +108,7 @@ class _NoExperts(CpuExperts):
 
 
 class LayerTimer:
-    """Times layers over slots whose experts take no time.
-
-    Args:
-        slots: number of slots.
-        device: of the slots.
-        io_threads: as in serving.
-    """
+    """Times layers over slots whose experts take no time."""
 
     def __init__(self, slots: int, device: torch.device, io_threads: int) -> None:
         self._device, store = device, _filled()

@@ -24,7 +24,6 @@ class Choice:
         store: where the other experts are; ``none``: there are no others; ``tiers``: host memory before a disk.
         host_bytes: with ``tiers``, host memory between slots and disk.
         cpu: the CPU computes a share of the missing experts.
-        drafts: tokens that are drafted per step.
         tokens: instead of ``percent``, which is 0: slots for so many tokens, where not one percent fits.
     """
 

@@ -30,7 +30,6 @@ class Prediction:
     """Calculated, not measured.
 
     Attributes:
-        routing: name of the assumption.
         tokens_per_second: of all requests together.
         hit_rate: share of the experts that were in a slot.
         limit: what takes most of the time: reading weights in fast memory (``compute``), loads over the link to the

@@ -141,8 +141,6 @@ def link(device: torch.device, hidden: int, intermediate: int, profile: Costs | 
     """Measures a copy from pinned memory and experts read in place, and compares them with a shipped profile.
 
     Args:
-        device: a GPU.
-        hidden, intermediate: of the experts.
         profile: of such a GPU, from its data sheet; None: none is shipped.
     """
     experts = RandomExperts.make(None, hidden, intermediate, _LINK_EXPERTS, "cpu")

@@ -86,7 +86,6 @@ def build_prefetch(
 
     Args:
         spec: ``off`` or a predictor, with its arguments and those of ``PrefetchSettings``.
-        file: of trained predictors.
         next_layer: as in ``PrefetchSettings``.
 
     Raises:

@@ -44,7 +44,6 @@ def simulate(
             the forward thread.
         overlap: one of ``OVERLAPS``; with pointers all loads overlap with hits.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
-        expert_bytes: overrides the size in the trace.
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
         predictor_file: file of trained predictors, of which ``prefetch`` names one.
         layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving

@@ -40,15 +40,7 @@ class Flow:
 
 
 class VirtualAhead:
-    """Reads ahead of need, as ``cache.transfers.Background`` has them.
-
-    Args:
-        link: passes their time.
-        readers: maximum number of reads in flight.
-
-    Attributes:
-        running: the reads in flight.
-    """
+    """Reads ahead of need, as ``cache.transfers.Background`` has them."""
 
     def __init__(self, link: VirtualLink, readers: int) -> None:
         self._link, self._readers = link, readers
@@ -113,7 +105,6 @@ class VirtualLink:
     Args:
         costs: seconds of a load.
         nbytes: bytes of an expert.
-        readers: maximum number of reads ahead in flight.
         tier: host memory beside the store, if any; ``costs.host`` is then the cost of a load from it. Copies to it cost
             nothing: they go in the other direction, or into memory.
     """

@@ -74,7 +74,6 @@ def candidates(model: ServedModel, machine: PlannedMachine, allowed: Allowed) ->
     """Returns the default, ``policy=lru``, and each single change worth trying, the likeliest to be fast first.
 
     Args:
-        model: that is to be served.
         machine: whose memory is divided, and whose disk and link decide which stores there are.
 
     Raises:
@@ -248,7 +247,6 @@ def budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
 
     Args:
         path: ``quality.json``.
-        model: that the file must be of.
 
     Raises:
         ConfigError: the file cannot be read, is of another model, or has no budget that keeps the quality.

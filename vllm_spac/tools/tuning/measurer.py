@@ -34,7 +34,6 @@ class Answer:
     """The greedy answer to one prompt, alone in the engine.
 
     Attributes:
-        ids: its tokens.
         seconds: from the request to the last token; ``first_token``: to the first.
     """
 

@@ -28,7 +28,6 @@ class Measurement(_Kept):
     Attributes:
         rates: tokens per second of each prompt; empty: it failed.
         first_token: seconds to the first token of each prompt.
-        answers: token ids of each prompt.
         said: answers of the default, with the second best tokens.
         near_ties: whether they may differ from the default's where two tokens are close.
         nbytes: host memory of the engine; ``exclusive``: whether no other can run beside it.
@@ -86,7 +85,6 @@ class ProgressFile:
     """The progress of one run in a file, named by the model and by everything that the measurements depend on.
 
     Args:
-        folder: of the tuned profile.
         key: of ``key_of``.
 
     Attributes:

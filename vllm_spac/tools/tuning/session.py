@@ -53,10 +53,7 @@ class Session:
     Args:
         candidates: of ``candidates.candidates``, the default first.
         prompts: are used in order, as many as a round needs, and repeated in turns.
-        tokens: that are generated per prompt.
         seconds: of the whole run, without the first engine, which may have to pack the experts.
-        measurer: starts the engines.
-        file: with what an earlier process measured.
         tell: called with what is being measured, and the seconds spent.
 
     Attributes:
