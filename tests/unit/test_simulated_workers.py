@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
+from od_moe_clock import ShadowTimes, cacheless, prefill
+
 from vllm_spac.decisions.costs import Network
 from vllm_spac.methods.od_moe.division import Cycle, layers_of
-from vllm_spac.tools.traces.simulated_workers import LayerTimes, ShadowTimes, cached, cacheless, prefill
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 NET = Network(latency=1e-4, bandwidth=1e8)

@@ -236,9 +236,9 @@ def simulate(
         for number in slot_counts(slots, facts):
             share = min(1.0, number / facts.total)
             run = cached(recorded, count, share, network, times, 2 * hidden)
-            step, rate = run.seconds / recorded.steps, run.hits / (run.hits + run.misses)
+            rate = run.hits / (run.hits + run.misses)
             cells = f"{100 * share:.0f}%", f"{100 * rate:.1f}%", f"{run.stalls:.2f} s"
-            rows.append((str(count), *cells, f"{1e3 * step:.2f}", f"{1 / step:.1f}"))
+            rows.append((str(count), *cells, f"{1e3 / run.per_second:.2f}", f"{run.per_second:.1f}"))
         rows.append(())
     table = compact(title, heads, rows)
     table.caption = caption
