@@ -19,6 +19,7 @@ from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.cli.tables import compact, print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.costs import Costs
@@ -214,14 +215,7 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
 
 
 def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from vllm_spac.system.pictures import save_picture
-
-    figure, (hits, times) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (hits, times) = begin_picture(1, 2, figsize=(10, 4))
     for name in dict.fromkeys((outcome.execution, outcome.policy) for outcome in outcomes):
         mine = sorted((o for o in outcomes if (o.execution, o.policy) == name), key=lambda o: o.share)
         style = {"marker": "o", "linestyle": "-" if mine[0].execution == "slots" else "--", "label": ": ".join(name)}

@@ -13,14 +13,14 @@ from rich.table import Table
 from vllm_spac.cli.tables import compact, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
-    from vllm_spac.recording.timeline_file import Recording
-    from vllm_spac.recording.timeline_split import TimeSplit
+    from vllm_spac.recording.timeline_file import Recording, TimeSplit
     from vllm_spac.recording.trace_file import Trace
 
 EXAMPLES = """[bold]Examples[/]
@@ -183,18 +183,12 @@ FIGURES = {
 
 
 def _draw(uses: np.ndarray, path: Path, title: str) -> None:
-    import matplotlib
     import numpy as np
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from vllm_spac.system.pictures import save_picture
 
     layers, experts = uses.shape
     shares = uses / np.maximum(1, uses.sum(axis=1, keepdims=True)) * experts
     size = (min(max(6, experts / 12), _LARGEST), min(max(2.5, layers / 5), _LARGEST))
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    figure, axes = begin_picture(figsize=size)
     image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest")
     figure.colorbar(image, label="uses, 1 = even")
     axes.set(xlabel="expert", ylabel="layer", title=title)
@@ -256,15 +250,18 @@ def _timeline_facts(file: Path, recording: Recording) -> Table:
 
 
 def _split(recording: Recording) -> Table:
-    from vllm_spac.recording.timeline_split import GENERATING, PROMPTS, split
+    from vllm_spac.recording.timeline_file import GENERATING, PROMPTS, split
 
     generating, prompts = split(recording, GENERATING), split(recording, PROMPTS)
     caption = "gaps before steps with prompts are left out: the engine may have had nothing to do"
     table = Table(title="where the time goes", title_justify="left", caption=caption, caption_justify="left")
     table.add_column("")
     columns = []
-    if generating.steps:
-        columns.append((generating, *_unit(generating)))
+    if generating.tokens:
+        unit = f"a token of all requests\n{generating.tokens:,} in {generating.steps:,} steps"
+        columns.append((generating, generating.tokens, unit))
+    elif generating.steps:
+        columns.append((generating, generating.steps, f"a step (tokens unknown)\n{generating.steps:,} steps"))
     if prompts.steps:
         columns.append((prompts, prompts.steps, f"a step with prompts\n{prompts.steps:,} steps"))
     for _, _, title in columns:
@@ -274,13 +271,6 @@ def _split(recording: Recording) -> Table:
     table.add_section()
     table.add_row("together", *(_cell(found, found.total, each) for found, each, _ in columns))
     return table
-
-
-def _unit(found: TimeSplit) -> tuple[int, str]:
-    """Returns what the time of generating steps is divided by, and what that is called."""
-    if found.tokens:
-        return found.tokens, f"a token of all requests\n{found.tokens:,} in {found.steps:,} steps"
-    return found.steps, f"a step (tokens unknown)\n{found.steps:,} steps"
 
 
 def _cell(found: TimeSplit, value: int, each: int) -> str:
