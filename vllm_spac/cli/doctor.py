@@ -26,9 +26,8 @@ from vllm_spac.system.untrusted import path_of
 from vllm_spac.tools.machine.server_stats import RequestNumbers, fetch
 
 if TYPE_CHECKING:
-    from vllm_spac.tools.machine.checks import Finding
+    from vllm_spac.tools.machine.checks import CheckOutcome, Finding
     from vllm_spac.tools.machine.facts import Facts, Installation
-    from vllm_spac.tools.selftest.outcome import CheckOutcome
 
 STATS_EXAMPLES = """[bold]Examples[/]
 
@@ -136,7 +135,11 @@ def doctor(
     problems = sum(finding.level == "problem" for finding in findings)
     if as_json:
         content = {"problems": problems, "findings": [asdict(f) for f in findings], "facts": asdict(facts)}
-        print(json.dumps(content, indent=2, default=_plain))
+        print(
+            json.dumps(
+                content, indent=2, default=lambda value: (sorted if isinstance(value, frozenset) else str)(value)
+            )
+        )
     else:
         console = Console()
         print_table(console, _findings_table(findings))
@@ -181,11 +184,6 @@ def _findings_table(findings: list[Finding]) -> Table:
         text = shown(finding.text) + (f" [bold]->[/] {shown(finding.remedy)}" if finding.remedy else "")
         table.add_row(f"[{_STYLES[finding.level]}]{finding.level}[/]", finding.check, text)
     return table
-
-
-def _plain(value: object) -> object:
-    """Converts what JSON has no type for: sets of numbers and paths."""
-    return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
 SELFTEST_EXAMPLES = """[bold]Examples[/]

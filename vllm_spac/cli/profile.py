@@ -82,8 +82,7 @@ def profile(
     import torch
 
     from vllm_spac.tools.machine import vllm_step
-    from vllm_spac.tools.machine.measure import measure, measurements
-    from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
+    from vllm_spac.tools.machine.measure import cpu_kernel, measure, measurements
 
     depths = vllm_step.LAYERS if vllm and not torch.cuda.is_available() else ()
     options = {

@@ -36,6 +36,7 @@ from vllm_spac.decisions.costs import (
     fit_load,
 )
 from vllm_spac.errors import ConfigError
+from vllm_spac.integration.hooks.device import request_amx
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.storage.host import HostStore
@@ -300,6 +301,28 @@ def _by_address(module: str) -> Callable[[Tensor, Tensor], Callable[[Tensor, Ten
 
 _REFERENCE = Kernel("the torch reference", _by_address("reference.grouped_gemm"))
 _TRITON = Kernel("Triton", _by_address("grouped_gemm"))
+
+
+def cpu_kernel() -> Kernel | None:
+    """vLLM's fused kernel for unquantised experts on this machine; None if vLLM was not built for the CPU."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    if not hasattr(torch.ops._C, "cpu_fused_moe"):
+        return None
+    request_amx()
+    special = (cpu_moe.X86CPUUnquantizedExperts, cpu_moe.ArmCPUUnquantizedExperts, cpu_moe.PowerCPUUnquantizedExperts)
+    isa = next((cls.isa for cls in special if cls._supports_current_device()), cpu_moe.CPUUnquantizedExperts.isa)
+
+    def prepare(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
+        w13, w2 = (ops.cpu_prepack_moe_weight(weight, isa) for weight in (w13, w2))
+
+        def run(x: Tensor, weights: Tensor, ids: Tensor) -> None:
+            ops.cpu_fused_moe(torch.empty_like(x), x, w13, w2, None, None, weights, ids, "silu", isa)
+
+        return run
+
+    return Kernel(f"vLLM's fused MoE kernel ({isa})", prepare)
 
 
 def _turns(nbytes: int) -> int:

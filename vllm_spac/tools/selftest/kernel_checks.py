@@ -12,8 +12,7 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.address_table import kernels_for
 from vllm_spac.execution.pointers_execution import PointerExecution
-from vllm_spac.tools.machine.checks import Finding
-from vllm_spac.tools.selftest.outcome import CheckOutcome
+from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows
 
 # As a share of the greatest element: kernels round bfloat16 values (2**-8) six times, in different order.
