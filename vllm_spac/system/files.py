@@ -21,12 +21,14 @@ import contextlib
 import errno
 import fcntl
 import grp
+import mmap
 import os
 import pwd
 import re
 import shlex
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -243,6 +245,36 @@ def remove_leftovers(path: Path) -> None:
     """Deletes the partial files of ``path`` whose processes have ended."""
     for partial in leftovers(path):
         partial.unlink(missing_ok=True)
+
+
+def reads_directly(path: Path) -> bool:
+    """Returns whether the first page of ``path`` can be read with O_DIRECT."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:  # EINVAL, e.g. tmpfs
+        return False
+    try:
+        return os.preadv(descriptor, [mmap.mmap(-1, mmap.PAGESIZE)], 0) > 0
+    except OSError:  # EINVAL: larger blocks
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def probe(folder: Path) -> tuple[str, bool | None]:
+    """Writes a page to ``folder``, which is made if it is missing, and removes it at once.
+
+    Returns:
+        Why that is not possible, empty if it is; and whether files there can be read with O_DIRECT, None if not known.
+    """
+    try:
+        make_folder(folder)
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as page:
+            page.write(bytes(mmap.PAGESIZE))  # not empty: an empty file fits on a full disk
+            page.flush()
+            return "", reads_directly(Path(page.name))
+    except OSError as error:
+        return error.strerror or str(error), None
 
 
 _MOST = 300  # bytes of what a holder writes
