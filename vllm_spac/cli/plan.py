@@ -186,7 +186,7 @@ def size_of(name: str, text: str | None) -> int | None:
 
 
 def _show(console: Console, found: ServingPlan) -> None:
-    from vllm_spac.tools.planning.plan_choice import command
+    from vllm_spac.tools.planning.planned_memory import command
     from vllm_spac.tools.planning.planned_serving import assumptions
 
     print_table(console, _memory(found))
@@ -287,7 +287,7 @@ def _speed(prediction: Prediction) -> str:
 
 
 def _content(found: ServingPlan) -> dict:
-    from vllm_spac.tools.planning.plan_choice import command
+    from vllm_spac.tools.planning.planned_memory import command
     from vllm_spac.tools.planning.planned_serving import assumptions
 
     def of_row(row: Row) -> dict:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_spac.config.tuned_profile import Candidate, Departure, Measured, TunedProfile
     from vllm_spac.tools.planning.planned_machine import PlannedMachine
     from vllm_spac.tools.planning.planned_model import ServedModel
-    from vllm_spac.tools.tuning.candidates import Allowed, Budget
+    from vllm_spac.tools.tuning.candidates import Allowed
     from vllm_spac.tools.tuning.measurer import Measurer
     from vllm_spac.tools.tuning.progress import ProgressFile
     from vllm_spac.tools.tuning.session import Session, TuneOutcome
@@ -88,7 +88,7 @@ def tune(
     from vllm_spac.system.machine import DISK_DIR, gpu_names
     from vllm_spac.tools.evaluation.engine import options_of
     from vllm_spac.tools.planning.planned_model import ServedModel
-    from vllm_spac.tools.tuning.candidates import Allowed
+    from vllm_spac.tools.tuning.candidates import Allowed, budgets
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     if slots is not None and fast_memory is not None:
@@ -113,7 +113,7 @@ def tune(
         eagle3=None if eagle3 is None else _folder(eagle3, "--eagle3"),
         predictor_file=None if predictor_file is None else str(predictor_file.absolute()),
         predictors=_predictors(predictor_file),
-        budgets=_budgets(quality, served) if lossy else (),
+        budgets=budgets(quality, served) if lossy else (),
         engine=options,
         departures=departures,
     )
@@ -202,7 +202,7 @@ class _Run:
 
     def _measured(self, session: Session, file: ProgressFile) -> TuneOutcome:
         from vllm_spac.tools.tuning.measurer import MeasuringError
-        from vllm_spac.tools.tuning.tune_report import last_line
+        from vllm_spac.tools.tuning.session import last_line
 
         try:
             return session.run()
@@ -222,13 +222,13 @@ class _Run:
         self, outcome: TuneOutcome, candidates: list[Candidate], file: ProgressFile, disk_dir: Path | None
     ) -> None:
         from vllm_spac.config.tuned_profile import path_of
-        from vllm_spac.tools.tuning import tune_report
+        from vllm_spac.tools.tuning import session
 
-        console, rows = Console(), tune_report.measured(outcome, candidates)
+        console, rows = Console(), session.measured(outcome, candidates)
         print_table(console, _table(self._model, rows))
-        for sentence in tune_report.sentences(outcome):
+        for sentence in session.sentences(outcome):
             say(console, shown(sentence))
-        problems = list(tune_report.errors(outcome))
+        problems = list(session.errors(outcome))
         for problem in problems:
             say(self._console, f"[bold red]error:[/] {shown(problem)}")
         if outcome.undecided and not problems:
@@ -245,7 +245,7 @@ class _Run:
             where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
             where += f" --spac-tuned auto@allow={allow}" if (allow := outcome.choice.allowance) else ""
             console.print(f"[green]run:[/] vllm serve {shown(self._model)} --plugin spac{shown(where)}", soft_wrap=True)
-            by_hand = tune_report.command(self._model, outcome.choice, disk_dir)
+            by_hand = session.command(self._model, outcome.choice, disk_dir)
             say(console, f"[dim]the same by hand: {shown(by_hand)}[/]")
         if self._options:
             text = json.dumps(self._options)
@@ -334,12 +334,6 @@ def _predictors(path: Path | None) -> tuple[str, ...]:
     from vllm_spac.decisions.predictor_file import PredictorFile
 
     return tuple(PredictorFile.read(path).names)
-
-
-def _budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
-    from vllm_spac.tools.tuning.candidates import budgets
-
-    return budgets(path, model)
 
 
 def _prompts(path: Path | None) -> tuple[list[str | list[int]], str]:
