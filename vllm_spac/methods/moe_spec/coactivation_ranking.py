@@ -26,15 +26,13 @@ large weights matter more than many small ones. Using the correlation instead of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_residual, router_mass, weighted
-
-if TYPE_CHECKING:
-    from vllm_spac.methods.moe_spec.calibration import Calibration
 
 
 @dataclass(kw_only=True, eq=False)
