@@ -21,7 +21,9 @@ def printable(text: object, most: int = _MOST) -> str:
         most: longer text is cut in the middle, with the number of characters left out.
     """
     text = shortened(str(text), most)
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode() for letter in text
+    )
 
 
 def shortened(text: str, most: int = 120) -> str:
@@ -38,10 +40,6 @@ def brief(value: object) -> str:
         return shortened(repr(value))
     except ValueError:  # Python writes out at most 4300 digits
         return f"a number of more than {sys.get_int_max_str_digits()} digits"
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def flag(name: str) -> str:

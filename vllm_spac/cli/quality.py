@@ -102,7 +102,8 @@ def quality(
     length, digest = text_tokens + new_tokens + 16, _digest(calibration)
     with offline.engine(model, spac, length, any(isinstance(t, str) for t in texts), **options) as llm:
         pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
-        run = {"window": window, "slots": slots, "drafts": _portable(drafts), "calibration": digest}
+        portable = drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
+        run = {"window": window, "slots": slots, "drafts": portable, "calibration": digest}
         run |= {"generate": generate, "new_tokens": new_tokens} if drafts or asked["speculate"] else {}
         run |= {"predictor": _digest(predictor, "--predictor"), "prefetch": prefetch} if predictor else {}
         _run(llm, pieces, run, asked, output, title)
@@ -133,11 +134,6 @@ def _show(results: dict, output: Path) -> None:
     figures.figures(results, output / "figures.png")
     names = ", ".join(str(output / name) for name in ("quality.json", "pareto.png", "figures.png"))
     say(console, f"written: {shown(names)}")
-
-
-def _portable(drafts: dict) -> dict:
-    """The speculative config without folders of this machine."""
-    return drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
 
 
 def _digest(path: Path | None, option: str = "--calibration") -> str | None:

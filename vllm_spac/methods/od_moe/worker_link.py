@@ -63,10 +63,7 @@ class Service(BaseModel):
 
     Attributes:
         fingerprint: of the packed experts, 32 hexadecimal digits.
-        layers: names of all layers of the shape.
         mine: numbers of those that this worker has, ascending.
-        experts, top_k, tensors: as in ``MoEShape``.
-        slots, policy, io_threads: the knobs, of the experts of ``mine``.
         divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
             says which experts have a slot.
         hints: the engine says which experts layers will probably need, and they are loaded ahead.
@@ -164,7 +161,6 @@ def difference(ours: Mapping[str, str], theirs: Any) -> str | None:
 
 HEARTBEAT, SILENCE = 1000, 5000  # milliseconds between heartbeats, and after which a peer counts as gone
 PART = 1 << 18  # bytes
-SECRET_BYTES = 32
 _SEALED = 64  # bytes that CURVE may add to a part
 _MOST_PARTS = 1 + MOST_BYTES // PART
 _HANDSHAKE = 5000  # milliseconds until a connection to a worker must have proved to know the secret
@@ -238,9 +234,6 @@ def dealer(context: zmq.Context, secret: bytes) -> zmq.Socket:
 
 def send(socket: zmq.Socket, message: tuple[bytes, bytes], peer: bytes | None = None) -> None:
     """Sends a frame without waiting.
-
-    Args:
-        socket: of an engine, or of a worker.
 
     Raises:
         zmq.Again: the other side has left so many unread that no more are kept for it.
@@ -316,7 +309,6 @@ class WorkerLink:
         ended: set when the engine ends: whatever is waited for is given up.
 
     Attributes:
-        socket, monitor: to be polled.
         epoch: of the session; 0 before ``join``.
     """
 
@@ -361,9 +353,6 @@ class WorkerLink:
 
     def ask(self, kind: FrameKind, seconds: float, payload: bytes = b"", **fields: Any) -> Frame:
         """Sends a request and returns its answer.
-
-        Args:
-            fields: of its ``Header``.
 
         Raises:
             Lost: there is none within ``seconds``.

@@ -116,7 +116,8 @@ def read(files: Sequence[Path], folders: Iterable[Path]) -> CheckpointContents:
         StoreError: a file cannot be read, or changes meanwhile.
     """
     begun = time.time_ns()
-    records = [folder / _record_name(files[0].parent) for folder in folders]
+    name = f"checkpoint-{xxhash.xxh3_64_hexdigest(os.fsencode(files[0].parent.resolve()))}.json"
+    records = [folder / name for folder in folders]
     known = _known(records)
     try:
         keys = {path: str(path.resolve(strict=True)) for path in files}
@@ -148,10 +149,6 @@ def read(files: Sequence[Path], folders: Iterable[Path]) -> CheckpointContents:
 
 def _described(some: Sequence[Path], files: Sequence[Path], stamps: Mapping[Path, Stamp]) -> str:
     return f"{len(some)} of {len(files)} weight files ({gib(sum(stamps[path].size for path in some))})"
-
-
-def _record_name(folder: Path) -> str:
-    return f"checkpoint-{xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))}.json"
 
 
 def _known(records: Sequence[Path]) -> dict[str, _Read]:

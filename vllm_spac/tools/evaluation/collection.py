@@ -97,7 +97,6 @@ class Collection:
 
     Args:
         layers: the model's MoE layers, in the order of execution.
-        modules: the same, as vLLM's modules.
         reader: keeps what a drafter reads; None without one.
 
     Raises:
@@ -163,7 +162,6 @@ def collect(llm: Any, texts: Sequence[list[int]], fitted: int, step: Callable[[i
     """Runs the model on texts and returns what its routers read and chose.
 
     Args:
-        llm: from ``engine.engine``.
         fitted: number of texts, the first ones, whose experts' outputs are averaged.
         step: called with the number of rows after each text.
     """
@@ -175,11 +173,7 @@ def collect(llm: Any, texts: Sequence[list[int]], fitted: int, step: Callable[[i
 
 
 def gates_of(model: str, layers: Sequence[str], samples: Samples) -> Gates | str:
-    """Returns the routers and norms of a checkpoint that ``samples`` were taken from, or why they cannot be used.
-
-    Args:
-        model: folder or name on the hub.
-    """
+    """Returns the routers and norms of a checkpoint that ``samples`` were taken from, or why they cannot be used."""
     try:
         gates = Gates(*router_weights.read(Path(find_folder(model)), layers))
     except UnsupportedError as error:

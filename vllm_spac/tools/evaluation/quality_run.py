@@ -28,12 +28,7 @@ _DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 class Sweep:
-    """One model and its texts.
-
-    Args:
-        llm: from ``engine.engine``.
-        step: called after each text.
-    """
+    """One model and its texts."""
 
     def __init__(self, llm: Any, texts: Sequence[list[int]], window: int, step: Callable[[], None]) -> None:
         self.llm, self.texts, self.window, self.step = llm, texts, window, step
@@ -169,7 +164,6 @@ class QualityRun:
     """One run of ``vllm-spac quality``.
 
     Args:
-        llm: the engine, from ``engine.engine``.
         run: settings that all results of a file share: window, slots, drafts.
         asked: rankings, coverages, budgets, masses, ``mass_of``, alphas and ``speculate``.
         path: the file of results; those of the same model, texts and run are not run again.

@@ -53,7 +53,6 @@ def measure_host_work(
 
     Args:
         seconds: approximate duration of each of the ``MEASUREMENTS`` measurements.
-        tell: called before each of them.
     """
     points = {}
     every, some = LAYERS * EXPERTS, LAYERS * EXPERTS // _SHARE
@@ -152,7 +151,8 @@ class LayerTimer:
             _displace()
             start = time.perf_counter()
             self.execution.forward(layer, self._row, self._weights, ids, kernel, rows)
-            _synchronize(self._device)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             found.append(time.perf_counter() - start)
         self.execution.end_forward()
         return found
@@ -195,11 +195,6 @@ def _filled() -> ExpertStore:
     for key in range(store.shape.total):
         store.put(key, zeros)
     return store
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _displace() -> None:

@@ -140,7 +140,7 @@ class VirtualLink:
 
     def read_ahead(self, move: HostMove) -> Flow:
         """Returns the flow of one read ahead."""
-        return self.flow(1, self._rate(move))
+        return self.flow(1, None if move.source is None else self._costs.host)
 
     def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         start = self._now
@@ -195,9 +195,6 @@ class VirtualLink:
             running = [flow for flow in (*self.ahead.running, *others) if not flow.done]
             self._waited += self._advance(running, math.inf)
         self.ahead.begin()
-
-    def _rate(self, move: HostMove) -> Rate | None:
-        return None if move.source is None else self._costs.host
 
     def _advance(self, flows: Sequence[Flow], most: float) -> float:
         """Passes time until one of ``flows`` has finished a part, at most ``most`` seconds; returns the seconds."""
