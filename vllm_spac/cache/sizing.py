@@ -207,7 +207,6 @@ class Working:
             max(inner, hidden) and max(2 inner, hidden) values per pair of row and expert; attention's projections,
             twice, and its output; gate, up and their product in a dense layer.
         graphs: the graph pool, as large as the activations of the largest captured forward, and ``_GRAPH`` per graph.
-        slack: ``_SLACK``.
     """
 
     sampling: int

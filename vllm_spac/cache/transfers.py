@@ -56,9 +56,6 @@ class Mover:
         slots: name -> tensor of shape [slots, ...]; a load writes one row of each.
         path: name of the store in ``Counters.bytes``.
         rows: host memory beside the store, if any.
-
-    Attributes:
-        timeline: records loads and what waits for them, if given.
     """
 
     timeline: Timeline | None = None
@@ -170,7 +167,6 @@ class Background:
     Called by the forward thread only.
 
     Args:
-        mover: plans, performs and completes the reads.
         threads: maximum number of reads in flight.
     """
 

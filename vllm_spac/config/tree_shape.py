@@ -75,12 +75,7 @@ class TreeShape(ABC):
 
 @dataclass(frozen=True)
 class DynamicShape(TreeShape):
-    """EAGLE-2's trees: the most probable nodes, by the drafter's own joint probabilities.
-
-    Attributes:
-        nodes, depth, width: as in ``TreeShape``.
-        expanded: nodes that are expanded per level.
-    """
+    """EAGLE-2's trees: the most probable nodes, by the drafter's own joint probabilities."""
 
     nodes: int
     depth: int = 6

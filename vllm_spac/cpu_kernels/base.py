@@ -53,9 +53,6 @@ class CpuExperts(ABC):
     def prepare(self, experts: Mapping[str, Tensor]) -> None:
         """Prepares for the experts of a layer; called once per layer, before the first ``run``.
 
-        Args:
-            experts: as ``run`` will be passed them.
-
         Raises:
             ConfigError: they cannot be computed on this machine.
         """

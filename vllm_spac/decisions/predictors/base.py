@@ -96,7 +96,6 @@ class Guess:
 
         Args:
             ids: as ``Seen.draft_ids``; a row with -1 names none.
-            keys: number of experts of all layers together.
         """
         rows, layers, names = ids.shape
         experts, ids = keys // layers, ids.long()

@@ -132,7 +132,6 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
     """Refuses graphs that would contain our op while it needs the host.
 
     Args:
-        mode: name of vLLM's ``CUDAGraphMode``.
         breakable: whether vLLM's ops split graphs during capture (``VLLM_USE_BREAKABLE_CUDAGRAPH``).
 
     Raises:

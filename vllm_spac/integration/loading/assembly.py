@@ -142,7 +142,6 @@ def host_rows(
     """Allocates the host memory between the slots and the store of the layers of ``shape``; None if there is none.
 
     Args:
-        most_drafts: as in ``policy``.
         share: part of ``config.host_memory`` that these layers get.
 
     Raises:

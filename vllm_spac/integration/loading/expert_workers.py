@@ -50,7 +50,6 @@ def store(
     """Starts or reaches the workers, and opens the store that they are.
 
     Args:
-        layer: one of them, whose kernel is built.
         free: bytes that experts may take on this machine.
 
     Raises:

@@ -33,7 +33,6 @@ def fingerprint(
     """32 hexadecimal digits that change with the weights, this rank's share of them, the layout, the kernel and vLLM.
 
     Args:
-        layer: one of ``shape.layers``.
         layout: of the execution; ``plain`` experts are not converted for vLLM's kernel.
     """
     import vllm

@@ -87,7 +87,6 @@ class Packing:
         """Opens the store of ``shape``; fills its slots already if an earlier start packed all of its experts.
 
         Args:
-            room: what its experts get of fast memory.
             free: bytes of fast memory that are left, for expert workers.
         """
         self._rooms[shape] = room

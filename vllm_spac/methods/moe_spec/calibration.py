@@ -45,7 +45,6 @@ class Calibration:
 
     Attributes:
         fingerprint: identifies the model, its revision and its weights.
-        model: the model's name, for messages.
         layers: names of the MoE layers, in the order of execution.
         window: tokens per window of ``curves``; 1 + the draft tokens of a step.
     """
@@ -142,7 +141,6 @@ class CalibrationRecorder:
     text. Tokens after the last whole window of a text are counted, but are not in the curves.
 
     Args:
-        fingerprint, model, layers, top_k, window: see ``Calibration``.
         experts: routed experts per layer (N).
         source: identifies the texts, e.g. their checksum; progress made with other texts is not resumed.
     """
@@ -314,7 +312,6 @@ def read_budgets(
     Args:
         fingerprint: of the model; None if not known yet, then it is not compared.
         layers: names of the MoE layers; None if not known yet.
-        experts: routed experts per layer (N).
 
     Raises:
         ConfigError: the file cannot be read, is no budget file, belongs to another model or revision, lacks a layer,

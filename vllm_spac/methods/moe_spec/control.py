@@ -66,8 +66,6 @@ class BudgetControl:
     Both compute the same shortlists and the same coverage with the same operations.
 
     Args:
-        layers: in the order of execution.
-        calibration: for the rankings that need one.
         offline: allow rankings that run all experts.
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
         ranks_differ: several processes compute the model, and each has other experts in fast memory.

@@ -201,7 +201,6 @@ class Launches:
     """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay.
 
     Attributes:
-        ranking, coverage: as in ``BudgetSettings``.
         mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
     """
 

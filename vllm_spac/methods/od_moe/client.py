@@ -41,7 +41,6 @@ class WorkerClient:
     Args:
         places: where the workers are; owned.
         replicas, size: as in ``division.owners``.
-        kernel: the kernel of the layers, in this process.
         copy: opens a store on this machine that has all experts, for rows that no worker can compute; None if there is
             none. Called once all experts are packed.
     """

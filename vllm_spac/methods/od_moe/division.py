@@ -97,7 +97,6 @@ def parts(rows: int, workers: int, part_rows: int = PART_ROWS) -> list[slice]:
     Args:
         rows: at least 1.
         workers: that have the layer, at least 1.
-        part_rows: most rows of a part.
     """
     assert rows > 0 and workers > 0
     if rows <= part_rows:

@@ -97,7 +97,6 @@ class Roster:
         fingerprint: 16 bytes, of the experts.
 
     Attributes:
-        shares: counters.
         why_out: reason for each worker that is out.
     """
 
@@ -214,7 +213,6 @@ class Recovery:
 
     Args:
         bring: returns a link to a worker that serves again and was tested; called in this object's thread.
-        ended: set when the engine ends.
     """
 
     def __init__(self, bring: Callable[[int], WorkerLink], ended: threading.Event) -> None:

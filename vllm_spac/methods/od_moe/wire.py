@@ -90,7 +90,6 @@ class Header:
         dtype: of the rows; None where there are none.
         payload: bytes of the second part.
         fingerprint: 16 bytes, of the experts.
-        prompts: whether the forward has rows of prompts.
     """
 
     kind: FrameKind

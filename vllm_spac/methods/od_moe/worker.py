@@ -61,7 +61,6 @@ class Worker:
 
     Args:
         secret: of the cluster, 32 bytes; nobody else's frames arrive.
-        kernel: returns the kernel that a service names.
         store: opens the store of a shape under a fingerprint.
         memory: bytes that slots may take.
         host: address to bind; other machines reach only one that is not a loopback address.

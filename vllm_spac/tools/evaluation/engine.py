@@ -21,9 +21,7 @@ def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **option
     """Context with a ``vllm.LLM`` that runs the plugin and forwards a text of ``length`` tokens in one step.
 
     Args:
-        model: folder or name on the hub.
         length: maximum tokens of a text, including generated ones.
-        options: further arguments of ``vllm.LLM``.
 
     Raises:
         SpacError: vLLM refuses the model or the options.

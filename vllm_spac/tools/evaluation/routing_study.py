@@ -39,9 +39,6 @@ class Study:
     """A ``runtime.Listener`` for texts that are each processed in one forward.
 
     Args:
-        experts: the worker's ``ModelExperts``.
-        modules: its managed layers, in the order of execution.
-        calibration: for the rankings that need one.
         every: hidden states are kept for every ``every``-th window.
     """
 

@@ -58,7 +58,6 @@ class Kernel:
     """A kernel that computes experts on the CPU or GPU.
 
     Attributes:
-        name: for the provenance.
         prepare: w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate] -> a function that runs
             rows: x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
     """
@@ -90,7 +89,6 @@ def measure(
         draft, other: seconds per draft token, and per step outside of experts; they depend on the model and are not
             measured here.
         kernel: computes on the CPU; the torch reference unless given.
-        tell: called with the name of each measurement before it starts.
 
     Raises:
         ConfigError: the experts are too small to be measured.

@@ -62,7 +62,6 @@ class Cell:
     Attributes:
         settings: knobs beside the slots and those of the plane, as pairs.
         speculation: drafts of an EAGLE-3 head in chains, in a tree, or of a copy of the model (``copy``).
-        ranks: tensor parallelism, or the experts divided.
         refusal: None if it is accepted.
         reason: the text of the refusal; empty if it is accepted.
     """

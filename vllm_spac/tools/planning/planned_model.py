@@ -45,7 +45,6 @@ class ServedModel:
 
         Args:
             execution: as the knob; None: slots, or pointers where slots of a GPU cannot hold its quantised experts.
-            on_cpu: it is served without a GPU.
             capability: of the GPU, which decides whether its slots can hold FP8; None: not known.
 
         Raises:

@@ -129,7 +129,6 @@ class Replay(ABC, Generic[Work]):
     """Base class: replays a trace against one way to execute its layers, whose input per record is a ``Work``.
 
     Args:
-        outcome: filled in by ``run``.
         nbytes: bytes of an expert.
     """
 

@@ -50,8 +50,6 @@ class WorkerRun:
     """Result of a simulation.
 
     Attributes:
-        seconds: of all steps.
-        steps: number of steps.
         hits, misses: experts that were in a worker's memory when they were needed, and others.
         stalls: seconds that rows waited for loads.
     """

@@ -32,7 +32,6 @@ class Measurement(_Kept):
         near_ties: whether they may differ from the default's where two tokens are close.
         nbytes: host memory of the engine; ``exclusive``: whether no other can run beside it.
         seconds: of the whole run, with the start of its engine.
-        problem: why it failed.
     """
 
     arm: str
@@ -82,14 +81,7 @@ def key_of(identity: str, machine: Machine, versions: dict[str, str], arguments:
 
 
 class ProgressFile:
-    """The progress of one run in a file, named by the model and by everything that the measurements depend on.
-
-    Args:
-        key: of ``key_of``.
-
-    Attributes:
-        content: what was measured before and in this process.
-    """
+    """The progress of one run in a file, named by the model and by everything that the measurements depend on."""
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
