@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import SpacError, StoreError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, read_checkpoint
@@ -28,16 +28,12 @@ from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
 
-PACKED_EXAMPLES = """[bold]Examples[/]
-
+PACKED_EXAMPLES = examples("""
 vllm-spac packed
-
 vllm-spac packed --verify --disk-dir /mnt/nvme/experts
-
 vllm-spac packed --repair
-
 vllm-spac packed --delete 6f1c0e0c9f1b4c7d8a2e5b3f4d6c7a90
-"""
+""")
 
 
 def packed(
@@ -162,12 +158,10 @@ def _age(moment: float) -> str:
     return f"{seconds:.0f} s"
 
 
-INSPECT_EXAMPLES = """[bold]Examples[/]
-
+INSPECT_EXAMPLES = examples("""
 vllm-spac inspect ./Qwen3-30B-A3B
-
 vllm-spac inspect Qwen/Qwen3-30B-A3B   [dim]# a model in the Hugging Face cache; nothing is downloaded[/]
-"""
+""")
 
 
 SHARES = (10, 25, 50, 100)
@@ -246,12 +240,10 @@ def _needs(checkpoint: Checkpoint) -> Table:
     return table
 
 
-QUANTISE_EXAMPLES = """[bold]Examples[/]
-
+QUANTISE_EXAMPLES = examples("""
 vllm-spac quantise ./Qwen3-30B-A3B --format int4 --output ./Qwen3-30B-A3B-int4
-
 vllm-spac quantise Qwen/Qwen3-30B-A3B --format int8 --linears all --output /mnt/nvme/draft
-"""
+""")
 
 
 class Codes(StrEnum):

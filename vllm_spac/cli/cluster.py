@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact, print_table, shown
+from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, Place, StartedWorker
 from vllm_spac.system.files import FILE, write_text
@@ -28,20 +28,16 @@ if TYPE_CHECKING:
 
     from vllm_spac.decisions.costs import Costs, Network
 
-START_EXAMPLES = """[bold]Examples[/]
-
+START_EXAMPLES = examples("""
 vllm-spac cluster start --workers 3
-
 vllm-spac cluster start --workers 1 --bind 10.0.0.7 --file /shared/cluster.json --memory 48
-"""
-EXAMPLES = """[bold]Examples[/]
-
+""")
+EXAMPLES = examples("""
 vllm-spac cluster show
-"""
-STOP_EXAMPLES = """[bold]Examples[/]
-
+""")
+STOP_EXAMPLES = examples("""
 vllm-spac cluster stop
-"""
+""")
 _RESERVE = 1 << 30  # of memory, left to the rest of the machine
 _ENDED = "[red]ended"
 _END = 20.0  # seconds until a worker that does not end is killed
@@ -190,14 +186,11 @@ def _state(place: Place) -> str:
     return f"runs since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(process.create_time()))}"
 
 
-SIMULATE_EXAMPLES = """[bold]Examples[/]
-
+SIMULATE_EXAMPLES = examples("""
 vllm-spac profile --peer tcp://10.0.0.7:5555 --model MODEL --output here.json
-
 vllm-spac cluster simulate run.trace --profile here.json --workers 1,2,4 --slots 25%,50%
-
 vllm-spac cluster simulate run.trace --profile here.json --latency 150e-6 --bandwidth 117e6   [dim]# another network[/]
-"""
+""")
 
 
 def simulate(

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import fitting, print_table, say, shown
+from vllm_spac.cli.tables import examples, fitting, print_table, say, shown
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.recording.metrics import described
 from vllm_spac.system.files import check_replaceable, write_text
@@ -29,14 +29,11 @@ if TYPE_CHECKING:
     from vllm_spac.tools.machine.checks import CheckOutcome, Finding
     from vllm_spac.tools.machine.facts import Facts, Installation
 
-STATS_EXAMPLES = """[bold]Examples[/]
-
+STATS_EXAMPLES = examples("""
 vllm-spac stats http://localhost:8000
-
 vllm-spac stats localhost:8000 --watch --interval 1
-
 vllm-spac stats https://example.org --api-key KEY   [dim]# or in VLLM_API_KEY, or OPENAI_API_KEY[/]
-"""
+""")
 
 
 def stats(
@@ -91,18 +88,13 @@ def normal_url(url: str) -> str:
     return (url if "://" in url else f"http://{url}").rstrip("/")
 
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac doctor
-
 vllm-spac doctor ./Qwen3-30B-A3B   [dim]# also whether this model fits; reads headers only[/]
-
 vllm-spac doctor --disk --disk-dir /mnt/nvme/experts   [dim]# also reads from the disk, for two seconds[/]
-
 vllm-spac doctor --fix   [dim]# mends, after asking, what ends the vllm command beside a CPU build[/]
-
 vllm-spac doctor --json || echo "see above"   [dim]# exit code 0: no problem, 1: some; notes are no problems[/]
-"""
+""")
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -186,16 +178,12 @@ def _findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-SELFTEST_EXAMPLES = """[bold]Examples[/]
-
+SELFTEST_EXAMPLES = examples("""
 vllm-spac selftest
-
 vllm-spac selftest ./Qwen3-30B-A3B   [dim]# a tiny random model of this family, kernels at the width of its experts[/]
-
 vllm-spac selftest --no-engines   [dim]# kernels and the link alone: seconds[/]
-
 vllm-spac selftest --output selftest.json || echo "attach selftest.json to an issue"
-"""
+""")
 
 
 def selftest(

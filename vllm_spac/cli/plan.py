@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from vllm_spac.cli.doctor import normal_url
-from vllm_spac.cli.tables import print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
@@ -28,20 +28,14 @@ if TYPE_CHECKING:
     from vllm_spac.tools.planning.planned_serving import Row, ServingPlan
     from vllm_spac.tools.planning.predict import Prediction
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090
-
 vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the weights are downloaded[/]
-
 vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# this machine, after vllm-spac profile[/]
-
 vllm-spac plan ./gpt-oss-120b --machine rtx4090 --decisions device   [dim]# packed experts, read by our kernels[/]
-
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
-
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --verify localhost:8000   [dim]# beside what a server reaches[/]
-"""
+""")
 
 CONTEXT = 4096
 _EXECUTIONS = {decisions: cast("Literal['slots', 'pointers']", name) for name, decisions in DECIDED.items()}
@@ -313,19 +307,15 @@ def _content(found: ServingPlan) -> dict:
     }
 
 
-KNOBS_EXAMPLES = """[bold]Examples[/]
-
+KNOBS_EXAMPLES = examples("""
 vllm-spac knobs
-
 vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
-"""
+""")
 
-COMPATIBILITY_EXAMPLES = """[bold]Examples[/]
-
+COMPATIBILITY_EXAMPLES = examples("""
 vllm-spac compatibility
-
 vllm-spac compatibility --json > cells.json   [dim]# each combination: accepted, or why not[/]
-"""
+""")
 
 _ELSEWHERE = "see right"  # values that the description states
 NONE = "no result of ours"  # in which another value than the default wins

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac.cli.quality import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
-from vllm_spac.cli.tables import print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,28 +21,20 @@ if TYPE_CHECKING:
     from vllm_spac.decisions.predictors._samples import Samples
     from vllm_spac.tools.evaluation.collection import Collected
 
-TRAIN_EXAMPLES = """[bold]Examples[/]
-
+TRAIN_EXAMPLES = examples("""
 vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
-
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
-
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --only linear
-
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors
---engine '{"speculative_config": {"method": "eagle3", "model": "./head", "num_speculative_tokens": 3}}'
-
+  --engine '{"speculative_config": {"method": "eagle3", "model": "./head", "num_speculative_tokens": 3}}'
 [dim]Interrupted with Ctrl-C, the same command reads the texts again and continues with the next predictor.[/]
-"""
-EXAMPLES = """[bold]Examples[/]
-
+""")
+EXAMPLES = examples("""
 vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
-
 vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
---slots 50% --pictures recall
-
+  --slots 50% --pictures recall
 [dim]Use other texts than for train-predictor.[/]
-"""
+""")
 LimitTokens = Annotated[int, typer.Option(help="Stop after this many tokens; all are kept in memory.", min=4)]
 
 _SAVE_SECONDS = 10

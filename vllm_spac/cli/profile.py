@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE
 from vllm_spac.system.files import check_replaceable, write_text
@@ -21,16 +21,12 @@ from vllm_spac.system.untrusted import path_of
 if TYPE_CHECKING:
     from vllm_spac.decisions.costs import Costs, Network
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac profile --model ./Qwen3-30B-A3B
-
 vllm-spac profile --expert-bytes 9437184 --disk-dir /mnt/nvme/experts --output here.json
-
 vllm-spac profile --expert-bytes 1000000 --draft 0.004 --no-vllm   [dim]# a draft token takes 4 ms; quicker[/]
-
 vllm-spac profile --peer tcp://10.0.0.7:5555   [dim]# adds the network to an expert worker to the profile[/]
-"""
+""")
 
 _ROUND_TRIPS = "round trip of bytes"  # of a profile's points
 _AND = "; "

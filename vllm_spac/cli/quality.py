@@ -12,24 +12,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac quality ./model --prompts texts.jsonl --budgets 8,12,16,24,32 --calibration model.calibration.safetensors
-
 vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
---speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
-
+  --speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
 vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted --slots 25%
---predictor model.predictors.safetensors
-
+  --predictor model.predictors.safetensors
 [dim]Results are written point by point: the same command runs what is missing, other budgets are added.[/]
-"""
+""")
 
 SPECULATE = "Also evaluate speculated execution, as --spac-speculate: restricted, predicted, separated by commas."
 ALPHAS = (
@@ -148,12 +144,10 @@ def _digest(path: Path | None, option: str = "--calibration") -> str | None:
         raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
 
 
-BUDGETS_EXAMPLES = """[bold]Examples[/]
-
+BUDGETS_EXAMPLES = examples("""
 vllm-spac budgets model.calibration.safetensors --mass 0.98 --output budgets.json
-
 vllm serve ./model --plugin spac --spac-budget budgets.json   [dim]# serve with them[/]
-"""
+""")
 
 
 def budgets(
@@ -195,14 +189,11 @@ def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_
     return table
 
 
-CALIBRATE_EXAMPLES = """[bold]Examples[/]
-
+CALIBRATE_EXAMPLES = examples("""
 vllm-spac calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --slots 25%
-
 vllm-spac calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
-
 [dim]Interrupted with Ctrl-C, the same command continues.[/]
-"""
+""")
 
 Model = Annotated[str, typer.Argument(help="A folder or a name on the hub, as for vllm serve.")]
 Prompts = Annotated[

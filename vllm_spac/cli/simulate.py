@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact, print_table, shown
+from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.pictures import begin_picture, save_picture
@@ -25,24 +25,16 @@ if TYPE_CHECKING:
     from vllm_spac.decisions.costs import Costs
     from vllm_spac.tools.traces.replayed import Outcome
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac simulate run.trace --profile rtx4090
-
 vllm-spac simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady --picture tpot.png
-
 vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)   [dim]# ablations[/]
-
 vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
-
 vllm-spac simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
-
 vllm-spac simulate run.trace --profile rtx4090 --prefetch oracle@reach=1@recall=0.8   [dim]# worth a predictor?[/]
-
 vllm-spac simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
-
 vllm-spac simulate run.trace --profile h200 --execution slots,pointers --policy reuse
-"""
+""")
 
 
 def simulate(

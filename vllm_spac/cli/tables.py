@@ -134,3 +134,8 @@ def say(console: Console, text: str) -> None:
 def shown(text: object) -> str:
     """Escapes ``text`` for rich: markup and control characters are printed literally, not interpreted."""
     return escape(printable(text))
+
+
+def examples(commands: str) -> str:
+    """Returns the end of a command's help: ``commands``, one a line; an indented line continues the one before it."""
+    return "[bold]Examples[/]" + commands.rstrip().replace("\n", "\n\n").replace("\n\n  ", "\n") + "\n"

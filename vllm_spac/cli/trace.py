@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_spac.cli.tables import compact, print_table, say, shown
+from vllm_spac.cli.tables import compact, examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.pictures import begin_picture, save_picture
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from vllm_spac.recording.timeline_file import Recording, TimeSplit
     from vllm_spac.recording.trace_file import Trace
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac trace show run.trace
-
 vllm-spac trace show run.trace --picture heat.png
-"""
+""")
 
 _LARGEST = 100  # inches of a picture
 SHARES = (5, 10, 17, 25, 50, 75)
@@ -195,14 +193,11 @@ def _draw(uses: np.ndarray, path: Path, title: str) -> None:
     save_picture(figure, path)
 
 
-TIMELINE_EXAMPLES = """[bold]Examples[/]
-
+TIMELINE_EXAMPLES = examples("""
 vllm-spac trace timeline run.timeline
-
 vllm-spac trace timeline run.timeline --output run.json   [dim]# open it in https://ui.perfetto.dev[/]
-
 vllm-spac trace timeline run.timeline --picture run.png
-"""
+""")
 
 
 def timeline(

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,18 +32,13 @@ if TYPE_CHECKING:
     from vllm_spac.tools.tuning.progress import ProgressFile
     from vllm_spac.tools.tuning.session import Session, TuneOutcome
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac tune ./Qwen3-30B-A3B
-
 vllm-spac tune ./Qwen3-30B-A3B --minutes 30 --prompts mine.jsonl --eagle3 ./Qwen3-30B-A3B-eagle3
-
 vllm-spac tune ./model --slots 25% --engine '{"enforce_eager": true}' --minutes 5
-
 vllm-spac tune ./model --eagle3 ./head --lossy --quality quality/quality.json   [dim]# with budgets[/]
-
 [dim]Interrupted with Ctrl-C, the same command continues.[/]
-"""
+""")
 
 _PROMPT_TOKENS = 512  # longer prompts are cut
 
