@@ -17,6 +17,36 @@ from vllm_spac.decisions.costs import Network
 from vllm_spac.tools.traces.simulated_workers import LayerTimes, WorkerRun
 
 
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Times of one layer at a group of workers, in seconds.
+
+    Attributes:
+        main: the main process's part of a layer (t_M).
+        worker: from sending the rows to having the answer (t_W).
+        load: loading the experts of a layer (t_load).
+    """
+
+    main: float
+    worker: float
+    load: float
+
+    def slack(self, groups: int) -> float:
+        """Time between a group's answer and its next layer, n t_M + (n - 1) t_W: a load in it stalls nobody.
+
+        OD-MoE's condition, with n the number of groups.
+        """
+        return groups * self.main + (groups - 1) * self.worker
+
+    def stall(self, groups: int) -> float:
+        """Time by which a load exceeds ``slack``; 0 if ``load <= slack``."""
+        return max(0.0, self.load - self.slack(groups))
+
+    def layer(self, groups: int) -> float:
+        """Time per layer in the steady state: a group is busy for ``load + worker`` once in ``groups`` layers."""
+        return max(self.main + self.worker, (self.load + self.worker) / groups)
+
+
 class Clock:
     """The virtual clock of the main process, and when each group answered last.
 
