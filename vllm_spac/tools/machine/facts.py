@@ -27,7 +27,7 @@ class Device:
     """The accelerator that vLLM would use.
 
     Attributes:
-        unified: it reads such memory at the host's addresses.
+        unified: it reads pinned host memory at the host's addresses.
         refusal: why the plugin cannot run on it; empty if it can.
     """
 
