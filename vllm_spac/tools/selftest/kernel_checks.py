@@ -38,8 +38,7 @@ def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[Ch
         if worst <= TOLERANCE:
             finding = Finding(f"kernel, {name}", "ok", text)
         else:
-            remedy = _REMEDY
-            finding = Finding(f"kernel, {name}", "problem", f"{text}; {TOLERANCE:.1%} is rounding", remedy)
+            finding = Finding(f"kernel, {name}", "problem", f"{text}; {TOLERANCE:.1%} is rounding", _REMEDY)
         yield CheckOutcome(finding, {"difference": worst})
 
 
@@ -68,13 +67,13 @@ def moving_experts(device: torch.device, hidden: int, intermediate: int) -> Iter
             wrong += not torch.equal(moving.out, whole.out)
         moving.pool.admission.check_integrity()
         seen = moving.pool.snapshot()
-        check, text = f"moving, {name}", f"{_STEPS - wrong} of {_STEPS} steps with the bits of resident experts"
+        right = f"{_STEPS - wrong} of {_STEPS} steps with the bits of resident experts"
+        check, text = f"moving, {name}", f"{right}, {seen['loads']} experts moved"
         numbers = {"wrong steps": float(wrong), "loads": float(seen["loads"])}
         if wrong == 0 and seen["loads"] > 0:
-            yield CheckOutcome(Finding(check, "ok", f"{text}, {seen['loads']} experts moved"), numbers)
+            yield CheckOutcome(Finding(check, "ok", text), numbers)
         else:
-            remedy = _REMEDY
-            yield CheckOutcome(Finding(check, "problem", f"{text}, {seen['loads']} experts moved", remedy), numbers)
+            yield CheckOutcome(Finding(check, "problem", text, _REMEDY), numbers)
     whole.pool.close()
     moving.pool.close()
     if device.type != "cuda":
