@@ -22,9 +22,8 @@ from vllm_spac.config.types import DECIDED
 from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tools.planning import planned_routing
-from vllm_spac.tools.planning.plan_choice import command
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load
+from vllm_spac.tools.planning.planned_memory import Load, command
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, best_plan
 

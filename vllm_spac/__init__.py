@@ -32,14 +32,10 @@ def stats(llm: Any) -> dict:
     """
     from vllm_spac.errors import SpacError
 
-    workers = llm.collective_rpc("spac_stats") if _is_active(llm) else None
+    given = llm.llm_engine.vllm_config.additional_config
+    workers = llm.collective_rpc("spac_stats") if isinstance(given, dict) and "spac" in given else None
     if not workers:
         raise SpacError('this LLM runs without spac; make it with LLM(..., additional_config={"spac": {}})')
     from vllm_spac.recording.metrics import total
 
     return {"workers": workers, "total": total(workers)}
-
-
-def _is_active(llm: Any) -> bool:
-    additional = llm.llm_engine.vllm_config.additional_config
-    return isinstance(additional, dict) and "spac" in additional

@@ -60,7 +60,6 @@ class Argument:
     """An argument in ``name@argument=value`` that is not a component's.
 
     Attributes:
-        default: if it is not given.
         values: words that it may be, or the least and the most number, which is whole if these are.
     """
 
@@ -268,7 +267,6 @@ def build(family: str, spec: str, make: Callable[..., Any] | None = None, **give
     """Returns an instance of a component of ``family``.
 
     Args:
-        spec: ``name`` or ``name@argument=value@...``.
         make: called in place of the class's constructor, e.g. a class method of the family.
         given: arguments that are not for ``spec`` to set.
 

@@ -21,7 +21,9 @@ def printable(text: object, most: int = _MOST) -> str:
         most: longer text is cut in the middle, with the number of characters left out.
     """
     text = shortened(str(text), most)
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode() for letter in text
+    )
 
 
 def shortened(text: str, most: int = 120) -> str:
@@ -40,10 +42,6 @@ def brief(value: object) -> str:
         return f"a number of more than {sys.get_int_max_str_digits()} digits"
 
 
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape", "surrogatepass").decode("ascii")
-
-
 def flag(name: str) -> str:
     """Command-line flag of a knob, or of vLLM's option that begins with dashes already."""
     return name if name.startswith("--") else "--spac-" + name.replace("_", "-")
@@ -54,7 +52,6 @@ class Remedy:
     """One way out of a refusal.
 
     Attributes:
-        text: as the message says it.
         changes: knob, or option or variable of vLLM -> value, None: to be left out. Empty: no setting helps, but
             another checkpoint, file or machine does.
     """

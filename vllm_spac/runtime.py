@@ -33,7 +33,6 @@ class Listener(Protocol):
         """Receives the routing of one layer in one step, without padding.
 
         Args:
-            layer: number of the layer in the model.
             hidden: hidden states, [rows, d].
             logits: router logits, [rows, N].
             weights, ids: what the router chose, [rows, k].
@@ -107,8 +106,6 @@ class Runtime:
     Args:
         executions: one per ``MoEShape``.
         budget: bounds the experts of a layer; exact until it is changed.
-        trace: records the routing of the only execution, if given.
-        chooser: chooses the drafts of each step, if given.
         saved: saves what each thread did and when, if given; ``watch`` begins to record it.
         clock: monotonic time in seconds.
         failed: called with the error of a layer before it is raised.

@@ -33,6 +33,7 @@ import spread
 from common import RESULTS, TRACES, progress, show, write_result
 from moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
 from od_moe import NETWORKS
+from od_moe_clock import cacheless
 from pages import result
 from sp_moe import replayed
 
@@ -41,7 +42,7 @@ from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace
 from vllm_spac.tools.traces.replayed import Outcome
-from vllm_spac.tools.traces.simulated_workers import LayerTimes, cacheless
+from vllm_spac.tools.traces.simulated_workers import LayerTimes
 from vllm_spac.tools.traces.simulation import simulate
 
 BUDGETS = (24, 16)

@@ -48,7 +48,7 @@ from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_res
 from vllm_spac.methods.moe_spec.router_ranking import Router
 from vllm_spac.methods.moe_spec.selected_ranking import Selected
 from vllm_spac.methods.moe_spec.static_ranking import Static
-from vllm_spac.methods.trees.growth import Chosen, Growth
+from vllm_spac.methods.trees.levels import Chosen, Growth
 from vllm_spac.tools.evaluation.scoring import Scores
 
 MODELS = ROOT / ".cache" / "real"

@@ -27,12 +27,12 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 from common import RESULTS, provenance, show, write_result
+from od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
 from policies import facts, stack
 
 from vllm_spac.decisions.costs import Costs, Network
-from vllm_spac.methods.od_moe.division import Cycle
 from vllm_spac.recording.trace_file import Trace
-from vllm_spac.tools.traces.simulated_workers import LayerTimes, ShadowTimes, cached, cacheless, prefill
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 PAPER, RESIDENT = 3.69, 4.89

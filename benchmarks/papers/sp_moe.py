@@ -43,8 +43,8 @@ from vllm_spac.recording.trace_file import Trace
 from vllm_spac.storage.checkpoint import router_weights
 from vllm_spac.tools.evaluation import engine
 from vllm_spac.tools.traces.replayed import Outcome, filling, rows_of_records
-from vllm_spac.tools.traces.simulated_components import build_policy, build_prefetch
 from vllm_spac.tools.traces.simulated_slots import SlotsReplay
+from vllm_spac.tools.traces.simulation import build_policy, build_prefetch
 
 MODELS, WORK = Path(".cache") / "real", Path(".cache") / "sp_moe"  # from the checkout's root
 NAMES = 16  # ranks: twice top-k

@@ -86,7 +86,7 @@ def main(expert_bytes: int, top_k: int, dtype: str) -> Speeds:
 
     from vllm_spac.decisions.costs import ExpertSize
     from vllm_spac.system.timing import median
-    from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
+    from vllm_spac.tools.machine.measure import cpu_kernel
 
     kind = getattr(torch, dtype)
     size = ExpertSize.of(expert_bytes * 2 // kind.itemsize)

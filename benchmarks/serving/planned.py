@@ -30,12 +30,10 @@ from run import Settings
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.machine import vllm_step
-from vllm_spac.tools.machine.measure import measure
-from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
+from vllm_spac.tools.machine.measure import cpu_kernel, measure
 from vllm_spac.tools.planning import planned_routing
-from vllm_spac.tools.planning.plan_choice import Choice
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load
+from vllm_spac.tools.planning.planned_memory import Choice, Load
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.predict import Prediction, predict
 

@@ -28,9 +28,8 @@ from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
-from vllm_spac.tools.planning.plan_choice import command
 from vllm_spac.tools.planning.planned_machine import HERE, UTILIZATION, PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load, slot_bytes
+from vllm_spac.tools.planning.planned_memory import Load, command, slot_bytes
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.planned_serving import ServingPlan, make_plan
 from vllm_spac.tools.planning.predict import Prediction

@@ -914,13 +914,13 @@ def test_an_offline_llm_raises_one_line(moe):
 
 
 @pytest.mark.parametrize(
-    ("device", "tree", "drafts", "warned"),
-    [("cpu", 0, True, True), ("cpu", 16, True, False), ("cpu", 0, False, False), ("cuda", 0, True, False)],
+    ("cpu", "tree", "drafts", "warned"),
+    [(True, 0, True, True), (True, 16, True, False), (True, 0, False, False), (False, 0, True, False)],
 )
-def test_chains_of_drafts_warn_of_sampling_on_a_cpu(monkeypatch, caplog, device, tree, drafts, warned) -> None:
+def test_chains_of_drafts_warn_of_sampling_on_a_cpu(monkeypatch, caplog, cpu, tree, drafts, warned) -> None:
     from vllm_spac.integration import preflight
 
-    monkeypatch.setattr(preflight, "_device_type", lambda: device)
+    monkeypatch.setattr(preflight.device, "is_cpu", lambda: cpu)
     config = SimpleNamespace(speculative_config=SimpleNamespace() if drafts else None)
     preflight.warn_of_sampling(SpacConfig(tree=tree), config)
     assert ("temperature > 0" in caplog.text) == warned

@@ -24,10 +24,9 @@ from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spec.control import BudgetControl
-from vllm_spac.recording.timeline_file import Recording, TimelineFacts, TimelineWriter
+from vllm_spac.recording.timeline_file import GENERATING, Recording, TimelineFacts, TimelineWriter, split
+from vllm_spac.recording.timeline_file import PROMPTS as WITH_PROMPTS
 from vllm_spac.recording.timeline_recorder import Kind
-from vllm_spac.recording.timeline_split import GENERATING, split
-from vllm_spac.recording.timeline_split import PROMPTS as WITH_PROMPTS
 from vllm_spac.runtime import Runtime
 from vllm_spac.storage.host import HostStore
 from vllm_spac.system.host_blocks import HostBlock

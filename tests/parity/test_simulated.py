@@ -23,8 +23,8 @@ from vllm_spac.execution.slot_layers import SlotLayers
 from vllm_spac.integration.loading import assembly
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, rows_of_records
-from vllm_spac.tools.traces.simulated_components import build_policy
 from vllm_spac.tools.traces.simulated_slots import SlotsReplay
+from vllm_spac.tools.traces.simulation import build_policy
 
 RATES = Rates(fast=1e-4, stream=3e-4, cpu=2e-4, cpu_row=1e-4, draft=1e-3)  # given, so that drafts are not measured
 COUNTED = ("hits", "misses", "loads", "waves", "cpu_experts", "cpu_rows")

@@ -141,7 +141,7 @@ def test_a_layer_waits_as_often_as_without_a_predictor(steps: list, slots: int, 
                     lanes.append((stops, made.lane.waits - before))
                 made.end_forward()
     plain = [waits for stops, waits in lanes if stops]
-    assert [waits for stops, waits in lanes if not stops] == plain and min(plain) == 1
+    assert [waits for stops, waits in lanes if not stops] == plain and min(plain) >= 1
 
 
 @given(STEPS, st.integers(TOP, 20))

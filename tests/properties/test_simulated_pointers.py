@@ -12,8 +12,7 @@ from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.recording.trace_file import PREFILL, STEP_KINDS, Trace
-from vllm_spac.tools.traces.simulated_components import most_drafts
-from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.simulation import most_drafts, simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 STEPS, DRAFTS = 60, 3

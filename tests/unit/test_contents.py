@@ -206,14 +206,14 @@ def test_a_folder_that_cannot_be_written_to(
     model: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Simulated, since root may write everywhere."""
-    refused, replacing = [model.parent / "packed"], contents.replacing
+    refused, write_text = [model.parent / "packed"], contents.write_text
 
-    def refusing(path: Path):
+    def refusing(path: Path, text: str) -> None:
         if path.parent in refused:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return replacing(path)
+        write_text(path, text)
 
-    monkeypatch.setattr(contents, "replacing", refusing)
+    monkeypatch.setattr(contents, "write_text", refusing)
     files, folders = contents.weight_files(model, "auto"), [model.parent / "packed", model.parent / "second"]
     for reads in (3, 0):
         opened.clear()

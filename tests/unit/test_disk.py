@@ -398,7 +398,7 @@ def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(disk.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
     with pytest.raises(StoreError, match="Permission denied.*--spac-disk-dir"):
         DiskStore(SHAPE, FINGERPRINT, tmp_path)
 
@@ -419,7 +419,7 @@ def test_a_complete_folder_that_cannot_be_written_to(
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
     monkeypatch.setattr(os, "replace", refuse)
     again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
     assert again.direct == store.direct and "read-only" in again.describe()

@@ -287,23 +287,6 @@ def test_what_is_no_plain_step_is_ignored() -> None:
         guard.observe(5, [1], 1, 1.0)
 
 
-def test_the_clock_is_asked_where_seconds_are_not_given() -> None:
-    now = [0.0]
-    timed, told = Guard(2, clock=lambda: now[0]), Guard(2)
-    for _ in range(200):
-        drafts = timed.choose()
-        assert drafts == told.choose()
-        now[0] += 1 + 0.1 * drafts
-        timed.observe(drafts, [drafts + 1], 1)
-        told.observe(drafts, [drafts + 1], 1, 1 + 0.1 * drafts)
-    assert timed.choose() == 2
-    assert timed.facts()["steps"] == told.facts()["steps"] and timed.facts()["ignored_steps"] == 0
-    now[0] += 1
-    timed.observe(2, [3], 1)
-    timed.observe(2, [3], 1)  # nothing was chosen for it
-    assert timed.facts()["ignored_steps"] == 1
-
-
 def test_a_length_that_never_runs_is_given_up() -> None:
     guard = Guard(8)
     chosen = [guard.choose()]

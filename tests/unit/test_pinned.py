@@ -15,8 +15,7 @@ from vllm_spac.decisions.policies.base import PolicyContext
 from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
-from vllm_spac.tools.traces.simulated_components import build_policy
-from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.simulation import build_policy, simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 from vllm_spac.tools.traces.trace_statistics import uses
 

@@ -28,9 +28,8 @@ from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
-from vllm_spac.tools.planning.plan_choice import Choice, command
 from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load, kv_bytes, largest_percent, slot_bytes, split
+from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_percent, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.planned_serving import assumptions, make_plan
 from vllm_spac.tools.planning.predict import PROMPT, Prediction, first_token, predict

@@ -16,9 +16,8 @@ from vllm_spac.cli.main import app
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution import pointers_execution
 from vllm_spac.execution.address_table import kernels_for
-from vllm_spac.tools.machine.checks import Finding
+from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest import kernel_checks, parts, plane_checks, tiny_model
-from vllm_spac.tools.selftest.outcome import CheckOutcome
 from vllm_spac.tools.selftest.random_experts import FORMATS
 
 CPU = torch.device("cpu")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
+from od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
 
 from vllm_spac.decisions.costs import Network
-from vllm_spac.methods.od_moe.division import Cycle, layers_of
-from vllm_spac.tools.traces.simulated_workers import LayerTimes, ShadowTimes, cached, cacheless, prefill
+from vllm_spac.methods.od_moe.division import layers_of
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 NET = Network(latency=1e-4, bandwidth=1e8)
@@ -33,6 +40,31 @@ def test_cacheless_decoding_settles_at_the_formula(groups: int, load: float) -> 
     settled = (runs[1].seconds - runs[0].seconds) / (100 * layers)
     assert settled == pytest.approx(cycle.layer(groups), rel=1e-6)
     assert (runs[1].stalls == 0) == (cycle.stall(groups) == 0)
+
+
+@given(
+    st.builds(Cycle, *[st.floats(1e-4, 1.0)] * 3),
+    st.integers(1, 16),
+)
+def test_no_stall_if_and_only_if_a_load_fits_the_slack(cycle: Cycle, groups: int) -> None:
+    """Against layers played one after another: a group begins its next load when it has answered."""
+    clock, ready = 0.0, [0.0] * groups
+    waited = 0.0
+    for layer in range(20 * groups):
+        clock += cycle.main
+        stall = max(0.0, ready[layer % groups] - clock) if layer >= groups else 0.0
+        waited = max(waited, stall)
+        clock += stall + cycle.worker
+        ready[layer % groups] = clock + cycle.load
+    assert (waited > 1e-9) == (cycle.stall(groups) > 1e-9)
+    if waited == 0:
+        assert cycle.layer(groups) == pytest.approx(cycle.main + cycle.worker)
+
+
+def test_the_paper_s_example() -> None:
+    """Eight workers, two experts per token: four groups, so n t_M + (n - 1) t_W = 4 t_M + 3 t_W."""
+    assert Cycle(main=2.0, worker=3.0, load=17.0).stall(4) == 0
+    assert Cycle(main=2.0, worker=3.0, load=18.0).stall(4) == 1
 
 
 def test_recall_costs_a_load_per_layer_with_a_wrong_guess() -> None:

@@ -21,9 +21,17 @@ from typer.testing import CliRunner
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording import timeline_recorder
-from vllm_spac.recording.timeline_file import Recording, TimelineFacts, TimelineWriter, check_target
+from vllm_spac.recording.timeline_file import (
+    GENERATING,
+    PROMPTS,
+    Recording,
+    TimelineFacts,
+    TimelineWriter,
+    check_target,
+    median_step,
+    split,
+)
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, capacity_of
-from vllm_spac.recording.timeline_split import GENERATING, PROMPTS, median_step, split
 from vllm_spac.tools.traces import timeline_pictures
 
 FACTS = TimelineFacts("toy", "disk", ("layers.0", "layers.1"), (4, 6))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
 from vllm_spac.decisions.guard.chooser import Chooser
-from vllm_spac.decisions.guard.draft_probabilities import PADDING, DraftProbabilities
+from vllm_spac.decisions.guard.draft_states import PADDING, DraftProbabilities
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.stepping import runner_v1
 from vllm_spac.methods.moe_spec.rankings import weighted

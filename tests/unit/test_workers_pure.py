@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe.division import Cycle, LayerLoad, layers_of, owners, sent
+from vllm_spac.methods.od_moe.division import LayerLoad, layers_of, owners, sent
 from vllm_spac.methods.od_moe.roster import Patience, Roster
 from vllm_spac.methods.od_moe.worker_link import Service, difference
 
@@ -28,31 +28,6 @@ def test_each_layer_has_its_group_and_its_replicas(workers: int, layers: int, da
         assert len(set(found)) == size + replicas
         having = [w for w in range(workers) if layer in layers_of(w, layers, workers, replicas, size)]
         assert sorted(found) == having
-
-
-@given(
-    st.builds(Cycle, *[st.floats(1e-4, 1.0)] * 3),
-    st.integers(1, 16),
-)
-def test_no_stall_if_and_only_if_a_load_fits_the_slack(cycle: Cycle, groups: int) -> None:
-    """Against layers played one after another: a group begins its next load when it has answered."""
-    clock, ready = 0.0, [0.0] * groups
-    waited = 0.0
-    for layer in range(20 * groups):
-        clock += cycle.main
-        stall = max(0.0, ready[layer % groups] - clock) if layer >= groups else 0.0
-        waited = max(waited, stall)
-        clock += stall + cycle.worker
-        ready[layer % groups] = clock + cycle.load
-    assert (waited > 1e-9) == (cycle.stall(groups) > 1e-9)
-    if waited == 0:
-        assert cycle.layer(groups) == pytest.approx(cycle.main + cycle.worker)
-
-
-def test_the_paper_s_example() -> None:
-    """Eight workers, two experts per token: four groups, so n t_M + (n - 1) t_W = 4 t_M + 3 t_W."""
-    assert Cycle(main=2.0, worker=3.0, load=17.0).stall(4) == 0
-    assert Cycle(main=2.0, worker=3.0, load=18.0).stall(4) == 1
 
 
 def test_deadlines_follow_calls_of_their_size() -> None:

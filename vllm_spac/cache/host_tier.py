@@ -23,8 +23,6 @@ class HostMove:
     """A load of an expert into a slot.
 
     Attributes:
-        key: the expert.
-        slot: where it goes.
         source: row of host memory that has it; None: it is read from the store.
         saved: the expert whose bytes the slot still has and which is copied to a row first; None: none is.
         row: the row of ``saved``, or the one that ``key`` is copied to after it was read from the store.
@@ -46,7 +44,6 @@ class HostTier:
     store cost a copy, but experts in slots take rows as well. With ``INCLUSIVE_FROM`` rows per slot these are few.
 
     Args:
-        keys, rows, slots: numbers of experts.
         policy: chooses which expert loses its row; owned by this object.
     """
 

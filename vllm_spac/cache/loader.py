@@ -34,10 +34,6 @@ class LayerUse:
 
     An expert is expected if the last forward used it, or most of those before. Whether that is worth a read depends on
     the model: over the rows of a prompt some use nearly all experts of each layer, others a part that follows the text.
-
-    Args:
-        layers, experts: numbers of layers, and of experts per layer.
-        top_k: experts per row.
     """
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
@@ -133,7 +129,6 @@ class ExpertLoader:
 
         Args:
             keys: experts of one layer, distinct.
-            counters: receives loads on demand and stall time, if given.
 
         Raises:
             StoreError: an expert could not be read; nothing stays pinned.

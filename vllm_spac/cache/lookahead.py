@@ -33,13 +33,9 @@ class Expected:
 
     Args:
         layers, experts: numbers of layers, and of experts per layer; the keys of a layer are consecutive.
-        top_k: experts per row.
         local_of: int [experts of the model], the number of each among the ``experts`` that this process holds, -1: of
             another one. Guesses and routers name experts of the model. None: this process holds all of them.
         cutoff: number of the first layers that guesses may name experts of; None: of all.
-
-    Attributes:
-        ration: of the rows that guesses are about.
     """
 
     def __init__(
@@ -172,7 +168,6 @@ class Lookahead(Prefetcher):
         guesser: the predictor; the arguments before it as in ``Prefetcher``.
         top_k: experts per row, of which a guess names as many, unless the settings say how many.
         away: the predictor is on a device, and the caller asks it.
-        local_of: as in ``Expected``.
     """
 
     def __init__(

@@ -32,9 +32,7 @@ def serving_rates(
         store: holds every expert, in memory.
         group: computes on the CPU; measured while nothing else runs.
         fast: runs one row through ``shape.top_k`` experts in fast memory.
-        hidden: size of a row; ``dtype``: of its values.
         device: of fast memory; ``shape.top_k`` more experts must fit there during the measurement.
-        io_threads: as in serving.
         seconds: approximate duration of each of the four measurements.
     """
     shape, turn = store.shape, iter(range(1 << 62))

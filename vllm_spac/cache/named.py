@@ -40,11 +40,6 @@ def named(guess: Guess, experts: int, top_k: int, ration: Ration = UNBOUNDED) ->
 
     Those that more rows name, and more highly, come first. Under a budget the names of a row count as much as their
     weights, which the budget sums too, where the scores say what these are; else, and without one, by their place.
-
-    Args:
-        experts: experts per layer.
-        top_k: experts that a row names.
-        ration: of the rows of ``guess``.
     """
     scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)
     best = (-scores).argsort(axis=2, kind="stable")[:, :, :top_k]
@@ -64,7 +59,6 @@ class Named:
     """The experts that the rows of a guess name.
 
     Attributes:
-        first: number of the first layer.
         ids: int64 [rows, layers, k], experts, the likeliest first, on any device; -1: the row names no more.
         weights: float32 [rows, layers, k], of the names, for a budget's ration; None: by their place.
     """

@@ -83,10 +83,8 @@ class Prefetcher:
 
     Args:
         residency, transfers: shared with the loader.
-        predictor: scores experts.
         counters: counts all prefetches, also those that finish between steps: a step caused them.
         layer_experts: experts per layer; the keys of a layer are consecutive, layers run in the order of their keys.
-        settings: see ``PrefetchSettings``.
 
     Attributes:
         balancer: decides the threshold of each layer instead of ``settings.threshold``, if there is one, and assigns

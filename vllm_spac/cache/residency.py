@@ -27,9 +27,6 @@ _FADING = 0.95  # per step: a step of 14 steps ago counts half
 class ExpertActivity:
     """Heat of each expert, and which the CPU computed. Called by the forward thread only.
 
-    Args:
-        keys: number of experts.
-
     Attributes:
         heat: float32 [keys], steps that selected each expert, the latest counting most: below 20.
         computed: bool [keys], experts that the CPU has computed since the last ``take_computed``.
@@ -103,8 +100,6 @@ class Residency:
     """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
 
     Args:
-        keys: number of experts.
-        slots: number of slots.
         policy: chooses victims; owned by this object.
 
     Attributes:

@@ -21,8 +21,6 @@ def check_per_layer(slots: SlotCount, experts: int, top_k: int) -> None:
 
     Args:
         slots: what the user requested; shares and ``auto`` always pass.
-        experts: experts per layer.
-        top_k: experts per token.
 
     Raises:
         ConfigError: fewer slots per layer than the experts that one token needs, or more than a layer has experts.
@@ -48,7 +46,6 @@ def check_share(slots: SlotCount, total: int, top_k: int, fitting: int | None = 
     Args:
         slots: what the user requested; numbers, multiples of top-k and ``auto`` always pass.
         total: experts of all layers that share their slots.
-        top_k: experts per token.
         fitting: slots that there is room for; None: unknown.
 
     Raises:
@@ -69,8 +66,6 @@ def resolve(slots: SlotCount, shape: MoEShape, free_bytes: int) -> int:
     """Returns the number of slots for all layers of ``shape`` together.
 
     Args:
-        slots: what the user requested.
-        shape: the layers and experts.
         free_bytes: fast memory that may be used; decides ``auto`` and bounds the other values.
 
     Raises:
@@ -163,7 +158,6 @@ class Widths:
     """Sizes that determine the activations of a model.
 
     Attributes:
-        hidden: size of a row.
         heads, kv_heads, head: of attention, and the size of one.
         dense: intermediate size of dense layers; 0: there are none.
         moe: the distinct kinds of MoE layers.
@@ -192,7 +186,6 @@ class Batch:
     """The largest forward of an engine.
 
     Attributes:
-        rows: of a forward.
         sampled: rows whose logits are needed, those of drafts included.
         captured: rows of the largest CUDA graph; 0: no graphs. ``graphs``: number of graphs.
     """
@@ -214,7 +207,6 @@ class Working:
             max(inner, hidden) and max(2 inner, hidden) values per pair of row and expert; attention's projections,
             twice, and its output; gate, up and their product in a dense layer.
         graphs: the graph pool, as large as the activations of the largest captured forward, and ``_GRAPH`` per graph.
-        slack: ``_SLACK``.
     """
 
     sampling: int

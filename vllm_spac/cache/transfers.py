@@ -53,13 +53,9 @@ class Mover:
     """Fills slots. ``perform`` may run in several threads at once, everything else in the forward thread only.
 
     Args:
-        store: source of the experts.
         slots: name -> tensor of shape [slots, ...]; a load writes one row of each.
         path: name of the store in ``Counters.bytes``.
         rows: host memory beside the store, if any.
-
-    Attributes:
-        timeline: records loads and what waits for them, if given.
     """
 
     timeline: Timeline | None = None
@@ -171,9 +167,7 @@ class Background:
     Called by the forward thread only.
 
     Args:
-        mover: plans, performs and completes the reads.
         threads: maximum number of reads in flight.
-        device: device of the slots.
     """
 
     def __init__(self, mover: Mover, threads: int, device: torch.device) -> None:
@@ -336,7 +330,6 @@ class Transfers:
     those that will. On an H100 a token at batch size 4 took 20 ms instead of the 35 with threads and their waits.
 
     Args:
-        store: source of the experts.
         slots: name -> tensor of shape [slots, ...]; a load writes one row of each.
         threads: maximum number of loads on demand in flight, in addition to the one in the calling thread. Where the
             others together are copied while a thread would begin, the calling thread does all.

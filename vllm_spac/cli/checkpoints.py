@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import SpacError, StoreError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, read_checkpoint
@@ -28,16 +28,12 @@ from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
 
-PACKED_EXAMPLES = """[bold]Examples[/]
-
+PACKED_EXAMPLES = examples("""
 vllm-spac packed
-
 vllm-spac packed --verify --disk-dir /mnt/nvme/experts
-
 vllm-spac packed --repair
-
 vllm-spac packed --delete 6f1c0e0c9f1b4c7d8a2e5b3f4d6c7a90
-"""
+""")
 
 
 def packed(
@@ -100,14 +96,14 @@ def repair_all(found: list[Packed], console: Console) -> dict[Path, str]:
 def _list(root: Path, verify: bool, repair: bool) -> None:
     console, found = Console(), list(scan(root))
     if not found:
-        console.print(f"no packed experts in {shown(root)}", highlight=False, soft_wrap=True)
+        say(console, f"no packed experts in {shown(root)}")
         return
     print_table(console, _table(root, found))
     if not verify:
         return
     damaged = (repair_all if repair else verify_all)(found, console)
     for path, problem in damaged.items():
-        console.print(f"[red]damaged[/] {shown(f'{path} {problem}')}", highlight=False, soft_wrap=True)
+        say(console, f"[red]damaged[/] {shown(f'{path} {problem}')}")
     if damaged and not repair:
         raise StoreError(
             f"{len(damaged)} files are damaged; --repair deletes them, and the next start packs those experts again"
@@ -130,7 +126,7 @@ def _delete(root: Path, fingerprint: str, yes: bool) -> None:
     if not yes:
         typer.confirm("Delete them? A server that uses them now will fail", abort=True)
     remove(match.folder)
-    console.print(f"deleted {shown(match.folder)} ({gib(match.bytes)})", highlight=False, soft_wrap=True)
+    say(console, f"deleted {shown(match.folder)} ({gib(match.bytes)})")
 
 
 def _table(root: Path, found: list[Packed]) -> Table:
@@ -162,12 +158,10 @@ def _age(moment: float) -> str:
     return f"{seconds:.0f} s"
 
 
-INSPECT_EXAMPLES = """[bold]Examples[/]
-
+INSPECT_EXAMPLES = examples("""
 vllm-spac inspect ./Qwen3-30B-A3B
-
 vllm-spac inspect Qwen/Qwen3-30B-A3B   [dim]# a model in the Hugging Face cache; nothing is downloaded[/]
-"""
+""")
 
 
 SHARES = (10, 25, 50, 100)
@@ -188,10 +182,9 @@ def inspect(
         raise UnsupportedError(f"{model} has {reason}")
     print_table(console, _needs(checkpoint))
     smallest = checkpoint.smallest_percent()
-    console.print(
+    say(
+        console,
         f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer",
-        highlight=False,
-        soft_wrap=True,
     )
     plain = f"vllm serve {shown(model)} --plugin spac --spac-slots {max(25, smallest)}%"
     if not quantised:
@@ -201,7 +194,7 @@ def inspect(
         lines += [
             f"not on a CPU: {shown(not_on_cpu)}" if not_on_cpu else f"[green]supported[/] on a CPU with AMX: {plain}"
         ]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    say(console, "\n".join(lines))
 
 
 def _facts(model: str, checkpoint: Checkpoint, on_cpu: Checkpoint) -> Table:
@@ -247,12 +240,10 @@ def _needs(checkpoint: Checkpoint) -> Table:
     return table
 
 
-QUANTISE_EXAMPLES = """[bold]Examples[/]
-
+QUANTISE_EXAMPLES = examples("""
 vllm-spac quantise ./Qwen3-30B-A3B --format int4 --output ./Qwen3-30B-A3B-int4
-
 vllm-spac quantise Qwen/Qwen3-30B-A3B --format int8 --linears all --output /mnt/nvme/draft
-"""
+""")
 
 
 class Codes(StrEnum):
@@ -296,8 +287,7 @@ def quantise(
     except OSError as error:
         raise StoreError(f"{error.filename or output}: {error.strerror}; the same command goes on from here") from error
     size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
-    console.print(
+    say(
+        console,
         f"{shown(output)}: {gib(size)} of {gib(sum(copy.files.values()))}; vllm-spac inspect says how to serve it",
-        highlight=False,
-        soft_wrap=True,
     )

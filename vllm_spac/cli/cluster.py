@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact, print_table, shown
+from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, Place, StartedWorker
-from vllm_spac.system.files import FILE, replacing
+from vllm_spac.system.files import FILE, write_text
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
 
@@ -28,20 +28,16 @@ if TYPE_CHECKING:
 
     from vllm_spac.decisions.costs import Costs, Network
 
-START_EXAMPLES = """[bold]Examples[/]
-
+START_EXAMPLES = examples("""
 vllm-spac cluster start --workers 3
-
 vllm-spac cluster start --workers 1 --bind 10.0.0.7 --file /shared/cluster.json --memory 48
-"""
-EXAMPLES = """[bold]Examples[/]
-
+""")
+EXAMPLES = examples("""
 vllm-spac cluster show
-"""
-STOP_EXAMPLES = """[bold]Examples[/]
-
+""")
+STOP_EXAMPLES = examples("""
 vllm-spac cluster stop
-"""
+""")
 _RESERVE = 1 << 30  # of memory, left to the rest of the machine
 _ENDED = "[red]ended"
 _END = 20.0  # seconds until a worker that does not end is killed
@@ -167,8 +163,7 @@ def stop(file: _File = CLUSTER_FILE) -> None:
 
 def _write(path: Path, content: ClusterFile) -> None:
     try:
-        with replacing(path, mode=FILE) as partial:
-            partial.write_text(content.text())
+        write_text(path, content.text(), mode=FILE)
     except OSError as error:
         raise SpacError(f"spac: cannot write {path}: {error.strerror}") from error
 
@@ -191,14 +186,11 @@ def _state(place: Place) -> str:
     return f"runs since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(process.create_time()))}"
 
 
-SIMULATE_EXAMPLES = """[bold]Examples[/]
-
+SIMULATE_EXAMPLES = examples("""
 vllm-spac profile --peer tcp://10.0.0.7:5555 --model MODEL --output here.json
-
 vllm-spac cluster simulate run.trace --profile here.json --workers 1,2,4 --slots 25%,50%
-
 vllm-spac cluster simulate run.trace --profile here.json --latency 150e-6 --bandwidth 117e6   [dim]# another network[/]
-"""
+""")
 
 
 def simulate(
@@ -237,9 +229,9 @@ def simulate(
         for number in slot_counts(slots, facts):
             share = min(1.0, number / facts.total)
             run = cached(recorded, count, share, network, times, 2 * hidden)
-            step, rate = run.seconds / recorded.steps, run.hits / (run.hits + run.misses)
+            rate = run.hits / (run.hits + run.misses)
             cells = f"{100 * share:.0f}%", f"{100 * rate:.1f}%", f"{run.stalls:.2f} s"
-            rows.append((str(count), *cells, f"{1e3 * step:.2f}", f"{1 / step:.1f}"))
+            rows.append((str(count), *cells, f"{1e3 / run.per_second:.2f}", f"{run.per_second:.1f}"))
         rows.append(())
     table = compact(title, heads, rows)
     table.caption = caption

@@ -18,26 +18,22 @@ from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import fitting, print_table, shown
+from vllm_spac.cli.tables import examples, fitting, print_table, say, shown
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.recording.metrics import described
-from vllm_spac.system.files import check_replaceable, replacing
+from vllm_spac.system.files import check_replaceable, write_text
 from vllm_spac.system.untrusted import path_of
 from vllm_spac.tools.machine.server_stats import RequestNumbers, fetch
 
 if TYPE_CHECKING:
-    from vllm_spac.tools.machine.checks import Finding
+    from vllm_spac.tools.machine.checks import CheckOutcome, Finding
     from vllm_spac.tools.machine.facts import Facts, Installation
-    from vllm_spac.tools.selftest.outcome import CheckOutcome
 
-STATS_EXAMPLES = """[bold]Examples[/]
-
+STATS_EXAMPLES = examples("""
 vllm-spac stats http://localhost:8000
-
 vllm-spac stats localhost:8000 --watch --interval 1
-
 vllm-spac stats https://example.org --api-key KEY   [dim]# or in VLLM_API_KEY, or OPENAI_API_KEY[/]
-"""
+""")
 
 
 def stats(
@@ -92,18 +88,13 @@ def normal_url(url: str) -> str:
     return (url if "://" in url else f"http://{url}").rstrip("/")
 
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac doctor
-
 vllm-spac doctor ./Qwen3-30B-A3B   [dim]# also whether this model fits; reads headers only[/]
-
 vllm-spac doctor --disk --disk-dir /mnt/nvme/experts   [dim]# also reads from the disk, for two seconds[/]
-
 vllm-spac doctor --fix   [dim]# mends, after asking, what ends the vllm command beside a CPU build[/]
-
 vllm-spac doctor --json || echo "see above"   [dim]# exit code 0: no problem, 1: some; notes are no problems[/]
-"""
+""")
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -136,7 +127,11 @@ def doctor(
     problems = sum(finding.level == "problem" for finding in findings)
     if as_json:
         content = {"problems": problems, "findings": [asdict(f) for f in findings], "facts": asdict(facts)}
-        print(json.dumps(content, indent=2, default=_plain))
+        print(
+            json.dumps(
+                content, indent=2, default=lambda value: (sorted if isinstance(value, frozenset) else str)(value)
+            )
+        )
     else:
         console = Console()
         print_table(console, _findings_table(findings))
@@ -152,7 +147,7 @@ def _mend(yes: bool) -> None:
 
     console = Console(stderr=True)
     for flaw in list(flaws()):
-        console.print(shown(flaw.text), highlight=False, soft_wrap=True)
+        say(console, shown(flaw.text))
         if yes or typer.confirm(f"{flaw.cure[0].upper()}{flaw.cure[1:]}?", err=True):
             mend(flaw)
             console.print(f"mended: {flaw.name}", highlight=False)
@@ -183,21 +178,12 @@ def _findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-def _plain(value: object) -> object:
-    """Converts what JSON has no type for: sets of numbers and paths."""
-    return sorted(value) if isinstance(value, frozenset) else str(value)
-
-
-SELFTEST_EXAMPLES = """[bold]Examples[/]
-
+SELFTEST_EXAMPLES = examples("""
 vllm-spac selftest
-
 vllm-spac selftest ./Qwen3-30B-A3B   [dim]# a tiny random model of this family, kernels at the width of its experts[/]
-
 vllm-spac selftest --no-engines   [dim]# kernels and the link alone: seconds[/]
-
 vllm-spac selftest --output selftest.json || echo "attach selftest.json to an issue"
-"""
+""")
 
 
 def selftest(
@@ -227,7 +213,7 @@ def selftest(
         outcomes = [] if facts.refusal else list(parts.run(config, engines=engines, tell=tell))
     report = _selftest_report(facts, outcomes, time.monotonic() - begin)
     if path is not None:
-        _write(path, report)
+        write_text(path, json.dumps(report, indent=2) + "\n")
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -259,9 +245,9 @@ def _print_selftest(facts: Installation, outcomes: list[CheckOutcome], report: d
     console = Console()
     where = facts.device.name if facts.device else "a CPU"
     libraries = ", ".join(f"{name} {found.version}" for name, found in facts.libraries.items() if found.version)
-    console.print(shown(f"vLLM {facts.vllm} on {where}; {libraries}"), highlight=False, soft_wrap=True)
+    say(console, shown(f"vLLM {facts.vllm} on {where}; {libraries}"))
     if facts.refusal:
-        console.print(f"[bold red]problem[/] {shown(facts.refusal)}", highlight=False, soft_wrap=True)
+        say(console, f"[bold red]problem[/] {shown(facts.refusal)}")
         return
     print_table(console, _findings_table([outcome.finding for outcome in outcomes]))
     console.print(f"problems: {report['problems']}; {report['seconds']:.0f} s", highlight=False)
@@ -276,8 +262,3 @@ def _writable(output: Path) -> Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StoreError(f"--output {output}: {reason}; name a file in a folder that exists") from error
     return path
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(report, indent=2) + "\n")

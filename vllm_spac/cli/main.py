@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vllm_spac import __version__
 from vllm_spac.cli import checkpoints, cluster, doctor, plan, predictors, profile, quality, simulate, trace, tune
-from vllm_spac.cli.tables import shown
+from vllm_spac.cli.tables import say, shown
 from vllm_spac.errors import SpacError
 
 _WITH_VLLM = ("vllm", "torch", "transformers", "tokenizers", "huggingface_hub", "openai")
@@ -54,7 +54,7 @@ def _reported(command: Callable) -> Callable:
             if (error.name or "").partition(".")[0] not in _WITH_VLLM:
                 raise
             problem = f"this command needs {error.name}, which comes with vLLM; {_INSTALL}"
-        Console(stderr=True).print(f"[bold red]error:[/] {shown(problem)}", highlight=False, soft_wrap=True)
+        say(Console(stderr=True), f"[bold red]error:[/] {shown(problem)}")
         raise typer.Exit(1)
 
     return run

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from vllm_spac.cli.doctor import normal_url
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
@@ -28,20 +28,14 @@ if TYPE_CHECKING:
     from vllm_spac.tools.planning.planned_serving import Row, ServingPlan
     from vllm_spac.tools.planning.predict import Prediction
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090
-
 vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the weights are downloaded[/]
-
 vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# this machine, after vllm-spac profile[/]
-
 vllm-spac plan ./gpt-oss-120b --machine rtx4090 --decisions device   [dim]# packed experts, read by our kernels[/]
-
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
-
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --verify localhost:8000   [dim]# beside what a server reaches[/]
-"""
+""")
 
 CONTEXT = 4096
 _EXECUTIONS = {decisions: cast("Literal['slots', 'pointers']", name) for name, decisions in DECIDED.items()}
@@ -154,9 +148,9 @@ def _show_verified(console: Console, checked: PlanBesideServer) -> None:
     speed, planned = checked.measured, checked.planned
     how = f"{speed.percent}% of the experts in slots, decisions={DECIDED[speed.execution]}, store={speed.store}"
     text = f"{speed.tokens_per_second:.3g} tokens/s of {speed.requests} at once, first token {speed.first_token:.2g} s"
-    console.print(f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}", highlight=False, soft_wrap=True)
+    say(console, f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}")
     band = _range(_speed(planned.low), _speed(planned.high))
-    console.print(f"[bold]calculated[/] for that: {band} tokens/s: {checked}", highlight=False, soft_wrap=True)
+    say(console, f"[bold]calculated[/] for that: {band} tokens/s: {checked}")
 
 
 def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
@@ -186,7 +180,7 @@ def size_of(name: str, text: str | None) -> int | None:
 
 
 def _show(console: Console, found: ServingPlan) -> None:
-    from vllm_spac.tools.planning.plan_choice import command
+    from vllm_spac.tools.planning.planned_memory import command
     from vllm_spac.tools.planning.planned_serving import assumptions
 
     print_table(console, _memory(found))
@@ -196,21 +190,21 @@ def _show(console: Console, found: ServingPlan) -> None:
         speeds = _range(low, high)
         console.print(f"with --decisions {DECIDED[found.beside.model.execution]}: {speeds} tokens/s", highlight=False)
     for problem in found.problems:
-        console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
+        say(console, f"[yellow]does not fit:[/] {shown(problem)}")
     even, resident = found.best.even, found.best.choice.store == "none"
     if resident:
         console.print("all experts fit: nothing is offloaded, and stock vLLM serves this model too", highlight=False)
     elif even is not None:
         text = f"range: routing as local as published of Qwen3-30B-A3B; with no locality at all {_speed(even)} tokens/s"
-        console.print(f"{text}; --trace of this model narrows it", highlight=False, soft_wrap=True)
+        say(console, f"{text}; --trace of this model narrows it")
     for text in assumptions(found):
-        console.print(f"[dim]assumed: {shown(text)}[/]", highlight=False, soft_wrap=True)
+        say(console, f"[dim]assumed: {shown(text)}[/]")
     if found.best.choice.cpu:
         console.print(
             "CPU experts are exact up to rounding; without them, see the rows below the first", highlight=False
         )
     best = command(found.best.choice, found.model, found.machine, found.best.load)
-    console.print(f"[green]run:[/] {shown(best)}", highlight=False, soft_wrap=True)
+    say(console, f"[green]run:[/] {shown(best)}")
 
 
 def _memory(found: ServingPlan) -> Table:
@@ -287,7 +281,7 @@ def _speed(prediction: Prediction) -> str:
 
 
 def _content(found: ServingPlan) -> dict:
-    from vllm_spac.tools.planning.plan_choice import command
+    from vllm_spac.tools.planning.planned_memory import command
     from vllm_spac.tools.planning.planned_serving import assumptions
 
     def of_row(row: Row) -> dict:
@@ -313,19 +307,15 @@ def _content(found: ServingPlan) -> dict:
     }
 
 
-KNOBS_EXAMPLES = """[bold]Examples[/]
-
+KNOBS_EXAMPLES = examples("""
 vllm-spac knobs
-
 vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
-"""
+""")
 
-COMPATIBILITY_EXAMPLES = """[bold]Examples[/]
-
+COMPATIBILITY_EXAMPLES = examples("""
 vllm-spac compatibility
-
 vllm-spac compatibility --json > cells.json   [dim]# each combination: accepted, or why not[/]
-"""
+""")
 
 _ELSEWHERE = "see right"  # values that the description states
 NONE = "no result of ours"  # in which another value than the default wins

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac.cli.quality import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,28 +21,20 @@ if TYPE_CHECKING:
     from vllm_spac.decisions.predictors._samples import Samples
     from vllm_spac.tools.evaluation.collection import Collected
 
-TRAIN_EXAMPLES = """[bold]Examples[/]
-
+TRAIN_EXAMPLES = examples("""
 vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
-
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
-
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --only linear
-
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors
---engine '{"speculative_config": {"method": "eagle3", "model": "./head", "num_speculative_tokens": 3}}'
-
+  --engine '{"speculative_config": {"method": "eagle3", "model": "./head", "num_speculative_tokens": 3}}'
 [dim]Interrupted with Ctrl-C, the same command reads the texts again and continues with the next predictor.[/]
-"""
-EXAMPLES = """[bold]Examples[/]
-
+""")
+EXAMPLES = examples("""
 vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
-
 vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
---slots 50% --pictures recall
-
+  --slots 50% --pictures recall
 [dim]Use other texts than for train-predictor.[/]
-"""
+""")
 LimitTokens = Annotated[int, typer.Option(help="Stop after this many tokens; all are kept in memory.", min=4)]
 
 _SAVE_SECONDS = 10
@@ -89,7 +81,7 @@ def train_predictor(
     progress_file.unlink(missing_ok=True)
     _left_out(made)
     written = f"{shown(output)}: {', '.join(made.names)}; {made.tokens:,} tokens of {len(pieces)} texts"
-    Console().print(written, highlight=False, soft_wrap=True)
+    say(Console(), written)
 
 
 def predictors(
@@ -215,7 +207,7 @@ def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--pictures: {folder} cannot be made: {error.strerror}; name another folder") from error
     written = ", ".join(str(path) for path in pictures(results, title, folder))
-    Console().print(f"pictures: {shown(written)}", highlight=False, soft_wrap=True)
+    say(Console(), f"pictures: {shown(written)}")
 
 
 def _left_out(file: PredictorFile) -> None:
@@ -223,15 +215,14 @@ def _left_out(file: PredictorFile) -> None:
 
     for name, why in file.left_out.items():
         if why != NOT_WANTED:
-            Console().print(f"left out: {name}: {shown(why)}", highlight=False, soft_wrap=True)
+            say(Console(), f"left out: {name}: {shown(why)}")
 
 
 def _write_json(path: Path, results: dict[str, dict]) -> None:
-    from vllm_spac.system.files import replacing
+    from vllm_spac.system.files import write_text
 
     try:
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from error
 

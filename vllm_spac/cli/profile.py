@@ -11,26 +11,22 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE
-from vllm_spac.system.files import check_replaceable, replacing
+from vllm_spac.system.files import check_replaceable, write_text
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.costs import Costs, Network
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac profile --model ./Qwen3-30B-A3B
-
 vllm-spac profile --expert-bytes 9437184 --disk-dir /mnt/nvme/experts --output here.json
-
 vllm-spac profile --expert-bytes 1000000 --draft 0.004 --no-vllm   [dim]# a draft token takes 4 ms; quicker[/]
-
 vllm-spac profile --peer tcp://10.0.0.7:5555   [dim]# adds the network to an expert worker to the profile[/]
-"""
+""")
 
 _ROUND_TRIPS = "round trip of bytes"  # of a profile's points
 _AND = "; "
@@ -82,8 +78,7 @@ def profile(
     import torch
 
     from vllm_spac.tools.machine import vllm_step
-    from vllm_spac.tools.machine.measure import measure, measurements
-    from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
+    from vllm_spac.tools.machine.measure import cpu_kernel, measure, measurements
 
     depths = vllm_step.LAYERS if vllm and not torch.cuda.is_available() else ()
     options = {
@@ -120,7 +115,7 @@ def profile(
     print_table(console, _table(costs, nbytes))
     if costs.network is not None:
         print_table(console, _network_table(costs.network, costs.provenance.points[_ROUND_TRIPS]))
-    console.print(f"written: {shown(path)}", highlight=False, soft_wrap=True)
+    say(console, f"written: {shown(path)}")
 
 
 def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: float) -> None:
@@ -132,15 +127,14 @@ def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: fl
     console = Console()
     print_table(console, _network_table(network, points))
     if costs is None:
-        console.print(
+        say(
+            console,
             f"not written: there is no profile {shown(path)} to add it to; add --model MODEL or --expert-bytes N to "
             "measure this machine, too",
-            highlight=False,
-            soft_wrap=True,
         )
         return
     _write(path, _with_network(costs, network, points))
-    console.print(f"added to: {shown(path)}", highlight=False, soft_wrap=True)
+    say(console, f"added to: {shown(path)}")
 
 
 def _round_trips(peer: str, cluster: Path, folder: Path, seconds: float) -> tuple[Network, dict[int, float]]:
@@ -190,9 +184,8 @@ def _write(path: Path, costs: Costs | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if costs is None:
             check_replaceable(path)
-            return
-        with replacing(path) as partial:
-            partial.write_text(costs.model_dump_json(indent=2) + "\n")
+        else:
+            write_text(path, costs.model_dump_json(indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
 

@@ -12,24 +12,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac quality ./model --prompts texts.jsonl --budgets 8,12,16,24,32 --calibration model.calibration.safetensors
-
 vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
---speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
-
+  --speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
 vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted --slots 25%
---predictor model.predictors.safetensors
-
+  --predictor model.predictors.safetensors
 [dim]Results are written point by point: the same command runs what is missing, other budgets are added.[/]
-"""
+""")
 
 SPECULATE = "Also evaluate speculated execution, as --spac-speculate: restricted, predicted, separated by commas."
 ALPHAS = (
@@ -102,7 +98,8 @@ def quality(
     length, digest = text_tokens + new_tokens + 16, _digest(calibration)
     with offline.engine(model, spac, length, any(isinstance(t, str) for t in texts), **options) as llm:
         pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
-        run = {"window": window, "slots": slots, "drafts": _portable(drafts), "calibration": digest}
+        portable = drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
+        run = {"window": window, "slots": slots, "drafts": portable, "calibration": digest}
         run |= {"generate": generate, "new_tokens": new_tokens} if drafts or asked["speculate"] else {}
         run |= {"predictor": _digest(predictor, "--predictor"), "prefetch": prefetch} if predictor else {}
         _run(llm, pieces, run, asked, output, title)
@@ -126,18 +123,13 @@ def _show(results: dict, output: Path) -> None:
         console.width = max(console.width, 140)  # so that the table is not folded in a log
     print_table(console, quality_report.table(results))
     for skipped in results["skipped"]:
-        console.print(f"left out: {shown(skipped)}", highlight=False, soft_wrap=True)
+        say(console, f"left out: {shown(skipped)}")
     for sentence in quality_report.sentences(results):
-        console.print(shown(sentence), highlight=False, soft_wrap=True)
+        say(console, shown(sentence))
     figures.pareto(results, output / "pareto.png")
     figures.figures(results, output / "figures.png")
     names = ", ".join(str(output / name) for name in ("quality.json", "pareto.png", "figures.png"))
-    console.print(f"written: {shown(names)}", highlight=False, soft_wrap=True)
-
-
-def _portable(drafts: dict) -> dict:
-    """The speculative config without folders of this machine."""
-    return drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
+    say(console, f"written: {shown(names)}")
 
 
 def _digest(path: Path | None, option: str = "--calibration") -> str | None:
@@ -152,12 +144,10 @@ def _digest(path: Path | None, option: str = "--calibration") -> str | None:
         raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
 
 
-BUDGETS_EXAMPLES = """[bold]Examples[/]
-
+BUDGETS_EXAMPLES = examples("""
 vllm-spac budgets model.calibration.safetensors --mass 0.98 --output budgets.json
-
 vllm serve ./model --plugin spac --spac-budget budgets.json   [dim]# serve with them[/]
-"""
+""")
 
 
 def budgets(
@@ -179,7 +169,7 @@ def budgets(
     if output is not None:
         check_target(output)
         write_budgets(output, found.fingerprint, chosen, asked)
-        console.print(f"written: {shown(output)}", highlight=False, soft_wrap=True)
+        say(console, f"written: {shown(output)}")
 
 
 def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
@@ -199,14 +189,11 @@ def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_
     return table
 
 
-CALIBRATE_EXAMPLES = """[bold]Examples[/]
-
+CALIBRATE_EXAMPLES = examples("""
 vllm-spac calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --slots 25%
-
 vllm-spac calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
-
 [dim]Interrupted with Ctrl-C, the same command continues.[/]
-"""
+""")
 
 Model = Annotated[str, typer.Argument(help="A folder or a name on the hub, as for vllm serve.")]
 Prompts = Annotated[
@@ -273,7 +260,7 @@ def _run_calibration(llm: Any, pieces: list[list[int]], window: int, source: str
                 raise typer.Exit(130)
     count = ask(llm, "save_calibration", str(output.absolute()))
     progress_file.unlink(missing_ok=True)
-    Console().print(f"{shown(output)}: {count:,} tokens of {len(pieces)} texts", highlight=False, soft_wrap=True)
+    say(Console(), f"{shown(output)}: {count:,} tokens of {len(pieces)} texts")
 
 
 def bar(console: Console) -> Progress:

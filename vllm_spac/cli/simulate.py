@@ -16,32 +16,25 @@ from rich.table import Table
 
 from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact, print_table, shown
+from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.costs import Costs
     from vllm_spac.tools.traces.replayed import Outcome
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac simulate run.trace --profile rtx4090
-
 vllm-spac simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady --picture tpot.png
-
 vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)   [dim]# ablations[/]
-
 vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
-
 vllm-spac simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
-
 vllm-spac simulate run.trace --profile rtx4090 --prefetch oracle@reach=1@recall=0.8   [dim]# worth a predictor?[/]
-
 vllm-spac simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
-
 vllm-spac simulate run.trace --profile h200 --execution slots,pointers --policy reuse
-"""
+""")
 
 
 def simulate(
@@ -128,7 +121,11 @@ def simulate(
     if output is not None:
         facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
         asked = {"overlap": overlap, "layer_ahead": layer_ahead}
-        _write(output, facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]})
+        content = facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+        try:
+            output.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written: {error.strerror}; name another file") from error
     if picture is not None:
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 
@@ -209,22 +206,8 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def _write(path: Path, content: dict) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
-
-
 def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from vllm_spac.system.pictures import save_picture
-
-    figure, (hits, times) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (hits, times) = begin_picture(1, 2, figsize=(10, 4))
     for name in dict.fromkeys((outcome.execution, outcome.policy) for outcome in outcomes):
         mine = sorted((o for o in outcomes if (o.execution, o.policy) == name), key=lambda o: o.share)
         style = {"marker": "o", "linestyle": "-" if mine[0].execution == "slots" else "--", "label": ": ".join(name)}

@@ -126,6 +126,16 @@ def _measured(console: Console, part: Table) -> int:
     return Measurement.get(console, console.options.update(width=_WIDE), part).maximum
 
 
+def say(console: Console, text: str) -> None:
+    """Prints markup as it is: no number is coloured, and the terminal, not rich, breaks its lines."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
 def shown(text: object) -> str:
     """Escapes ``text`` for rich: markup and control characters are printed literally, not interpreted."""
     return escape(printable(text))
+
+
+def examples(commands: str) -> str:
+    """Returns the end of a command's help: ``commands``, one a line; an indented line continues the one before it."""
+    return "[bold]Examples[/]" + commands.rstrip().replace("\n", "\n\n").replace("\n\n  ", "\n") + "\n"

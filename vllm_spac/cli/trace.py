@@ -10,25 +10,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_spac.cli.tables import compact, print_table, shown
+from vllm_spac.cli.tables import compact, examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
-    from vllm_spac.recording.timeline_file import Recording
-    from vllm_spac.recording.timeline_split import TimeSplit
+    from vllm_spac.recording.timeline_file import Recording, TimeSplit
     from vllm_spac.recording.trace_file import Trace
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac trace show run.trace
-
 vllm-spac trace show run.trace --picture heat.png
-"""
+""")
 
 _LARGEST = 100  # inches of a picture
 SHARES = (5, 10, 17, 25, 50, 75)
@@ -64,7 +62,7 @@ def show(
         console.print(f"an expert is used again after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
     if picture is not None:
         _draw(trace_statistics.uses(trace), picture, file.name)
-        console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
+        say(console, f"picture: {shown(picture)}")
 
 
 def _facts(file: Path, trace: Trace) -> Table:
@@ -153,7 +151,7 @@ def _show_locality(console: Console, trace: Trace) -> None:
     console.print(compact("locality of published models", (*text, "there", "here"), others, left=text))
     for (source, conditions), figures in itertools.groupby(PUBLISHED, lambda one: (one.source, one.conditions)):
         names = ", ".join(FIGURES[one.figure][0] for one in figures)
-        console.print(f"[dim]{names}: {source}: {conditions}[/]", highlight=False, soft_wrap=True)
+        say(console, f"[dim]{names}: {source}: {conditions}[/]")
 
 
 def _number(value: float) -> str:
@@ -183,32 +181,23 @@ FIGURES = {
 
 
 def _draw(uses: np.ndarray, path: Path, title: str) -> None:
-    import matplotlib
     import numpy as np
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from vllm_spac.system.pictures import save_picture
 
     layers, experts = uses.shape
     shares = uses / np.maximum(1, uses.sum(axis=1, keepdims=True)) * experts
     size = (min(max(6, experts / 12), _LARGEST), min(max(2.5, layers / 5), _LARGEST))
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    figure, axes = begin_picture(figsize=size)
     image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest")
     figure.colorbar(image, label="uses, 1 = even")
     axes.set(xlabel="expert", ylabel="layer", title=title)
     save_picture(figure, path)
 
 
-TIMELINE_EXAMPLES = """[bold]Examples[/]
-
+TIMELINE_EXAMPLES = examples("""
 vllm-spac trace timeline run.timeline
-
 vllm-spac trace timeline run.timeline --output run.json   [dim]# open it in https://ui.perfetto.dev[/]
-
 vllm-spac trace timeline run.timeline --picture run.png
-"""
+""")
 
 
 def timeline(
@@ -234,12 +223,12 @@ def timeline(
     print_table(console, _threads(recording))
     if output is not None:
         count = timeline_pictures.write(recording, output)
-        console.print(f"Chrome trace: {shown(output)}, {count:,} events", highlight=False, soft_wrap=True)
+        say(console, f"Chrome trace: {shown(output)}, {count:,} events")
     if picture is not None:
         from vllm_spac.tools.traces.timeline_pictures import draw
 
         draw(recording, picture, file.name)
-        console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
+        say(console, f"picture: {shown(picture)}")
 
 
 def _timeline_facts(file: Path, recording: Recording) -> Table:
@@ -256,15 +245,18 @@ def _timeline_facts(file: Path, recording: Recording) -> Table:
 
 
 def _split(recording: Recording) -> Table:
-    from vllm_spac.recording.timeline_split import GENERATING, PROMPTS, split
+    from vllm_spac.recording.timeline_file import GENERATING, PROMPTS, split
 
     generating, prompts = split(recording, GENERATING), split(recording, PROMPTS)
     caption = "gaps before steps with prompts are left out: the engine may have had nothing to do"
     table = Table(title="where the time goes", title_justify="left", caption=caption, caption_justify="left")
     table.add_column("")
     columns = []
-    if generating.steps:
-        columns.append((generating, *_unit(generating)))
+    if generating.tokens:
+        unit = f"a token of all requests\n{generating.tokens:,} in {generating.steps:,} steps"
+        columns.append((generating, generating.tokens, unit))
+    elif generating.steps:
+        columns.append((generating, generating.steps, f"a step (tokens unknown)\n{generating.steps:,} steps"))
     if prompts.steps:
         columns.append((prompts, prompts.steps, f"a step with prompts\n{prompts.steps:,} steps"))
     for _, _, title in columns:
@@ -274,13 +266,6 @@ def _split(recording: Recording) -> Table:
     table.add_section()
     table.add_row("together", *(_cell(found, found.total, each) for found, each, _ in columns))
     return table
-
-
-def _unit(found: TimeSplit) -> tuple[int, str]:
-    """Returns what the time of generating steps is divided by, and what that is called."""
-    if found.tokens:
-        return found.tokens, f"a token of all requests\n{found.tokens:,} in {found.steps:,} steps"
-    return found.steps, f"a step (tokens unknown)\n{found.steps:,} steps"
 
 
 def _cell(found: TimeSplit, value: int, each: int) -> str:

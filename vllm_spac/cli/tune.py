@@ -20,30 +20,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, shown
+from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_spac.config.tuned_profile import Candidate, Departure, Measured, TunedProfile
     from vllm_spac.tools.planning.planned_machine import PlannedMachine
     from vllm_spac.tools.planning.planned_model import ServedModel
-    from vllm_spac.tools.tuning.candidates import Allowed, Budget
+    from vllm_spac.tools.tuning.candidates import Allowed
     from vllm_spac.tools.tuning.measurer import Measurer
     from vllm_spac.tools.tuning.progress import ProgressFile
     from vllm_spac.tools.tuning.session import Session, TuneOutcome
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = examples("""
 vllm-spac tune ./Qwen3-30B-A3B
-
 vllm-spac tune ./Qwen3-30B-A3B --minutes 30 --prompts mine.jsonl --eagle3 ./Qwen3-30B-A3B-eagle3
-
 vllm-spac tune ./model --slots 25% --engine '{"enforce_eager": true}' --minutes 5
-
 vllm-spac tune ./model --eagle3 ./head --lossy --quality quality/quality.json   [dim]# with budgets[/]
-
 [dim]Interrupted with Ctrl-C, the same command continues.[/]
-"""
+""")
 
 _PROMPT_TOKENS = 512  # longer prompts are cut
 
@@ -88,7 +83,7 @@ def tune(
     from vllm_spac.system.machine import DISK_DIR, gpu_names
     from vllm_spac.tools.evaluation.engine import options_of
     from vllm_spac.tools.planning.planned_model import ServedModel
-    from vllm_spac.tools.tuning.candidates import Allowed
+    from vllm_spac.tools.tuning.candidates import Allowed, budgets
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     if slots is not None and fast_memory is not None:
@@ -113,7 +108,7 @@ def tune(
         eagle3=None if eagle3 is None else _folder(eagle3, "--eagle3"),
         predictor_file=None if predictor_file is None else str(predictor_file.absolute()),
         predictors=_predictors(predictor_file),
-        budgets=_budgets(quality, served) if lossy else (),
+        budgets=budgets(quality, served) if lossy else (),
         engine=options,
         departures=departures,
     )
@@ -174,7 +169,7 @@ class _Run:
         file = self._file(fresh)
         found = candidates(self._served, self._machine, self._allowed)
         if (sentence := left_out(self._served, self._machine, found)) is not None:
-            self._console.print(shown(sentence), highlight=False, soft_wrap=True)
+            say(self._console, shown(sentence))
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%")
         with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
             task = progress.add_task("", total=seconds)
@@ -202,7 +197,7 @@ class _Run:
 
     def _measured(self, session: Session, file: ProgressFile) -> TuneOutcome:
         from vllm_spac.tools.tuning.measurer import MeasuringError
-        from vllm_spac.tools.tuning.tune_report import last_line
+        from vllm_spac.tools.tuning.session import last_line
 
         try:
             return session.run()
@@ -212,7 +207,7 @@ class _Run:
             raise typer.Exit(130) from None
         except MeasuringError as error:
             for line in str(error).splitlines():
-                self._console.print(f"[dim]{shown(line)}[/]", highlight=False, soft_wrap=True)
+                say(self._console, f"[dim]{shown(line)}[/]")
             raise ConfigError(
                 f"an engine that is needed for a comparison failed: {last_line(str(error))}; see its log above, change "
                 "--engine, --slots or --context, and run the same command"
@@ -222,21 +217,21 @@ class _Run:
         self, outcome: TuneOutcome, candidates: list[Candidate], file: ProgressFile, disk_dir: Path | None
     ) -> None:
         from vllm_spac.config.tuned_profile import path_of
-        from vllm_spac.tools.tuning import tune_report
+        from vllm_spac.tools.tuning import session
 
-        console, rows = Console(), tune_report.measured(outcome, candidates)
+        console, rows = Console(), session.measured(outcome, candidates)
         print_table(console, _table(self._model, rows))
-        for sentence in tune_report.sentences(outcome):
-            console.print(shown(sentence), highlight=False, soft_wrap=True)
-        problems = list(tune_report.errors(outcome))
+        for sentence in session.sentences(outcome):
+            say(console, shown(sentence))
+        problems = list(session.errors(outcome))
         for problem in problems:
-            self._console.print(f"[bold red]error:[/] {shown(problem)}", highlight=False, soft_wrap=True)
+            say(self._console, f"[bold red]error:[/] {shown(problem)}")
         if outcome.undecided and not problems:
             console.print("no profile was written: the same command with more --minutes continues", highlight=False)
             return
         path = path_of(self._folder, self._identity)
         self._profile(outcome, rows).write(path)
-        console.print(f"written: {shown(path)}", highlight=False, soft_wrap=True)
+        say(console, f"written: {shown(path)}")
         if count := len(outcome.untried):
             console.print(f"{count} were not tried: the same command with more --minutes continues", highlight=False)
         else:
@@ -245,11 +240,11 @@ class _Run:
             where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
             where += f" --spac-tuned auto@allow={allow}" if (allow := outcome.choice.allowance) else ""
             console.print(f"[green]run:[/] vllm serve {shown(self._model)} --plugin spac{shown(where)}", soft_wrap=True)
-            by_hand = tune_report.command(self._model, outcome.choice, disk_dir)
-            console.print(f"[dim]the same by hand: {shown(by_hand)}[/]", highlight=False, soft_wrap=True)
+            by_hand = session.command(self._model, outcome.choice, disk_dir)
+            say(console, f"[dim]the same by hand: {shown(by_hand)}[/]")
         if self._options:
             text = json.dumps(self._options)
-            console.print(f"[dim]measured with the engine arguments {shown(text)}[/]", highlight=False, soft_wrap=True)
+            say(console, f"[dim]measured with the engine arguments {shown(text)}[/]")
         if problems:
             raise typer.Exit(1)
 
@@ -334,12 +329,6 @@ def _predictors(path: Path | None) -> tuple[str, ...]:
     from vllm_spac.decisions.predictor_file import PredictorFile
 
     return tuple(PredictorFile.read(path).names)
-
-
-def _budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
-    from vllm_spac.tools.tuning.candidates import budgets
-
-    return budgets(path, model)
 
 
 def _prompts(path: Path | None) -> tuple[list[str | list[int]], str]:

@@ -21,7 +21,6 @@ class Preset:
 
     Attributes:
         paper: its number in arXiv.
-        knobs: what it stands for.
         drafts: an example of the ``speculative_config`` that it needs, without which it is nothing; None: none.
     """
 
@@ -79,16 +78,12 @@ def filled(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**({} if found is None else found.knobs), **raw}
 
 
-def command_line(name: str, given: Mapping[str, Any]) -> str:
-    """Returns the flags that a preset stands for beside the knobs that are ``given``."""
-    knobs = {knob: value for knob, value in PRESETS[name].knobs.items() if knob not in given}
-    return " ".join(f"{flag(knob)} {shlex.quote(str(value))}" for knob, value in knobs.items())
-
-
 def announce(name: str, given: Mapping[str, Any], lossy: bool) -> None:
-    """Logs what a preset stands for; ``lossy``: all knobs together are."""
+    """Logs the flags that a preset stands for beside the knobs that are ``given``; ``lossy``: all together are."""
+    knobs = {knob: value for knob, value in PRESETS[name].knobs.items() if knob not in given}
+    flags = " ".join(f"{flag(knob)} {shlex.quote(str(value))}" for knob, value in knobs.items())
     paper = PRESETS[name].paper + (", LOSSY" if lossy else "")
-    says = printable(f"spac: preset={name} (arXiv {paper}) is {command_line(name, given)}")
+    says = printable(f"spac: preset={name} (arXiv {paper}) is {flags}")
     (logger.warning if lossy else logger.info)("%s", says)
 
 

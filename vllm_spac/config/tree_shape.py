@@ -75,12 +75,7 @@ class TreeShape(ABC):
 
 @dataclass(frozen=True)
 class DynamicShape(TreeShape):
-    """EAGLE-2's trees: the most probable nodes, by the drafter's own joint probabilities.
-
-    Attributes:
-        nodes, depth, width: as in ``TreeShape``.
-        expanded: nodes that are expanded per level.
-    """
+    """EAGLE-2's trees: the most probable nodes, by the drafter's own joint probabilities."""
 
     nodes: int
     depth: int = 6
@@ -218,7 +213,6 @@ def parse(nodes: int, spec: str) -> TreeShape:
     """The shape that the knobs ``tree`` and ``tree_shape`` describe.
 
     Args:
-        nodes: draft tokens per tree.
         spec: ``dynamic``, ``static``, either with ``@depth=6@width=8`` (most levels, and most children per node), or a
             list of paths.
 

@@ -23,7 +23,7 @@ from vllm_spac.config.types import BudgetBound
 from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.errors import ConfigError, brief
 from vllm_spac.system import files
-from vllm_spac.system.files import make_folder, replacing
+from vllm_spac.system.files import make_folder, write_text
 from vllm_spac.system.machine import Machine, versions
 from vllm_spac.system.untrusted import open_file, read_text
 
@@ -280,8 +280,7 @@ class TunedProfile(_Frozen):
         """Writes the profile atomically; ``ConfigError`` if it cannot be written."""
         try:
             make_folder(path.parent)
-            with replacing(path) as partial:
-                partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            write_text(path, self.model_dump_json(indent=1) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}; name a folder with --disk-dir DIR"

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic import BeforeValidator, ByteSize, Field
 
 from vllm_spac import components
 from vllm_spac.components import Argument, filled
@@ -66,14 +66,10 @@ class SlotCount:
         raise ValueError(f"{text!r} is not understood; {_SLOTS_HELP}")
 
 
-def _check_slots(value: str) -> str:
-    SlotCount.parse(value)
-    return value
-
-
-def _as_text(value: Any) -> Any:
+def _slots_text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(_SLOTS_HELP)
+    SlotCount.parse(value)
     return str(value)
 
 
@@ -93,7 +89,7 @@ def _check_size(value: Any) -> Any:
 
 
 Size = Annotated[ByteSize, BeforeValidator(_check_size)]
-SlotsText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)]
+SlotsText = Annotated[str, BeforeValidator(_slots_text)]
 
 
 @dataclass(frozen=True, eq=False)

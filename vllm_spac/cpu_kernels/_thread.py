@@ -31,7 +31,6 @@ class Computation:
     Args:
         job: returns the output.
         released: set when kernels of the layers may run concurrently; None if they always may.
-        timeline: records the waits, if given.
     """
 
     def __init__(self, job: Future[Tensor], released: threading.Event | None, timeline: Timeline | None = None) -> None:
@@ -78,9 +77,6 @@ class ExecutorThread:
     Args:
         executor: computes experts; owned.
         layers: the experts of each layer that will be computed, see ``CpuExperts.prepare``.
-
-    Attributes:
-        timeline: records computations and what waits for them, if given.
     """
 
     timeline: Timeline | None = None

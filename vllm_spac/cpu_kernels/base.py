@@ -32,8 +32,6 @@ class CpuExperts(ABC):
         offline: why no engine can serve with it; empty if one can.
 
     Args:
-        shape: layers and experts.
-        threads: number of threads that it may use.
         activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
         kernel: the kernel of the slots, if it runs on the CPU; callable from any thread.
 
@@ -54,9 +52,6 @@ class CpuExperts(ABC):
 
     def prepare(self, experts: Mapping[str, Tensor]) -> None:
         """Prepares for the experts of a layer; called once per layer, before the first ``run``.
-
-        Args:
-            experts: as ``run`` will be passed them.
 
         Raises:
             ConfigError: they cannot be computed on this machine.

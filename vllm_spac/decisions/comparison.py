@@ -23,7 +23,6 @@ class Ratio(BaseModel):
     """Tokens per second of one engine over those of another.
 
     Attributes:
-        median: over the turns.
         low, high: bootstrapped 95 % interval of the median.
         turns: number of prompts that both answered.
     """
@@ -71,7 +70,6 @@ class Said(BaseModel):
     """What the default answers to a prompt.
 
     Attributes:
-        ids: its tokens.
         second: the second best token at each place; empty where it was not asked for.
         gap: log-probability of the best less that of the second, at each place.
     """

@@ -59,7 +59,6 @@ def fit_network(points: Mapping[int, float], peer: str) -> Network:
 
     Args:
         points: bytes sent, and sent back -> seconds of the round trip.
-        peer: what was measured.
     """
     fewest, most = min(points), max(points)
     slope = (points[most] - points[fewest]) / 2 / (most - fewest) if most > fewest else 0.0

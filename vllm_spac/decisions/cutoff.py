@@ -19,7 +19,6 @@ def cutoff(wanted: Sequence[int], missing: Sequence[int], slots: int, reads: int
     Args:
         wanted: experts that are expected in each layer, in the order of execution.
         missing: how many of them have no slot; at most as many.
-        slots: experts that fast memory holds.
         reads: reads that can still finish before the step.
     """
     layers = 0

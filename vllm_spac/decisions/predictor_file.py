@@ -43,7 +43,6 @@ class Identity:
 
     Attributes:
         fingerprint: identifies the model, its revision and its weights.
-        model: the model's name, for messages.
         layers: names of the MoE layers, in the order of execution.
     """
 
@@ -57,7 +56,6 @@ class PredictorFile:
     """Trained predictors in memory; the module's docstring describes the format.
 
     Attributes:
-        sizes: of the model and its predictors.
         tokens: rows that the predictors were fitted to.
         tensors: predictor -> its tensors.
         left_out: predictor -> why it is not in the file.
@@ -245,10 +243,7 @@ class Training:
     """The stages of all predictors that fit a model, in an order in which each finds those that it uses.
 
     Args:
-        material: what the predictors are made from.
-        identity: of the model.
         source: identifies the texts, e.g. their checksum; progress made with others is not resumed.
-        drafter: as in ``PredictorFile``.
         only: the predictors that are wanted; those that they use are trained too. None: all.
 
     Attributes:
@@ -272,7 +267,9 @@ class Training:
         for name, kind in kinds().items():
             if name not in wanted:
                 self.left_out[name] = NOT_WANTED
-            elif why := self._unfit(name, kind, material, names):
+            elif missing := [other for other in needed(name, names) if other not in names]:
+                self.left_out[name] = f"it needs {missing[0]}"
+            elif why := kind.unfit(material):
                 self.left_out[name] = why
             else:
                 names.append(name)
@@ -280,11 +277,6 @@ class Training:
         self._stages = [(name, stage) for name in names for stage in range(kinds()[name].stages(material.sizes))]
         self._made: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         self.done = 0
-
-    @staticmethod
-    def _unfit(name: str, kind: type[Trained], material: Material, names: list[str]) -> str:
-        missing = [other for other in needed(name, names) if other not in names]
-        return f"it needs {missing[0]}" if missing else kind.unfit(material)
 
     @property
     def stages(self) -> int:

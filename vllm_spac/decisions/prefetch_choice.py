@@ -38,11 +38,8 @@ class StepCosts:
         With several rows both costs grow with their experts, and the promise is about the same.
 
         Args:
-            shape: of the layers.
-            slots: experts in fast memory.
             fast, load: seconds that an expert takes to be computed in fast memory, and to be loaded.
             other: seconds of a step outside of the experts.
-            origin: see the class.
         """
         used = len(shape.layers) * shape.top_k
         return cls(used * fast + other, used * (1 - slots / shape.total) * load, origin)
@@ -81,7 +78,6 @@ def choose(recalls: Mapping[str, float], nbytes: Mapping[str, int], costs: StepC
     Args:
         recalls: predictor -> R@k over all layers, measured on texts that it was not fitted to; not empty.
         nbytes: predictor -> its size.
-        costs: of a step.
     """
     best = max(recalls.values())
     name = min((name for name in recalls if recalls[name] >= best - _NEAR), key=lambda name: (nbytes[name], name))

@@ -31,7 +31,6 @@ def check(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> None:
 
     Args:
         vllm_config: its parallelism, speculation, scheduler and runner are read.
-        gpu: whether the engine computes on one.
     """
     for refused, problem, remedies in _refusals(config, vllm_config, gpu):
         if refused:

@@ -114,9 +114,7 @@ def reason_for_host(model: ModelConfig, entry: Mapping | None, facts: DeviceFact
     """Returns why the host of an engine with a GPU decides; None if the device can.
 
     Args:
-        model: vLLM's.
         entry: how the checkpoint's experts are quantised; None: not at all.
-        facts: the GPU's.
     """
     if facts is None or not (facts.cuda and facts.pinned and facts.unified):
         return "this device does not read host memory in place"

@@ -129,7 +129,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         if config.bound.experts is not None:
             validate(config.bound.experts, model.get_num_experts(), top_k, config.budget_coverage)
     _check_quantisation(model, config)
-    compatibility.check(config, vllm_config, gpu=_device_type() != "cpu")
+    compatibility.check(config, vllm_config, gpu=not device.is_cpu())
     for refused, flag, instead in _refusals(config, vllm_config):
         if refused:
             raise UnsupportedError.refused(f"spac: {flag} is not supported", *instead)
@@ -140,12 +140,12 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
             pinned=keeps_on_the_host(config, model.get_num_experts()),
             unified=config.execution_class.needs_addressable_store,
         )
-    check_room(config, vllm_config, _device_type() == "cpu")
+    check_room(config, vllm_config, device.is_cpu())
     _check_folder(config, model.get_num_experts())
     _check_files(config, vllm_config)
     warn_of_sampling(config, vllm_config)
     warn_of_spinning(os.environ)
-    if getattr(vllm_config.speculative_config, "method", None) == "ngram" and _device_type() == "cpu":
+    if getattr(vllm_config.speculative_config, "method", None) == "ngram" and device.is_cpu():
         warn_of_numba(os.environ)
 
 
@@ -155,7 +155,7 @@ def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
     ``cpu_triton_utils._expand_kernel_impl`` of vLLM 0.32 writes to a copy unless its output is int64, so that rows with
     drafts are sampled at a temperature, top-k and top-p that were never written. Trees do not pass through it.
     """
-    if vllm_config.speculative_config is not None and not config.tree and _device_type() == "cpu":
+    if vllm_config.speculative_config is not None and not config.tree and device.is_cpu():
         logger.warning(
             "spac: with drafts, vLLM's CPU build samples wrong tokens at temperature > 0, also without this plugin; "
             "send temperature 0, or use a draft tree (--spac-tree) with EAGLE, or no drafts"
@@ -265,12 +265,6 @@ def _holds_all(config: SpacConfig, experts: int) -> bool:
     return slots.share == 1 or slots.per_layer == experts
 
 
-def _device_type() -> str:
-    from vllm.platforms import current_platform
-
-    return "cpu" if current_platform.is_cpu() else "cuda"
-
-
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Refuses files of another model; what depends on its layers is checked when they are built."""
     budgets = config.bound.file
@@ -291,7 +285,7 @@ def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
 
 
 def _check_folder(config: SpacConfig, experts: int) -> None:
-    persistent = config.store_class_on(_device_type()).persistent
+    persistent = config.store_class_on("cpu" if device.is_cpu() else "cuda").persistent
     if config.disk_dir is not None and config.store is not None and not persistent:
         raise ConfigError.refused(
             f"spac: disk_dir (--spac-disk-dir) means nothing with store={config.store} (--spac-store)",

@@ -7,6 +7,7 @@ It reads the cluster's secret from standard input, and prints its address as one
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN if given.tied else lambda *_: ended.set())
     if given.tied:
         threading.Thread(target=_end_with_parent, args=(ended,), daemon=True).start()
-    _load_kernels()
+    importlib.import_module("vllm._custom_ops")  # vLLM's kernels, now: it takes seconds, and not in the first request
     try:
         worker = Worker(secret, _kernel, Stores(given.disk_dir), given.memory, given.bind, given.port)
     except SpacError as error:
@@ -72,11 +73,7 @@ def allow_connections() -> None:
 
 
 class Stores:
-    """Opens packed experts on this machine's disk, and keeps others from deleting them.
-
-    Args:
-        folder: of all packed experts.
-    """
+    """Opens packed experts on this machine's disk, and keeps others from deleting them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -88,13 +85,6 @@ class Stores:
         self._lock = StoreLock(self._folder, fingerprint)
         self._lock.share()  # files are replaced atomically, so that several workers may pack at once
         return components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=self._folder)
-
-
-def _load_kernels() -> None:
-    """Imports vLLM's kernels now, which takes seconds, and not in the first request."""
-    from vllm import _custom_ops
-
-    assert _custom_ops
 
 
 def _kernel(service: Service) -> Kernel:

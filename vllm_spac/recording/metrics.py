@@ -108,7 +108,6 @@ def adds_up(name: str, divided: str) -> bool:
     """Whether the engine's ``name`` is the sum over its ranks; else they all count the same thing.
 
     Args:
-        name: of a counter or a fact in a worker's statistics.
         divided: what ranks divide, ``tensors`` or ``experts``, as their statistics say.
     """
     if name == "expert_bytes":  # of a whole expert

@@ -23,8 +23,6 @@ class Recordings:
     """Records steps and saves them; whatever fails in one of them is logged once and ends that one.
 
     Args:
-        trace: the routing of the only execution, if it is recorded.
-        timeline: what each thread did and when, if it is saved.
         clock: monotonic time in seconds.
 
     Attributes:

@@ -65,7 +65,6 @@ class TraceWriter:
 
     Args:
         path: the file; an existing one is replaced at ``save``. A symbolic link is followed.
-        facts: the model.
         weights: also record the routers' weights, which makes the file three times as large.
 
     Raises:
@@ -93,7 +92,6 @@ class TraceWriter:
         """Records the routers' choices in some layers.
 
         Args:
-            layers: indices of the layers.
             ids: int [layers, rows, top_k]; rows beyond those of the step's requests are padding and left out.
             weights: float of the same shape; not needed if the writer records none.
         """

@@ -15,7 +15,6 @@ import logging
 import mmap
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,13 +119,13 @@ class DiskStore(ExpertStore):
         self._refuse_if(files.refusal(self.folder))
         self._retries = Retries()
         self._held = {key for key in range(shape.total) if self._intact(key)}
-        self._read_only = _why_unwritable(self.folder)
+        self._read_only, direct = files.probe(self.folder)
         if self._read_only and len(self._held) < shape.total:
             raise StoreError(
                 f"spac: cannot write to {self.folder}: {self._read_only}, and {shape.total - len(self._held)} of "
                 f"{shape.total} experts are not packed there; name a writable folder with --spac-disk-dir DIR"
             )
-        self.direct = _supports_direct(self.path(0)) if self._read_only else _supports_direct_in(self.folder)
+        self.direct = files.reads_directly(self.path(0)) if direct is None else direct  # reported in the start-up line
 
     def path(self, key: int) -> Path:
         """Returns the path of an expert's file."""
@@ -148,7 +147,8 @@ class DiskStore(ExpertStore):
             )
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
-        data = _data_of(save({name: tensors[name].contiguous() for name in self.shape.tensors}))
+        whole = save({name: tensors[name].contiguous() for name in self.shape.tensors})
+        data = memoryview(whole)[8 + int.from_bytes(whole[:8], "little") :]
         header = self._header(key, xxhash.xxh3_128_hexdigest(data))
         path = self.path(key)
         try:
@@ -362,37 +362,3 @@ def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
             left.append(part[count:])
         count = max(0, count - len(part))
     return left
-
-
-def _data_of(serialized: bytes) -> memoryview:
-    return memoryview(serialized)[8 + int.from_bytes(serialized[:8], "little") :]
-
-
-def _why_unwritable(folder: Path) -> str | None:
-    """Returns why ``folder`` is not writable, or None if it is; creates it if it is missing."""
-    try:
-        make_folder(folder)
-        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as probe:
-            probe.write(bytes(PAGE))  # not empty: an empty file fits on a full disk
-            probe.flush()
-    except OSError as error:
-        return error.strerror
-    return None
-
-
-def _supports_direct_in(folder: Path) -> bool:
-    with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as probe:
-        probe.write(bytes(PAGE))
-        probe.flush()
-        return _supports_direct(Path(probe.name))
-
-
-def _supports_direct(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            return os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0) == PAGE
-        finally:
-            os.close(descriptor)
-    except OSError:  # EINVAL, e.g. tmpfs: reported in the start-up line
-        return False

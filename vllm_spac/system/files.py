@@ -21,12 +21,14 @@ import contextlib
 import errno
 import fcntl
 import grp
+import mmap
 import os
 import pwd
 import re
 import shlex
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +179,12 @@ def replacing(path: Path, *, durable: bool = True, mode: int = _MODE, by_name: b
         os.close(descriptor)
 
 
+def write_text(path: Path, text: str, *, durable: bool = True, mode: int = _MODE) -> None:
+    """Replaces ``path`` with ``text`` in UTF-8; arguments and errors as of ``replacing``."""
+    with replacing(path, durable=durable, mode=mode) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def check_replaceable(path: Path) -> None:
     """Raises ``OSError`` if ``replacing(path)`` could not write; does not change ``path``."""
     partial = partial_of(path)
@@ -239,6 +247,36 @@ def remove_leftovers(path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def reads_directly(path: Path) -> bool:
+    """Returns whether the first page of ``path`` can be read with O_DIRECT."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:  # EINVAL, e.g. tmpfs
+        return False
+    try:
+        return os.preadv(descriptor, [mmap.mmap(-1, mmap.PAGESIZE)], 0) > 0
+    except OSError:  # EINVAL: larger blocks
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def probe(folder: Path) -> tuple[str, bool | None]:
+    """Writes a page to ``folder``, which is made if it is missing, and removes it at once.
+
+    Returns:
+        Why that is not possible, empty if it is; and whether files there can be read with O_DIRECT, None if not known.
+    """
+    try:
+        make_folder(folder)
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as page:
+            page.write(bytes(mmap.PAGESIZE))  # not empty: an empty file fits on a full disk
+            page.flush()
+            return "", reads_directly(Path(page.name))
+    except OSError as error:
+        return error.strerror or str(error), None
+
+
 _MOST = 300  # bytes of what a holder writes
 
 
@@ -246,7 +284,6 @@ class LockFile:
     """A lock file, created if there is none. Links are not followed, and what another user put there is not written.
 
     Args:
-        path: of the file.
         read_only: open one that exists in a folder that cannot be written to.
 
     Raises:

@@ -60,8 +60,6 @@ class HostBlock:
         nbytes: size of the mapping, whole pages.
 
     Args:
-        specs: the tensors of one expert.
-        count: number of experts.
         pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place.
 
     Raises:

@@ -101,8 +101,6 @@ class Machine(BaseModel):
     """The properties of a machine that the speed of experts depends on.
 
     Attributes:
-        cores: number of cores that an engine may use.
-        gpus: name of each GPU.
         disk: device, file system and size of the disk with the packed experts; empty: not part of the measurement.
     """
 

@@ -1,14 +1,24 @@
-"""Saves matplotlib pictures; matplotlib is imported only when one is drawn."""
+"""Begins and saves matplotlib pictures; matplotlib is imported only when one is drawn."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def begin_picture(*shape: int, **options: Any) -> tuple[Figure, Any]:
+    """Returns a figure and its axes, for a file; arguments as of ``pyplot.subplots``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*shape, layout="constrained", **options)
 
 
 def save_picture(figure: Figure, path: Path) -> None:

@@ -21,7 +21,6 @@ def read(
     """Returns the metadata and the tensors of a file.
 
     Args:
-        format: what its metadata must have as ``format``.
         what: what such a file is, for errors.
         remedy: what to do if it is none.
         dtypes: element types that it may have, as safetensors writes them.

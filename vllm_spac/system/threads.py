@@ -48,7 +48,6 @@ class Closer:
     """Runs ``close`` once: when called, in another thread after its owner was garbage-collected, or at exit.
 
     Args:
-        owner: object whose end is waited for.
         close: must not refer to ``owner``. What it raises reaches the caller; without a caller it is logged.
     """
 

@@ -60,12 +60,10 @@ def main() -> None:
 
 
 def _find(site_packages: Path, name: str) -> Distribution | None:
-    wanted = (d for d in distributions(path=[str(site_packages)]) if _normal(d.metadata["Name"]) == name)
-    return next(wanted, None)
-
-
-def _normal(name: str | None) -> str:
-    return re.sub(r"[-_.]+", "-", name or "").lower()
+    for found in distributions(path=[str(site_packages)]):
+        if re.sub(r"[-_.]+", "-", found.metadata["Name"] or "").lower() == name:
+            return found
+    return None
 
 
 def _folder(site_packages: Path, version: str) -> Path:

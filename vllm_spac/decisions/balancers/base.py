@@ -34,7 +34,6 @@ class LayerState:
     """Input of a balancer's decision, after a layer's router has chosen.
 
     Attributes:
-        layer: number of the layer.
         rows: int [experts], rows of this forward that selected each expert; 0 for an idle one.
         resident: bool [experts], in fast memory, or, if layers wait for loads (``Balancer.loads``), loading into it.
         scores: int [experts], utility from 0 to K; zeros without an estimator.

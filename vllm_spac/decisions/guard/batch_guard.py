@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_spac.decisions.guard.acceptance import Acceptance
-from vllm_spac.decisions.guard.adopted import AdoptedDrafts
-from vllm_spac.decisions.guard.trials import BLOCK, Trial, TrialCosts
+from vllm_spac.decisions.guard.trials import BLOCK, AdoptedDrafts, Trial, TrialCosts
 
 ALLOWANCE = 48  # steps that may go into trials before ``share`` applies
 _SURE = 1.5  # standard errors
@@ -30,9 +29,15 @@ _PRIOR = 1  # steps of the expected length, averaged with those since the change
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """Limits on a guard's trials; attributes as the arguments of ``Guard``.
+    """Limits on a guard's trials.
 
-    ``lengths``: ascending, the draft lengths that may run, 0 among them; empty: all up to ``max_drafts``.
+    Attributes:
+        share: share of the steps that may go into trials of other lengths.
+        loss: share of the seconds that these trials may lose.
+        margin: a length replaces another only if it yields more tokens per second by at least this share.
+        memory: verified steps after which an accepted draft counts 1/e; a position not reached for half as many is
+            stale.
+        lengths: ascending, the draft lengths that may run, 0 among them; empty: all up to ``max_drafts``.
     """
 
     max_drafts: int
@@ -55,10 +60,6 @@ def halved(most: int) -> list[int]:
 
 class BatchGuard:
     """The guard for one batch size.
-
-    Args:
-        settings: limits on trials.
-        acceptance: acceptance of drafts, shared by all batch sizes.
 
     Attributes:
         current: the draft length that runs outside trials.
@@ -102,7 +103,6 @@ class BatchGuard:
 
         Args:
             drafts: the draft length that the step ran with.
-            seconds: of the step.
             tokens: mean emitted tokens per request.
             settled: the step before had the same draft length and batch size. Only then are the seconds a measurement
                 of that length.

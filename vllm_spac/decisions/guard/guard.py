@@ -23,9 +23,9 @@ trials are exempt.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllm_spac.decisions.guard.acceptance import Acceptance
 from vllm_spac.decisions.guard.batch_guard import BatchGuard, GuardSettings
@@ -36,34 +36,18 @@ class Guard:
 
     Args:
         max_drafts: the greatest length (K), at least 1.
-        share: share of the steps that may go into trials of other lengths.
-        loss: share of the seconds that these trials may lose.
-        margin: a length replaces another only if it yields more tokens per second by at least this share.
-        memory: verified steps after which an accepted draft counts 1/e; a position not reached for half as many is
-            stale.
-        clock: monotonic clock in seconds; read only where ``observe`` gets no ``seconds``.
+        limits: on trials, as in ``GuardSettings``.
     """
 
-    def __init__(
-        self,
-        max_drafts: int,
-        *,
-        share: float = 0.03,
-        loss: float = 0.005,
-        margin: float = 0.05,
-        memory: int = 100,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, max_drafts: int, **limits: Any) -> None:
         self.max_drafts = max_drafts
-        self._settings = GuardSettings(max_drafts, share, loss, margin, memory)
-        self.acceptance = Acceptance(max_drafts, memory)
+        self._settings = GuardSettings(max_drafts, **limits)
+        self.acceptance = Acceptance(max_drafts, self._settings.memory)
         self.steps = [0] * (max_drafts + 1)
         self.ignored = 0
-        self._clock = clock
         self._batches: dict[int, BatchGuard] = {}
         self._batch = self._batch_of(1)
         self._last: tuple[int, BatchGuard] | None = None
-        self._began: float | None = None
 
     def restrict(self, lengths: Iterable[int]) -> None:
         """Chooses 0 or one of ``lengths`` only; called before any step."""
@@ -76,10 +60,9 @@ class Guard:
         """Draft tokens per request for the next step; ``requests``: its batch size, None for that of the last step."""
         if requests:
             self._batch = self._batch_of(requests)
-        self._began = self._clock()
         return self._batch.length
 
-    def observe(self, drafts: int, emitted: Sequence[int], requests: int, seconds: float | None = None) -> None:
+    def observe(self, drafts: int, emitted: Sequence[int], requests: int, seconds: float) -> None:
         """Records a finished step.
 
         Args:
@@ -88,12 +71,9 @@ class Guard:
             emitted: tokens of each request that decoded or verified: its accepted drafts plus one.
             requests: all requests of the step. A step with prompts (more requests than entries in ``emitted``) is
                 ignored.
-            seconds: of the forward and the drafting; None: the time since ``choose``.
+            seconds: of the forward and the drafting.
         """
         assert 0 <= drafts <= self.max_drafts, f"{drafts} drafts of at most {self.max_drafts}"
-        if seconds is None:
-            seconds = self._clock() - self._began if self._began is not None else 0.0
-        self._began = None
         if not emitted or requests != len(emitted) or not 0 < seconds < math.inf:
             self.ignored += 1
             return

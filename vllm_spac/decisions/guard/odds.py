@@ -31,7 +31,6 @@ class Odds:
         """Returns the probability that a draft is accepted given that its parent is.
 
         Args:
-            request: id.
             depth: tokens of its path before it; 0 for one that follows the last token.
             probability: the drafter's, given the path; ``UNKNOWN`` if it has none.
         """
@@ -56,13 +55,11 @@ class Odds:
         """The request has finished."""
         self._recent.pop(request, None)
 
-    def _fared(self, request: str) -> float:
-        return self._recent.get(request, self._usual)
-
     def _features(self, request: str, depth: int, probability: float) -> np.ndarray:
         known = 0.5 if math.isnan(probability) else min(max(probability, _CERTAIN), 1 - _CERTAIN)
         features = np.zeros(len(_PRIOR))
-        features[:3] = 1.0, math.log(known / (1 - known)), 2 * self._fared(request) - 1
+        fared = self._recent.get(request, self._usual)
+        features[:3] = 1.0, math.log(known / (1 - known)), 2 * fared - 1
         features[3 + min(depth, _DEPTHS - 1)] = 1.0
         return features
 

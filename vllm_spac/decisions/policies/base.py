@@ -31,8 +31,6 @@ class PolicyContext:
     """What is known before serving, for a policy that depends on it.
 
     Attributes:
-        slots: number of slots.
-        top_k: experts per token.
         drafts: draft tokens that a request has in a speculative step, 0 without speculation; None if it is not known.
         counts: int64 [layers, experts], how often a calibration's tokens selected each expert; None without one.
     """

@@ -30,7 +30,6 @@ class NextUse:
 
     Args:
         half_lives: steps after which a share has halved, one per average.
-        keys: number of experts, over all layers.
     """
 
     def __init__(self, half_lives: tuple[float, ...], keys: int) -> None:

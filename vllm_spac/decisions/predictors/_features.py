@@ -60,7 +60,6 @@ def ridge(inputs: Tensor, targets: Tensor, strength: float = 1e-2) -> Tensor:
     Args:
         inputs: float [rows, f] (X).
         targets: float [rows, n] (Y).
-        strength: see above.
     """
     targets = targets - targets.mean(1, keepdim=True)
     gram = inputs.T @ inputs
@@ -89,9 +88,7 @@ def distil(
         parameters: float tensors that ``logits`` computes with; changed in place.
         logits: [rows, f] -> [rows, N].
         inputs, targets: [rows, f] and the router's logits [rows, N].
-        steps: number of batches.
         rate: learning rate at the beginning; it falls linearly.
-        seed: of the batches.
     """
     generator = torch.Generator().manual_seed(seed)
     wanted = targets.softmax(-1)

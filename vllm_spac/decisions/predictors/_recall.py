@@ -22,7 +22,6 @@ class Hits:
     A horizon is ``STEP``, or the number of layers between a guess and its layer.
 
     Args:
-        samples: judged on.
         missed: bool [L, rows, k], the chosen experts that a cache would not have had; None: none of them.
     """
 

@@ -66,13 +66,11 @@ class Samples:
 
     def _part(self, begin: int, end: int) -> Samples:
         """Returns the rows ``[begin, end)``; a text that ``begin`` cuts starts there."""
-        starts = {max(start, begin) - begin: None for start, stop in self._spans() if stop > begin and start < end}
+        spans = zip(self.starts, [*self.starts[1:], self.rows], strict=True)
+        starts = {max(start, begin) - begin: None for start, stop in spans if stop > begin and start < end}
         hidden, logits, ids, weights = (v[:, begin:end] for v in (self.hidden, self.logits, self.ids, self.weights))
         draft, chosen = (None if each is None else each[begin:end] for each in (self.draft, self.draft_ids))
         return Samples(tuple(starts), self.tokens[begin:end], hidden, logits, ids, weights, draft, chosen)
-
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        return zip(self.starts, [*self.starts[1:], self.rows], strict=True)
 
     def seen(self, layer: int, rows: slice, needs: frozenset[Signal]) -> Seen:
         """Returns what a predictor with these ``needs`` is passed about some rows."""
@@ -153,7 +151,6 @@ class SampleRecorder:
         """Ends a text and returns its samples, as views.
 
         Args:
-            tokens: of the text.
             draft: [tokens, D], as in ``Samples``; with a drafter.
 
         Raises:

@@ -86,8 +86,6 @@ class Material:
     """What predictors are made from.
 
     Attributes:
-        sizes: of the model and of what is made.
-        samples: fitted to.
         others: samples of other texts: choices between predictors are made by the first half of their rows, and the
             recall that a file holds is measured on the second.
         gates: the model's routers, or why they are not known or cannot be used.
@@ -103,11 +101,6 @@ class Material:
 
 class Trained(Predictor):
     """A predictor whose tensors ``train`` makes, stage by stage.
-
-    Args:
-        sizes: of the file.
-        tensors: those of ``specs``.
-        beside: the predictors of the same file that it ``uses``.
 
     Raises:
         ValueError: a tensor has values that it cannot have.
@@ -144,8 +137,6 @@ class Trained(Predictor):
 
         Args:
             stage: from 0 to ``stages`` - 1.
-            material: see there.
-            beside: the predictors that it ``uses``.
         """
 
     @property

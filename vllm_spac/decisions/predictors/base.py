@@ -66,7 +66,6 @@ class Seen:
         """Returns what is known before the first layer.
 
         Args:
-            tokens: as in the class.
             read: what the drafter computed when it read them: ``draft`` or ``draft_ids``, whichever ``needs`` has.
         """
         if CHOSEN & needs:
@@ -97,7 +96,6 @@ class Guess:
 
         Args:
             ids: as ``Seen.draft_ids``; a row with -1 names none.
-            keys: number of experts of all layers together.
         """
         rows, layers, names = ids.shape
         experts, ids = keys // layers, ids.long()

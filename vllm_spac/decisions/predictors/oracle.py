@@ -14,7 +14,6 @@ class Oracle(Predictor):
     """Scores 1 for the experts that will be selected, 0 for the others; with ``recall``, of some others instead.
 
     Args:
-        num_experts: number of keys.
         reach: layers that it sees ahead, asked in each layer; 0: all of them, at the start of the step.
         recall: share of the experts that it names which will be selected, in the mean over many; from 0 to 1. In place
             of each of the others it names one that will not be. The same ones in each run.

@@ -57,9 +57,6 @@ class DeviceFacts:
     """Facts about one accelerator, as vLLM's platform reports them.
 
     Attributes:
-        name: e.g. ``NVIDIA H200``.
-        cuda: whether it is a CUDA device.
-        capability: major and minor compute capability.
         pinned: whether host memory can be page-locked for it.
         unified: whether it can read such memory at the host's addresses (unified virtual addressing).
     """
@@ -115,11 +112,6 @@ def names() -> list[str]:
 
 def check_device(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> None:
     """Refuses a device that lacks what is needed.
-
-    Args:
-        facts: of the device.
-        pinned: experts may be stored in pinned host memory.
-        unified: kernels read them in place there.
 
     Raises:
         UnsupportedError: names what is missing and what to do.

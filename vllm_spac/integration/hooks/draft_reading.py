@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 class DraftReading:
-    """One drafter's side of ``DraftStates`` and ``Runtime.drafting``.
-
-    Args:
-        experts: ``ModelExperts`` of the target.
-    """
+    """One drafter's side of ``DraftStates`` and ``Runtime.drafting``."""
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts

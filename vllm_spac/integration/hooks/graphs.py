@@ -23,6 +23,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import Remedy, UnsupportedError, drop, use
 from vllm_spac.execution.staging import ROWS
+from vllm_spac.integration.hooks.device import is_cpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,9 +73,8 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
         UnsupportedError: the user chose an option that needs full graphs.
     """
     from vllm.config import CUDAGraphMode
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() or engine_args.enforce_eager:
+    if is_cpu() or engine_args.enforce_eager:
         return
     if (engine_args.speculative_config or {}).get("enable_adaptive_verification"):
         raise UnsupportedError(
@@ -132,8 +132,6 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
     """Refuses graphs that would contain our op while it needs the host.
 
     Args:
-        mode: name of vLLM's ``CUDAGraphMode``.
-        config: the plugin's.
         breakable: whether vLLM's ops split graphs during capture (``VLLM_USE_BREAKABLE_CUDAGRAPH``).
 
     Raises:

@@ -15,14 +15,7 @@ if TYPE_CHECKING:
 
 
 class LayerHost(Protocol):
-    """The owner of all managed layers of one model.
-
-    Attributes:
-        config: of the plugin.
-        execution: the class that runs the layers.
-        device: device of the kernels.
-        on_cpu: whether it is a CPU.
-    """
+    """The owner of all managed layers of one model."""
 
     config: SpacConfig
     execution: type[Execution]

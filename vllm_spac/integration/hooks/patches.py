@@ -32,7 +32,6 @@ class Patch:
 
     Attributes:
         target: ``module:name`` or ``module:Class.name``.
-        why: purpose of the wrapper.
         where: the process or the model runner that needs it; ``cpu``: workers on a CPU; ``gpu``: layers whose experts
             pass through slots there.
         takes: names of the parameters that the wrapper relies on; all others are passed on.

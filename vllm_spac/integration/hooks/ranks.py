@@ -30,7 +30,6 @@ class Ranks:
 
     Attributes:
         rank: number of this process, from 0.
-        size: number of ranks.
         divide_experts: each rank holds some of the experts (expert parallelism), else a part of every expert.
     """
 

@@ -35,8 +35,6 @@ def predictors(
     """Reads the file of trained predictors, if one is given.
 
     Args:
-        shapes: of the model's layers.
-        model: as in ``budget``.
         parts: processes that divide the experts of each layer.
 
     Raises:
@@ -60,9 +58,6 @@ def _only(config: SpacConfig, shapes: Sequence[MoEShape]) -> MoEShape:
 
 def draft_states(config: SpacConfig, file: PredictorFile | None, shapes: Sequence[MoEShape]) -> DraftStates:
     """Builds what keeps the drafter's states, or what is chosen by them, until the step that verifies its drafts.
-
-    Args:
-        file, shapes: as in ``predictors``.
 
     Raises:
         ConfigError: as ``predictors``, if experts are chosen by them; ``k`` or ``cutoff`` is more than there are.
@@ -126,9 +121,6 @@ def choose_for(
     """Chooses the predictor of ``prefetch=auto`` for ``execution``, which reads ahead by it from now on, if any.
 
     Args:
-        layer: the first of its layers, attached.
-        file: the predictors.
-        store: name of the store, for a profile.
         drafter: fingerprint of the drafter whose states can be read; empty if none can.
         most: draft tokens of a request in a step; None: not known.
     """

@@ -63,9 +63,7 @@ def budget(
     """Builds the budget's control with the configured budget; possible before any weight is loaded.
 
     Args:
-        config, vllm_config: of the engine.
         layers: the managed layers, in the order of execution.
-        device: device of the routers' scores.
         model: returns the fingerprint of the weights, which may take long; called only if a file must match it.
         predictor: trained, if ``prefetch`` names one.
 
@@ -121,7 +119,6 @@ def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:
     """Refuses more host memory than there is.
 
     Args:
-        config: of the plugin.
         total: bytes of all experts of a rank, of which no more than all are held.
         ranks: processes that share the memory.
 
@@ -145,7 +142,6 @@ def host_rows(
     """Allocates the host memory between the slots and the store of the layers of ``shape``; None if there is none.
 
     Args:
-        most_drafts: as in ``policy``.
         share: part of ``config.host_memory`` that these layers get.
 
     Raises:

@@ -50,10 +50,6 @@ def store(
     """Starts or reaches the workers, and opens the store that they are.
 
     Args:
-        config, vllm_config: of the engine.
-        shape: of all MoE layers.
-        layer: one of them, whose kernel is built.
-        fingerprint: of the packed experts.
         free: bytes that experts may take on this machine.
 
     Raises:

@@ -54,12 +54,9 @@ def usable(vllm_config: VllmConfig, specs: Collection[KVCacheSpec]) -> int | Non
     if len({type(spec) for spec in specs}) != 1:
         return None
     each = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs)
-    return _times(vllm_config) * each + sum(spec.page_size_bytes for spec in specs)
-
-
-def _times(vllm_config: VllmConfig) -> int:
     kept = 2 if vllm_config.cache_config.enable_prefix_caching else 1
-    return kept * vllm_config.scheduler_config.max_num_seqs
+    times = kept * vllm_config.scheduler_config.max_num_seqs
+    return times * each + sum(spec.page_size_bytes for spec in specs)
 
 
 def requests(vllm_config: VllmConfig) -> str:
@@ -105,7 +102,8 @@ def beside_slots(vllm_config: VllmConfig, free: int | None = None) -> int:
     each = _request_bytes(vllm_config)
     if free is None or _is_named(vllm_config):
         return _reserved(vllm_config) * each
-    return min(each * (_reserved(vllm_config) if _few(vllm_config) else 1), max(0, free) // _SHARE)
+    few = vllm_config.scheduler_config.max_num_seqs <= _FULL_REQUESTS
+    return min(each * (_reserved(vllm_config) if few else 1), max(0, free) // _SHARE)
 
 
 def describe(vllm_config: VllmConfig, free: int | None = None) -> str:
@@ -129,10 +127,6 @@ def least_requests(vllm_config: VllmConfig) -> str:
 
 def _reserved(vllm_config: VllmConfig) -> int:
     return min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
-
-
-def _few(vllm_config: VllmConfig) -> bool:
-    return vllm_config.scheduler_config.max_num_seqs <= _FULL_REQUESTS
 
 
 def _is_named(vllm_config: VllmConfig) -> bool:
@@ -204,9 +198,6 @@ def settle(experts: Any, runner: Any) -> None:
     """Returns memory that no request needs yet, and logs what the rest is; once vLLM has warmed up.
 
     vLLM fills the KV cache with zeros, which makes it resident. It is in no page until a request writes to it.
-
-    Args:
-        experts: the ``ModelExperts`` of the runner's model.
     """
     caches = list(_caches(runner))
     if experts.vllm_config.kv_transfer_config is None:  # a connector may have registered the pages
@@ -278,8 +269,6 @@ def room(
     """Bytes for slots and KV cache: what vLLM may use, less what the other weights, a draft and steps need.
 
     Args:
-        vllm_config: of the engine.
-        device: the fast memory's.
         other_weights: bytes of the weights that are not experts. On a GPU they are already allocated; on a machine
             without one, where fast memory is RAM, they occupy memory only when they are loaded.
         working: ``Working.total``, bytes.

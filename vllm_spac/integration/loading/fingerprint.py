@@ -33,10 +33,6 @@ def fingerprint(
     """32 hexadecimal digits that change with the weights, this rank's share of them, the layout, the kernel and vLLM.
 
     Args:
-        vllm_config: of the engine.
-        shape: of the layers.
-        layer: one of ``shape.layers``.
-        content: content of the model's weight files.
         layout: of the execution; ``plain`` experts are not converted for vLLM's kernel.
     """
     import vllm
@@ -78,7 +74,6 @@ def content_of(vllm_config: VllmConfig, folder: Path) -> CheckpointContents:
     hub is identified by its commit, and its files are not read; dummy weights are identified by their shapes.
 
     Args:
-        vllm_config: of the engine.
         folder: of packed experts; the result of reading is cached there.
 
     Raises:

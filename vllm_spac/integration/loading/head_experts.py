@@ -56,11 +56,7 @@ def _whole(target: ModelExperts, draft: ModelConfig) -> str | None:
 
 
 class HeadExperts(ModelExperts):
-    """All managed layers of an MTP head.
-
-    Args:
-        target: the model's.
-    """
+    """All managed layers of an MTP head."""
 
     def __init__(self, target: ModelExperts) -> None:
         config = target.config
@@ -105,7 +101,6 @@ class _HeadRuntime(Runtime):
     """What a head's layers call: each forward of the head is a step of its executions.
 
     Args:
-        executions: of the head.
         target: of the model; a forward of the head between the beginning and the end of its step is a real one.
     """
 

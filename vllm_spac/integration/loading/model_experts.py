@@ -15,8 +15,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, SlotCount
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.chooser import Chooser
-from vllm_spac.decisions.guard.draft_probabilities import DraftProbabilities
-from vllm_spac.decisions.guard.draft_states import DraftStates
+from vllm_spac.decisions.guard.draft_states import DraftProbabilities, DraftStates
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.decisions.predictors.base import Signal
@@ -51,7 +50,6 @@ class LoadPlan:
     """What is decided once all layers are built, before any weight is loaded.
 
     Attributes:
-        budget: of experts per layer, also if none is in force.
         predictors: the trained ones that fit the model, if a file is named.
         draft_states: keeps what the drafter computes, for a predictor that looks at it.
         other_weights: bytes of the model's weights that are not experts.
@@ -68,11 +66,7 @@ class Serving:
     """What serves the model once its weights are loaded.
 
     Attributes:
-        runtime: runs its steps.
-        budget: that of the runtime.
         guard: decides how many drafts a step gets, if it does.
-        timeline_facts: what a timeline states about the model.
-        draft_states, other_weights: as of ``LoadPlan``.
     """
 
     runtime: Runtime

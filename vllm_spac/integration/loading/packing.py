@@ -44,12 +44,6 @@ class Packing:
     """Opens a store for each shape, packs what it lacks, and makes its execution.
 
     Call order: ``open`` for each shape, ``begin``, ``pack`` for each layer, ``finish``.
-
-    Args:
-        config, vllm_config: of the engine.
-        device: of the kernels.
-        on_cpu: whether vLLM computes on a CPU.
-        ranks: those that load with this one.
     """
 
     def __init__(
@@ -93,7 +87,6 @@ class Packing:
         """Opens the store of ``shape``; fills its slots already if an earlier start packed all of its experts.
 
         Args:
-            room: what its experts get of fast memory.
             free: bytes of fast memory that are left, for expert workers.
         """
         self._rooms[shape] = room

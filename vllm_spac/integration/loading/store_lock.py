@@ -47,9 +47,6 @@ class StoreLock:
 
         Otherwise this process packs while servers use the other experts, which is safe: files are replaced atomically.
 
-        Args:
-            missing: experts to be packed.
-
         Returns:
             Whether experts are missing and no other process uses the folder.
         """

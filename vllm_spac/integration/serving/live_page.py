@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry
 from starlette.responses import HTMLResponse
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -38,11 +37,8 @@ SAMPLES = {
 }
 
 
-def read_requests(registry: CollectorRegistry | None = None) -> dict[str, float] | None:
-    """Returns what vLLM has counted since its start, of all engines of this server together.
-
-    Args:
-        registry: vLLM's; None: that of this process, or of all API servers if there are several.
+def read_requests() -> dict[str, float] | None:
+    """Returns what vLLM has counted since its start, of all engines and API servers of this server together.
 
     Returns:
         ``running``, ``waiting``: requests now. ``tokens``: generated. ``first_token_seconds``, ``first_tokens``: sum
@@ -50,7 +46,7 @@ def read_requests(registry: CollectorRegistry | None = None) -> dict[str, float]
         own mean time per output token, and their number. None if vLLM counts nothing (``--disable-log-stats``).
     """
     found: dict[str, float] = {}
-    for metric in (registry or get_prometheus_registry()).collect():
+    for metric in get_prometheus_registry().collect():
         for sample in metric.samples:
             if (name := SAMPLES.get(sample.name)) is not None:
                 found[name] = found.get(name, 0) + sample.value
@@ -66,7 +62,6 @@ class LiveFeed:
     """Passes the workers' reports to everybody who looks.
 
     Args:
-        client: the engine.
         facts: sent with each report: the model, and what the page may change.
     """
 

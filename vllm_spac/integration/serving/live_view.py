@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE, ExpertActivity, SlotState
 from vllm_spac.execution.base import Execution
-from vllm_spac.recording.timeline_file import Recording
+from vllm_spac.integration.loading.model_experts import ModelExperts
+from vllm_spac.recording.timeline_file import GENERATING, Recording, split
 from vllm_spac.recording.timeline_recorder import Timeline, capacity_of
-from vllm_spac.recording.timeline_split import GENERATING, TimeSplit, split
-
-if TYPE_CHECKING:
-    from vllm_spac.integration.loading.model_experts import ModelExperts
 
 STORE, HOST, SLOT = 0, 1, 2  # tiers: the lowest two bits of an expert's code
 ON_CPU, LOADED, EVICTED = 4, 8, 16  # since the last report
@@ -22,11 +19,7 @@ _STEPS = 64  # that the time of a token is taken over
 
 
 class LiveView:
-    """Watches one worker's experts from its creation to ``close``; used between steps.
-
-    Args:
-        experts: those of the worker, whose weights are loaded.
-    """
+    """Watches one worker's experts from its creation to ``close``; used between steps."""
 
     def __init__(self, experts: ModelExperts) -> None:
         assert experts.serving is not None
@@ -52,7 +45,7 @@ class LiveView:
         codes = np.concatenate([self._codes(execution) for execution in executions])
         heats = [execution.residency.activity.heat for execution in executions if execution.residency.activity]
         heat = np.concatenate(heats)
-        time = self._time()
+        time = split(Recording.of(self._watched(), self._serving.timeline_facts, _STEPS), GENERATING)
         return {
             "stats": self._experts.stats(),
             "experts": {
@@ -96,9 +89,6 @@ class LiveView:
             self._runtime.watch(Timeline(capacity_of(_STEPS, len(self._serving.timeline_facts.layers))))
         assert self._runtime.timeline is not None
         return self._runtime.timeline
-
-    def _time(self) -> TimeSplit:
-        return split(Recording.of(self._watched(), self._serving.timeline_facts, _STEPS), GENERATING)
 
     def _budget(self) -> dict[str, Any]:
         control = self._serving.budget

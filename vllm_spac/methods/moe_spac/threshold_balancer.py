@@ -46,7 +46,6 @@ def solve(
         r_g: [K], share of the distinct activated experts in fast memory; non-increasing.
         n: [K], experts to fetch; non-increasing.
         gamma: draft tokens per step, a mean.
-        top_k: experts per token.
         distinct: distinct experts that a step activates in a layer (the paper's b).
         t_cpu, t_gpu, t_io, t_draft: seconds to compute an expert on the CPU, to compute one on the GPU, to move one,
             and to draft a token.

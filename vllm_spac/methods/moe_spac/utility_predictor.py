@@ -33,11 +33,9 @@ class UtilityEstimator(Predictor):
     Ablations: ``upper=1`` is "w/o SpecUE"; ``boundaries=(3, 1)`` (up, down; they stay) is "w/o AdaBC".
 
     Args:
-        num_experts: number of scores.
         gamma: draft tokens in one speculative step.
         upper: the highest score (K).
         forget: weight of the newest change in a boundary (lambda), from 0 to 1.
-        variant: see above.
         boundaries: fixed (up, down), each >= 0; not with ``released``.
 
     Raises:

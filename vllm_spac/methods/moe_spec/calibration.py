@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.settings import MASSES, check_mass, check_mass_of
 from vllm_spac.system import files, tensor_file
-from vllm_spac.system.files import replacing
+from vllm_spac.system.files import write_text
 from vllm_spac.system.tensor_file import check, layer_names
 from vllm_spac.system.untrusted import parse_json, read_text
 
@@ -45,11 +45,8 @@ class Calibration:
 
     Attributes:
         fingerprint: identifies the model, its revision and its weights.
-        model: the model's name, for messages.
         layers: names of the MoE layers, in the order of execution.
-        top_k: experts per token.
         window: tokens per window of ``curves``; 1 + the draft tokens of a step.
-        tokens: tokens observed.
     """
 
     fingerprint: str
@@ -144,12 +141,8 @@ class CalibrationRecorder:
     text. Tokens after the last whole window of a text are counted, but are not in the curves.
 
     Args:
-        fingerprint, model, layers, top_k, window: see ``Calibration``.
         experts: routed experts per layer (N).
         source: identifies the texts, e.g. their checksum; progress made with other texts is not resumed.
-
-    Attributes:
-        texts: number of complete texts.
     """
 
     def __init__(
@@ -191,7 +184,6 @@ class CalibrationRecorder:
         """Adds the next rows of a text, as scored by the router of one layer.
 
         Args:
-            layer: number of the MoE layer.
             probs: float [rows, N], router scores over all experts.
             topk_weights: float [rows, k], the routing weights.
             topk_ids: int [rows, k], the natural choice.
@@ -270,7 +262,6 @@ def choose(
     """The smallest budget per layer whose best experts hold ``mass`` of a window's mass on average.
 
     Args:
-        calibration: of the model.
         mass: share in (0, 1]; 1.0 gives N.
         coverage: budgets are at least ``top_k`` under ``substitution``, and at least 1 under ``truncation``.
         mass_of: the mass that ``mass`` is a share of, one of ``MASSES``.
@@ -303,15 +294,12 @@ def write_budgets(path: str | Path, fingerprint: str, budgets: dict[str, int], a
     """Writes a budget file atomically; ``ConfigError`` when it cannot be written.
 
     Args:
-        fingerprint: of the model.
         budgets: layer name -> B.
         asked: the targets that the budgets were tuned to (``mass``, ``mass_of``, ``coverage``); for information only.
     """
     content = {"format": LAYERS_FORMAT, "fingerprint": fingerprint, "tuned_to": asked, "budgets": budgets}
-    text = json.dumps(content, indent=2) + "\n"
     try:
-        with replacing(Path(path)) as partial:
-            partial.write_text(text)
+        write_text(Path(path), json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"spac: {path} cannot be written: {error}; name another file") from error
 
@@ -322,10 +310,8 @@ def read_budgets(
     """Reads the budget of each layer, in the order of ``layers``.
 
     Args:
-        path: the budget file.
         fingerprint: of the model; None if not known yet, then it is not compared.
         layers: names of the MoE layers; None if not known yet.
-        experts: routed experts per layer (N).
 
     Raises:
         ConfigError: the file cannot be read, is no budget file, belongs to another model or revision, lacks a layer,

@@ -26,15 +26,13 @@ large weights matter more than many small ones. Using the correlation instead of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_residual, router_mass, weighted
-
-if TYPE_CHECKING:
-    from vllm_spac.methods.moe_spec.calibration import Calibration
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,7 +72,6 @@ def similarity(pairs: Tensor, tokens: int) -> Tensor:
 
     Args:
         pairs: int64 [N, N], tokens that selected both experts; on the diagonal, the selections of one expert.
-        tokens: number of tokens observed.
 
     Returns:
         float64 [N, N] in [0, 1], symmetric, 1 on the diagonal.

@@ -66,14 +66,10 @@ class BudgetControl:
     Both compute the same shortlists and the same coverage with the same operations.
 
     Args:
-        layers: in the order of execution.
-        calibration: for the rankings that need one.
         offline: allow rankings that run all experts.
-        device: device of the routers' scores.
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
         ranks_differ: several processes compute the model, and each has other experts in fast memory.
         speculation: runs experts by prediction, where the settings ask for that.
-        counters: of what is cut.
         drafts: the engine verifies drafts; without them a budget of verify steps cuts nothing.
     """
 
@@ -213,7 +209,6 @@ class BudgetControl:
             index: number of the layer in ``layers``.
             logits: [rows, N], of the router.
             weights, ids: [rows, k], the natural choice.
-            step: the rows by request.
             outputs: float [rows, N, d] for the oracle.
             hidden: float [rows, d], input of the router, for speculated execution.
         """

@@ -42,7 +42,6 @@ def cut(
         order: int64 [N], all experts as ranked, the best first; those that a row selected are put before the others.
         natural: float [rows, k] and int [rows, k], weights and ids without a budget.
         votes: float64 [rows]; None: all are 1.
-        rule: of the layer.
         bound: number of experts in the shortlist, the first of ``order``.
         mass, mass_of, least: instead, the shortlist is the first part of ``order``, of at least ``least`` experts, that
             holds this share of the mass.

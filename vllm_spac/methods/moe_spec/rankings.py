@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.kernels.reference.shortlist import sorted_by
-
-if TYPE_CHECKING:
-    from vllm_spac.methods.moe_spec.calibration import Calibration
+from vllm_spac.methods.moe_spec.calibration import Calibration
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +42,6 @@ class Ranking(ABC):
 
     Attributes:
         offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
-        needs_calibration: it is built from a calibration file.
-        needs_ids: it ranks by ``LayerContext.ids``.
-        needs_mixing: it ranks by ``LayerContext.mixing``.
-        needs_resident: it ranks by ``LayerContext.resident``.
         replayable: it ranks by ``scores``, whose operations a CUDA graph can capture.
     """
 
@@ -104,7 +98,6 @@ class Ranking(ABC):
 
         Args:
             probs: float64 [rows, N], as for ``rank``, multiplied by the votes (``weighted``); all may be 0.
-            context: as for ``rank``.
 
         Returns:
             float64 [N], or int64 below 2**53; or [2, N], of which the second decide where the first are equal.
@@ -177,7 +170,6 @@ def least_residual(gram: Tensor, budget: int, target: Tensor | None = None, prio
 
     Args:
         gram: float [N, N], <v_i, v_j>.
-        budget: number of vectors to choose.
         target: float [N], <o, v_i>; by default o is the sum of all v.
         prior: float [N], added to the gains, to decide between vectors of equal gain.
 

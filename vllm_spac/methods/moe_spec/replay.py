@@ -201,7 +201,6 @@ class Launches:
     """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay.
 
     Attributes:
-        ranking, coverage: as in ``BudgetSettings``.
         mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
     """
 
@@ -238,10 +237,6 @@ class ReplayBuffers:
     """Buffers at fixed addresses that the captured launches of a budget read; written between steps, by one thread.
 
     The writes are enqueued on the stream that runs the model: after the previous replay and before the next.
-
-    Args:
-        rows: maximum number of rows of a forward.
-        layers: MoE layers of the model.
 
     Attributes:
         votes: float64 [rows], how much each row counts in the current step; rows above 0 are cut.

@@ -22,7 +22,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
-from vllm_spac.config.types import ALPHA
+from vllm_spac.config.types import ALPHA, no_bool
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, brief, shortened, use
 
@@ -96,13 +96,7 @@ _KINDS = {
 _MOST_PROBLEMS = 3  # named in one refusal
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("use a number")
-    return value
-
-
-_Experts = Annotated[int, Field(ge=0, le=1 << 20), BeforeValidator(_number)]
+_Experts = Annotated[int, Field(ge=0, le=1 << 20), BeforeValidator(no_bool)]
 _Bound = Annotated[
     Annotated[_Experts, Tag("number")] | Annotated[dict[str, _Experts], Tag("layers")],
     Discriminator(lambda value: "layers" if isinstance(value, dict) else "number"),
@@ -136,14 +130,14 @@ class BudgetSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     budget: _Bound | None = None
-    mass: Annotated[float, BeforeValidator(_number)] | None = None
+    mass: Annotated[float, BeforeValidator(no_bool)] | None = None
     mass_of: Literal["selected", "scores"] = "selected"
     ranking: str = "selected"
     coverage: Literal["substitution", "truncation", "rescue"] = "substitution"
     when: Literal["verify", "decode", "all"] = "verify"
     votes: Literal["uniform", "path"] = "uniform"
-    votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)] = ALPHA
-    window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_number)] | None = None
+    votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(no_bool)] = ALPHA
+    window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(no_bool)] | None = None
     speculate: Literal["off", "restricted", "predicted"] = "off"
 
     @model_validator(mode="after")
@@ -229,10 +223,6 @@ class BudgetedLayer:
     """A MoE layer under a budget.
 
     Attributes:
-        name: of the layer.
-        experts: routed experts (N).
-        top_k: experts per token.
-        rule: how the layer turns router logits into weights.
         resident: returns bool [N], which experts are in fast memory; None if no ranking uses it.
     """
 
@@ -305,9 +295,7 @@ def groups(step: Step, kinds: Sequence[RowKind], window: int | None, device: tor
     """Returns the rows of ``step`` that are ranked together, with its weights as votes.
 
     Args:
-        kinds: of the rows that vote.
         window: number of consecutive rows of a request that are ranked at a time; None: all rows of the step.
-        device: of the votes.
     """
     asked = [request for request in step.requests if request.kind in kinds]
     parts = [asked] if window is None else [[part] for request in asked for part in request.windows(window)]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Scored
-
-if TYPE_CHECKING:
-    from vllm_spac.methods.moe_spec.calibration import Calibration
 
 
 @dataclass(kw_only=True, eq=False)

@@ -40,10 +40,7 @@ class WorkerClient:
 
     Args:
         places: where the workers are; owned.
-        services: what each worker serves.
         replicas, size: as in ``division.owners``.
-        kernel: the kernel of the layers, in this process.
-        dtype: of the rows.
         copy: opens a store on this machine that has all experts, for rows that no worker can compute; None if there is
             none. Called once all experts are packed.
     """
@@ -158,7 +155,6 @@ class WorkerClient:
 
         Args:
             step: number of the forward in which the layer runs next.
-            layer: number of the layer.
             experts: int [n], the likeliest first.
         """
         if not (group := self.roster.group(layer)):
@@ -185,8 +181,6 @@ class WorkerClient:
         """Computes rows of a layer at its workers; returns [rows, hidden] like ``x``.
 
         Args:
-            forward: the step.
-            layer: number of the layer.
             x: [rows, hidden] on the CPU.
             weights: [rows, top_k].
             ids: int [rows, top_k], experts of the layer.

@@ -29,10 +29,8 @@ def owners(layer: int, workers: int, replicas: int, size: int = 1) -> tuple[int,
     """Returns the workers that have ``layer``: its group, then the replicas that compute for those that are lost.
 
     Args:
-        layer: number of the layer.
         workers: number of workers, a multiple of ``size``.
         replicas: further workers that have the layer, at most ``workers - size``.
-        size: workers of a group.
     """
     assert size > 0 and workers % size == 0 and 0 <= replicas <= workers - size
     return tuple((size * layer + ahead) % workers for ahead in range(size + replicas))
@@ -41,36 +39,6 @@ def owners(layer: int, workers: int, replicas: int, size: int = 1) -> tuple[int,
 def layers_of(worker: int, layers: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
     """Returns the layers, of 0 to ``layers - 1``, that ``worker`` has: those of its group, and replicas."""
     return tuple(layer for layer in range(layers) if worker in owners(layer, workers, replicas, size))
-
-
-@dataclass(frozen=True, slots=True)
-class Cycle:
-    """Times of one layer at a group of workers, in seconds.
-
-    Attributes:
-        main: the main process's part of a layer (t_M).
-        worker: from sending the rows to having the answer (t_W).
-        load: loading the experts of a layer (t_load).
-    """
-
-    main: float
-    worker: float
-    load: float
-
-    def slack(self, groups: int) -> float:
-        """Time between a group's answer and its next layer, n t_M + (n - 1) t_W: a load in it stalls nobody.
-
-        OD-MoE's condition, with n the number of groups.
-        """
-        return groups * self.main + (groups - 1) * self.worker
-
-    def stall(self, groups: int) -> float:
-        """Time by which a load exceeds ``slack``; 0 if ``load <= slack``."""
-        return max(0.0, self.load - self.slack(groups))
-
-    def layer(self, groups: int) -> float:
-        """Time per layer in the steady state: a group is busy for ``load + worker`` once in ``groups`` layers."""
-        return max(self.main + self.worker, (self.load + self.worker) / groups)
 
 
 PART_ROWS = 128  # rows of a part
@@ -99,7 +67,6 @@ def parts(rows: int, workers: int, part_rows: int = PART_ROWS) -> list[slice]:
     Args:
         rows: at least 1.
         workers: that have the layer, at least 1.
-        part_rows: most rows of a part.
     """
     assert rows > 0 and workers > 0
     if rows <= part_rows:
@@ -166,7 +133,6 @@ class ExpertDivider:
     """Divides experts, and keeps in mind where each has a slot: each answer of a worker says it. Called by one thread.
 
     Args:
-        layers, experts: of the model.
         mine: the layers of each worker, ascending.
     """
 
@@ -194,7 +160,6 @@ class ExpertDivider:
         """Returns what each worker computes of a layer: every expert of ``ids`` once, and no worker without one.
 
         Args:
-            layer: number of the layer.
             ids: int [rows, top_k], its experts.
             workers: those among which they are divided, at least one, each admitted.
         """

@@ -97,7 +97,6 @@ def counts(addresses: Sequence[str], secret: bytes, seconds: float = 3.0) -> lis
 
     Args:
         addresses: of the workers, ``tcp://host:port``.
-        secret: of their cluster.
         seconds: to wait for each; one that computes or fills its slots answers afterwards.
     """
     context = zmq.Context()
@@ -127,7 +126,6 @@ class Sample(NamedTuple):
     """A row of a layer, with as many of its experts as a token uses, and its output.
 
     Attributes:
-        layer: number of the layer.
         x: [1, hidden].
         weights: float32 [1, top_k].
         ids: int32 [1, top_k].
@@ -145,11 +143,7 @@ def sample(link: WorkerLink, service: Service, worker: int, kernel: Kernel, dtyp
     """Computes a row here, with experts that the worker gives: they and its kernel are tested by it.
 
     Args:
-        link: to the worker.
-        service: what it serves.
         worker: its number, which seeds the row.
-        kernel: of this process.
-        dtype: of the row.
     """
     top_k, layer, shape = service.top_k, service.mine[0], service.shape
     experts = allocate(shape.tensors, top_k, "cpu")

@@ -90,13 +90,9 @@ class LayerCall:
     """The rows of one layer in one forward.
 
     Args:
-        roster: the workers.
-        step: the forward.
-        layer: number of the layer.
         x: [rows, hidden] on the CPU.
         weights: [rows, top_k] float32.
         ids: int [rows, top_k], experts of the layer.
-        limits: the sizes that answers may have.
         part_rows: most rows per part; more rows are divided among the layer's workers.
         divider: divides the experts among the workers of the layer's group; None: rows are computed whole.
 

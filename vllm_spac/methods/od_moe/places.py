@@ -112,7 +112,6 @@ class RunningWorkers(Places):
     """Workers that run already, from a cluster's file, which is read again when one is lost.
 
     Args:
-        path: of the file.
         count: number of workers to use; None: all.
 
     Raises:
@@ -154,7 +153,6 @@ class StartedWorker:
 
     Args:
         secret: of the cluster; passed through a pipe, not on the command line.
-        arguments: of the worker's command line.
         log: receives what it logs, and it outlives this process; None: it logs as this process does, and ends when this
             object's pipe is closed.
 
@@ -224,12 +222,7 @@ class StartedWorker:
 
 
 class Processes(Places):
-    """Workers that this engine starts on its own machine.
-
-    Args:
-        count: number of workers.
-        arguments: of each worker's command line.
-    """
+    """Workers that this engine starts on its own machine."""
 
     def __init__(self, count: int, arguments: Sequence[str]) -> None:
         self.secret = secrets.token_bytes(32)
@@ -302,7 +295,6 @@ class WorkerHost:
 
     Args:
         secret: of the cluster, hexadecimal.
-        arguments: of the worker's command line.
         elsewhere: the engine is on another machine: listens on this one's address, and takes a share of its memory and
             cores.
         workers: number of workers, of which any number may be on one machine.
@@ -332,8 +324,6 @@ class RayWorkers(Places):
     """Workers in a Ray cluster: that at ``address``, or one that is started on this machine and ends with the engine.
 
     Args:
-        count: number of workers.
-        arguments: of each worker's command line.
         address: of the cluster, as ``ray.init`` takes it; None: none runs yet.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,10 +40,10 @@ class SomeLayers(ExpertStore):
         layers: numbers of the layers, ascending.
     """
 
-    def __init__(self, store: ExpertStore, layers: Sequence[int], folder: Path | None = None) -> None:
+    def __init__(self, store: ExpertStore, layers: Sequence[int]) -> None:
         names = tuple(store.shape.layers[layer] for layer in layers)
         whole = store.shape
-        super().__init__(MoEShape(names, whole.experts, whole.top_k, whole.tensors), store.fingerprint, folder)
+        super().__init__(MoEShape(names, whole.experts, whole.top_k, whole.tensors), store.fingerprint)
         self._store, self._layers = store, tuple(layers)
 
     def holds(self, key: int) -> bool:
@@ -113,10 +112,8 @@ class ExpertPool:
     """Residency, policy, loads and kernel of some layers. Called by one thread.
 
     Args:
-        service: the layers, and the knobs.
         store: has the experts of ``service.mine``; owned.
         kernel: computes experts in the layout of the store.
-        free_bytes: memory that the slots may take.
 
     Raises:
         ConfigError: the slots do not fit, or are too few.
@@ -169,11 +166,7 @@ class ExpertPool:
         self._execution.counters.reset()
 
     def rates(self, dtype: torch.dtype) -> dict[str, float]:
-        """Measures seconds: ``expert`` and ``row`` as in ``division.ProcessorRates``, ``load`` as it was at the start.
-
-        Args:
-            dtype: of rows.
-        """
+        """Measures seconds: ``expert`` and ``row`` as in ``division.ProcessorRates``; ``load`` is that of the start."""
         hidden, top_k = self._hidden, self.shape.top_k
         ids, kernel = torch.arange(top_k, dtype=torch.int32), self._kernels[0]
 

@@ -93,13 +93,10 @@ class Roster:
     """The workers of one engine. Called by one thread.
 
     Args:
-        workers: number of workers.
         replicas, size: as in ``division.owners``.
         fingerprint: 16 bytes, of the experts.
-        patience: makes the deadlines of a worker.
 
     Attributes:
-        shares: counters.
         why_out: reason for each worker that is out.
     """
 
@@ -216,7 +213,6 @@ class Recovery:
 
     Args:
         bring: returns a link to a worker that serves again and was tested; called in this object's thread.
-        ended: set when the engine ends.
     """
 
     def __init__(self, bring: Callable[[int], WorkerLink], ended: threading.Event) -> None:

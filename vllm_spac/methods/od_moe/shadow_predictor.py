@@ -14,9 +14,6 @@ class Shadow(Predictor):
     layers and experts, so its choice is taken as it is, and nothing is trained. Here the copy is the draft model, and
     the tokens that it reads are the drafts that the model verifies. Of a row's experts the one with the greatest weight
     is the likeliest. A row whose token it has not read, such as the last draft, names none.
-
-    Args:
-        num_experts: number of keys.
     """
 
     needs = frozenset({Signal.DRAFT_ROUTING})

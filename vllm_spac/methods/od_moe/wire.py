@@ -81,7 +81,6 @@ class Header:
     """What a frame states of itself.
 
     Attributes:
-        kind: of the frame.
         epoch: session between one engine and one start of a worker; 0 before there is one.
         step: number of the forward, from 1; 0 outside of steps. Of ``HINT``, that of the layer's next run.
         sequence: number of the request; an answer repeats it.
@@ -91,7 +90,6 @@ class Header:
         dtype: of the rows; None where there are none.
         payload: bytes of the second part.
         fingerprint: 16 bytes, of the experts.
-        prompts: whether the forward has rows of prompts.
     """
 
     kind: FrameKind
@@ -232,7 +230,6 @@ def decode(parts: Sequence[Any], limits: Limits) -> Frame:
 
     Args:
         parts: what arrived, buffers of bytes.
-        limits: the greatest sizes to accept.
 
     Raises:
         FrameError: it is not a frame, or not as it was sent.

@@ -44,7 +44,6 @@ class _Session:
     """One engine, or a visitor, which has the secret too, but is not served.
 
     Attributes:
-        peer: its connection.
         engine: its own name, by which it returns with a new connection; empty for a visitor.
     """
 
@@ -62,7 +61,6 @@ class Worker:
 
     Args:
         secret: of the cluster, 32 bytes; nobody else's frames arrive.
-        kernel: returns the kernel that a service names.
         store: opens the store of a shape under a fingerprint.
         memory: bytes that slots may take.
         host: address to bind; other machines reach only one that is not a loopback address.

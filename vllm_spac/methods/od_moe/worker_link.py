@@ -63,12 +63,7 @@ class Service(BaseModel):
 
     Attributes:
         fingerprint: of the packed experts, 32 hexadecimal digits.
-        layers: names of all layers of the shape.
         mine: numbers of those that this worker has, ascending.
-        experts, top_k, tensors: as in ``MoEShape``.
-        hidden: width of a row.
-        slots, policy, io_threads: the knobs, of the experts of ``mine``.
-        activation, isa: of the kernel.
         divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
             says which experts have a slot.
         hints: the engine says which experts layers will probably need, and they are loaded ahead.
@@ -166,7 +161,6 @@ def difference(ours: Mapping[str, str], theirs: Any) -> str | None:
 
 HEARTBEAT, SILENCE = 1000, 5000  # milliseconds between heartbeats, and after which a peer counts as gone
 PART = 1 << 18  # bytes
-SECRET_BYTES = 32
 _SEALED = 64  # bytes that CURVE may add to a part
 _MOST_PARTS = 1 + MOST_BYTES // PART
 _HANDSHAKE = 5000  # milliseconds until a connection to a worker must have proved to know the secret
@@ -241,11 +235,6 @@ def dealer(context: zmq.Context, secret: bytes) -> zmq.Socket:
 def send(socket: zmq.Socket, message: tuple[bytes, bytes], peer: bytes | None = None) -> None:
     """Sends a frame without waiting.
 
-    Args:
-        socket: of an engine, or of a worker.
-        message: the frame's header and payload.
-        peer: whom a worker sends it to.
-
     Raises:
         zmq.Again: the other side has left so many unread that no more are kept for it.
         zmq.ZMQError: with ``EHOSTUNREACH``, the worker's peer is gone.
@@ -314,17 +303,13 @@ class WorkerLink:
     """One session with one worker. Used by one thread at a time.
 
     Args:
-        context: of zmq.
         address: ``tcp://host:port``.
-        secret: that of the workers.
         facts: of this side, as ``service.facts``; of no use to a visitor.
         engine: name of this engine, by which it returns after a lost connection; of no use to a visitor.
         ended: set when the engine ends: whatever is waited for is given up.
 
     Attributes:
-        socket, monitor: to be polled.
         epoch: of the session; 0 before ``join``.
-        limits: of the frames to accept.
     """
 
     def __init__(
@@ -368,10 +353,6 @@ class WorkerLink:
 
     def ask(self, kind: FrameKind, seconds: float, payload: bytes = b"", **fields: Any) -> Frame:
         """Sends a request and returns its answer.
-
-        Args:
-            seconds: to wait.
-            fields: of its ``Header``.
 
         Raises:
             Lost: there is none within ``seconds``.

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm_spac.cache.named import named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import Residency
+from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import Predictor, Seen
@@ -26,9 +27,6 @@ from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
-
-if TYPE_CHECKING:
-    from vllm_spac.config.types import SlotCount
 
 
 class WorkerStore(ExpertStore):
@@ -84,7 +82,6 @@ class WorkerExecution(Execution):
     Whole rows keep the bits of vLLM's kernel; those whose experts are divided are exact up to rounding.
 
     Args:
-        shape: the layers and experts.
         policy: decides nothing here, where there are no slots; each worker has its own.
         store: the workers' experts; owned.
         predictor: looks at layers; what it guesses of later ones is told to their workers, which load it ahead.

@@ -14,9 +14,6 @@ class DraftGate(Predictor):
     target layer l, as it is, and nothing is trained. What a router reads is that output added to the residual, behind
     the norm, so here it is what the MLP of the draft layer reads. The draft model needs the model's width. With another
     depth, layers are mapped proportionally. A row whose token it has not read, such as the last draft, names none.
-
-    Args:
-        num_experts: number of keys.
     """
 
     needs = frozenset({Signal.DRAFT_GATES})

@@ -93,9 +93,5 @@ class DraftLinear(Trained):
 
 
 def read(states: Tensor) -> Tensor:
-    """Returns bool [rows]: whether the drafter has read the token of a row, whose ``states`` [rows, D] are then known.
-
-    Args:
-        states: as ``Seen.draft``.
-    """
+    """Returns bool [rows]: whether the drafter has read a row's token, so that its ``states`` [rows, D] are known."""
     return ~states[:, 0].isnan()

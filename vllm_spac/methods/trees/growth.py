@@ -31,7 +31,6 @@ class Growth:
     """Growing trees of several requests, all at the same level.
 
     Args:
-        shape: of each tree.
         logp: log-probabilities of the drafter behind each request's last token, [requests, V]; -inf of tokens that it
             does not draft.
 

@@ -53,9 +53,6 @@ def grow(
     """Drafts one tree for each request.
 
     Args:
-        shape, scratch: of the trees.
-        start: of the requests.
-        block_size: tokens per block.
         caches: KV cache of each of the drafter's attention layers, [blocks, ...].
         forward: runs the drafter over a level, with the states behind its nodes' parents, [R * F, d].
         read: called after each forward, with the tokens that it has read and its last states, [R * F] and [R * F, d].

@@ -79,7 +79,6 @@ def level_batch(block_table: Tensor, bases: Tensor, level: int, scratch: Tensor,
         bases: int64 [R], tokens of each request in the drafter's cache.
         level: of the nodes that are expanded, from 1.
         scratch: int64 [R, F, blocks per node].
-        block_size: tokens per block.
     """
     front = scratch.shape[1]
     position = bases + level - 1
@@ -168,7 +167,6 @@ def best_chains(tokens: Tensor, logp: Tensor, trees: TreeTensors, where: Tensor)
     Args:
         tokens: int64 [requests, n].
         logp: [requests, n], of each node.
-        trees: of the same requests.
         where: bool [requests], which are replaced.
 
     Returns:
@@ -287,7 +285,6 @@ class StepTrees(NamedTuple):
             owner: int64 [S], request of the batch that each sequence is of.
             lengths: int32 [requests], tokens of each request, its rows included.
             table: [requests, blocks].
-            block_size: tokens per block.
         """
         tree, row, _, sequence = self.rows
         ends, tables = lengths[owner], table[owner]
@@ -401,10 +398,7 @@ class Scratch:
     """The scratch blocks of an engine: the ids 1 to ``count``, which a new pool hands out first (0 is vLLM's own).
 
     Args:
-        shape: of the trees.
         requests: most requests of a step.
-        block_size: tokens per block.
-        device: where the ids are used.
     """
 
     def __init__(self, shape: TreeShape, requests: int, block_size: int, device: torch.device | str = "cpu") -> None:

@@ -11,7 +11,6 @@ class TreeCounters:
 
     Args:
         depth: most tokens of a tree that can be accepted.
-        device: of the trees.
 
     Attributes:
         unknown: verified drafts that the trees' drafter did not propose, e.g. vLLM's padding of a resumed request.

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from vllm_spac.errors import StoreError
 from vllm_spac.system import files
-from vllm_spac.system.files import make_folder, replacing
+from vllm_spac.system.files import make_folder, write_text
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.machine import unbind
 
@@ -116,7 +116,8 @@ def read(files: Sequence[Path], folders: Iterable[Path]) -> CheckpointContents:
         StoreError: a file cannot be read, or changes meanwhile.
     """
     begun = time.time_ns()
-    records = [folder / _record_name(files[0].parent) for folder in folders]
+    name = f"checkpoint-{xxhash.xxh3_64_hexdigest(os.fsencode(files[0].parent.resolve()))}.json"
+    records = [folder / name for folder in folders]
     known = _known(records)
     try:
         keys = {path: str(path.resolve(strict=True)) for path in files}
@@ -150,10 +151,6 @@ def _described(some: Sequence[Path], files: Sequence[Path], stamps: Mapping[Path
     return f"{len(some)} of {len(files)} weight files ({gib(sum(stamps[path].size for path in some))})"
 
 
-def _record_name(folder: Path) -> str:
-    return f"checkpoint-{xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))}.json"
-
-
 def _known(records: Sequence[Path]) -> dict[str, _Read]:
     known: dict[str, _Read] = {}
     for record in reversed(records):
@@ -174,8 +171,7 @@ def _write(records: Sequence[Path], content: _Record) -> Path | None:
     for record in records:
         with contextlib.suppress(OSError):
             make_folder(record.parent)
-            with replacing(record) as partial:
-                partial.write_text(content.model_dump_json(indent=1))
+            write_text(record, content.model_dump_json(indent=1))
             return record
     return None
 

@@ -25,8 +25,6 @@ def described(config: dict, folder: Path, kernels: quantisation.FormatKernels | 
     that the config does not exclude is taken to be quantised.
 
     Args:
-        config: content of ``config.json``.
-        folder: named in errors.
         kernels: as in ``quantisation.stored_bytes``.
 
     Raises:
@@ -130,7 +128,6 @@ class Architecture:
 
     Attributes:
         hidden: size of a row; ``inner``: width of a routed expert; ``dense``: width of a dense layer, 0 for none.
-        vocabulary: number of logits.
         heads, kv_heads, head: of attention, and the size of one.
         tied: the input embedding is also the output's matrix, which a step reads.
         longest: context that the model was made for, in tokens; 0: unknown.

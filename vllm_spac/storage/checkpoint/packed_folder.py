@@ -42,9 +42,7 @@ class Packed:
     Attributes:
         folder: where they are; its name is the fingerprint.
         layers: name of each layer's experts, in the order of the layers.
-        experts: the files that serving reads.
         leftovers: files set aside as damaged, or left half-written by a killed process.
-        bytes: size of all of them.
         newest: when the last one was written, in seconds since the epoch.
         model: whose experts they are; empty: unknown, since no engine has used them since names are written.
     """

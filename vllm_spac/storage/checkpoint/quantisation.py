@@ -62,7 +62,6 @@ def refusal(
     The scheme may differ from layer to layer: if one of its groups can be run, the layers themselves decide.
 
     Args:
-        quantisation: of the checkpoint.
         kernels: that are to run them; None: vLLM's on a GPU, or ours.
         capability: of the GPU; None: not known, and every kernel is taken to run on it.
     """
@@ -175,8 +174,6 @@ def kept_bytes(
     see ``cpu_layouts``.
 
     Args:
-        quantisation: of the checkpoint.
-        name, shape, nbytes: of the tensor.
         kernels: None: vLLM's on a GPU, or ours where slots cannot hold these experts.
     """
     kernels = kernels or _default(quantisation)

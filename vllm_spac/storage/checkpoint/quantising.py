@@ -25,7 +25,7 @@ from torch import Tensor
 from vllm_spac.errors import StoreError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.headers import entries, read_config, shards
-from vllm_spac.system.files import replacing
+from vllm_spac.system.files import replacing, write_text
 from vllm_spac.system.untrusted import parse_json, read_text
 
 _EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight")
@@ -125,7 +125,6 @@ class Copy:
     Args:
         source: folder of an unquantised checkpoint.
         target: folder of the copy; empty, or an unfinished copy of the same.
-        rounding: what is rounded to what.
 
     Attributes:
         files: name and bytes of each file that is to be read.
@@ -214,5 +213,4 @@ class Copy:
                     yield f"{name.removesuffix('weight')}{last}", part
 
     def _put(self, name: str, content: dict) -> None:
-        with replacing(self._target / name) as partial:
-            partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_text(self._target / name, json.dumps(content, indent=1))

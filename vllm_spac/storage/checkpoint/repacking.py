@@ -2,7 +2,8 @@
 
 A function for each layout takes the tensors of one projection of E experts, w13 (gate and up) or w2, by the names that
 vLLM's parameters have without the projection: [E, N, K] for N outputs and K inputs, packed where the layout packs. If
-N comes first, codes are used as they are; GPTQ and AWQ have columns first and are turned.
+N comes first, codes are used as they are; GPTQ and AWQ have columns first and are turned. ``bits`` are 4 or 8, and
+``group`` is the columns that share a scale, 0 for all.
 
 ``kernels.formats`` says what comes out. ``UnsupportedError``: shapes contradict the group.
 """
@@ -27,7 +28,6 @@ class Repacked(NamedTuple):
     """One projection of E experts.
 
     Attributes:
-        kind: how it is stored.
         codes: uint8 [E, *kind.code_shape(N, K)].
         scales: [E, *kind.scale_shape(N, K)] of ``kind.scale_dtype``.
     """
@@ -43,8 +43,6 @@ def compressed(tensors: Mapping[str, Tensor], bits: int, group: int) -> Repacked
     Args:
         tensors: ``weight_packed`` int32 [E, N, K / 8], [E, N, K / 4] of 8 bits; ``weight_scale`` [E, N, K / group];
             maybe ``weight_zero_point`` int32 [E, N / 8, K / group].
-        bits: 4 or 8.
-        group: columns that share a scale, 0 for all.
     """
     zeros = tensors.get("weight_zero_point")
     zeros = None if zeros is None else _nibbles(zeros.transpose(1, 2)).transpose(1, 2)
@@ -59,8 +57,6 @@ def wna16(tensors: Mapping[str, Tensor], bits: int, group: int) -> Repacked:
     Args:
         tensors: ``qweight`` uint8 [E, N, K / 2], [E, N, K] of 8 bits; ``scales`` [E, N, K / group]; maybe ``qzeros``
             uint8 [E, N / 2, K / group].
-        bits: 4 or 8.
-        group: columns that share a scale, 0 for all.
     """
     zeros = tensors.get("qzeros")
     zeros = None if zeros is None else torch.stack([zeros & 15, zeros >> 4], 2).flatten(1, 2)
@@ -72,8 +68,6 @@ def gptq(tensors: Mapping[str, Tensor], bits: int, group: int) -> Repacked:
 
     Args:
         tensors: ``qweight`` int32 [E, K / 8, N], [E, K / 4, N] of 8 bits; ``scales`` [E, K / group, N].
-        bits: 4 or 8.
-        group: columns that share a scale, 0 for all.
     """
     codes = tensors["qweight"].transpose(1, 2).contiguous().view(torch.uint8)
     return _integers(codes, tensors["scales"].transpose(1, 2), None, bits, group)
@@ -85,7 +79,6 @@ def awq(tensors: Mapping[str, Tensor], group: int) -> Repacked:
     Args:
         tensors: ``qweight`` int32 [E, K, N / 8], nibbles in AWQ's order; ``scales`` [E, K / group, N]; ``qzeros`` int32
             [E, K / group, N / 8].
-        group: columns that share a scale.
     """
     order = list(_AWQ_ORDER)
 
@@ -144,7 +137,6 @@ def scaled(
             [E, N, 1], else one for each block of (rows, columns).
         block: size of a block, None by channel.
         parts: of N that blocks do not cross: 2 for gate and up.
-        activations: as in ``Format``.
 
     Raises:
         UnsupportedError: a block holds rows of gate and up, or a weight is no number.

@@ -21,7 +21,6 @@ def read(folder: Path, layers: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
     """Reads the router and the norm of each of ``layers``, by the names that checkpoints usually give them.
 
     Args:
-        folder: of the checkpoint's safetensors files.
         layers: names of vLLM's MoE layers, e.g. ``model.layers.0.mlp.experts``.
 
     Returns:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_spac.decisions.guard.draft_probabilities import DraftProbabilities
+from vllm_spac.decisions.guard.draft_states import DraftProbabilities
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.hooks.drafts import unread
 from vllm_spac.integration.loading.fingerprint import drafter_fingerprint
@@ -61,8 +61,6 @@ class Evaluation:
     """The actions of ``EvaluatedWorker``: its public methods but ``call``; arguments and results are plain.
 
     Args:
-        experts: the worker's ``ModelExperts``.
-        model: the target model.
         drafter: of the model runner; None without speculation.
     """
 

@@ -72,8 +72,6 @@ def run_layer(vllm_config: Any, module: Any, hidden: Tensor, weights: Tensor, id
     """Returns the output [rows, d] of a managed layer's routed experts, by the layer's own kernel.
 
     Args:
-        vllm_config: of the engine.
-        module: the managed layer.
         hidden: [rows, d].
         weights, ids: [rows, k]; k may differ from the model's.
     """
@@ -98,10 +96,7 @@ class Collection:
     """A ``runtime.Listener`` for texts that are each processed in one forward.
 
     Args:
-        vllm_config: of the engine.
         layers: the model's MoE layers, in the order of execution.
-        modules: the same, as vLLM's modules.
-        rows: capacity.
         reader: keeps what a drafter reads; None without one.
 
     Raises:
@@ -167,8 +162,6 @@ def collect(llm: Any, texts: Sequence[list[int]], fitted: int, step: Callable[[i
     """Runs the model on texts and returns what its routers read and chose.
 
     Args:
-        llm: from ``engine.engine``.
-        texts: token ids.
         fitted: number of texts, the first ones, whose experts' outputs are averaged.
         step: called with the number of rows after each text.
     """
@@ -180,12 +173,7 @@ def collect(llm: Any, texts: Sequence[list[int]], fitted: int, step: Callable[[i
 
 
 def gates_of(model: str, layers: Sequence[str], samples: Samples) -> Gates | str:
-    """Returns the routers and norms of a checkpoint that ``samples`` were taken from, or why they cannot be used.
-
-    Args:
-        model: folder or name on the hub.
-        layers: names of its MoE layers.
-    """
+    """Returns the routers and norms of a checkpoint that ``samples`` were taken from, or why they cannot be used."""
     try:
         gates = Gates(*router_weights.read(Path(find_folder(model)), layers))
     except UnsupportedError as error:

@@ -21,11 +21,7 @@ def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **option
     """Context with a ``vllm.LLM`` that runs the plugin and forwards a text of ``length`` tokens in one step.
 
     Args:
-        model: folder or name on the hub.
-        spac: the plugin's knobs.
         length: maximum tokens of a text, including generated ones.
-        tokenizer: whether texts must be tokenised.
-        options: further arguments of ``vllm.LLM``.
 
     Raises:
         SpacError: vLLM refuses the model or the options.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 _MARKS = {"substitution": "o", "truncation": "x"}
 _LINES = {"substitution": "-", "truncation": "--"}
@@ -49,7 +48,7 @@ def pareto(results: dict, path: Path) -> None:
         axes[2].plot([exact["tokens_per_second"]], [100], "k*", markersize=10)
         axes[2].set(xlabel="tokens per second (star: no budget)", ylabel="top-1 agreement, %")
     axes[0].legend(fontsize=7)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def figures(results: dict, path: Path) -> None:
@@ -83,7 +82,7 @@ def figures(results: dict, path: Path) -> None:
     for axis in axes[1:]:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def _ablations(results: dict, rankings: Any, coverages: Any) -> None:
@@ -122,18 +121,9 @@ def _style(ranking: str, coverage: str, alpha: float | None = None) -> dict:
 
 
 def _figure(rows: int, columns: int, title: str):
-    import matplotlib
+    from matplotlib import rcParams
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({"axes.titlesize": 10} | dict.fromkeys(_SMALL, 8))
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3.6 * columns, 3.1 * rows), layout="constrained")
+    rcParams.update({"axes.titlesize": 10} | dict.fromkeys(_SMALL, 8))
+    figure, axes = begin_picture(rows, columns, figsize=(3.6 * columns, 3.1 * rows))
     figure.suptitle(title, fontsize=9)
     return figure, axes.flatten()
-
-
-def _save(figure: Figure, path: Path) -> None:
-    from vllm_spac.system.pictures import save_picture
-
-    save_picture(figure, path)

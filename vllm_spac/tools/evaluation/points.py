@@ -119,7 +119,6 @@ def points(
     Args:
         rankings: those that need every expert's output are left to the reconstruction study.
         facts: ``experts``, ``top_k``, and ``custom``: whether the model routes by a function of its own.
-        mass_of: what ``masses`` are shares of.
         alphas: each point is also run with votes weighted by these powers.
         speculate: modes of speculated execution to run as well.
 

@@ -21,6 +21,7 @@ from vllm_spac.decisions.predictors._trained import Trained
 from vllm_spac.decisions.predictors.base import START, Predictor, Signal
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 _TIMED = 64  # rows
 
@@ -130,14 +131,7 @@ def pictures(found: Mapping[str, dict], title: str, folder: Path) -> list[Path]:
     Raises:
         ConfigError: a file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from vllm_spac.system.pictures import save_picture
-
-    figure, axes = pyplot.subplots(1, len(RECALLS), figsize=(4 * len(RECALLS), 3.6), layout="constrained", sharey=True)
+    figure, axes = begin_picture(1, len(RECALLS), figsize=(4 * len(RECALLS), 3.6), sharey=True)
     for axis, recall in zip(axes, RECALLS, strict=True):
         for name, one in ranked(found):
             values = [
@@ -152,7 +146,7 @@ def pictures(found: Mapping[str, dict], title: str, folder: Path) -> list[Path]:
     save_picture(figure, folder / "layers.png")
 
     ahead = [(name, one) for name, one in ranked(found) if one["reach"]]
-    figure, axis = pyplot.subplots(figsize=(4.5, 3.4), layout="constrained")
+    figure, axis = begin_picture(figsize=(4.5, 3.4))
     for name, one in ahead:
         points = sorted((int(h), recalls["recall_at_k"]) for h, recalls in one["by_horizon"].items() if h.isdecimal())
         axis.plot(*zip(*points, strict=True), marker="o", label=name)

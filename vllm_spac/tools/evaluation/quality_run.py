@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 import vllm_spac
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.files import replacing
+from vllm_spac.system.files import write_text
 from vllm_spac.system.machine import provenance
 from vllm_spac.system.untrusted import parse_json, read_text
 from vllm_spac.tools.evaluation import engine, points
@@ -28,14 +28,7 @@ _DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 class Sweep:
-    """One model and its texts.
-
-    Args:
-        llm: from ``engine.engine``.
-        texts: token ids.
-        window: rows that are ranked together.
-        step: called after each text.
-    """
+    """One model and its texts."""
 
     def __init__(self, llm: Any, texts: Sequence[list[int]], window: int, step: Callable[[], None]) -> None:
         self.llm, self.texts, self.window, self.step = llm, texts, window, step
@@ -171,12 +164,9 @@ class QualityRun:
     """One run of ``vllm-spac quality``.
 
     Args:
-        llm: the engine, from ``engine.engine``.
-        texts: token ids.
         run: settings that all results of a file share: window, slots, drafts.
         asked: rankings, coverages, budgets, masses, ``mass_of``, alphas and ``speculate``.
         path: the file of results; those of the same model, texts and run are not run again.
-        progress: shows the progress.
     """
 
     def __init__(self, llm: Any, texts: list, run: dict, asked: dict, path: Path, progress: Progress) -> None:
@@ -290,7 +280,6 @@ class QualityRun:
         text = json.dumps(self._results, indent=1, allow_nan=False) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._path) as partial:
-                partial.write_text(text)
+            write_text(self._path, text)
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be written: {error}; name another folder with --output") from error

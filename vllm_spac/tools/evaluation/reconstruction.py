@@ -44,12 +44,7 @@ def recent(ids: Tensor, count: int, experts: int) -> Tensor:
 
 
 class Reconstruction:
-    """Computes the errors of rankings and coverages for windows of rows of one model.
-
-    Args:
-        layers: all layers of the model.
-        calibration: for the rankings that need one.
-    """
+    """Computes the errors of rankings and coverages for windows of rows of one model."""
 
     def __init__(self, layers: Sequence[BudgetedLayer], calibration: Calibration | None) -> None:
         self._resident: Tensor | None = None

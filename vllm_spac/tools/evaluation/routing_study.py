@@ -39,10 +39,6 @@ class Study:
     """A ``runtime.Listener`` for texts that are each processed in one forward.
 
     Args:
-        experts: the worker's ``ModelExperts``.
-        modules: its managed layers, in the order of execution.
-        calibration: for the rankings that need one.
-        window: rows of a verify step (M).
         every: hidden states are kept for every ``every``-th window.
     """
 
@@ -71,9 +67,7 @@ class Study:
         """Distinct experts per layer, and the mass of the best experts, for steps of each size.
 
         Args:
-            sizes: rows per step.
             budgets: for ``distinct``, under the default ranking.
-            coverage: of these budgets.
 
         Returns:
             For each size up to the length of the longest text: ``size``; ``natural``, distinct experts without a

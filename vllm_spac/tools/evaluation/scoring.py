@@ -14,9 +14,6 @@ from vllm_spac.errors import SpacError
 class Scores:
     """Accumulates scores over rows that each predict a known next token.
 
-    Args:
-        reference: whether these are the reference's own scores.
-
     Attributes:
         texts: number of texts scored; counted by the caller.
     """

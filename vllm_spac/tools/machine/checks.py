@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm_spac.errors import printable
@@ -26,10 +26,8 @@ class Finding:
     """One line of a diagnosis.
 
     Attributes:
-        check: what was checked.
         level: ``ok``; ``note``: works, could be better or is unusual; ``problem``: does not work, or far worse than it
             could.
-        text: what was found.
         remedy: what to do; empty only for ``ok``.
     """
 
@@ -37,6 +35,14 @@ class Finding:
     level: Level
     text: str
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """A finding of a self-test, and what was measured for it: ``numbers`` by name, with their unit in it."""
+
+    finding: Finding
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 def diagnose(facts: Facts) -> list[Finding]:

@@ -15,7 +15,6 @@ class Library:
     Attributes:
         version: the installed one; None: it is not installed.
         required: what vLLM's own metadata requires of it, e.g. ``==2.13.0``; empty: nothing.
-        fits: whether ``version`` is what is required.
     """
 
     version: str | None
@@ -28,9 +27,7 @@ class Device:
     """The accelerator that vLLM would use.
 
     Attributes:
-        name: e.g. ``NVIDIA H200``.
-        pinned: host memory can be page-locked for it.
-        unified: it reads such memory at the host's addresses.
+        unified: it reads pinned host memory at the host's addresses.
         refusal: why the plugin cannot run on it; empty if it can.
     """
 

@@ -19,6 +19,7 @@ from vllm_spac.storage.checkpoint import quantisation
 from vllm_spac.storage.checkpoint.headers import find_folder, read_checkpoint
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, scan
 from vllm_spac.system import machine
+from vllm_spac.system.files import probe, reads_directly
 from vllm_spac.system.host_memory import available_host_bytes
 from vllm_spac.system.machine import cpus_named
 from vllm_spac.tools.machine.facts import Disk, Model, PackedFolder, System
@@ -50,22 +51,8 @@ def read_rate(files: Sequence[Path], folder: Path, seconds: float = _SECONDS) ->
         return _rate([Path(scratch.name)], seconds)
 
 
-def read_directly(path: Path) -> bool:
-    """Returns whether the first page of ``path`` can be read with O_DIRECT."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:  # EINVAL, e.g. tmpfs
-        return False
-    try:
-        return os.preadv(descriptor, [mmap.mmap(-1, mmap.PAGESIZE)], 0) > 0
-    except OSError:  # EINVAL: larger blocks
-        return False
-    finally:
-        os.close(descriptor)
-
-
 def _rate(files: Sequence[Path], seconds: float) -> float:
-    buffer, direct, done = mmap.mmap(-1, _BLOCK), read_directly(files[0]), 0
+    buffer, direct, done = mmap.mmap(-1, _BLOCK), reads_directly(files[0]), 0
     begin = time.perf_counter()
     for path in files:
         descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
@@ -121,14 +108,7 @@ def disk(folder: Path, measure: bool) -> Disk:
         OSError: packed experts cannot be listed, or the disk fails while it is read.
     """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    unwritable, direct, found = "", None, list(scan(folder))
-    try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".probe-") as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            direct = read_directly(Path(probe.name))
-    except OSError as error:
-        unwritable = error.strerror or str(error)
+    found, (unwritable, direct) = list(scan(folder)), probe(there)
     experts = [path for item in found for path in item.experts]
     return Disk(
         folder=folder,

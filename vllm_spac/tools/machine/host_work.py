@@ -52,10 +52,7 @@ def measure_host_work(
     """Returns median seconds, by what was measured and by the number of experts.
 
     Args:
-        device: of fast memory.
-        io_threads: as in serving.
         seconds: approximate duration of each of the ``MEASUREMENTS`` measurements.
-        tell: called before each of them.
     """
     points = {}
     every, some = LAYERS * EXPERTS, LAYERS * EXPERTS // _SHARE
@@ -110,13 +107,7 @@ class _NoExperts(CpuExperts):
 
 
 class LayerTimer:
-    """Times layers over slots whose experts take no time.
-
-    Args:
-        slots: number of slots.
-        device: of the slots.
-        io_threads: as in serving.
-    """
+    """Times layers over slots whose experts take no time."""
 
     def __init__(self, slots: int, device: torch.device, io_threads: int) -> None:
         self._device, store = device, _filled()
@@ -160,7 +151,8 @@ class LayerTimer:
             _displace()
             start = time.perf_counter()
             self.execution.forward(layer, self._row, self._weights, ids, kernel, rows)
-            _synchronize(self._device)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             found.append(time.perf_counter() - start)
         self.execution.end_forward()
         return found
@@ -203,11 +195,6 @@ def _filled() -> ExpertStore:
     for key in range(store.shape.total):
         store.put(key, zeros)
     return store
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _displace() -> None:

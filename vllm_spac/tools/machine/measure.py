@@ -36,6 +36,7 @@ from vllm_spac.decisions.costs import (
     fit_load,
 )
 from vllm_spac.errors import ConfigError
+from vllm_spac.integration.hooks.device import request_amx
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.storage.host import HostStore
@@ -57,7 +58,6 @@ class Kernel:
     """A kernel that computes experts on the CPU or GPU.
 
     Attributes:
-        name: for the provenance.
         prepare: w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate] -> a function that runs
             rows: x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
     """
@@ -89,7 +89,6 @@ def measure(
         draft, other: seconds per draft token, and per step outside of experts; they depend on the model and are not
             measured here.
         kernel: computes on the CPU; the torch reference unless given.
-        tell: called with the name of each measurement before it starts.
 
     Raises:
         ConfigError: the experts are too small to be measured.
@@ -300,6 +299,28 @@ def _by_address(module: str) -> Callable[[Tensor, Tensor], Callable[[Tensor, Ten
 
 _REFERENCE = Kernel("the torch reference", _by_address("reference.grouped_gemm"))
 _TRITON = Kernel("Triton", _by_address("grouped_gemm"))
+
+
+def cpu_kernel() -> Kernel | None:
+    """vLLM's fused kernel for unquantised experts on this machine; None if vLLM was not built for the CPU."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    if not hasattr(torch.ops._C, "cpu_fused_moe"):
+        return None
+    request_amx()
+    special = (cpu_moe.X86CPUUnquantizedExperts, cpu_moe.ArmCPUUnquantizedExperts, cpu_moe.PowerCPUUnquantizedExperts)
+    isa = next((cls.isa for cls in special if cls._supports_current_device()), cpu_moe.CPUUnquantizedExperts.isa)
+
+    def prepare(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
+        w13, w2 = (ops.cpu_prepack_moe_weight(weight, isa) for weight in (w13, w2))
+
+        def run(x: Tensor, weights: Tensor, ids: Tensor) -> None:
+            ops.cpu_fused_moe(torch.empty_like(x), x, w13, w2, None, None, weights, ids, "silu", isa)
+
+        return run
+
+    return Kernel(f"vLLM's fused MoE kernel ({isa})", prepare)
 
 
 def _turns(nbytes: int) -> int:

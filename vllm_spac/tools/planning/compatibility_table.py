@@ -60,11 +60,8 @@ class Cell:
     """One combination.
 
     Attributes:
-        platform: what computes.
-        plane: who decides and computes.
         settings: knobs beside the slots and those of the plane, as pairs.
         speculation: drafts of an EAGLE-3 head in chains, in a tree, or of a copy of the model (``copy``).
-        ranks: tensor parallelism, or the experts divided.
         refusal: None if it is accepted.
         reason: the text of the refusal; empty if it is accepted.
     """
@@ -183,8 +180,6 @@ class Pairs:
     """One place to serve, and every setting there beside every other.
 
     Attributes:
-        title: of the table.
-        columns: names of the columns.
         rows: name of a setting -> for each column the reason of a refusal, empty if accepted.
     """
 

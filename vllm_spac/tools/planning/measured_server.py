@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from vllm_spac.errors import SpacError
 from vllm_spac.tools.machine.server_stats import fetch
-from vllm_spac.tools.planning.plan_choice import Choice
 from vllm_spac.tools.planning.planned_machine import Store
+from vllm_spac.tools.planning.planned_memory import Choice
 
 TOKENS, ROUNDS = 96, 3
 _TIMEOUT = 600.0  # seconds of an answer
@@ -35,7 +35,6 @@ class ServerSpeed:
     Attributes:
         tokens_per_second: of all requests together while they decode, the median of ``ROUNDS`` rounds.
         first_token: seconds to a request's first token, the median.
-        requests: that ran at once.
         percent: of the experts that have a slot.
         execution, store, cpu: as the knobs; ``cpu``: whether the CPU computes experts.
     """

@@ -31,7 +31,6 @@ class PlannedMachine:
     """A machine.
 
     Attributes:
-        name: as it was asked for.
         costs: its profile; of data sheets, what a machine is assumed to attain of them.
         gpu: bytes of GPU memory; 0: there is none.
         host: bytes of host memory that may be used.

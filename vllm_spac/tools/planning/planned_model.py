@@ -20,8 +20,6 @@ class ServedModel:
     Attributes:
         name: what ``vllm serve`` is given.
         checkpoint: sizes of its weights; ``architecture``: everything else.
-        source: what the sizes are read from.
-        execution: what runs the experts.
         kernels: of quantised experts, which decide how large one is.
         halved: the weights are in float32, and the sizes half of theirs.
     """
@@ -46,9 +44,7 @@ class ServedModel:
         """Reads ``model``: a folder, a ``config.json``, or a name in the Hugging Face cache.
 
         Args:
-            model: as named.
             execution: as the knob; None: slots, or pointers where slots of a GPU cannot hold its quantised experts.
-            on_cpu: it is served without a GPU.
             capability: of the GPU, which decides whether its slots can hold FP8; None: not known.
 
         Raises:

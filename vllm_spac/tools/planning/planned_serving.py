@@ -10,9 +10,8 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint.quantisation import refusal_without_amx
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.machine import has_amx
-from vllm_spac.tools.planning.plan_choice import DRAFTS, Choice
 from vllm_spac.tools.planning.planned_machine import HERE, HOST_RESERVE, UTILIZATION, PlannedMachine, Store
-from vllm_spac.tools.planning.planned_memory import Load, Split, largest_slots, slot_bytes, split
+from vllm_spac.tools.planning.planned_memory import DRAFTS, Choice, Load, Split, largest_slots, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.planned_routing import Routing
 from vllm_spac.tools.planning.predict import Prediction, first_token, predict
@@ -58,7 +57,6 @@ class ServingPlan:
     Attributes:
         split: of fast memory for ``best``.
         rows: every choice, ``best`` first.
-        problems: what does not fit.
         beside: the plan with the other execution, if that was compared.
     """
 
@@ -86,9 +84,6 @@ def make_plan(
 
     The best choice is the one with the most tokens per second at the low end of its range. All stores, CPU experts and
     drafts are compared with as many slots as fit, and the best of them with fewer slots.
-
-    Args:
-        tell: called before each prediction.
 
     Raises:
         ConfigError: nothing fits, or the context is longer than the model's.
@@ -150,18 +145,14 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
 
     Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
     """
+    on_the_cpu = bool(machine.gpu) and model.execution == "slots" and not model.quantised  # beside a GPU, some experts
     for drafts in (0, DRAFTS) if machine.gpu else (0,):
         percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
         for store in stores(model, machine, percent):
             choice = _with_host_memory(Choice(percent, store, drafts=drafts, tokens=tokens), model, machine)
             yield choice
-            if store == "host" and _computes_on_the_cpu(model, machine):
+            if store == "host" and on_the_cpu:
                 yield replace(choice, cpu=True)
-
-
-def _computes_on_the_cpu(model: ServedModel, machine: PlannedMachine) -> bool:
-    """Whether the engine lets the CPU compute experts beside a GPU: from slots, and none that are quantised."""
-    return bool(machine.gpu) and model.execution == "slots" and not model.quantised
 
 
 def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterator[Store]:

@@ -13,9 +13,8 @@ from typing import Literal
 
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import Trace, TraceFacts
-from vllm_spac.tools.planning.plan_choice import Choice
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load, rows, slot_bytes
+from vllm_spac.tools.planning.planned_memory import Choice, Load, rows, slot_bytes
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.planned_routing import Routing, routed
 from vllm_spac.tools.traces.replayed import Outcome
@@ -30,7 +29,6 @@ class Prediction:
     """Calculated, not measured.
 
     Attributes:
-        routing: name of the assumption.
         tokens_per_second: of all requests together.
         hit_rate: share of the experts that were in a slot.
         limit: what takes most of the time: reading weights in fast memory (``compute``), loads over the link to the

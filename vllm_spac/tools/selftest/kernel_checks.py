@@ -12,8 +12,7 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.address_table import kernels_for
 from vllm_spac.execution.pointers_execution import PointerExecution
-from vllm_spac.tools.machine.checks import Finding
-from vllm_spac.tools.selftest.outcome import CheckOutcome
+from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows
 
 # As a share of the greatest element: kernels round bfloat16 values (2**-8) six times, in different order.
@@ -39,8 +38,7 @@ def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[Ch
         if worst <= TOLERANCE:
             finding = Finding(f"kernel, {name}", "ok", text)
         else:
-            remedy = _REMEDY
-            finding = Finding(f"kernel, {name}", "problem", f"{text}; {TOLERANCE:.1%} is rounding", remedy)
+            finding = Finding(f"kernel, {name}", "problem", f"{text}; {TOLERANCE:.1%} is rounding", _REMEDY)
         yield CheckOutcome(finding, {"difference": worst})
 
 
@@ -69,13 +67,13 @@ def moving_experts(device: torch.device, hidden: int, intermediate: int) -> Iter
             wrong += not torch.equal(moving.out, whole.out)
         moving.pool.admission.check_integrity()
         seen = moving.pool.snapshot()
-        check, text = f"moving, {name}", f"{_STEPS - wrong} of {_STEPS} steps with the bits of resident experts"
+        right = f"{_STEPS - wrong} of {_STEPS} steps with the bits of resident experts"
+        check, text = f"moving, {name}", f"{right}, {seen['loads']} experts moved"
         numbers = {"wrong steps": float(wrong), "loads": float(seen["loads"])}
         if wrong == 0 and seen["loads"] > 0:
-            yield CheckOutcome(Finding(check, "ok", f"{text}, {seen['loads']} experts moved"), numbers)
+            yield CheckOutcome(Finding(check, "ok", text), numbers)
         else:
-            remedy = _REMEDY
-            yield CheckOutcome(Finding(check, "problem", f"{text}, {seen['loads']} experts moved", remedy), numbers)
+            yield CheckOutcome(Finding(check, "problem", text, _REMEDY), numbers)
     whole.pool.close()
     moving.pool.close()
     if device.type != "cuda":
@@ -141,8 +139,6 @@ def link(device: torch.device, hidden: int, intermediate: int, profile: Costs | 
     """Measures a copy from pinned memory and experts read in place, and compares them with a shipped profile.
 
     Args:
-        device: a GPU.
-        hidden, intermediate: of the experts.
         profile: of such a GPU, from its data sheet; None: none is shipped.
     """
     experts = RandomExperts.make(None, hidden, intermediate, _LINK_EXPERTS, "cpu")

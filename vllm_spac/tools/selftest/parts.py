@@ -13,9 +13,8 @@ import torch
 from vllm_spac.decisions.costs import Costs, names
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint.described import INNER
-from vllm_spac.tools.machine.checks import Finding
+from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest import kernel_checks, plane_checks, tiny_model
-from vllm_spac.tools.selftest.outcome import CheckOutcome
 
 Tell = Callable[[str], object]
 _SMALL = 256, 128  # d and ff of experts where torch computes instead of kernels

@@ -11,8 +11,7 @@ from pathlib import Path
 from vllm_spac.config.tuned_profile import Candidate, Knob
 from vllm_spac.decisions.comparison import Said, compare_tokens
 from vllm_spac.errors import flag, printable
-from vllm_spac.tools.machine.checks import Finding
-from vllm_spac.tools.selftest.outcome import CheckOutcome
+from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.tiny_model import VOCABULARY
 from vllm_spac.tools.tuning.measurer import Measurer, MeasuringError, ProcessMeasurer
 

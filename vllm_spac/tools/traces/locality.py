@@ -35,8 +35,6 @@ class Locality:
         least: share of the tokens that select the least used expert.
         most: share of the tokens that select the most used expert.
         rare: experts that less than 0.2 % of the tokens select.
-        tokens: tokens that were counted.
-        rows: rows of the trace.
     """
 
     overlap: np.ndarray

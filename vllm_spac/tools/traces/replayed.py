@@ -91,7 +91,6 @@ class Outcome:
         bytes: bytes of the experts copied into slots.
         host_loads: loads that host memory beside the store served.
         streamed_bytes: bytes that layers read from host memory over the bus, without a slot (pointers).
-        parts: number of parts that layers ran in.
         seconds: virtual time of all steps; ``bound_seconds``: the least they can take.
         stall_seconds: the part of ``seconds`` in which fast memory computed no expert although a layer waited for some.
         tpot, bound_tpot: seconds per token over the steps that emit tokens; None if the trace lacks their number.
@@ -130,7 +129,6 @@ class Replay(ABC, Generic[Work]):
     """Base class: replays a trace against one way to execute its layers, whose input per record is a ``Work``.
 
     Args:
-        outcome: filled in by ``run``.
         nbytes: bytes of an expert.
     """
 

@@ -52,7 +52,6 @@ class SlotsReplay(Replay[np.ndarray]):
         outcome: with ``slots``.
         policy: decides which expert is evicted; owned.
         balancer: gives missing experts to the CPU, if given; owned.
-        ahead: settings of the prefetcher.
         overlap: one of ``OVERLAPS``.
         tier: host memory beside the store, if any; owned.
     """

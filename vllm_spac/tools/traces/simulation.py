@@ -1,16 +1,33 @@
-"""Simulates a policy, a balancer and a prefetcher on recorded routing: the serving code, on a virtual clock."""
+"""Simulates a policy, a balancer and a prefetcher on recorded routing: the serving code, on a virtual clock.
+
+They are named as ``name`` or ``name@argument=value@...``. Policies that need a calibration are built from the experts'
+uses in other runs of the trace.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from vllm_spac import components
 from vllm_spac.cache.host_tier import HostTier
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.config.types import PREFETCHING
+from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.policies.base import Policy, PolicyContext
+from vllm_spac.decisions.predictor_file import PredictorFile
+from vllm_spac.decisions.predictors.base import Predictor, Signal
 from vllm_spac.errors import ConfigError
-from vllm_spac.recording.trace_file import Trace
+from vllm_spac.recording.trace_file import ROW_KINDS, Trace, TraceFacts
+from vllm_spac.tools.traces import trace_statistics
 from vllm_spac.tools.traces.replayed import Outcome, filling, parts, rows_of_records, uses
-from vllm_spac.tools.traces.simulated_components import build_balancer, build_policy, build_prefetch, check_pointers
 from vllm_spac.tools.traces.simulated_slots import OVERLAPS, SlotsReplay
 
 EXECUTIONS = ("slots", "pointers")
@@ -44,9 +61,7 @@ def simulate(
             the forward thread.
         overlap: one of ``OVERLAPS``; with pointers all loads overlap with hits.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
-        expert_bytes: overrides the size in the trace.
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
-        predictor_file: file of trained predictors, of which ``prefetch`` names one.
         layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving
             does; an offline policy has nothing read ahead.
 
@@ -103,3 +118,159 @@ def _check(trace: Trace, slots: int, nbytes: int) -> None:
         raise ConfigError(f"{slots} slots: use from {facts.top_k} (one token's experts) to {facts.total} (all)")
     if nbytes <= 0:
         raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
+
+
+def build_policy(
+    spec: str,
+    trace: Trace,
+    slots: int,
+    *,
+    balancer: str = "none",
+    prefetch: str = "off",
+    future: Callable[[], Iterable[int]] = tuple,
+) -> Policy:
+    """Builds a policy for a replay of ``trace``.
+
+    Args:
+        future: returns the keys in order of use, for an offline policy.
+
+    Raises:
+        ConfigError: there is no such policy, it refuses its arguments, lacks its calibration, or is offline and with a
+            balancer or prefetcher, whose decisions it would have to foresee.
+    """
+    name, knobs = components.parse(spec)
+    kind, counts, given = components.find("policies", name), None, {}
+    if kind.offline:
+        if balancer != "none":
+            raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
+        if prefetch != "off":
+            raise ConfigError(f"policy {name} must know what will be used, and prefetch {prefetch} guesses it")
+        given = {"future": list(future())}
+    if kind.needs_calibration:
+        counts = take_counts(name, knobs, trace.facts)
+    make = partial(kind.of, PolicyContext(slots, trace.facts.top_k, counts, most_drafts(trace)))
+    return components.build_with("policies", name, knobs, make, **given)
+
+
+def build_balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | None:
+    """Builds a balancer for experts of ``nbytes``; its arguments take the place of what the trace and costs say."""
+    if spec == "none":
+        return None
+    name, knobs = components.parse(spec)
+    verifying, drafts = (int(np.count_nonzero(trace.row_kind == ROW_KINDS.index(kind))) for kind in ("verify", "draft"))
+    facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
+    facts |= {"rates": replace(costs.rates(nbytes), draft=0.0), "gamma": drafts / max(1, verifying)}  # as while serving
+    given = {argument: value for argument, value in facts.items() if argument not in knobs}
+    return components.build_with("balancers", name, knobs, **given)
+
+
+def most_drafts(trace: Trace) -> int:
+    """Returns the most draft tokens that a request has in a step; 0 without speculation."""
+    request = np.cumsum(trace.row_kind == ROW_KINDS.index("verify"))  # drafts follow the row that verifies them
+    return int(np.bincount(request[trace.row_kind == ROW_KINDS.index("draft")]).max(initial=0))
+
+
+def build_prefetch(
+    spec: str,
+    trace: Trace,
+    file: Path | None = None,
+    next_layer: bool = False,
+) -> PrefetchSettings:
+    """Builds the settings of the prefetcher, with a predictor that an engine builds from a file, or lacks.
+
+    Args:
+        spec: ``off`` or a predictor, with its arguments and those of ``PrefetchSettings``.
+
+    Raises:
+        ConfigError: there is no such predictor, it is not in the file, the file is of a model of another size, or it
+            needs what the trace does not have.
+    """
+    name, built = spec.partition("@")[0], None
+    kind = components.find("predictors", name) if name in components.names("predictors") else None
+    if kind is not None and kind.needs_file:
+        built = _trained(name, trace, file)
+    elif kind is not None and Signal.FUTURE in kind.needs:
+        knobs = components.parse(spec)[1]
+        own = {argument: knobs.pop(argument) for argument in set(knobs) - set(PREFETCHING)}
+        built = components.build_with("predictors", name, own, kind, num_experts=trace.facts.total)
+        spec = components.written(name, knobs)
+    settings = PrefetchSettings.of(spec, built=built, next_layer=next_layer, drafts=most_drafts(trace))
+    has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
+    lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has
+    if spec != "off" and lacks:
+        raise ConfigError(f"prefetch {name} looks at {', '.join(sorted(lacks))}, which this trace does not hold")
+    return settings
+
+
+def _trained(name: str, trace: Trace, file: Path | None) -> Predictor:
+    if file is None:
+        raise ConfigError(f"prefetch {name} is trained; name a file of `vllm-spac train-predictor`")
+    found = PredictorFile.read(file)
+    ours, facts = found.sizes, trace.facts
+    if (ours.layers, ours.experts, ours.top_k) != (facts.layers, facts.experts, facts.top_k):
+        raise ConfigError(
+            f"{file} is of {ours.layers} layers of {ours.experts} experts, top-{ours.top_k}, and the trace of "
+            f"{facts.layers} of {facts.experts}, top-{facts.top_k}; use one of the same model"
+        )
+    if name not in found.names:
+        raise ConfigError(f"{file} has no predictor {name}; use one of {', '.join(found.names)}")
+    return found.build(name)
+
+
+def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> None:
+    """Refuses what ``execution=pointers`` cannot be simulated with.
+
+    Raises:
+        ConfigError: names the reason.
+    """
+    name = policy.partition("@")[0]
+    kind = components.find("policies", name)
+    if kind.needs_layers:
+        raise ConfigError(f"policy {name} evicts from the layer that asks, and with pointers none asks; use lru")
+    if kind.offline:
+        raise ConfigError(f"policy {name} must know what will be used, and pointers learn of that too late")
+    if balancer != "none":
+        raise ConfigError(f"balancer {balancer} is of execution=slots: pointers read each expert where it lies")
+    if prefetch != "off":
+        raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers give them slots in their layer")
+    if costs.provenance.store == "disk":
+        raise ConfigError(
+            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
+            "--store host"
+        )
+
+
+def take_counts(policy: str, knobs: dict[str, Any], facts: TraceFacts) -> np.ndarray:
+    """Takes ``trace`` or ``calibration`` out of a policy's knobs and returns its counts, int64 [layers, experts].
+
+    Either is a file or, as a Python tuple, several files whose counts are added.
+
+    Raises:
+        ConfigError: neither or both are given, or a file is of a model of another size.
+    """
+    given = {kind: knobs.pop(kind) for kind in ("trace", "calibration") if kind in knobs}
+    if len(given) != 1:
+        raise ConfigError(
+            f"policy {policy} needs to know how often each expert is used: name a trace, {policy}@trace=FILE, or a "
+            f"calibration, {policy}@calibration=FILE"
+        )
+    [(kind, paths)] = given.items()
+    total = np.zeros((facts.layers, facts.experts), dtype=np.int64)
+    for path in paths if isinstance(paths, tuple) else (paths,):
+        counts = _counts(kind, str(path))
+        if counts.shape != total.shape:
+            layers, experts = counts.shape
+            raise ConfigError(
+                f"policy {policy}: {path} is of {layers} layers of {experts} experts, and the replayed trace of "
+                f"{facts.layers} of {facts.experts}; use one of the same model"
+            )
+        total += counts
+    return total
+
+
+def _counts(kind: str, path: str) -> np.ndarray:
+    if kind == "trace":
+        return trace_statistics.uses(Trace.load(path))
+    from vllm_spac.methods.moe_spec.calibration import Calibration  # torch, which takes a second
+
+    return Calibration.read(Path(path)).counts.numpy()

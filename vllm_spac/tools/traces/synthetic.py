@@ -58,7 +58,6 @@ def decoded(
             as many as its steps emit, and ``drafts`` more.
         weights: float16 of the same shape, or None.
         accepted: int [requests, steps].
-        drafts: rows of drafts per request and step.
     """
     requests, steps = accepted.shape
     start = np.concatenate((np.zeros((requests, 1), dtype=np.int64), np.cumsum(accepted + 1, axis=1)[:, :-1]), axis=1)

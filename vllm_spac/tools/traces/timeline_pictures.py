@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from vllm_spac.errors import ConfigError
-from vllm_spac.recording.timeline_file import Recording, TimelineFacts
+from vllm_spac.recording.timeline_file import GENERATING, PROMPTS, Recording, TimelineFacts, median_step, split
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind
-from vllm_spac.recording.timeline_split import GENERATING, PROMPTS, median_step, split
-from vllm_spac.system.files import replacing
+from vllm_spac.system.files import write_text
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 _NAMES = {
     Kind.FORWARD: ("forward", "rows", "requests"),
@@ -35,8 +35,7 @@ def write(recording: Recording, path: Path) -> int:
     events = list(_events(recording))
     named = [*_thread_names(recording), *events]
     try:
-        with replacing(path) as partial:
-            partial.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": named}), encoding="utf-8")
+        write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": named}))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
     return len(events)
@@ -126,16 +125,9 @@ def draw(recording: Recording, path: Path, title: str) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from vllm_spac.system.pictures import save_picture
-
     titles = thread_titles(recording)
     size, ratios = (12, 3.6 + 0.35 * len(titles)), (1.6, 0.6 + 0.35 * len(titles))
-    figure, (above, below) = pyplot.subplots(2, figsize=size, height_ratios=ratios, layout="constrained")
+    figure, (above, below) = begin_picture(2, figsize=size, height_ratios=ratios)
     _draw_split(above, recording)
     above.set_title(title)
     _draw_step(below, recording, titles)

@@ -75,19 +75,16 @@ def lru_curve(stack: np.ndarray, total: int) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(histogram)[:total])) / max(1, len(stack))
 
 
-def accuracy(trace: Trace, *, threshold: int = 1, **knobs: Any) -> np.ndarray:
-    """Returns how often "score >= ``threshold``" before a step agrees with "selected in that step"; see ``agreement``.
+def accuracy(trace: Trace, **knobs: Any) -> np.ndarray:
+    """Returns how often "score >= 1" before a step agrees with "selected in that step"; see ``agreement``.
 
     Compare it with its base rates: with few experts per step, predicting that none is selected is mostly right.
-
-    Args:
-        knobs: of ``UtilityEstimator``.
     """
     estimator = UtilityEstimator(trace.facts.total, **knobs)
 
     def hot(counts: np.ndarray) -> np.ndarray:
         estimator.observe_step(counts)
-        return estimator.scores >= threshold
+        return estimator.scores >= 1
 
     return agreement(trace, hot)
 

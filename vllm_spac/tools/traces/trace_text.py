@@ -31,7 +31,6 @@ class Text:
     """Text rows of a trace, one sequence behind the other.
 
     Attributes:
-        experts: routed experts per layer.
         ids: uint8 or uint16 [tokens, layers, top_k].
         weights: float16 of the same shape, or None if the trace has none.
         start: int64 [sequences + 1], where each sequence begins.

@@ -40,15 +40,7 @@ class Flow:
 
 
 class VirtualAhead:
-    """Reads ahead of need, as ``cache.transfers.Background`` has them.
-
-    Args:
-        link: passes their time.
-        readers: maximum number of reads in flight.
-
-    Attributes:
-        running: the reads in flight.
-    """
+    """Reads ahead of need, as ``cache.transfers.Background`` has them."""
 
     def __init__(self, link: VirtualLink, readers: int) -> None:
         self._link, self._readers = link, readers
@@ -113,7 +105,6 @@ class VirtualLink:
     Args:
         costs: seconds of a load.
         nbytes: bytes of an expert.
-        readers: maximum number of reads ahead in flight.
         tier: host memory beside the store, if any; ``costs.host`` is then the cost of a load from it. Copies to it cost
             nothing: they go in the other direction, or into memory.
     """
@@ -149,7 +140,7 @@ class VirtualLink:
 
     def read_ahead(self, move: HostMove) -> Flow:
         """Returns the flow of one read ahead."""
-        return self.flow(1, self._rate(move))
+        return self.flow(1, None if move.source is None else self._costs.host)
 
     def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         start = self._now
@@ -204,9 +195,6 @@ class VirtualLink:
             running = [flow for flow in (*self.ahead.running, *others) if not flow.done]
             self._waited += self._advance(running, math.inf)
         self.ahead.begin()
-
-    def _rate(self, move: HostMove) -> Rate | None:
-        return None if move.source is None else self._costs.host
 
     def _advance(self, flows: Sequence[Flow], most: float) -> float:
         """Passes time until one of ``flows`` has finished a part, at most ``most`` seconds; returns the seconds."""

@@ -14,9 +14,8 @@ from vllm_spac.config.tuned_profile import DEFAULT, LRU, Candidate, Departure, K
 from vllm_spac.config.types import SlotCount
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.untrusted import parse_json, read_text
-from vllm_spac.tools.planning.plan_choice import NGRAM
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load, largest_percent, rows, slot_bytes, split
+from vllm_spac.tools.planning.planned_memory import NGRAM, Load, largest_percent, rows, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.planned_serving import stores, tier_bytes
 
@@ -51,8 +50,6 @@ class Allowed:
         limited: whether the user limited fast memory, so that slots are counted and not left to the engine.
         context: tokens of a request that is planned for; None: the engine's own default.
         drafts: a ``speculative_config`` of the user's.
-        eagle3: folder of an EAGLE-3 head.
-        predictors: of ``predictor_file``.
         budgets: that may be measured, with drafts; those of ``vllm-spac quality``.
         engine: further arguments of the engine, which are the same for all candidates.
         departures: from vLLM's tokens that the user agrees to.
@@ -74,7 +71,6 @@ def candidates(model: ServedModel, machine: PlannedMachine, allowed: Allowed) ->
     """Returns the default, ``policy=lru``, and each single change worth trying, the likeliest to be fast first.
 
     Args:
-        model: that is to be served.
         machine: whose memory is divided, and whose disk and link decide which stores there are.
 
     Raises:
@@ -116,11 +112,6 @@ def _percent(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> f
         total = model.layers * model.checkpoint.experts
         return min(100.0, float(Fraction(100 * slots.tokens * model.checkpoint.top_k, total)))
     return largest_percent(model, split(model, machine, _load(model, allowed)))
-
-
-def _room(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> int:
-    """Returns the bytes of fast memory for experts."""
-    return split(model, machine, _load(model, allowed)).room
 
 
 def _load(model: ServedModel, allowed: Allowed) -> Load:
@@ -184,7 +175,8 @@ def _placed(
         elif store == "host" and machine.gpu:
             yield "CPU experts", "cpu", dict(_CPU_EXPERTS), None, ""
             yield "decisions=device", "decisions", {"store": "host", "decisions": "device"}, None, ""
-    if not machine.gpu and slot_bytes(model, int(percent)) + model.experts_bytes <= _room(model, machine, allowed):
+    room = split(model, machine, _load(model, allowed)).room
+    if not machine.gpu and slot_bytes(model, int(percent)) + model.experts_bytes <= room:
         yield "CPU experts", "cpu", dict(_CPU_EXPERTS), None, ""
     if allowed.predictors:
         knobs: dict[str, Knob] = {"prefetch": "auto", "predictor_file": str(allowed.predictor_file)}
@@ -245,10 +237,6 @@ _FIRST = "evaluate some first: vllm-spac quality MODEL --prompts FILE --budgets 
 
 def budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
     """Returns up to ``MOST`` budgets with uniform votes that need no calibration, those with the fewest experts first.
-
-    Args:
-        path: ``quality.json``.
-        model: that the file must be of.
 
     Raises:
         ConfigError: the file cannot be read, is of another model, or has no budget that keeps the quality.

@@ -34,7 +34,6 @@ class Answer:
     """The greedy answer to one prompt, alone in the engine.
 
     Attributes:
-        ids: its tokens.
         seconds: from the request to the last token; ``first_token``: to the first.
     """
 
@@ -54,7 +53,6 @@ class Engine(ABC):
     Attributes:
         near_ties: whether kernels may round a row differently for other numbers of rows: not so in float32.
         repeats: whether steps with the same rows give the same bits, as on a CPU.
-        nbytes: host memory that it takes.
         exclusive: whether no other engine can run beside it, e.g. because each takes most of a GPU.
     """
 
@@ -105,9 +103,6 @@ class LiveProcess:
         timeout: time limit in seconds for its start and for each answer.
         environment: variables in addition to this process's.
         before: called in the process before the command, e.g. to limit its memory.
-
-    Attributes:
-        ready: its first line.
 
     Raises:
         LiveProcessError: it did not start.
@@ -200,9 +195,7 @@ class ProcessMeasurer(Measurer):
     """Measures this machine.
 
     Args:
-        model: folder or name of the model.
         disk_dir: folder of the packed experts; None: the default.
-        options: further arguments of ``vllm.LLM``.
         prompt_tokens: longer prompts are cut.
         timeout: seconds that a start, or an answer, may take.
     """

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_spac.decisions.comparison import Said
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.files import make_folder, remove_leftovers, replacing
+from vllm_spac.system.files import make_folder, remove_leftovers, write_text
 from vllm_spac.system.machine import Machine
 from vllm_spac.system.untrusted import read_text
 
@@ -28,12 +28,10 @@ class Measurement(_Kept):
     Attributes:
         rates: tokens per second of each prompt; empty: it failed.
         first_token: seconds to the first token of each prompt.
-        answers: token ids of each prompt.
         said: answers of the default, with the second best tokens.
         near_ties: whether they may differ from the default's where two tokens are close.
         nbytes: host memory of the engine; ``exclusive``: whether no other can run beside it.
         seconds: of the whole run, with the start of its engine.
-        problem: why it failed.
     """
 
     arm: str
@@ -83,15 +81,7 @@ def key_of(identity: str, machine: Machine, versions: dict[str, str], arguments:
 
 
 class ProgressFile:
-    """The progress of one run in a file, named by the model and by everything that the measurements depend on.
-
-    Args:
-        folder: of the tuned profile.
-        key: of ``key_of``.
-
-    Attributes:
-        content: what was measured before and in this process.
-    """
+    """The progress of one run in a file, named by the model and by everything that the measurements depend on."""
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
@@ -122,8 +112,8 @@ class ProgressFile:
         try:
             make_folder(self.path.parent)
             remove_leftovers(self.path)
-            with replacing(self.path, durable=False) as partial:  # a sync would disturb the next measurement
-                partial.write_text(self.content.model_dump_json() + "\n", encoding="utf-8")
+            text = self.content.model_dump_json() + "\n"
+            write_text(self.path, text, durable=False)  # a sync would disturb the next measurement
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be written: {error.strerror}; name a folder with --disk-dir DIR"

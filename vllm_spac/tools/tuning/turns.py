@@ -23,9 +23,7 @@ class Pair:
     """Two candidates.
 
     Attributes:
-        nbytes: host memory of both engines.
         exclusive: whether only one can run at a time.
-        near_ties: whether tokens may differ at near-ties.
     """
 
     default: Candidate
@@ -51,7 +49,6 @@ def take_turns(
 
     Args:
         prompts: with the default's answers; repeated as often as needed.
-        tokens: that are generated per turn.
         seconds: that all turns may take, those of earlier processes included.
         tell: called with the seconds that turns have taken, after each.
 
