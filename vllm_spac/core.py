@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from vllm_spac.kernels.formats import Format
 
 NOT_RUN = -1  # in counts per expert: its layer did not run in this step
+PROMPT_ROWS = 32  # the last ones of a prompt, of which policies learn what its answer selects
 
 
 class RowKind(StrEnum):
@@ -85,6 +87,13 @@ class Step:
         return any(request.kind == RowKind.PREFILL for request in self.requests)
 
     @property
+    def prompt_end(self) -> slice | None:
+        """The last rows, at most ``PROMPT_ROWS``, of a step that has prompts alone; None of others."""
+        if not self.requests or any(request.kind != RowKind.PREFILL for request in self.requests):
+            return None
+        return slice(max(0, self.rows - PROMPT_ROWS), self.rows)
+
+    @property
     def leading(self) -> int:
         """Number of rows before the first prefill row: all that generate, where a runner puts those first."""
         return min((request.start for request in self.requests if request.kind == RowKind.PREFILL), default=self.rows)
@@ -112,6 +121,20 @@ class Step:
         """``prefill``, ``decode`` or ``verify``; ``mixed`` for several of them; ``dummy`` for none."""
         kinds = {str(request.kind) for request in self.requests}
         return kinds.pop() if len(kinds) == 1 else ("mixed" if kinds else "dummy")
+
+
+def selected(chosen: Iterable[tuple[int, np.ndarray]], layers: int, experts: int) -> np.ndarray | None:
+    """Returns bool [rows, layers * experts], the experts that each row selected; None if no layer ran.
+
+    Args:
+        chosen: layers, and what the rows selected there: int [rows, top_k], below 0 for nothing.
+    """
+    found: np.ndarray | None = None
+    for layer, ids in chosen:
+        if found is None:
+            found = np.zeros((len(ids), layers, experts + 1), dtype=bool)
+        np.put_along_axis(found[:, layer], ids.astype(np.int64).clip(min=-1), True, axis=1)  # nothing: the last column
+    return None if found is None else found[:, :, :-1].reshape(len(found), -1)
 
 
 def weights_of(requests: Sequence[RequestRows]) -> list[float] | None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_spac import components
@@ -31,6 +32,7 @@ NO_AGEING = 1 << 60
 every_policy = pytest.mark.parametrize("name", [*components.names("policies"), "outside:Fifo"])
 keys = st.integers(0, KEYS - 1)
 row_counts = st.lists(st.integers(-1, 9), min_size=KEYS, max_size=KEYS).map(np.array)
+prompts = st.integers(1, 3).flatmap(lambda rows: arrays(bool, (rows, KEYS)))
 ops = st.lists(
     st.one_of(
         st.tuples(st.just("use"), keys),
@@ -38,6 +40,7 @@ ops = st.lists(
         st.tuples(st.just("remove"), keys),
         st.tuples(st.just("evict"), st.integers(0, KEYS), st.sets(keys)),
         st.tuples(st.just("observe"), row_counts),
+        st.tuples(st.just("prompted"), prompts),
     ),
     max_size=60,
 )
@@ -143,6 +146,9 @@ def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
             policy.observe(op[1])
             plain.observe(op[1])
             assert (op[1] == before).all(), "the counts are the caller's"
+        elif op[0] == "prompted":
+            policy.prompted(op[1])
+            plain.prompted(op[1])
         else:
             _, count, pinned = op
             if count > len(held - pinned):
@@ -168,8 +174,8 @@ def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
         if op[0] == "use":
             use(policy, op[1])
             held.add(op[1])
-        elif op[0] == "observe":
-            policy.observe(op[1])
+        elif op[0] in ("observe", "prompted"):
+            getattr(policy, op[0])(op[1])
         standing = policy.standing(KEYS)
         assert set(standing.order.tolist()) == held and len(standing.order) == len(held) == len(standing.kept)
         assert (np.diff(standing.kept) >= 0).all() and standing.used.shape == (KEYS,)
@@ -187,8 +193,8 @@ def test_standing_says_who_would_come(name: str, ops: list[tuple], newcomer: int
         if op[0] == "use" and op[1] != newcomer:
             use(policy, op[1])
             held.add(op[1])
-        elif op[0] == "observe":
-            policy.observe(op[1])
+        elif op[0] in ("observe", "prompted"):
+            getattr(policy, op[0])(op[1])
     if not held:
         return
     standing = policy.standing(KEYS)
@@ -214,6 +220,38 @@ def test_reuse_knows_what_a_use_would_make_of_it(steps: list[np.ndarray], key: i
         assert policy.standing(KEYS).kept[0] - 0.5 == expected, "half a step later than one that may be ahead"
     else:
         assert expected == 0, "before the first step all are alike"
+
+
+@given(st.lists(row_counts, max_size=4), prompts, st.floats(0.5, 40.0))
+@settings(max_examples=100, **BUSY)
+def test_the_last_rows_of_a_prompt_are_as_many_steps(
+    steps: list[np.ndarray], rows: np.ndarray, half_life: float
+) -> None:
+    """To reuse's averages; the weights, which are fitted to steps, stay."""
+    at_once, one_by_one = NextUse((2, half_life), KEYS), NextUse((2, half_life), KEYS)
+    for each in (at_once, one_by_one):
+        for counts in steps:
+            each.observe(counts)
+    weights = at_once._weights.copy()
+    at_once.saw(rows)
+    for row in rows:
+        one_by_one.saw(row[None])
+    np.testing.assert_allclose(at_once._shares, one_by_one._shares, atol=1e-6)
+    np.testing.assert_allclose(at_once.probabilities, one_by_one.probabilities, rtol=1e-4)
+    one_by_one._shares[:] = 0
+    one_by_one.saw(np.ones((1, KEYS), dtype=bool))
+    np.testing.assert_allclose(one_by_one._shares, np.repeat(one_by_one._gains, KEYS, 1), rtol=1e-6)
+    assert (at_once._weights == weights).all()
+
+
+def test_reuse_evicts_for_a_new_text_what_the_last_one_used() -> None:
+    policy = components.find("policies", "reuse")()
+    for key in range(4):
+        policy.insert(key)
+    for _ in range(20):
+        policy.observe(np.array([1, 1, 0, 0, 0, 0, 0, 0]))
+    policy.prompted(np.array([[False] * 2 + [True] * 2 + [False] * 4] * 32))
+    assert set(policy.evict(2, Pins(()))) == {0, 1}
 
 
 def test_which_policies_need_layers() -> None:

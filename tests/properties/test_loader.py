@@ -113,6 +113,8 @@ class Transfers:
 
     def observe(self, counts: np.ndarray) -> None: ...
 
+    def prompted(self, rows: np.ndarray) -> None: ...
+
     def close(self) -> None:
         for key in list(self.ahead.slot):
             self.ahead.begun.setdefault(key, StoreError("dropped"))

@@ -64,6 +64,9 @@ class Link(Protocol):
     def observe(self, counts: np.ndarray) -> None:
         """A forward has finished, as in ``Policy.observe``: for the policy of host memory."""
 
+    def prompted(self, rows: np.ndarray) -> None:
+        """A prompt has run, as in ``Policy.prompted``: for the policy of host memory."""
+
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""
 

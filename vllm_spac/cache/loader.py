@@ -195,13 +195,17 @@ class ExpertLoader:
         """Unpins ``keys``."""
         self.residency.release(keys)
 
-    def end_step(self, counts: np.ndarray | None) -> None:
+    def end_step(self, counts: np.ndarray | None, prompt: np.ndarray | None = None) -> None:
         """Ends a forward: updates scores and policy, and starts prefetches.
 
         Args:
             counts: as in ``Policy.observe``; None for a forward without decode or verify rows.
+            prompt: as in ``Policy.prompted``; None unless prompts ran alone.
         """
         self.residency.used()
+        if prompt is not None:
+            self.residency.policy.prompted(prompt)
+            self._transfers.prompted(prompt)
         if counts is not None:
             self.residency.observe(counts)
             self._transfers.observe(counts)

@@ -121,6 +121,11 @@ class Mover:
         if self._rows is not None:
             self._rows.tier.policy.observe(counts)
 
+    def prompted(self, rows: np.ndarray) -> None:
+        """As ``Policy.prompted``."""
+        if self._rows is not None:
+            self._rows.tier.policy.prompted(rows)
+
     def untouched(self, move: HostMove) -> None:
         """Undoes ``move``, which was never performed."""
         if self._rows is not None:
@@ -447,6 +452,9 @@ class Transfers:
 
     def observe(self, counts: np.ndarray) -> None:
         self._mover.observe(counts)
+
+    def prompted(self, rows: np.ndarray) -> None:
+        self._mover.prompted(rows)
 
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""

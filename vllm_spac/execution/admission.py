@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_spac.cache.allowance import Allowance, PauseNotice
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.core import MoEShape, Step
+from vllm_spac.core import MoEShape, Step, selected
 from vllm_spac.execution.address_table import AddressTable, Kernels
 from vllm_spac.execution.exchange import Event, Stream
 from vllm_spac.execution.slot_offers import Offering, with_prompts
@@ -31,12 +31,18 @@ _WORD = 8  # bytes
 
 @dataclass(frozen=True)
 class _Report:
-    """What a step's layers wrote, in flight to the host; ``known``: as of ``Admission._known``."""
+    """What a step's layers wrote, in flight to the host.
+
+    Attributes:
+        known: as of ``Admission._known``.
+        prompt: layers, and what the last rows of prompts that ran alone selected there, int32 [layers, rows, top_k].
+    """
 
     step: Step
     staged: bool
     told: Tensor
     known: np.ndarray | None
+    prompt: tuple[list[int], Tensor] | None
     there: Event
 
 
@@ -196,16 +202,22 @@ class Admission:
         self._kernels.admit(ids, weights, first, *given, live)
         self._kernels.fetch(self._copies, self._experts, self._words)
 
-    def end(self, step: Step, *, staged: bool) -> None:
+    def end(self, step: Step, *, staged: bool, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
         """Called after the layers of a step were launched; starts the copy of its report to the host.
 
         Args:
             step: the step.
             staged: whether some layers read their missing experts from buffers.
+            prompt: layers, and the experts that the last rows of a prompt selected there, int32 [rows, top_k].
         """
+        last = None
+        if prompt:
+            there = torch.stack([ids for _, ids in prompt])
+            last = [layer for layer, _ in prompt], _pinned(there)
+            self._compute.submit(last[1].copy_, there, True)
         told = self._spare.pop() if self._spare else _pinned(self._told)
         self._compute.submit(told.copy_, self._told, True)
-        self._reports.append(_Report(step, staged, told, self._known(staged), self._compute.record()))
+        self._reports.append(_Report(step, staged, told, self._known(staged), last, self._compute.record()))
         self._compute.submit(self._offers.state.zero_)  # no offers outside of steps
 
     def take(self) -> None:
@@ -251,7 +263,12 @@ class Admission:
         else:
             sources = with_prompts(counts, sources, owner)
             generating = decided if decided.any() else None
-        learned = self.offering.learn(counts, sources, owner, *guessed, generating=generating)
+        prompt = None
+        if report.prompt is not None:
+            layers, ids = report.prompt
+            found = zip(layers, ids.numpy(), strict=True)
+            prompt = selected(found, len(self.shape.layers), self.shape.experts)
+        learned = self.offering.learn(counts, sources, owner, *guessed, generating=generating, prompt=prompt)
         nbytes = self.shape.expert_bytes
         self._counters.moved(self._path, learned.admitted * nbytes)
         if guessed:

@@ -225,6 +225,8 @@ class PointerExecution(Execution):
         self._all = self._live.clone()
         self._rows: int | None = None  # of requests; None: all
         self._step: Step | None = None
+        self._prompt: slice | None = None  # of its rows, see ``Step.prompt_end``
+        self._chosen: list[tuple[int, Tensor]] = []  # what a layer selected for them, int32 [rows, top_k]
         self._staged = False  # whether some layer of the step was
 
     @classmethod
@@ -294,6 +296,7 @@ class PointerExecution(Execution):
     def begin_step(self, step: Step) -> None:
         """Starts a forward of the target model for real requests; the admission offers slots."""
         self._step, self._staged = step, False
+        self._prompt = None if self.holds_all else step.prompt_end
         self._pad_from(step.rows)
         if self._staging is not None:
             self._staging[1].begin()
@@ -310,10 +313,11 @@ class PointerExecution(Execution):
 
     def end_forward(self) -> None:
         step, self._step = self._step, None
+        chosen, self._chosen, self._prompt = self._chosen, [], None
         if self._ahead is not None:
             self._ahead.join()
         if step is not None:
-            self.admission.end(step, staged=self._staged)
+            self.admission.end(step, staged=self._staged, prompt=chosen)
 
     def snapshot(self) -> dict:
         self.admission.take()
@@ -345,6 +349,8 @@ class PointerExecution(Execution):
             self._compile(layer, x, activation, captured)
         live = self._live if captured or self._step is not None else self._all
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
+        if self._prompt is not None and not captured:
+            self._chosen.append((layer, ids[self._prompt]))
         with self._reading(layer, x, ids, weights, captured) as tables:
             return self._launch(tables, layer, x, ids, weights, live, activation, out)
 

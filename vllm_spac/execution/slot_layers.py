@@ -187,9 +187,9 @@ class SlotLayers:
             self._seen = seen
             self.loader.prefetcher.begin_step(seen, ration)
 
-    def end_step(self, counts: np.ndarray | None) -> None:
+    def end_step(self, counts: np.ndarray | None, prompt: np.ndarray | None = None) -> None:
         """As ``ExpertLoader.end_step``; also decides whether the CPU computes experts in the next step."""
-        self.loader.end_step(counts)
+        self.loader.end_step(counts, prompt)
         if self._check is not None:
             self._check.end_step()
             self.loader.prefetcher.balancer = None if self._check.stopped else self._balancer

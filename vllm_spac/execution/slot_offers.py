@@ -103,6 +103,7 @@ class Offering:
         guessed: np.ndarray | None = None,
         *,
         generating: np.ndarray | None,
+        prompt: np.ndarray | None = None,
     ) -> Learned:
         """Applies the report of a finished step.
 
@@ -113,12 +114,15 @@ class Offering:
             guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
                 they are not known, or there are none.
+            prompt: as in ``Policy.prompted``; None unless prompts ran alone.
         """
         hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
         self._counters.hits += len(hits)
         self._counters.misses += len(streamed) + len(admitted)
         self._counters.loads += len(admitted)
         policy = self.residency.policy
+        if prompt is not None:
+            policy.prompted(prompt)
         if generating is not None:
             self.residency.observe(generating)
             for key in hits[(generating[hits] > 0) & (self.residency.slot_of[hits] != NOWHERE)].tolist():

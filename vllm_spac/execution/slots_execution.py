@@ -23,7 +23,7 @@ from vllm_spac.cache.named import Named, Ration
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.core import NOT_RUN, MoEShape, Step
+from vllm_spac.core import NOT_RUN, MoEShape, Step, selected
 from vllm_spac.cpu_kernels._thread import Computation, ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.policies.base import Policy
@@ -102,6 +102,11 @@ class StepRouting:
             chosen = found[rows[0]] if len(rows) == 1 else np.concatenate([found[part] for part in rows])
             by_layer[layer] = by_layer[layer].clip(0) + self._sums(chosen.ravel(), each)
         return counts
+
+    def selected(self, rows: slice) -> np.ndarray | None:
+        """Returns bool [rows, keys], the experts that each of ``rows`` selected, as in ``Policy.prompted``."""
+        found = ((layer, ids.numpy()[rows]) for layer, ids in self._kept)
+        return selected(found, len(self._shape.layers), self._shape.experts)
 
     def _sums(self, experts: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         if self._partly:
@@ -289,7 +294,8 @@ class SlotExecution(Execution):
             if len(self._routed) >= _COUNT_BATCH or self._routed.pairs >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
-            self._layers.end_step(self._routed.counts(step.generating, step.generating_weights))
+            prompt = None if (rows := step.prompt_end) is None else self._routed.selected(rows)
+            self._layers.end_step(self._routed.counts(step.generating, step.generating_weights), prompt)
             self._routed.clear()
 
     def observe(self, layer: int, ids: Tensor) -> None:

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_spac.core import PROMPT_ROWS, selected
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.files import replacing
 from vllm_spac.system.untrusted import read_header
@@ -184,6 +185,17 @@ class Trace:
             idle[layers] = False
             counts[np.repeat(idle, self.facts.experts)] = -1
             yield counts
+
+    def prompt_rows(self, step: int) -> np.ndarray | None:
+        """Returns the input of ``Policy.prompted`` for a step, bool [rows, keys]; None if it is not called."""
+        kinds = self.row_kind[self.row_start[step] : self.row_start[step + 1]]
+        rows = np.flatnonzero(kinds != PADDING)
+        if len(rows) == 0 or (kinds[rows] != PREFILL).any():
+            return None
+        records = range(*np.searchsorted(self.record_step, (step, step + 1)))
+        last = rows[-PROMPT_ROWS:]
+        chosen = ((int(self.record_layer[each]), self.ids[self.record_start[each] + last]) for each in records)
+        return selected(chosen, self.facts.layers, self.facts.experts)
 
     def _columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         _check((self.row_back is None) == (self.row_accepted is None), "one of row_back and row_accepted is missing")

@@ -122,6 +122,14 @@ class Policy(ABC):
                 only, and does not call after a forward without any.
         """
 
+    def prompted(self, rows: np.ndarray) -> None:
+        """A forward of prompts alone has finished. Which keys are held does not change; their order may.
+
+        Args:
+            rows: bool [rows, keys], the experts that each of its last rows selected, in their order. They predict what
+                the answer selects; all rows of a prompt together do not.
+        """
+
     @property
     def scores(self) -> np.ndarray:
         """int64 [keys], scores of ``predictor`` after the last ``observe``; empty before the first. Read-only."""

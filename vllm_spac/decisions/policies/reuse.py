@@ -62,6 +62,17 @@ class NextUse:
         self._features = self._features_of(self._shares)
         self.probabilities = self._predict(self._features)
 
+    def saw(self, rows: np.ndarray) -> None:
+        """Updates from the last rows of a prompt, bool [rows, keys], each as if it were a step; fits nothing.
+
+        They replace what earlier texts left in the averages, without which a new text starts with their experts.
+        """
+        left = (1 - self._gains) ** np.arange(len(rows), -1, -1, dtype=np.float32)  # [half-lives, 1 + rows]
+        self._shares *= left[:, :1]
+        self._shares += (self._gains * left[:, 1:]) @ rows.astype(np.float32)
+        self._features = self._features_of(self._shares)
+        self.probabilities = self._predict(self._features)
+
     def if_used(self) -> np.ndarray:
         """Returns float64 [keys], the probabilities after a hypothetical step that selects every expert."""
         return self._predict(self._features_of(self._shares + self._gains * (1 - self._shares)))
@@ -162,11 +173,12 @@ class Reuse(Policy):
         return victims
 
     def observe(self, counts: np.ndarray) -> None:
-        if self._next_use is None:
-            self._next_use = NextUse(self._half_lives, len(counts))
-            self._reach(len(counts))
-        self._next_use.observe(counts)
-        self._due[: len(counts)] = self._expected(self._next_use.probabilities)
+        self._learn(len(counts)).observe(counts)
+        self._expect()
+
+    def prompted(self, rows: np.ndarray) -> None:
+        self._learn(rows.shape[1]).saw(rows)
+        self._expect()
 
     def standing(self, keys: int) -> Standing:
         """As in ``Policy``; the value of a slot is the negative number of steps until the expert's expected next use.
@@ -187,6 +199,16 @@ class Reuse(Policy):
 
     def __contains__(self, key: int) -> bool:
         return 0 <= key < len(self._held) and bool(self._held[key])
+
+    def _learn(self, keys: int) -> NextUse:
+        if self._next_use is None:
+            self._next_use = NextUse(self._half_lives, keys)
+            self._reach(keys)
+        return self._next_use
+
+    def _expect(self) -> None:
+        likely = self.likely
+        self._due[: len(likely)] = self._expected(likely)
 
     def _expected(self, probabilities: np.ndarray) -> np.ndarray:
         """Returns float64 [keys], steps until each expert's next use, including the part of a step before its layer."""

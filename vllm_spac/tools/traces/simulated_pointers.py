@@ -64,7 +64,7 @@ class PointersReplay(Replay[list[Part]]):
         self.experts.owner.copy_(torch.from_numpy(residency.owner))
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        self._leading = self.leading(step)
+        self._step, self._leading = step, self.leading(step)
         offered = self.offering.offer()
         end = len(offered.slots) if self._leading else 0
         self.offers = Offers(torch.tensor([0, end], dtype=torch.int32), *map(torch.from_numpy, offered))
@@ -100,8 +100,9 @@ class PointersReplay(Replay[list[Part]]):
     def end_step(self) -> None:
         counts, owner, decided = (tensor.numpy().copy() for tensor in (self._counts, self.experts.owner, self._decided))
         generating = decided if self._leading else None
-        streamed = self.offering.learn(counts, self._read_from(), owner, generating=generating).streamed
+        prompt = self.trace.prompt_rows(self._step)
+        learned = self.offering.learn(counts, self._read_from(), owner, generating=generating, prompt=prompt)
         outcome, counters = self.outcome, self.counters
         outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.loads
         outcome.bytes = outcome.loads * self.nbytes
-        outcome.streamed_bytes += streamed * self.nbytes
+        outcome.streamed_bytes += learned.streamed * self.nbytes

@@ -82,6 +82,7 @@ class SlotsReplay(Replay[np.ndarray]):
         self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         self._deciding = 0.0 if outcome.slots == facts.total else costs.host_work.layer
         self._counts = trace.step_counts()
+        self._step = 0
         self._records = 0  # of the step
         self._number = 0  # records before the next layer
         self._between = 0.0  # seconds before each layer that are not spent on its experts
@@ -96,7 +97,7 @@ class SlotsReplay(Replay[np.ndarray]):
         self.link.keep(self.tier.first(keys, self.residency.slot_of))
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        self._records, self._between = layers, self.costs.other / max(1, layers)
+        self._step, self._records, self._between = step, layers, self.costs.other / max(1, layers)
         self.link.spend(drafting if layers else drafting + self.costs.other)
         if self._balancer is not None and not self.has_prompts(step):
             drafts = self.drafts(step)
@@ -108,7 +109,7 @@ class SlotsReplay(Replay[np.ndarray]):
     def end_step(self) -> None:
         counts = next(self._counts)
         if self._records:
-            self.layers.loader.end_step(counts)
+            self.layers.loader.end_step(counts, self.trace.prompt_rows(self._step))
         outcome, counters = self.outcome, self.counters
         outcome.hits, outcome.misses, outcome.cpu = counters.hits, counters.misses, counters.cpu_experts
         outcome.host_loads = counters.host_loads

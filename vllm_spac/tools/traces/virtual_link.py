@@ -172,6 +172,10 @@ class VirtualLink:
         if self._tier is not None:
             self._tier.policy.observe(counts)
 
+    def prompted(self, rows: np.ndarray) -> None:
+        if self._tier is not None:
+            self._tier.policy.prompted(rows)
+
     def spend(self, seconds: float) -> None:
         """Passes ``seconds`` in which no layer waits: reads ahead continue and begin."""
         end, left = self._now + seconds, seconds
