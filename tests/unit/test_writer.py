@@ -97,6 +97,15 @@ def written(path: Path, request: RequestRows, *end: list) -> Trace:
     return Trace.load(writer.finish())
 
 
+def test_the_end_of_a_prompt(tmp_path: Path) -> None:
+    trace = written(tmp_path / "t", RequestRows(0, 40, RowKind.PREFILL), [1])
+    found = trace.prompt_rows(0)
+    assert found is not None and found.shape == (32, FACTS.total)
+    for row, ids in zip(found, chosen(40)[0][8:], strict=True):
+        assert np.flatnonzero(row).tolist() == sorted(ids)
+    assert written(tmp_path / "u", RequestRows(0, 40, RowKind.VERIFY, drafts=39)).prompt_rows(0) is None
+
+
 def test_a_tree_by_hand(tmp_path: Path) -> None:
     """Drafts 0 and 1 follow the row before them, 2 and 4 follow 0, 3 follows 1; 1 and 3 are accepted."""
     tree = RequestRows(0, 6, RowKind.VERIFY, drafts=5, parents=(0, 0, 1, 2, 1))
