@@ -92,7 +92,7 @@ def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, ca
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization": "awq", "config": AWQ}, "was not seen to compute"),
+        ({"quantization": "online"}, "quantised while they are loaded"),
         ({"hidden_act": "relu2"}, "activation relu2"),
         ({"hidden_act": None}, "activation None"),
         ({"architecture": "Llama4ForConditionalGeneration"}, "weighs inputs"),
@@ -154,10 +154,11 @@ def test_nothing_is_chosen_on_a_cpu() -> None:
         ({"quantization": "fp8", "config": FP8}, replace(H100, capability=(8, 6)), "pointers", "marlin", None),
         ({"quantization": "mxfp4", "config": MXFP4}, H100, "pointers", "marlin", None),
         ({"quantization": "gptq", "config": GPTQ}, H100, "pointers", "auto", None),
-        ({"quantization": "awq", "config": AWQ}, H100, "slots", "triton", "moe_wna16"),
+        ({"quantization": "awq", "config": AWQ}, H100, "pointers", "triton", "moe_wna16"),
+        ({"quantization": "awq", "config": AWQ | {"zero_point": True}}, H100, "pointers", "auto", None),
         ({"quantization": "online"}, H100, "slots", "auto", None),
     ],
-    ids=["bf16", "fp8", "fp8 on an RTX 3090", "mxfp4", "gptq", "awq, no zeros", "quantised while it is loaded"],
+    ids=["bf16", "fp8", "fp8 on an RTX 3090", "mxfp4", "gptq", "awq, no zeros", "awq", "quantised while it is loaded"],
 )
 def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts, execution, backend, loader) -> None:
     """Its own choice may be one that finds no slots: FlashInfer's on Blackwell, a monolithic one for GPT-OSS."""

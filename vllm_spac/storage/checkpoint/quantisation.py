@@ -95,19 +95,6 @@ def only_ours(quantisation: Mapping, capability: Capability | None = None) -> bo
     return refusal(quantisation, FormatKernels.GPU, capability) is not None
 
 
-def computes_as_vllm(quantisation: Mapping) -> bool:
-    """Returns whether our kernels compute what vLLM's compute in slots, up to rounding.
-
-    Rows stay as they are with INT4 and INT8 by group. With FP8 both round them, by the same operations: with scales by
-    channel they gave the same bits on an H100. By block half of the rows did, and what moved the others, found by
-    reading vLLM's machine code, is the same since. Of AWQ without zero points vLLM's own loader builds a layer that our
-    kernels do not read.
-    """
-    if refusal(quantisation, FormatKernels.OURS) is not None:
-        return False
-    return method(quantisation) != "awq" or has_zero_points(quantisation)
-
-
 def flags(
     quantisation: Mapping | None, kernels: FormatKernels | None = None, capability: Capability | None = None
 ) -> tuple[str, ...]:
@@ -116,7 +103,8 @@ def flags(
     vLLM's own choice of MoE backend depends on the GPU, and on some of them it is one that routes inside its kernel or
     finds no slots. Triton's reads slots, and rounds rows to FP8 for FP8 experts, as our kernels then do. Marlin builds
     a layer whose experts our kernels read, and leaves rows as they are: of FP8 before sm_89, and where other backends
-    round them to NVFP4.
+    round them to NVFP4. Of AWQ without zero points, vLLM's own loader builds a layer that our kernels do not read, and
+    ``moe_wna16`` builds the one of slots.
 
     Args:
         quantisation: of the checkpoint; None: its experts are not quantised.
@@ -135,7 +123,9 @@ def flags(
 
 
 def _beside_ours(quantisation: Mapping | None, capability: Capability | None) -> tuple[str, ...]:
-    """The MoE backend of vLLM that builds layers for our kernels; none where its own choice always does."""
+    """The options of vLLM that build layers for our kernels; none where its own choice always does."""
+    if quantisation is not None and method(quantisation) == "awq" and not has_zero_points(quantisation):
+        return (f"--quantization {loader(quantisation)}", "--moe-backend triton")
     rounds_rows = quantisation is not None and _is_fp8(quantisation) and (capability or (0, 0)) >= _FP8_FROM
     if quantisation is None or rounds_rows:
         return ("--moe-backend triton",)

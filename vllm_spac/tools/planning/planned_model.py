@@ -10,7 +10,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.described import Architecture, described
 from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, read_checkpoint, read_config
-from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, computes_as_vllm, only_ours, refusal
+from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class ServedModel:
     def ways(cls, model: str, *, on_cpu: bool, capability: Capability | None = None) -> list[ServedModel]:
         """Reads ``model`` as each execution serves it that an engine may choose by itself; arguments as ``read``."""
         found = [cls.read(model, on_cpu=on_cpu, capability=capability)]
-        entry = found[0].checkpoint.quantisation
-        if not on_cpu and found[0].execution == "slots" and (entry is None or computes_as_vllm(entry)):
+        if not on_cpu and found[0].execution == "slots":
             found.append(cls.read(model, "pointers", capability=capability))
         return found
 
