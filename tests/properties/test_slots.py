@@ -386,6 +386,22 @@ def test_routing_of_long_prompts_is_not_kept(pools: list[Pool], monkeypatch) -> 
     assert pool.counters.hits == 3 * 3
 
 
+def test_the_policy_is_told_the_end_of_prompts_whose_rows_all_layers_ran(pools: list[Pool], monkeypatch) -> None:
+    """An expert worker's layers run the rows that chose its experts: they are no rows of one text."""
+    pools.append(pool := Pool(4))
+    told: list[np.ndarray] = []
+    monkeypatch.setattr(pool.residency.policy, "prompted", told.append)
+    step = Step((RequestRows(0, 3, RowKind.PREFILL),))
+    rows = torch.tensor([[0, 1, 2], [2, 1, 3], [0, 3, 1]])
+    for ids in (rows, rows[1:]):
+        pool.begin_step(step)
+        pool.observe(0, rows)
+        pool.observe(1, ids)
+        pool.end_forward()
+    assert [each.shape for each in told] == [(3, SHAPE.total)]
+    assert np.flatnonzero(told[0][1]).tolist() == [1, 2, 3, *(SHAPE.experts + expert for expert in (1, 2, 3))]
+
+
 def test_counting_where_all_fit(pools: list[Pool]) -> None:
     pools.append(pool := Pool(SHAPE.total))
     list(pool.fill())

@@ -349,7 +349,7 @@ class PointerExecution(Execution):
             self._compile(layer, x, activation, captured)
         live = self._live if captured or self._step is not None else self._all
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        if self._prompt is not None and not captured:
+        if self._prompt is not None and len(ids) >= self._prompt.stop and not captured:
             self._chosen.append((layer, ids[self._prompt]))
         with self._reading(layer, x, ids, weights, captured) as tables:
             return self._launch(tables, layer, x, ids, weights, live, activation, out)

@@ -104,7 +104,12 @@ class StepRouting:
         return counts
 
     def selected(self, rows: slice) -> np.ndarray | None:
-        """Returns bool [rows, keys], the experts that each of ``rows`` selected, as in ``Policy.prompted``."""
+        """Returns bool [rows, keys], the experts that each of ``rows``, the last ones of a step, selected.
+
+        None where a layer ran some rows of the step alone, as an expert worker's layers do.
+        """
+        if any(len(ids) != rows.stop for _, ids in self._kept):
+            return None
         found = ((layer, ids.numpy()[rows]) for layer, ids in self._kept)
         return selected(found, len(self._shape.layers), self._shape.experts)
 
