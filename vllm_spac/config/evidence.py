@@ -9,7 +9,7 @@ from __future__ import annotations
 WINS: dict[str, tuple[str, str]] = {
     "store": ("host, on a CPU, over slots, host memory and disk", "paired_three_tiers_host_toy.json"),
     "host_memory": ("1380MiB, over none", "paired_three_tiers_disk_toy.json"),
-    "policy": ("layer_lru, in hits, on the real model with half of the experts in slots", "real_policies.json"),
+    "policy": ("layer_lru, in hits, on the real model without drafts, a quarter in slots", "real_policies.json"),
     "prefetch": ("shadow", "paired_shadow_local_large.json"),
     "guard": ("gap=, with a quarter of the experts in slots and loads over a link, calculated", "real_streams.json"),
     "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
