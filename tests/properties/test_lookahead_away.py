@@ -138,10 +138,12 @@ def test_a_layer_waits_as_often_as_without_a_predictor(steps: list, slots: int, 
                 for layer, chosen in enumerate(layers):
                     before = made.lane.waits
                     made.layer(layer, *(chosen[number % len(chosen)] for number in range(rows)))
-                    lanes.append((stops, made.lane.waits - before))
+                    fits = len({expert for row in chosen for expert in row}) <= slots
+                    lanes.append((stops, fits, made.lane.waits - before))
                 made.end_forward()
-    plain = [waits for stops, waits in lanes if stops]
-    assert [waits for stops, waits in lanes if not stops] == plain and min(plain) >= 1
+    plain = [waits for stops, _, waits in lanes if stops]
+    assert [waits for stops, _, waits in lanes if not stops] == plain
+    assert min(plain) >= 1 and all(waits == 1 for _, fits, waits in lanes if fits), "experts that fit need one wave"
 
 
 @given(STEPS, st.integers(TOP, 20))

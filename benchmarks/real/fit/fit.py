@@ -253,7 +253,7 @@ def vocabulary(
         starts, greedy = torch.tensor([ids[-length:] for ids in asked]), torch.ones(count, dtype=torch.bool)
         rolls = eagle.rolled_out(model, carved_layers(model, artefact.PATH), starts, length + tokens, greedy, 1.0)
         judged_by["what the target says"] = rolls.ids[:, length:].flatten()
-    table = Table("coverage", *judged_by, *(("tokens a step",) if rolls else ()))
+    table = Table("coverage", *judged_by, *(("tokens per step",) if rolls else ()))
     for drafted in (*SIZES, len(order)):
         ids = order[:drafted].sort().values
         row = [float(torch.isin(text, ids).float().mean()) for text in judged_by.values()]
