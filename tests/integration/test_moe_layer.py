@@ -14,8 +14,8 @@ import torch
 from vllm_spac import components, runtime
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import CallerStream, Exchange
-from vllm_spac.execution.pointers_execution import PointerExecution
 from vllm_spac.execution.row_shares import runnable
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.integration.hooks.graphs import with_moe_layer

@@ -23,8 +23,8 @@ from vllm_spac.decisions.predictors._maps import Maps
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.execution import pointers_execution
 from vllm_spac.execution.address_table import Kernels
+from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import CallerStream
-from vllm_spac.execution.pointers_execution import PointerExecution
 
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),

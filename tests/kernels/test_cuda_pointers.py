@@ -7,9 +7,9 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.execution.pointers_execution import PointerExecution
-from vllm_spac.execution.staging import ROWS as ROWS_STAGED
-from vllm_spac.execution.staging import ExpertBuffers
+from vllm_spac.execution.device.pointers_execution import PointerExecution
+from vllm_spac.execution.device.staging import ROWS as ROWS_STAGED
+from vllm_spac.execution.device.staging import ExpertBuffers
 
 pytestmark = [
     pytest.mark.gpu,

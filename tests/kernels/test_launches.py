@@ -21,7 +21,7 @@ from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
 from vllm_spac.kernels.tally import tally  # noqa: E402
 
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
-from vllm_spac.execution.pointers_execution import PointerExecution  # noqa: E402
+from vllm_spac.execution.device.pointers_execution import PointerExecution  # noqa: E402
 from vllm_spac.methods.moe_spec import replay  # noqa: E402
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer  # noqa: E402
 from vllm_spac.methods.moe_spec.settings import (

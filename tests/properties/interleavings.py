@@ -14,8 +14,8 @@ import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.execution.device.moves import Pointers, StepMover
 from vllm_spac.execution.exchange import Stream
-from vllm_spac.execution.moves import Pointers, StepMover
 
 
 class Foreign(AssertionError):

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from vllm_spac.cache.residency import Placement
+from vllm_spac.execution.device.staging import ExpertBuffers
 from vllm_spac.execution.slots_execution import SlotExecution
-from vllm_spac.execution.staging import ExpertBuffers
 
 
 def spoil(tensor: torch.Tensor) -> None:

@@ -20,8 +20,8 @@ from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution import pointers_execution
-from vllm_spac.execution.pointers_execution import PointerExecution
-from vllm_spac.execution.staging import ROWS
+from vllm_spac.execution.device.pointers_execution import PointerExecution
+from vllm_spac.execution.device.staging import ROWS
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
 DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))

@@ -27,8 +27,8 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.policies.lru import LRU
 from vllm_spac.execution.address_table import AddressTable
+from vllm_spac.execution.device.moves import Pointers, StepMover
 from vllm_spac.execution.exchange import ThreadStream
-from vllm_spac.execution.moves import Pointers, StepMover
 from vllm_spac.storage.memory import MemoryStore
 
 # Three experts in turn through one slot, the first of which comes back; every kernel's experts are those that move.

@@ -21,8 +21,8 @@ from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.address_table import AddressTable
+from vllm_spac.execution.device.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import ThreadStream
-from vllm_spac.execution.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.storage.host import HostStore
 
 PROMPT = "prompt"

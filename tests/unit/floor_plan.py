@@ -38,6 +38,7 @@ ORDER = (
     "methods.moe_spac",
     "methods.moe_spec",
     "runtime",
+    "execution.device",
     "execution",
     "cache",
     "cpu_kernels",

@@ -9,7 +9,7 @@ import pytest
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution.staging import ROWS
+from vllm_spac.execution.device.staging import ROWS
 from vllm_spac.integration.hooks import graphs
 
 SLOTS, POINTERS = SpacConfig(), SpacConfig(decisions="device")

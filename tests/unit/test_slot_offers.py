@@ -10,7 +10,7 @@ from vllm_spac.cache.allowance import Allowance
 from vllm_spac.decisions.policies.lfu import LFU
 from vllm_spac.decisions.policies.lru import LRU
 from vllm_spac.decisions.policies.reuse import Reuse
-from vllm_spac.execution.slot_offers import Offering, with_prompts
+from vllm_spac.execution.device.slot_offers import Offering, with_prompts
 from vllm_spac.recording.metrics import Counters
 
 

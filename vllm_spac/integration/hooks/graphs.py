@@ -22,7 +22,7 @@ from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import Remedy, UnsupportedError, drop, use
-from vllm_spac.execution.staging import ROWS
+from vllm_spac.execution.device.staging import ROWS
 from vllm_spac.integration.hooks.device import is_cpu
 
 if TYPE_CHECKING:

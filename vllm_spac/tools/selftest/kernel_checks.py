@@ -11,7 +11,7 @@ from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.address_table import kernels_for
-from vllm_spac.execution.pointers_execution import PointerExecution
+from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows
 

@@ -21,7 +21,7 @@ import torch
 
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.execution.slot_offers import Offering, with_prompts
+from vllm_spac.execution.device.slot_offers import Offering, with_prompts
 from vllm_spac.kernels.reference.admit import admit
 from vllm_spac.kernels.types import ADMITTED, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters

@@ -40,11 +40,11 @@ from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import Seen, Signal
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
-from vllm_spac.execution.admission import Admission
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
+from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.slot_layers import filled_experts
-from vllm_spac.execution.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system.host_memory import gib

@@ -18,8 +18,8 @@ from vllm_spac.cache.allowance import Allowance, PauseNotice
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step, selected
 from vllm_spac.execution.address_table import AddressTable, Kernels
+from vllm_spac.execution.device.slot_offers import Offering, with_prompts
 from vllm_spac.execution.exchange import Event, Stream
-from vllm_spac.execution.slot_offers import Offering, with_prompts
 from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters
 
