@@ -21,8 +21,8 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._maps import Maps
 from vllm_spac.decisions.predictors._trained import Sizes
-from vllm_spac.execution import pointers_execution
 from vllm_spac.execution.address_table import Kernels
+from vllm_spac.execution.device import pointers_execution
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import CallerStream
 

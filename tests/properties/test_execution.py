@@ -19,7 +19,7 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution import pointers_execution
+from vllm_spac.execution.device import pointers_execution
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.device.staging import ROWS
 

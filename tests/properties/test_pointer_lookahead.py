@@ -18,7 +18,7 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds, n
 from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.decisions.predictors.base import START, Seen
-from vllm_spac.execution import pointers_execution
+from vllm_spac.execution.device import pointers_execution
 from vllm_spac.execution.device.pointers_execution import MOST_ROWS
 
 __all__ = ["made"]  # a fixture

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution import pointers_execution
 from vllm_spac.execution.address_table import kernels_for
+from vllm_spac.execution.device import pointers_execution
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest import kernel_checks, parts, plane_checks, tiny_model
 from vllm_spac.tools.selftest.random_experts import FORMATS
