@@ -1,8 +1,8 @@
 """Builds components by the name of their file: a new policy is one new file and nothing else.
 
 ``FAMILIES`` names the families. A component is a module with one subclass of its family's base: ``NAME.py`` in the
-folder of its family, or ``NAME_NOUN.py`` in a folder of ``methods/`` or in ``execution/`` or ``execution/device/``, e.g. ``utility_policy.py``.
-In a family's folder, modules whose names begin with an underscore are shared.
+folder of its family, or ``NAME_NOUN.py``, e.g. ``utility_policy.py``, in a folder of ``methods/``, in ``execution/`` or
+in ``execution/device/``. In a family's folder, modules whose names begin with an underscore are shared.
 ``package.module:Class`` names a component outside this package. No engine can serve with a component whose ``offline``
 is not empty; it holds the reason.
 
