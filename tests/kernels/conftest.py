@@ -1,6 +1,7 @@
-"""Puts this folder on the path of its own tests, for the module that they share."""
+"""Puts the modules that these tests share on the path: of this folder, and what compiles without a GPU."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+here = Path(__file__).parent
+sys.path[:0] = [str(here), str(here.parents[1] / "benchmarks" / "kernels")]

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from compiled import KERNELS, Recorder
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally
+from vllm_spac.kernels import admit, fetch, grouped_gemm
 from vllm_spac.kernels.formats import Format
 
 from vllm_spac import components
@@ -26,29 +27,7 @@ from vllm_spac.execution.device import pointers_execution
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import CallerStream
 
-KERNELS = {
-    "gate_up": (grouped_gemm, "_gate_up_kernel"),
-    "down": (grouped_gemm, "_down_kernel"),
-    "combine": (combine, "_combine_kernel"),
-    "align": (route, "_align_kernel"),
-    "admit": (admit, "_admit_kernel"),
-    "fetch": (fetch, "_fetch_kernel"),
-    "shortlist": (shortlist, "_shortlist_kernel"),
-    "cover": (cover, "_cover_kernel"),
-    "tally": (tally, "_tally_kernel"),
-}
 D, FF = 48, 32  # multiples of 16 elements, as in all models
-
-
-class Recorder:
-    """Stands in for a kernel: reports what it is launched with, and runs nothing."""
-
-    def __init__(self, kernel, report: Callable[[tuple, dict], object]) -> None:
-        self.kernel, self._report = kernel, report
-
-    def __getitem__(self, grid):
-        assert all(isinstance(size, int) and 0 < size < 2**31 for size in grid)
-        return lambda *arguments, **named: self._report(arguments, named)
 
 
 class Device(TorchDispatchMode):

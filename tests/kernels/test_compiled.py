@@ -7,10 +7,6 @@ that passes an unknown name, or a shape that Triton refuses, fails here.
 import importlib.util
 import os
 import re
-import subprocess
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,94 +16,16 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
 
-import triton  # noqa: E402
-from launches import KERNELS, Recorder  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally  # noqa: E402
+from compiled import CARDS, KERNELS, Compiled, admitting, budgeted, compile_for, experts, record, small  # noqa: E402
+from vllm_spac.kernels import grouped_gemm, route  # noqa: E402
 from vllm_spac.kernels.formats import Format  # noqa: E402
-from vllm_spac.kernels.types import Experts, Offers, Quantised  # noqa: E402
 
-# Shared memory of one block, in bytes: CUDA programming guide, "Technical Specifications per Compute Capability".
-SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-    torch.float64: "*fp64", torch.bool: "*i1",
-}  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-
-
-class Compiled(NamedTuple):
-    """What the assembler says of one kernel; sizes in bytes. A spill takes stack."""
-
-    registers: int
-    stack: int
-    shared: int
-    ptx: str
-
-
-def source(kernel, arguments, named) -> tuple[ASTSource, dict]:
-    """What Triton's own launcher would compile: divisible sizes and pointers are marked, 1 and None are constants."""
-    options = {name: named.pop(name) for name in OPTIONS if name in named}
-    values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-    assert list(values) and set(values) == set(kernel.arg_names)
-    signature, constants, attributes = {}, {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        value, param = values[name], kernel.params[place]
-        one = value == 1 and not param.do_not_specialize if isinstance(value, int) else False
-        if param.is_constexpr or value is None or one:
-            signature[name], constants[(place,)] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name], aligned = TYPES[value.dtype], not param.do_not_specialize_on_alignment
-        elif isinstance(value, float):
-            signature[name], aligned = "fp32", False
-        else:
-            signature[name], aligned = "i32", value % 16 == 0
-        if aligned and not param.do_not_specialize:
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
-
-
-def compile_for(capability: int, call) -> Compiled:
-    kernel, arguments, named = call
-    code, options = source(kernel, arguments, dict(named))
-    made = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", said)}
-    return Compiled(used["REG"], used["STACK"], made.metadata.shared, made.asm["ptx"])
+SHARED = {capability: CARDS[capability].block for capability in (80, 89, 90, 100, 120)}
 
 
 @pytest.fixture(autouse=True)
 def no_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-def record(function) -> dict:
-    """What the kernels were first launched with while ``function`` ran, by short name."""
-    calls: dict[str, tuple] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, (module, attribute) in KERNELS.items():
-            kernel = getattr(module, attribute)
-            keep = partial(lambda name, kernel, *given: calls.setdefault(name, (kernel, *given)), name, kernel)
-            patch.setattr(module, attribute, Recorder(kernel, keep))
-        function()
-    return calls
-
-
-def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, tile=None, kind=None):
-    """A layer's launches. The tensors are never touched: no memory is taken."""
-    x = torch.empty(rows, d, dtype=dtype)
-    table = torch.zeros(count, dtype=torch.int64)
-    biases = (table, table) if bias else (None, None)
-    weights, ids = torch.ones(rows, k), torch.zeros(rows, k, dtype=torch.int32)
-    options = {"counts": torch.zeros(count, dtype=torch.int32), "live": torch.zeros(1, dtype=torch.int32)}
-    if kind is not None:
-        options["quantised"] = Quantised(kind, table, table)
-    grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, tile=tile, **options)
 
 
 def say(title: str, capability: int, made: Compiled) -> None:
@@ -233,38 +151,6 @@ def test_odd_sizes_compile():
         say(f"{name} 1001 x 333", 80, compile_for(80, calls[name]))
 
 
-def small(rows: int = 64) -> None:
-    """One launch of every other op, with 128 experts."""
-    count, k = 128, 8
-    weights, ids = torch.ones(rows, k), torch.zeros(rows, k, dtype=torch.int32)
-    route.align(ids, weights, count, 16)
-    combine.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
-    admitting(ids, weights, count)
-    budgeted(ids, weights, count, substitute=True)
-
-
-def budgeted(ids, weights, count, substitute: bool) -> None:
-    """What a layer launches for a budget, by a share of the mass."""
-    probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
-    votes, share = torch.ones(len(ids)).double(), torch.ones(()).double()
-    members, best = shortlist.shortlist(torch.stack((held, held)), held != 0, None, held, share)
-    options = {"groups": 8, "top_groups": 4, "rescue": not substitute}
-    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, **options)
-    tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
-
-
-def admitting(ids, weights, count, names: int = 4) -> None:
-    """What a layer launches before its experts, with an expert's weights and biases."""
-    keys, slots = 2 * count, 3
-    integers, addresses = torch.zeros(keys, dtype=torch.int32), torch.zeros(names, keys, dtype=torch.int64)
-    experts = Experts(integers, integers[:slots], addresses, addresses, addresses[:, :slots].contiguous())
-    offers = Offers(*(integers[:size] for size in (2, slots, slots)), torch.zeros(slots), torch.zeros(keys))
-    copies = torch.zeros(1 + 2 * count, dtype=torch.int32)
-    live = torch.zeros(1, dtype=torch.int32)
-    admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live)
-    fetch.fetch(copies, experts, integers[:names])
-
-
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_experts_are_fetched_16_bytes_at_a_time(capability):
     """Though neither addresses nor sizes are known to the compiler: both were promised."""
@@ -281,7 +167,7 @@ def test_small_kernels(capability, rows):
     """Of few pairs ``admit`` is one warp."""
     calls = record(lambda: small(rows))
     assert set(calls) == set(KERNELS) - {"gate_up", "down"}
-    assert calls["admit"][2]["num_warps"] == (1 if rows == 16 else 4)
+    assert calls["admit"].named["num_warps"] == (1 if rows == 16 else 4)
     for name, call in calls.items():
         check(f"{name} M={rows}", capability, compile_for(capability, call))
 

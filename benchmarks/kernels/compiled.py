@@ -1,0 +1,370 @@
+"""What the compiler says of every kernel on six kinds of GPUs, without one; and how far the bytes in flight reach.
+
+The launchers run on CPU tensors with each kernel replaced by a recorder; what they passed is compiled by Triton and
+assembled by its ``ptxas``. Registers, stack and shared memory are the assembler's. *Calculated* from them:
+
+- programs that fit one multiprocessor, by registers, threads and shared memory, and those that a launch has;
+- bytes in flight: of the grouped GEMM all stages of its pipeline but one, of ``fetch`` one chunk in each program;
+- the bytes that must be in flight for a rate: rate times latency (Little's law);
+- the share of HBM and of the link that a layer's two GEMMs then reach, launches included.
+
+Rates are the data sheets', the latencies assumptions, and what does not depend on bytes is taken from the H100 on which
+``run.py`` has run: the line through its times at 1 and 2 rows. The result shows this model beside that GPU's times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+import typer
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import RESULTS, progress, provenance, show, write_result
+from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally
+from vllm_spac.kernels.formats import Format
+from vllm_spac.kernels.types import Experts, Offers, Quantised
+
+KERNELS = {
+    "gate_up": (grouped_gemm, "_gate_up_kernel"),
+    "down": (grouped_gemm, "_down_kernel"),
+    "combine": (combine, "_combine_kernel"),
+    "align": (route, "_align_kernel"),
+    "admit": (admit, "_admit_kernel"),
+    "fetch": (fetch, "_fetch_kernel"),
+    "shortlist": (shortlist, "_shortlist_kernel"),
+    "cover": (cover, "_cover_kernel"),
+    "tally": (tally, "_tally_kernel"),
+}
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float64: "*fp64", torch.bool: "*i1",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+GEMMS = ("gate_up", "down")
+SIZES = {"d": 2048, "ff": 768, "k": 8, "count": 128}  # Qwen3-30B-A3B's experts
+ROWS = (1, 16)
+REGISTERS = 65536  # of a multiprocessor
+LATENCY = {"hbm": 0.8e-6, "link": 2e-6}  # seconds, loaded; assumed: published measurements of HBM are 0.5 to 0.9 us
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: NVIDIA's data sheets, and the CUDA programming guide's technical specifications.
+
+    Attributes:
+        processors: multiprocessors. hbm, link: bytes per second, the link's as a pinned copy reaches it.
+        shared: bytes of shared memory of a multiprocessor, 1 KB less for each program. block: most that one may have.
+        threads: of a multiprocessor.
+    """
+
+    name: str
+    processors: int
+    hbm: float
+    link: float
+    shared: int
+    block: int
+    threads: int
+
+
+CARDS = {
+    80: Card("A100", 108, 2.04e12, 25e9, 164 << 10, 163 << 10, 2048),
+    86: Card("RTX 3090", 82, 0.936e12, 25e9, 100 << 10, 99 << 10, 1536),
+    89: Card("RTX 4090", 128, 1.008e12, 25e9, 100 << 10, 99 << 10, 1536),
+    90: Card("H100", 132, 3.35e12, 55e9, 228 << 10, 227 << 10, 2048),
+    100: Card("B200", 148, 8e12, 55e9, 228 << 10, 227 << 10, 2048),
+    120: Card("RTX 5090", 170, 1.792e12, 55e9, 100 << 10, 99 << 10, 1536),
+}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+class Recorder:
+    """Stands in for a kernel: reports what it is launched with, and runs nothing.
+
+    Attributes:
+        programs: of the last launch.
+    """
+
+    def __init__(self, kernel, report: Callable[[tuple, dict], object]) -> None:
+        self.kernel, self._report = kernel, report
+        self.programs = 0
+
+    def __getitem__(self, grid):
+        assert all(isinstance(size, int) and 0 < size < 2**31 for size in grid)
+        self.programs = 1
+        for size in grid:
+            self.programs *= size
+        return lambda *arguments, **named: self._report(arguments, named)
+
+
+class Compiled(NamedTuple):
+    """What the assembler says of one kernel; sizes in bytes. A spill takes stack."""
+
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel: what it was given, and the number of its programs."""
+
+    kernel: Any
+    arguments: tuple
+    named: dict
+    programs: int
+
+
+def record(function: Callable[[], object]) -> dict[str, Launch]:
+    """What the kernels were first launched with while ``function`` ran, by short name."""
+    calls: dict[str, Launch] = {}
+    recorders: dict[str, Recorder] = {}
+
+    def keep(name: str, arguments: tuple, named: dict) -> None:
+        recorder = recorders[name]
+        calls.setdefault(name, Launch(recorder.kernel, arguments, named, recorder.programs))
+
+    patches = []
+    for name, (module, attribute) in KERNELS.items():
+        recorders[name] = Recorder(getattr(module, attribute), partial(keep, name))
+        patches.append(patch.object(module, attribute, recorders[name]))
+    for each in patches:
+        each.start()
+    try:
+        function()
+    finally:
+        for each in patches:
+            each.stop()
+    return calls
+
+
+def source(kernel, arguments, named) -> tuple[ASTSource, dict]:
+    """What Triton's own launcher would compile: divisible sizes and pointers are marked, 1 and None are constants."""
+    options = {name: named.pop(name) for name in OPTIONS if name in named}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+    assert list(values) and set(values) == set(kernel.arg_names)
+    signature, constants, attributes = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        value, param = values[name], kernel.params[place]
+        one = value == 1 and not param.do_not_specialize if isinstance(value, int) else False
+        if param.is_constexpr or value is None or one:
+            signature[name], constants[(place,)] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name], aligned = TYPES[value.dtype], not param.do_not_specialize_on_alignment
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
+        else:
+            signature[name], aligned = "i32", value % 16 == 0
+        if aligned and not param.do_not_specialize:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
+
+
+def compile_for(capability: int, call: Launch) -> Compiled:
+    """Compiles a launch; ``TRITON_CACHE_DIR`` is a folder that may be written."""
+    code, options = source(call.kernel, call.arguments, dict(call.named))
+    made = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", said)}
+    return Compiled(used["REG"], used["STACK"], made.metadata.shared, made.asm["ptx"])
+
+
+def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, tile=None, kind=None):
+    """A layer's launches. The tensors are never touched: no memory is taken."""
+    x = torch.empty(rows, d, dtype=dtype)
+    table = torch.zeros(count, dtype=torch.int64)
+    biases = (table, table) if bias else (None, None)
+    weights, ids = torch.ones(rows, k), torch.zeros(rows, k, dtype=torch.int32)
+    options = {"counts": torch.zeros(count, dtype=torch.int32), "live": torch.zeros(1, dtype=torch.int32)}
+    if kind is not None:
+        options["quantised"] = Quantised(kind, table, table)
+    grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, tile=tile, **options)
+
+
+def small(rows: int = 64) -> None:
+    """One launch of every other op, with 128 experts."""
+    count, k = 128, 8
+    weights, ids = torch.ones(rows, k), torch.zeros(rows, k, dtype=torch.int32)
+    route.align(ids, weights, count, 16)
+    combine.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
+    admitting(ids, weights, count)
+    budgeted(ids, weights, count, substitute=True)
+
+
+def budgeted(ids, weights, count, substitute: bool) -> None:
+    """What a layer launches for a budget, by a share of the mass."""
+    probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
+    votes, share = torch.ones(len(ids)).double(), torch.ones(()).double()
+    members, best = shortlist.shortlist(torch.stack((held, held)), held != 0, None, held, share)
+    options = {"groups": 8, "top_groups": 4, "rescue": not substitute}
+    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, **options)
+    tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
+
+
+def admitting(ids, weights, count, names: int = 4) -> None:
+    """What a layer launches before its experts, with an expert's weights and biases."""
+    keys, slots = 2 * count, 3
+    integers, addresses = torch.zeros(keys, dtype=torch.int32), torch.zeros(names, keys, dtype=torch.int64)
+    experts = Experts(integers, integers[:slots], addresses, addresses, addresses[:, :slots].contiguous())
+    offers = Offers(*(integers[:size] for size in (2, slots, slots)), torch.zeros(slots), torch.zeros(keys))
+    copies = torch.zeros(1 + 2 * count, dtype=torch.int32)
+    live = torch.zeros(1, dtype=torch.int32)
+    admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live)
+    fetch.fetch(copies, experts, integers[:names])
+
+
+@contextlib.contextmanager
+def on(capability: int) -> Iterator[None]:
+    """Launchers choose as on a GPU of this capability."""
+    with (
+        patch.object(grouped_gemm, "_shared_memory", lambda device: CARDS[capability].block),
+        patch.object(grouped_gemm, "has_e4m3", lambda device: capability >= 89),
+        patch.object(grouped_gemm, "multiplies_across", lambda device: capability == 90),
+    ):
+        yield
+
+
+FORMATS = {
+    "bf16": None,
+    "fp8 by block": Format("e4m3", 128, 128),
+    "int4": Format("int4", 128),
+    "mxfp4": Format("e2m1", 32),
+}
+
+
+def _in_flight(name: str, call: Launch) -> int | None:
+    """Bytes of weights that one program has in flight; None: it reads few."""
+    named = call.named
+    if name == "fetch":
+        return named["WORDS"] * 8
+    if name not in GEMMS:
+        return None
+    values = dict(zip(call.kernel.arg_names, call.arguments, strict=False)) | named
+    columns = values["BLOCK_N"] * (2 if name == "gate_up" else 1)
+    return columns * values["BLOCK_K"] * 2 * (named["num_stages"] - 1)
+
+
+def _fitting(card: Card, made: Compiled, threads: int) -> int:
+    """Programs that fit one multiprocessor at once."""
+    registers = -(-made.registers // 8) * 8 * threads
+    return min(card.shared // (made.shared + 1024), REGISTERS // registers, card.threads // threads)
+
+
+def _row(kind: str, name: str, rows: int, capability: int, call: Launch) -> dict:
+    card, made, threads = CARDS[capability], compile_for(capability, call), call.named.get("num_warps", 4) * 32
+    assert made.shared <= card.block, f"{name} takes more shared memory than a block of an {card.name} may have"
+    row = {
+        "kernel": name, "format": kind, "rows": rows, "capability": capability, "registers": made.registers,
+        "stack": made.stack, "shared": made.shared, "threads": threads, "programs": call.programs,
+        "programs_at_once": min(call.programs, card.processors * _fitting(card, made, threads)),
+    }  # fmt: skip
+    flying = _in_flight(name, call) if kind == "bf16" or name == "fetch" else None
+    if flying is not None:
+        row["bytes_in_flight"] = flying * row["programs_at_once"]
+        for path, rate in (("hbm", card.hbm), ("link", card.link)):
+            row[f"{path}_bytes_in_flight_needed"] = round(rate * LATENCY[path])
+    return row
+
+
+def _measured_h100() -> dict[str, Any]:
+    """What of a layer's time on an H100 does not depend on bytes, and its rate, from times at 1 and 2 rows."""
+    found = json.loads((RESULTS / "gpu_h100.json").read_text(encoding="utf-8"))["kernels"]
+    first, second = (next(row for row in found["rows"] if row["rows"] == rows) for rows in (1, 2))
+    nbytes = second["bytes"]["needed"] - first["bytes"]["needed"]
+    rate = nbytes / (second["seconds"]["hbm"]["median"] - first["seconds"]["hbm"]["median"])
+    fixed = first["seconds"]["hbm"]["median"] - first["bytes"]["needed"] / rate
+    return {
+        "seconds_without_bytes": fixed,
+        "hbm_share_of_data_sheet": rate / CARDS[90].hbm,
+        "link_share_of_a_copy": first["pinned_bytes_per_second"] / found["copy_bytes_per_second"]["pinned"],
+        "bytes": {row["rows"]: row["bytes"]["needed"] for row in found["rows"]},
+        "seconds": {row["rows"]: row["seconds"]["hbm"]["median"] for row in found["rows"]},
+    }
+
+
+def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
+    """The share of HBM and of the link that a layer's two GEMMs reach, *calculated*."""
+    made = []
+    for capability, card in CARDS.items():
+        for count in ROWS:
+            if count not in known["bytes"]:
+                continue
+            gemms = [
+                row
+                for row in rows
+                if (row["capability"], row["rows"], row["format"]) == (capability, count, "bf16")
+                and row["kernel"] in GEMMS
+            ]
+            flying = min(row["bytes_in_flight"] for row in gemms)
+            layer: dict[str, Any] = {"capability": capability, "card": card.name, "rows": count}
+            for path, rate, most in (
+                ("hbm", card.hbm, known["hbm_share_of_data_sheet"]),
+                ("link", card.link, known["link_share_of_a_copy"]),
+            ):
+                reached = rate * min(most, flying / (rate * LATENCY[path]))
+                seconds = known["seconds_without_bytes"] + known["bytes"][count] / reached
+                layer[path] = {"seconds": seconds, "share": known["bytes"][count] / seconds / rate}
+            if capability == 90:
+                layer["measured_seconds"] = known["seconds"][count]
+            made.append(layer)
+    return made
+
+
+@app.command()
+def main(
+    output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels_compiled.json",
+) -> None:
+    """Compile every kernel for six GPUs and write what each takes. Five minutes of one core."""
+    known = provenance()
+    work = []
+    for capability in CARDS:
+        for kind, rows in product(FORMATS, ROWS):
+            with on(capability):
+                calls = record(partial(experts, rows, **SIZES, kind=FORMATS[kind]))
+            work += [(kind, name, rows, capability, calls[name]) for name in GEMMS]
+        work += [("any", name, 16, capability, call) for name, call in record(partial(small, 16)).items()]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, progress() as bar:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        for each in bar.track(work, description="compiling"):
+            rows.append(_row(*each))
+    found = _measured_h100()
+    layers = _layers(rows, found)
+    payload = {
+        "provenance": known,
+        "model": "Qwen3-30B-A3B's experts",
+        "latency_seconds": LATENCY,
+        "cards": {str(capability): card.__dict__ for capability, card in CARDS.items()},
+        "h100": {
+            name: found[name] for name in ("seconds_without_bytes", "hbm_share_of_data_sheet", "link_share_of_a_copy")
+        },
+        "rows": rows,
+        "layers": layers,
+    }
+    write_result(output, payload)
+    show("Kernels", rows, "kernel", "format", "rows", "capability", "registers", "stack", "shared", "programs_at_once")
+
+
+if __name__ == "__main__":
+    app()
