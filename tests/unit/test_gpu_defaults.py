@@ -121,8 +121,8 @@ def test_devices_that_cannot_read_in_place(gpu, monkeypatch, facts) -> None:
     assert started({}, of=model())[0].execution_name == "slots"
 
 
-def test_expert_parallelism_needs_slots(gpu) -> None:
-    assert started({}, of=model(), enable_expert_parallel=True)[0].execution_name == "slots"
+def test_the_device_decides_about_divided_experts_too(gpu) -> None:
+    assert started({}, of=model(), enable_expert_parallel=True)[0].execution_name == "pointers"
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,6 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return "vLLM's kernel reads experts in slots (--spac-kernel vllm)"
     if config.parsed_slots.share == 1:
         return "each expert has a slot, and vLLM's own kernel runs"
-    if engine_args.enable_expert_parallel:
-        return "experts are divided among ranks (--enable-expert-parallel)"
     if config.votes_alpha is not None:
         return "the device counts each row as one (--spac-budget-votes)"
     given = engine_args.additional_config["spac"]

@@ -149,10 +149,13 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
         )
 
 
-def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
+def check_staging(vllm_config: VllmConfig, shape: MoEShape, ranks: int = 1) -> None:
     """Refuses full graphs of prompts that are long enough to be staged, which the host does layer by layer.
 
     Full graphs of decode steps may have as many rows: they read missing experts in place.
+
+    Args:
+        ranks: that divide the experts of a layer.
 
     Raises:
         UnsupportedError: names the flag that helps.
@@ -161,7 +164,7 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
 
     compilation = vllm_config.compilation_config
     captures_prompts = (compilation.cudagraph_mode or CUDAGraphMode.NONE).mixed_mode() == CUDAGraphMode.FULL
-    staged_from = -(-ROWS * shape.experts // shape.top_k)
+    staged_from = -(-ROWS * ranks * shape.experts // shape.top_k)
     if captures_prompts and (compilation.max_cudagraph_capture_size or 0) >= staged_from:
         raise UnsupportedError(
             f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "

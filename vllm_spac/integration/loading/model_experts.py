@@ -164,7 +164,7 @@ class ModelExperts:
         for shape in shapes:
             room = self.execution.divide(config.parsed_slots, config.staging, shape, free)
             if room.staged:
-                graphs.check_staging(vllm_config, shape)
+                graphs.check_staging(vllm_config, shape, parts)
             if self.execution.layout == "kernel" and room.slots < shape.total and not self.on_cpu:
                 triton_tiles.install()
             free -= room.nbytes
