@@ -42,7 +42,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
         method = f"--speculative-config with method {vllm_config.speculative_config.method}"
         yield True, f"{method} is not supported: {unknown.problem}", (unknown.remedy, drop("vllm_speculative_config"))
     yield from _of_preset(config, vllm_config)
-    yield from _of_workers(config, vllm_config, gpu)
+    yield from _of_workers(config, vllm_config)
     yield from _of_ranks(config, vllm_config)
     if vllm_config.parallel_config.enable_expert_parallel:
         yield from _of_divided_experts(vllm_config, gpu)
@@ -69,12 +69,12 @@ def _of_preset(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]
         )
 
 
-def _of_workers(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+def _of_workers(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     ranks, named, local = vllm_config.parallel_config.tensor_parallel_size, plane(config), without_workers(config)
     workers = config.has_workers
-    yield workers and gpu, f"{named} on a GPU (workers run vLLM's CPU kernel) is not supported", (local,)
     one = use(vllm_tensor_parallel_size=1)
-    yield workers and ranks > 1, f"{named} with --tensor-parallel-size {ranks} is not supported", (local, one)
+    several = f"--tensor-parallel-size {ranks} (a worker has whole experts, and serves one process)"
+    yield workers and ranks > 1, f"{named} with {several} is not supported", (local, one)
 
 
 def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:

@@ -38,12 +38,13 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swis
 
 def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     """Returns the configuration with kernel and decisions, and adds it and vLLM's options to ``engine_args``."""
-    if config.has_workers or device.is_cpu():
+    if device.is_cpu():
         return config
     model = engine_args.create_model_config()
     entry = quant_config.of(model.hf_config.to_dict())
     facts = device.query()
-    config = _with_plane(engine_args, config, model, entry, facts)
+    if not config.has_workers:
+        config = _with_plane(engine_args, config, model, entry, facts)
     _set_kernels(engine_args, config, model, entry, facts)
     return config
 

@@ -155,7 +155,7 @@ class DeviceLookahead:
         self._admission.ahead(layer + 1, own, live)
 
     def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Writes the likeliest experts of layer ``layer + 1`` for each row, of any rank, to ``out``, int32 [rows, k]."""
+        """Writes each row's likeliest experts of layer ``layer + 1``, of all ranks, to ``out``, int32 [rows, k]."""
         there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
         seen = Seen(layer, hidden=x, ids=there, weights=weights)
         scores = self._predictor.of_next(seen, self._known[: len(x), layer])

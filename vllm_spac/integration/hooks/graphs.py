@@ -42,8 +42,10 @@ _PIECES = f"""graphs between the layers: --compilation-config '{{"cudagraph_mode
 
 def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
     """Why layers need the host and which flags avoid it, or None if they do not need it."""
+    if config.has_workers:
+        return "rows go to expert workers between layers", ()
     if config.execution_class.needs_host and config.parsed_slots.share != 1:
-        return "experts are loaded between layers", _all_in_slots(config)
+        return "experts are loaded between layers", (use(decisions="device"), use(slots="100%"))
     if config.trace is not None:
         return "routing is recorded between layers", (drop("trace"),)
     if not config.execution_class.needs_host and components.find("rankings", config.budget_ranking).replayable:
@@ -53,11 +55,6 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
     if config.control:
         return "a budget may be applied between layers", (drop("control"),)
     return None
-
-
-def _all_in_slots(config: SpacConfig) -> tuple[Remedy, ...]:
-    """Expert workers compute outside of the graph whatever their slots are."""
-    return (use(decisions="device"), use(slots="100%")) if not config.has_workers else ()
 
 
 def hold_budget(config: SpacConfig) -> bool:
