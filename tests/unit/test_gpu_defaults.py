@@ -168,6 +168,15 @@ def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts,
     assert (args.moe_backend, args.quantization) == (backend, loader)
 
 
+def test_expert_workers_get_experts_as_the_checkpoint_has_them(gpu) -> None:
+    """In whose layout vLLM's Triton kernel has them, too; another of its kernels converts them."""
+    knobs = {"executor": "processes", "workers": 2}
+    args = arguments(knobs, model())
+    config = gpu_defaults.apply(args, SpacConfig.parse(knobs))
+    assert config.execution_name == "workers" and config.store_on("cuda") == "disk"
+    assert args.moe_backend == "triton" and args.additional_config["spac"] == knobs
+
+
 @pytest.mark.parametrize("knobs", [{"store": "disk"}, {"cpu_experts": "auto"}, {"slots": "100%"}], ids=str)
 def test_formats_that_no_slots_of_vllms_kernel_hold_get_ours(gpu, caplog, knobs: dict) -> None:
     config, passed = started(knobs, of=model(quantization="mxfp4", config=MXFP4))

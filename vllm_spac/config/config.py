@@ -149,7 +149,7 @@ class SpacConfig(BaseModel):
     )
     executor: Annotated[str, types.EXECUTOR] = Field(
         types.LOCAL,
-        description="Which processes keep and compute the experts: the engine's own (local), expert workers on a CPU "
+        description="Which processes keep and compute the experts: the engine's own (local), expert workers on CPUs "
         "(processes), or those that Ray places (ray); per_layer of them divide the experts of each layer (1), and "
         "replicas more have it in case one is lost (0).",
     )

@@ -160,7 +160,7 @@ class WorkerExecution(Execution):
             return torch.zeros_like(x)
         there = x
         if self._exchange is not None:
-            x, weights, ids = self._exchange.all_to_host([x[real].contiguous(), weights[real], ids[real]])
+            x, weights, ids = self._exchange.all_to_host([x[real], weights[real], ids[real]])
         if rows.record is not None:
             rows.record(layer, ids[real], weights[real])
         if not rows.as_routed:
