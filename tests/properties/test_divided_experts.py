@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import Exchange
@@ -161,7 +163,7 @@ FF = 4
 PLAIN = {"w13_weight": TensorSpec((2 * FF, 8), torch.float32), "w2_weight": TensorSpec((8, FF), torch.float32)}
 
 
-def pointers(own: list[int], slots: int, weights: dict[str, Tensor]) -> PointerExecution:
+def pointers(own: list[int], slots: int, weights: dict[str, Tensor], **options) -> PointerExecution:
     """A rank that holds the experts ``own`` of each layer: ``weights`` are [2, EXPERTS, ...]."""
     local_of = torch.full((EXPERTS,), -1)
     local_of[own] = torch.arange(len(own))
@@ -173,7 +175,9 @@ def pointers(own: list[int], slots: int, weights: dict[str, Tensor]) -> PointerE
     slots = min(slots, shape.total)
     tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in PLAIN.items()}
     policy = components.build("policies", "lru")
-    execution = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=9, local_of=local_of)
+    execution = PointerExecution(
+        shape, slots, policy, store, tensors, path="host", rows=9, local_of=local_of, **options
+    )
     list(execution.fill())
     return execution
 
@@ -209,3 +213,29 @@ def test_the_parts_of_ranks_whose_devices_decide_are_the_output(case, slots: int
     for execution in every[1:]:
         execution.admission.check_integrity()
         execution.close()
+
+
+def test_a_rank_reads_ahead_its_own_of_the_experts_that_are_named() -> None:
+    """A predictor names the model's experts, here those that the next layer chooses: whatever is read is used."""
+    chosen = torch.zeros(2, 2, TOP_K, dtype=torch.long)  # of each layer
+    foresight = SimpleNamespace(
+        sizes=Sizes(2, EXPERTS, TOP_K, 8, 1, 1),
+        reach=1,
+        needs=frozenset(),
+        of_step=lambda tokens: torch.zeros(1, EXPERTS),
+        of_next=lambda seen, known: torch.zeros(2, EXPERTS).scatter_(1, chosen[1], 1.0),
+    )
+    generator = torch.Generator().manual_seed(0)
+    experts = {name: torch.randn(2, EXPERTS, *spec.shape, generator=generator) for name, spec in PLAIN.items()}
+    execution = pointers([7, 2, 3, 10, 5, 0], 8, experts, predictor=foresight)
+    for _ in range(20):
+        chosen.copy_(torch.rand(2, 2, EXPERTS, generator=generator).topk(TOP_K).indices)
+        execution.begin_step(Step((RequestRows(0, 2, RowKind.DECODE),)))
+        for layer in range(2):
+            x = torch.randn(2, 8, generator=generator)
+            execution.run(layer, x, torch.ones(2, TOP_K), chosen[layer].int(), "silu", torch.empty_like(x))
+        execution.end_forward()
+        execution.admission.check_integrity()
+    counters = execution.snapshot()
+    assert counters["prefetch_hits"] == counters["prefetches"] > 0
+    execution.close()
