@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.execution.base import Rows
-from vllm_spac.execution.row_shares import numbered
+from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.execution.base import Execution, Rows
+from vllm_spac.execution.device.pointers_execution import PointerExecution
+from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution.row_shares import numbered, numbered_there, numbers_there
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.storage.memory import MemoryStore
 
@@ -35,7 +39,38 @@ class Kernel:
         return x * (weights * self._slots[ids.long()].squeeze(-1)).sum(1, keepdim=True)
 
 
-def rank_of(number: int, owners: list[int], slots: int) -> SlotExecution:
+class MapKernel(Kernel):
+    """As vLLM's on a GPU: experts of the model, and a map to slots in which those of other ranks have none.
+
+    If each expert has a slot, it has a map of its own.
+    """
+
+    takes_slots = False
+
+    def __init__(self, execution: SlotExecution, layer: int) -> None:
+        super().__init__(execution, layer)
+        self._own = execution.local_of
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
+        slot_of = self._own if slot_of is None else slot_of
+        assert len(slot_of) == EXPERTS
+        slots = slot_of[ids.clamp(min=0).long()].masked_fill(ids < 0, -1)
+        return super().__call__(x, weights.masked_fill(slots < 0, 0), slots.clamp(min=0))
+
+
+class AtOnce:
+    """Copies, as the caller's stream does."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def record(self):
+        return self
+
+    def wait(self) -> None: ...
+
+
+def rank_of(number: int, owners: list[int], slots: int, exchange: Exchange | None = None) -> SlotExecution:
     """Rank ``number``, with the experts that ``owners`` gives it; expert e of layer l multiplies by 100 l + e + 1."""
     own = [expert for expert, owner in enumerate(owners) if owner == number]
     local_of = torch.full((EXPERTS,), -1)
@@ -48,7 +83,9 @@ def rank_of(number: int, owners: list[int], slots: int) -> SlotExecution:
     slots = min(slots, shape.total)
     tensors = {"w": torch.full((slots, 1), float("nan"), dtype=torch.float64)}
     policy = components.build("policies", "lru")
-    execution = SlotExecution(shape, slots, policy, store, tensors, io_threads=1, path="m", local_of=local_of)
+    execution = SlotExecution(
+        shape, slots, policy, store, tensors, io_threads=1, path="m", exchange=exchange, local_of=local_of
+    )
     list(execution.fill())
     return execution
 
@@ -67,8 +104,9 @@ def cases(draw):
     return owners, ranks, torch.cat([ids, torch.tensor(junk, dtype=torch.int32).reshape(-1, TOP_K)]), rows
 
 
-@given(cases(), st.integers(TOP_K, 2 * EXPERTS), st.integers(0, 1))
-def test_the_parts_of_all_ranks_are_the_output(case, slots: int, layer: int) -> None:
+@given(cases(), st.integers(TOP_K, 2 * EXPERTS), st.integers(0, 1), st.booleans())
+def test_the_parts_of_all_ranks_are_the_output(case, slots: int, layer: int, mapped: bool) -> None:
+    """``mapped``: as on a GPU; there a kernel may compute padding, too."""
     owners, ranks, ids, rows = case
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(len(ids), WIDTH, generator=generator, dtype=torch.float64)
@@ -76,16 +114,20 @@ def test_the_parts_of_all_ranks_are_the_output(case, slots: int, layer: int) -> 
     step = Step((RequestRows(0, rows, RowKind.VERIFY, rows - 1),))
     total, chosen = torch.zeros(rows, WIDTH, dtype=torch.float64), ids[:rows]
     for number in range(ranks):
-        execution = rank_of(number, owners, slots)
+        exchange = Exchange(torch.device("cpu"), AtOnce()) if mapped else None
+        execution = rank_of(number, owners, slots, exchange)
+        kernel = (MapKernel if mapped else Kernel)(execution, layer)
+        if mapped and execution.holds_all:
+            ids = ids.clamp(-1, EXPERTS - 1)  # vLLM's padding
         seen, recorded = [], []
         execution.residency.policy.observe = lambda counts, seen=seen: seen.append(counts)
         given = ids.clone()
         execution.begin_step(step)
         record = lambda *what, recorded=recorded: recorded.append(what)  # noqa: E731
-        out = execution.forward(layer, x, weights, given, Kernel(execution, layer), Rows(rows, False, record))
+        out = execution.forward(layer, x, weights, given, kernel, Rows(rows, False, record))
         execution.end_forward()
         assert torch.equal(given, ids), "the router's ids were changed"
-        assert not out[rows:].any() and not out.isnan().any()
+        assert (mapped or not out[rows:].any()) and not out.isnan().any()
         total += out[:rows]
         own = [expert for expert, owner in enumerate(owners) if owner == number]
         counted = [int((chosen == expert).sum()) for expert in own]
@@ -106,3 +148,94 @@ def test_numbers_of_another_process_are_none() -> None:
     ids = torch.tensor([[0, 1], [3, -1], [77, 3]], dtype=torch.int32)
     assert numbered(ids, local_of, 2).tolist() == [[-1, 0], [1, -1], [-1, -1]]
     assert numbered(ids[:0], local_of, 0).shape == (0, 2)
+
+
+@given(st.permutations(range(6)), st.integers(0, 5), st.lists(st.integers(-9, 99), min_size=1, max_size=8))
+def test_experts_are_numbered_on_the_device_as_on_the_host(order: list[int], held: int, ids: list[int]) -> None:
+    local_of, given = torch.full((6,), -1), torch.tensor(ids, dtype=torch.int32)[:, None]
+    local_of[order[:held]] = torch.arange(held)
+    found = numbered_there(given, numbers_there(local_of, torch.device("cpu")))
+    assert found.dtype == torch.int32
+    assert torch.equal(found, numbered(given.masked_fill(given >= 6, -1), local_of, len(given)))
+
+
+FF = 4
+PLAIN = {"w13_weight": TensorSpec((2 * FF, 8), torch.float32), "w2_weight": TensorSpec((8, FF), torch.float32)}
+
+
+def pointers(own: list[int], slots: int, weights: dict[str, Tensor], **options) -> PointerExecution:
+    """A rank that holds the experts ``own`` of each layer: ``weights`` are [2, EXPERTS, ...]."""
+    local_of = torch.full((EXPERTS,), -1)
+    local_of[own] = torch.arange(len(own))
+    shape = MoEShape(("a", "b"), len(own), TOP_K, PLAIN)
+    store = components.build("stores", "host", shape=shape, fingerprint="")
+    for key in range(shape.total):
+        layer, expert = shape.split(key)
+        store.put(key, {name: tensor[layer, own[expert]] for name, tensor in weights.items()})
+    slots = min(slots, shape.total)
+    tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in PLAIN.items()}
+    policy = components.build("policies", "lru")
+    execution = PointerExecution(
+        shape, slots, policy, store, tensors, path="host", rows=9, local_of=local_of, **options
+    )
+    list(execution.fill())
+    return execution
+
+
+@given(cases(), st.integers(TOP_K, 2 * EXPERTS))
+def test_the_parts_of_ranks_whose_devices_decide_are_the_output(case, slots: int) -> None:
+    """For three steps, so that slots change hands. Padding has any experts, and is not computed."""
+    owners, ranks, ids, rows = case
+    generator = torch.Generator().manual_seed(0)
+    shape = {name: (2, EXPERTS, *spec.shape) for name, spec in PLAIN.items()}
+    experts = {name: torch.randn(size, generator=generator) for name, size in shape.items()}
+    every: list[Execution] = [pointers(list(range(EXPERTS)), 2 * EXPERTS, experts)]
+    held = [[expert for expert, owner in enumerate(owners) if owner == number] for number in range(ranks)]
+    every += [pointers(own, slots, experts) for own in held]
+    for shift in range(3):
+        chosen = torch.where(ids[:rows] < 0, -1, (ids[:rows] + shift) % EXPERTS)
+        routed = torch.cat([chosen, ids[rows:]])
+        for layer in range(2):
+            x, weights = torch.randn(len(ids), 8, generator=generator), torch.rand(len(ids), TOP_K, generator=generator)
+            found = []
+            for execution in every:
+                if layer == 0:
+                    execution.begin_step(Step((RequestRows(0, rows, RowKind.VERIFY, rows - 1),)))
+                found.append(execution.run(layer, x, weights, routed, "silu", torch.full_like(x, float("nan"))))
+                if layer == 1:
+                    execution.end_forward()
+            whole, *parts = found
+            assert not any(part[rows:].any() for part in parts)
+            assert torch.allclose(sum(parts)[:rows], whole[:rows], atol=1e-5)
+        counted = [execution.snapshot() for execution in every]
+        used = [counters["hits"] + counters["misses"] for counters in counted]
+        assert used[0] == sum(used[1:])
+    for execution in every[1:]:
+        execution.admission.check_integrity()
+        execution.close()
+
+
+def test_a_rank_reads_ahead_its_own_of_the_experts_that_are_named() -> None:
+    """A predictor names the model's experts, here those that the next layer chooses: whatever is read is used."""
+    chosen = torch.zeros(2, 2, TOP_K, dtype=torch.long)  # of each layer
+    foresight = SimpleNamespace(
+        sizes=Sizes(2, EXPERTS, TOP_K, 8, 1, 1),
+        reach=1,
+        needs=frozenset(),
+        of_step=lambda tokens: torch.zeros(1, EXPERTS),
+        of_next=lambda seen, known: torch.zeros(2, EXPERTS).scatter_(1, chosen[1], 1.0),
+    )
+    generator = torch.Generator().manual_seed(0)
+    experts = {name: torch.randn(2, EXPERTS, *spec.shape, generator=generator) for name, spec in PLAIN.items()}
+    execution = pointers([7, 2, 3, 10, 5, 0], 8, experts, predictor=foresight)
+    for _ in range(20):
+        chosen.copy_(torch.rand(2, 2, EXPERTS, generator=generator).topk(TOP_K).indices)
+        execution.begin_step(Step((RequestRows(0, 2, RowKind.DECODE),)))
+        for layer in range(2):
+            x = torch.randn(2, 8, generator=generator)
+            execution.run(layer, x, torch.ones(2, TOP_K), chosen[layer].int(), "silu", torch.empty_like(x))
+        execution.end_forward()
+        execution.admission.check_integrity()
+    counters = execution.snapshot()
+    assert counters["prefetch_hits"] == counters["prefetches"] > 0
+    execution.close()

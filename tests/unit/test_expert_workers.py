@@ -31,6 +31,7 @@ from worker_threads import (
 )
 
 from vllm_spac.errors import ConfigError, SpacError, StoreError
+from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
@@ -399,6 +400,18 @@ def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
 
     with pytest.raises(ConfigError, match="worker-0 at .* computes other bits"):
         client(Threads(2, nearly))
+
+
+def test_where_an_engine_is_on_a_gpu_a_worker_may_round_otherwise_and_no_more(client) -> None:
+    """In torch, as there; the sum of a row's experts is rounded once, and not after each one."""
+    torch_kernel = cpu_kernel.of_worker(cpu_kernel.TORCH, "silu", SHAPE)
+    assert_right(client(Threads(2, torch_kernel), exact=False), 0, exact=False)
+
+    def wrong(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        return 1.001 * torch_kernel(x, weights, ids, experts)
+
+    with pytest.raises(ConfigError, match="worker-0 at .* compared with this process: results differ by"):
+        client(Threads(2, wrong), exact=False)
 
 
 def test_a_second_engine_is_refused_while_the_first_one_is_there(client) -> None:

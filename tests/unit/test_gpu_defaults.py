@@ -121,8 +121,8 @@ def test_devices_that_cannot_read_in_place(gpu, monkeypatch, facts) -> None:
     assert started({}, of=model())[0].execution_name == "slots"
 
 
-def test_expert_parallelism_needs_slots(gpu) -> None:
-    assert started({}, of=model(), enable_expert_parallel=True)[0].execution_name == "slots"
+def test_the_device_decides_about_divided_experts_too(gpu) -> None:
+    assert started({}, of=model(), enable_expert_parallel=True)[0].execution_name == "pointers"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,15 @@ def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts,
     args = arguments({}, model(**found))
     assert gpu_defaults.apply(args, SpacConfig()).execution_name == execution
     assert (args.moe_backend, args.quantization) == (backend, loader)
+
+
+def test_expert_workers_get_experts_as_the_checkpoint_has_them(gpu) -> None:
+    """In whose layout vLLM's Triton kernel has them, too; another of its kernels converts them."""
+    knobs = {"executor": "processes", "workers": 2}
+    args = arguments(knobs, model())
+    config = gpu_defaults.apply(args, SpacConfig.parse(knobs))
+    assert config.execution_name == "workers" and config.store_on("cuda") == "disk"
+    assert args.moe_backend == "triton" and args.additional_config["spac"] == knobs
 
 
 @pytest.mark.parametrize("knobs", [{"store": "disk"}, {"cpu_experts": "auto"}, {"slots": "100%"}], ids=str)

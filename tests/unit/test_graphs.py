@@ -14,6 +14,7 @@ from vllm_spac.integration.hooks import graphs
 
 SLOTS, POINTERS = SpacConfig(), SpacConfig(decisions="device")
 ALL = SpacConfig(slots="100%")  # the host decides, and each expert has one
+WORKERS = SpacConfig(executor="processes", workers=2, slots="100%")  # of theirs: rows leave the engine all the same
 FULL = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 
@@ -32,7 +33,9 @@ def arguments(mode: str | None, *, eager: bool = False, speculative=None):
 
 
 @pytest.mark.parametrize(
-    ("config", "mode"), [(SLOTS, "NONE"), (POINTERS, "FULL_DECODE_ONLY")], ids=["slots", "pointers"]
+    ("config", "mode"),
+    [(SLOTS, "NONE"), (WORKERS, "NONE"), (POINTERS, "FULL_DECODE_ONLY")],
+    ids=["slots", "workers", "pointers"],
 )
 def test_a_mode_that_was_left_to_vllm_is_one_that_splits_nothing(cuda, config: SpacConfig, mode: str) -> None:
     """What is compiled up to MoE layers rounds at other places than stock vLLM (seen on an H100)."""

@@ -13,6 +13,7 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.policies.lru import LRU
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.execution.base import Rows
+from vllm_spac.execution.exchange import Exchange
 from vllm_spac.methods.od_moe.workers_execution import WorkerExecution
 
 LAYERS, EXPERTS, TOP_K = 3, 4, 2
@@ -58,6 +59,21 @@ def serving(predictor: Predictor | None, names: tuple[int, int] | None = None) -
     client = Client()
     store = SimpleNamespace(client=client)
     return WorkerExecution(SHAPE, LRU(), store, predictor, names), client
+
+
+class Lane:
+    """Copies at once; counts how often the host waits."""
+
+    waits = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def record(self) -> Lane:
+        return self
+
+    def wait(self) -> None:
+        self.waits += 1
 
 
 def step(kind: RowKind) -> Step:
@@ -107,6 +123,33 @@ def test_a_predictor_that_fails_tells_workers_nothing_and_is_not_asked_again(cap
     assert client.told == [(1, 0, "rows"), (2, 0, "rows")]
     [record] = caplog.records
     assert "failed; workers get no more hints" in record.getMessage() and record.exc_info is not None
+
+
+def test_rows_of_a_device_come_to_the_host_with_their_routing_in_one_wait() -> None:
+    """Also what the drafter computed, for the predictor there. Padding may have any ids, and does not come."""
+    sent: list[tuple[Tensor, ...]] = []
+
+    class Remembers(Client):
+        def compute(self, forward, layer: int, x: Tensor, weights: Tensor, ids: Tensor, meanwhile: Callable | None):
+            sent.append((x, weights, ids))
+            return super().compute(forward, layer, 2 * x, weights, ids, meanwhile)
+
+    client, lane, recorded = Remembers(), Lane(), []
+    exchange = Exchange(torch.device("cpu"), lane)
+    execution = WorkerExecution(SHAPE, LRU(), SimpleNamespace(client=client), Named(), None, exchange)
+    assert not execution.keeps_bits
+    execution.begin_step(step(RowKind.DECODE))
+    assert lane.waits == 1 and client.told == [(1, number, [1, 3]) for number in range(LAYERS)]
+    x, ids = torch.rand(3, 3), torch.tensor([[2, -1], [99, 7], [-1, -1]], dtype=torch.int32)
+    given = x, torch.ones(3, TOP_K), ids
+    record = lambda *what: recorded.append(what)  # noqa: E731
+    out = execution.forward(0, *given, None, Rows(1, as_routed=False, record=record))
+    assert lane.waits == 2
+    assert torch.equal(out, torch.cat([2 * x[:1], torch.zeros(2, 3)]))
+    assert torch.equal(x, given[0]) and ids.tolist()[0] == [2, -1], "the engine's own were changed"
+    ((rows, weights, experts),) = sent
+    assert torch.equal(rows, x[:1]) and weights.tolist() == [[1, 0]] and experts.tolist() == [[2, 0]]
+    assert recorded[0][1].tolist() == [[2, -1]]
 
 
 def test_nothing_is_said_about_prompts_or_without_a_predictor() -> None:

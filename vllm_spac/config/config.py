@@ -149,7 +149,7 @@ class SpacConfig(BaseModel):
     )
     executor: Annotated[str, types.EXECUTOR] = Field(
         types.LOCAL,
-        description="Which processes keep and compute the experts: the engine's own (local), expert workers on a CPU "
+        description="Which processes keep and compute the experts: the engine's own (local), expert workers on CPUs "
         "(processes), or those that Ray places (ray); per_layer of them divide the experts of each layer (1), and "
         "replicas more have it in case one is lost (0).",
     )
@@ -325,7 +325,8 @@ class SpacConfig(BaseModel):
 
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""
-        in_memory = self.execution_class.needs_addressable_store or (device != "cpu" and self.host_memory is None)
+        kept = device != "cpu" and self.host_memory is None and not self.has_workers  # which have disks
+        in_memory = self.execution_class.needs_addressable_store or kept
         return self.store or ("host" if in_memory else "disk")
 
     def store_class_on(self, device: str) -> type[ExpertStore]:

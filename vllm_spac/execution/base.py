@@ -53,7 +53,9 @@ class LayerKernel(Protocol):
             x: [rows, hidden].
             weights: [rows, top_k].
             ids: [rows, top_k], experts of the layer, or slots if ``takes_slots`` and not every expert has its slot.
-            slot_of: int32 [experts] on the device, the slot of each expert that occurs in ``ids``.
+                With a process that holds some of the model's experts: those of the model, unless ``takes_slots``.
+            slot_of: int32 [experts] on the device, the slot of each expert that occurs in ``ids``; experts of another
+                process have none (-1) and add nothing.
             rows: with ``slot_of``, number of rows of the whole forward that ``x`` is a part of; tiles are chosen for
                 that number.
         """
@@ -152,7 +154,6 @@ class Execution(ABC):
         needs_addressable_store: missing experts are read directly from the store's memory.
         keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may
             override its class.
-        divides_experts: a process may hold some of the model's experts only (``local_of``).
         counts_votes: policies and predictors observe selections weighted by the rows' votes; else each row counts 1.
         layout: layout of experts in slots and in the store: ``kernel``, what vLLM's kernel reads, or ``plain``, that of
             the checkpoint, of quantised experts as ``checkpoint.repacking`` packs them.
@@ -172,7 +173,6 @@ class Execution(ABC):
     needs_host: ClassVar[bool] = True
     needs_addressable_store: ClassVar[bool] = False
     keeps_bits: bool = True
-    divides_experts: ClassVar[bool] = False
     counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
     knobs: ClassVar[frozenset[str]] = frozenset()

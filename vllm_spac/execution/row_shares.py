@@ -90,6 +90,28 @@ def numbered(ids: Tensor, local_of: Tensor, real: int) -> Tensor:
     return local
 
 
+def numbers_there(local_of: Tensor, device: torch.device) -> Tensor:
+    """Returns what ``numbered_there`` looks experts up in: int32 [experts of the model + 1], the last one is -1.
+
+    Args:
+        local_of: as in ``numbered``.
+    """
+    return torch.cat([local_of, local_of.new_full((1,), -1)]).int().to(device)
+
+
+def numbered_there(ids: Tensor, numbers: Tensor) -> Tensor:
+    """As ``numbered``, of rows that may be padding, where they are: two launches, which a CUDA graph can hold.
+
+    Args:
+        ids: int [rows, top_k], experts of the model; whatever else they contain is none.
+        numbers: as of ``numbers_there``, on the device of ``ids``.
+
+    Returns:
+        int32 [rows, top_k], -1 for experts of another process and for none.
+    """
+    return numbers[ids.clamp(-1, len(numbers) - 1)]  # both ends are the last number
+
+
 def typed_like(slots: np.ndarray, ids: Tensor) -> Tensor:
     """Returns ``slots`` with the dtype of ``ids``."""
     found = torch.from_numpy(slots)

@@ -23,14 +23,16 @@ from vllm_spac.cache.named import Named, Ration
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.core import NOT_RUN, MoEShape, Step, selected
+from vllm_spac.core import MoEShape, Step
 from vllm_spac.cpu_kernels._thread import Computation, ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.execution import row_shares
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.row_shares import Share, combine, numbered, runnable, typed_like
 from vllm_spac.execution.slot_layers import CpuCheck, SlotLayers, filled_experts
+from vllm_spac.execution.step_routing import StepRouting
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Timeline
 from vllm_spac.storage.base import ExpertStore
@@ -38,86 +40,6 @@ from vllm_spac.storage.base import ExpertStore
 if TYPE_CHECKING:
     from vllm_spac.cache.transfers import HostRows
     from vllm_spac.execution.exchange import Exchange, Sent
-
-
-class StepRouting:
-    """The routing of some forwards of layers.
-
-    Args:
-        shape: the layers and experts.
-        partly: some ids are -1: experts that this process does not hold. They are not counted.
-
-    Attributes:
-        pairs: (row, expert) pairs kept.
-    """
-
-    def __init__(self, shape: MoEShape, partly: bool = False) -> None:
-        self._shape, self._partly = shape, partly
-        self._kept: list[tuple[int, Tensor]] = []
-        self.pairs = 0
-
-    def __len__(self) -> int:
-        """Number of forwards of layers."""
-        return len(self._kept)
-
-    def add(self, layer: int, ids: Tensor) -> None:
-        """Keeps the routing of a layer's rows, ids [rows, top_k]."""
-        self._kept.append((layer, ids))
-        self.pairs += ids.numel()
-
-    def clear(self) -> None:
-        self._kept.clear()
-        self.pairs = 0
-
-    def distinct(self) -> int:
-        """Returns the sum over forwards of the number of distinct experts."""
-        experts = torch.cat([ids.flatten() for _, ids in self._kept]).cpu().numpy()
-        forward = np.repeat(np.arange(len(self._kept)), [ids.numel() for _, ids in self._kept])
-        keys = experts + forward * self._shape.experts
-        return len(np.unique(keys[experts >= 0] if self._partly else keys))
-
-    def uses(self) -> np.ndarray:
-        """Returns int64 [keys]: rows that selected each expert, padding included."""
-        counts = np.zeros(self._shape.total, dtype=np.int64)
-        by_layer = counts.reshape(-1, self._shape.experts)
-        for layer, ids in self._kept:
-            by_layer[layer] += self._sums(ids.cpu().numpy().ravel(), None)
-        return counts
-
-    def counts(self, rows: Sequence[slice], weights: Sequence[float] | None = None) -> np.ndarray | None:
-        """Returns how many of ``rows`` selected each expert, as in ``Policy.observe``; None if there are none.
-
-        The caller leaves out prefill rows, which predict little about the next token.
-
-        Args:
-            weights: of the rows one after another; None: each counts 1.
-        """
-        if not rows:
-            return None
-        counts = np.full(self._shape.total, NOT_RUN, dtype=np.int64 if weights is None else np.float64)
-        each = None if weights is None else np.repeat(weights, self._shape.top_k)
-        by_layer = counts.reshape(-1, self._shape.experts)
-        for layer, ids in self._kept:
-            found = ids.numpy()
-            chosen = found[rows[0]] if len(rows) == 1 else np.concatenate([found[part] for part in rows])
-            by_layer[layer] = by_layer[layer].clip(0) + self._sums(chosen.ravel(), each)
-        return counts
-
-    def selected(self, rows: slice) -> np.ndarray | None:
-        """Returns bool [rows, keys], the experts that each of ``rows``, the last ones of a step, selected.
-
-        None where a layer ran some rows of the step alone, as an expert worker's layers do.
-        """
-        if any(len(ids) != rows.stop for _, ids in self._kept):
-            return None
-        found = ((layer, ids.numpy()[rows]) for layer, ids in self._kept)
-        return selected(found, len(self._shape.layers), self._shape.experts)
-
-    def _sums(self, experts: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        if self._partly:
-            own = experts >= 0
-            experts, weights = experts[own], None if weights is None else weights[own]
-        return np.bincount(experts, weights, minlength=self._shape.experts)
 
 
 @dataclass(frozen=True)
@@ -191,11 +113,10 @@ class SlotExecution(Execution):
         ahead: settings of the prefetcher.
         exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
         host: host memory between the slots and the store, if any; owned.
-        local_of: the experts that this process holds, see ``Execution``; on a CPU only.
+        local_of: the experts that this process holds, see ``Execution``.
     """
 
     needs_host: ClassVar[bool] = True
-    divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
 
@@ -228,6 +149,10 @@ class SlotExecution(Execution):
         knobs = ahead or PrefetchSettings()
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host, self.local_of = host, local_of
+        self._held: Tensor | None = None  # the experts of ``local_of`` by their numbers here, where a kernel has a map
+        if local_of is not None and exchange is not None:
+            self._numbers = row_shares.numbers_there(local_of, next(iter(tensors.values())).device)
+            self._held = local_of.argsort(stable=True)[-shape.experts :]
         held = None if local_of is None else local_of.numpy()
         shared = self.residency, transfers, self.counters, shape.experts, knobs
         self._loader = ExpertLoader(*shared, top_k=shape.top_k, away=exchange is not None, local_of=held)
@@ -336,12 +261,17 @@ class SlotExecution(Execution):
 
     # -- a layer -------------------------------------------------------------------------------------------
 
+    def own(self, ids: Tensor) -> Tensor:
+        """Returns experts of the model on the device as this process numbers them, see ``numbered_there``."""
+        return ids if self.local_of is None else row_shares.numbered_there(ids, self._numbers)
+
     def waits_for_host(self, kernel: LayerKernel) -> bool:
         return kernel.takes_slots or not self.holds_all
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         if not self.waits_for_host(kernel):  # vLLM's own routing and kernel
-            self._tell(layer, ids[: rows.real], weights[: rows.real], rows)
+            own = ids if self._step is None else self.own(ids)
+            self._tell(layer, own[: rows.real], ids[: rows.real], weights[: rows.real], rows)
             return kernel(x, weights, ids)
         if self.local_of is not None:
             return self._own_part(layer, x, weights, ids, kernel, rows)
@@ -351,11 +281,11 @@ class SlotExecution(Execution):
             routed, names = self._to_host(layer, x, weights, ids, rows)
         if rows.as_routed:  # each call into torch takes microseconds, in every layer of every token
             there = ids
-            self._tell(layer, routed, weights, rows)
+            self._tell(layer, routed, routed, weights, rows)
         else:
             weights = weights.masked_fill(ids < 0, 0)
             routed = runnable(routed, rows.real)
-            self._tell(layer, routed[: rows.real], weights[: rows.real], rows)
+            self._tell(layer, routed[: rows.real], routed[: rows.real], weights[: rows.real], rows)
         if self.holds_all:
             return kernel(x, weights, routed)
         if self._step is not None and self._layers.looks:
@@ -404,21 +334,27 @@ class SlotExecution(Execution):
 
         Arguments and result as in ``forward``. Rows that chose none of them stay 0.
         """
-        assert kernel.takes_slots and self.local_of is not None
-        local = numbered(ids, self.local_of, rows.real)
-        self.observe(layer, local[: rows.real])
-        if rows.record is not None:
-            rows.record(layer, ids[: rows.real], weights[: rows.real])
+        assert self.local_of is not None
+        routed, names = (ids, []) if kernel.takes_slots else self._to_host(layer, x, weights, ids, rows)
+        real, local = slice(rows.real), numbered(routed, self.local_of, rows.real)
+        self._tell(layer, local[real], routed[real], weights[real], rows)
         if self._step is not None and self._layers.looks and not self.holds_all:  # predictors know all experts
-            real, chosen = slice(rows.real), runnable(ids, rows.real)
-            self._layers.look(layer, x[real], chosen[real], weights[real].masked_fill(ids[real] < 0, 0))
-        share, out = Share.of(local, local >= 0), torch.zeros_like(x)
+            chosen = runnable(routed, rows.real)[real]
+            self._layers.look(layer, x[real], chosen, weights[real].masked_fill(ids[real] < 0, 0), names)
+        share = Share.of(local, local >= 0)
+        if not kernel.takes_slots and self._cpu is None and len(share.rows):  # the map leaves out what others hold
+            there = ids if rows.as_routed else self._on_device(runnable(routed, rows.real))
+            needed = torch.full_like(local, int(share.ids[0, 0]))  # of rows that chose none of this process's experts
+            needed[share.rows] = share.ids
+            return self.in_slots(layer, x, weights.masked_fill(ids < 0, 0), needed, kernel, there=there)
+        out = torch.zeros_like(x)
         if len(share.rows):
             picked = share.pick(x, weights)
             if self.holds_all:
                 out[share.rows] = kernel(*picked, share.ids)
             else:
-                out[share.rows] = self._shared(layer, *picked, share.ids, kernel, len(share.rows))
+                part = self._shared(layer, *picked, share.ids, kernel, len(share.rows))
+                out[share.rows.to(x.device)] = part
         return out
 
     def in_slots(
@@ -490,20 +426,29 @@ class SlotExecution(Execution):
         if kernel.takes_slots:
             return kernel(x, weights, slot_ids)
         slot_of = self._on_device(self._map(ids, slot_ids))
-        return kernel(x, weights, self._on_device(ids) if there is None else there, slot_of, rows)
+        if there is None:
+            there = self._on_device(ids if self._held is None else self._held[ids.long()].to(ids.dtype))
+        return kernel(x, weights, there, slot_of, rows)
 
     def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
-        """Returns int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; on the CPU."""
-        slot_of = torch.full((self.shape.experts,), NOWHERE, dtype=torch.int32)
-        slot_of[ids.long()] = slot_ids.to(torch.int32)
+        """Returns int32 [experts of the model]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k].
+
+        On the CPU, NOWHERE for others, also those of other processes.
+        """
+        experts, named = self.shape.experts, ids.long()
+        if self._held is not None:
+            experts, named = len(self._numbers) - 1, self._held[named]
+        slot_of = torch.full((experts,), NOWHERE, dtype=torch.int32)
+        slot_of[named] = slot_ids.to(torch.int32)
         return slot_of
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         assert self._exchange is not None
         return self._exchange.to_device(tensor)
 
-    def _tell(self, layer: int, ids: Tensor, weights: Tensor, rows: Rows) -> None:
-        self.observe(layer, ids)
+    def _tell(self, layer: int, own: Tensor, ids: Tensor, weights: Tensor, rows: Rows) -> None:
+        """Tells of the rows of requests; ``own``: their experts as this process numbers them."""
+        self.observe(layer, own)
         if rows.record is not None:
             rows.record(layer, ids, weights)
 

@@ -26,9 +26,8 @@ logger = logging.getLogger("vllm.spac")
 
 
 class TableExecution(SlotExecution):
-    """Arguments as of ``SlotExecution``; each process holds all experts."""
+    """Arguments as of ``SlotExecution``."""
 
-    divides_experts: ClassVar[bool] = False
     keeps_bits = False  # the kernel sums in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
 
@@ -104,6 +103,8 @@ class TableKernel:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
         places = self._own if slot_of is None else self._execution.places(self._layer, slot_of)
+        if not self.takes_slots and self._execution.local_of is not None:  # our kernel skips what is -1
+            ids = self._execution.own(ids) if slot_of is None else ids.masked_fill(slot_of[ids] < 0, -1)
         return self._run(places, x, weights, ids)
 
     def _run(self, places: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -118,12 +119,14 @@ class TableKernel:
 
         The first forward measures vLLM's memory, with the most rows; no request should wait for compilation.
         """
-        shape = self._execution.shape
-        sizes = self._execution.launches.rows_to_compile(len(x), top_k, shape.experts, shape.packed)
+        shape, held = self._execution.shape, self._execution.local_of
+        whole = held is None or self.takes_slots or self._execution.holds_all
+        experts = shape.experts if held is None or whole else len(held)  # in the table that is read
+        sizes = self._execution.launches.rows_to_compile(len(x), top_k, experts, shape.packed)
         start = time.perf_counter()
         for rows in sizes:
             ids = torch.full((rows, top_k), -1, dtype=torch.int32, device=x.device)
-            places = self._own[:, :1].expand(-1, shape.experts).contiguous()
+            places = self._own[:, :1].expand(-1, experts).contiguous()
             self._run(places, x.new_zeros(rows, x.shape[1]), torch.zeros(ids.shape, device=x.device), ids)
         if sizes:
             logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)

@@ -42,10 +42,10 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
         method = f"--speculative-config with method {vllm_config.speculative_config.method}"
         yield True, f"{method} is not supported: {unknown.problem}", (unknown.remedy, drop("vllm_speculative_config"))
     yield from _of_preset(config, vllm_config)
-    yield from _of_workers(config, vllm_config, gpu)
+    yield from _of_workers(config, vllm_config)
     yield from _of_ranks(config, vllm_config)
     if vllm_config.parallel_config.enable_expert_parallel:
-        yield from _of_divided_experts(config, vllm_config, gpu)
+        yield from _of_divided_experts(vllm_config, gpu)
     if drafts.of_itself(vllm_config):
         yield from _of_own_drafts(config, vllm_config)
     yield from _of_guard(config, vllm_config)
@@ -69,12 +69,12 @@ def _of_preset(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]
         )
 
 
-def _of_workers(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+def _of_workers(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     ranks, named, local = vllm_config.parallel_config.tensor_parallel_size, plane(config), without_workers(config)
     workers = config.has_workers
-    yield workers and gpu, f"{named} on a GPU (workers run vLLM's CPU kernel) is not supported", (local,)
     one = use(vllm_tensor_parallel_size=1)
-    yield workers and ranks > 1, f"{named} with --tensor-parallel-size {ranks} is not supported", (local, one)
+    several = f"--tensor-parallel-size {ranks} (a worker has whole experts, and serves one process)"
+    yield workers and ranks > 1, f"{named} with {several} is not supported", (local, one)
 
 
 def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
@@ -94,20 +94,14 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     )
 
 
-def _of_divided_experts(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
+def _of_divided_experts(vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:
     option = "--enable-expert-parallel"
     drafter = vllm_config.speculative_config
+    copies = getattr(drafter, "method", None) == "draft_model" and drafter.draft_model_config.get_num_experts() > 0
     yield (
-        getattr(drafter, "method", None) == "draft_model" and drafter.draft_model_config.get_num_experts() > 0,
-        f"a draft model with experts and {option} (vLLM's kernel would have to divide these, too) is not supported",
+        not gpu and copies,
+        f"a draft model with experts and {option} (vLLM's CPU kernel cannot divide these) is not supported",
         (_WHOLE,),
-    )
-    yield gpu, f"{option} on a GPU (it was not tested there) is not supported", (_WHOLE,)
-    instead = without_workers(config) if config.has_workers else use(kernel="vllm", decisions="host")
-    yield (
-        not config.execution_class.divides_experts,
-        f"{plane(config)} with {option} is not supported",
-        (instead, _WHOLE),
     )
 
 

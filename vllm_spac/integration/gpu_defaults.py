@@ -38,12 +38,13 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swis
 
 def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     """Returns the configuration with kernel and decisions, and adds it and vLLM's options to ``engine_args``."""
-    if config.has_workers or device.is_cpu():
+    if device.is_cpu():
         return config
     model = engine_args.create_model_config()
     entry = quant_config.of(model.hf_config.to_dict())
     facts = device.query()
-    config = _with_plane(engine_args, config, model, entry, facts)
+    if not config.has_workers:
+        config = _with_plane(engine_args, config, model, entry, facts)
     _set_kernels(engine_args, config, model, entry, facts)
     return config
 
@@ -96,8 +97,6 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return "vLLM's kernel reads experts in slots (--spac-kernel vllm)"
     if config.parsed_slots.share == 1:
         return "each expert has a slot, and vLLM's own kernel runs"
-    if engine_args.enable_expert_parallel:
-        return "experts are divided among ranks (--enable-expert-parallel)"
     if config.votes_alpha is not None:
         return "the device counts each row as one (--spac-budget-votes)"
     given = engine_args.additional_config["spac"]

@@ -44,6 +44,7 @@ from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, La
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
+from vllm_spac.execution.row_shares import numbered_there, numbers_there
 from vllm_spac.execution.slot_layers import filled_experts
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
@@ -65,11 +66,22 @@ class DeviceLookahead:
         predictor: on the device, looking one layer ahead or at the step's start.
         compute, copy: the stream that runs the model, and one for copies.
         rows: maximum number of rows of a forward.
+        numbers: as of ``numbers_there``; None: this process holds all experts.
     """
 
-    def __init__(self, predictor: OnDevice, admission: Admission, compute: Stream, copy: Stream, rows: int) -> None:
+    def __init__(
+        self,
+        predictor: OnDevice,
+        admission: Admission,
+        compute: Stream,
+        copy: Stream,
+        rows: int,
+        numbers: Tensor | None = None,
+    ) -> None:
         sizes, device = predictor.sizes, admission.memory.device
-        assert predictor.reach <= 1 and sizes.experts == admission.shape.experts
+        of_model = admission.shape.experts if numbers is None else len(numbers) - 1
+        assert predictor.reach <= 1 and sizes.experts == of_model
+        self._numbers = numbers
         self.rows = min(rows, MOST_ROWS)
         self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
         self._last = sizes.layers - 1
@@ -139,10 +151,11 @@ class DeviceLookahead:
     def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
         named = self._named[: len(x)]
         self.name(layer, x, ids, weights, named)
-        self._admission.ahead(layer + 1, named, live)
+        own = named if self._numbers is None else numbered_there(named, self._numbers)
+        self._admission.ahead(layer + 1, own, live)
 
     def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Writes the experts of layer ``layer + 1`` that are likeliest for each row into ``out``, int32 [rows, k]."""
+        """Writes each row's likeliest experts of layer ``layer + 1``, of all ranks, to ``out``, int32 [rows, k]."""
         there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
         seen = Seen(layer, hidden=x, ids=there, weights=weights)
         scores = self._predictor.of_next(seen, self._known[: len(x), layer])
@@ -170,6 +183,7 @@ class PointerExecution(Execution):
         predictor: names experts of the next layer, which are read ahead; on the device. None: nothing is.
         extra: loads that reads ahead may add, as in ``Allowance``; ``prefetch``: the predictor's name.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
+        local_of: the experts that this process holds, see ``Execution``. The kernels skip all others, like padding.
     """
 
     needs_host: ClassVar[bool] = False
@@ -192,6 +206,7 @@ class PointerExecution(Execution):
         extra: float = 1.0,
         prefetch: str = "off",
         staged: bool = False,
+        local_of: Tensor | None = None,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
         self.check_shape(shape)
@@ -202,6 +217,9 @@ class PointerExecution(Execution):
         self.holds_all = slots == shape.total
         self._path = path
         device = next(iter(tensors.values())).device
+        self.local_of = local_of
+        self._numbers = None if local_of is None else numbers_there(local_of, device)
+        self._of_model = shape.experts if local_of is None else len(local_of)
         self._compute, self._copy = streams(device)
         self._kernels = kernels = kernels_for(device)
         self._memory = memory = AddressTable(store, tensors, shape.total)
@@ -214,7 +232,8 @@ class PointerExecution(Execution):
         self._ahead: DeviceLookahead | None = None
         if predictor is not None and not self.holds_all:
             self.admission.read_ahead(extra, prefetch)
-            self._ahead = DeviceLookahead(predictor, self.admission, self._compute, self._copy, rows)
+            shared = self.admission, self._compute, self._copy
+            self._ahead = DeviceLookahead(predictor, *shared, rows, self._numbers)
             self.looks_at = predictor.needs & {Signal.TOKENS}
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
         self._counts = self.admission.counts.view(-1, shape.experts)
@@ -243,6 +262,7 @@ class PointerExecution(Execution):
             extra=context.config.prefetch_share,
             prefetch=context.config.prefetch.partition("@")[0],
             staged=context.room.staged,
+            local_of=context.local_of,
         )
 
     @classmethod
@@ -340,7 +360,7 @@ class PointerExecution(Execution):
             layer: number of the layer in ``shape.layers``.
             x: [T, d] of the experts' dtype.
             weights: [T, k] float32; a pair with weight 0 is skipped.
-            ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and skipped.
+            ids: [T, k] int32 or int64, experts of the model; whatever else they contain is padding and skipped.
             activation: one of ``address_table.ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
         """
@@ -349,10 +369,11 @@ class PointerExecution(Execution):
             self._compile(layer, x, activation, captured)
         live = self._live if captured or self._step is not None else self._all
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
+        own = ids if self._numbers is None else numbered_there(ids, self._numbers)
         if self._prompt is not None and len(ids) >= self._prompt.stop and not captured:
-            self._chosen.append((layer, ids[self._prompt]))
-        with self._reading(layer, x, ids, weights, captured) as tables:
-            return self._launch(tables, layer, x, ids, weights, live, activation, out)
+            self._chosen.append((layer, own[self._prompt]))
+        with self._reading(layer, x, ids, own, weights, captured) as tables:
+            return self._launch(tables, layer, x, own, weights, live, activation, out)
 
     def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
         """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
@@ -393,13 +414,16 @@ class PointerExecution(Execution):
 
     @contextlib.contextmanager
     def _reading(
-        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, captured: bool
+        self, layer: int, x: Tensor, ids: Tensor, own: Tensor, weights: Tensor, captured: bool
     ) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
-        if self._staging is None or captured or ids.numel() < ROWS * self.shape.experts:
+        """Yields the tables that the launch of a layer reads, name -> int64 [experts].
+
+        ``own``: ``ids`` as this process numbers its experts, int32 [T, k]; -1 for others.
+        """
+        if self._staging is None or captured or ids.numel() < ROWS * self._of_model:
             if self._ahead is not None:
                 self._ahead.join()
-            self.admission.enter(layer, ids, weights)
+            self.admission.enter(layer, own, weights)
             if self._ahead is not None:
                 self._ahead.start(layer, x, ids, weights, captured=captured)
             yield self._tables_of(layer)

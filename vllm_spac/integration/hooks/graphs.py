@@ -42,8 +42,10 @@ _PIECES = f"""graphs between the layers: --compilation-config '{{"cudagraph_mode
 
 def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
     """Why layers need the host and which flags avoid it, or None if they do not need it."""
+    if config.has_workers:
+        return "rows go to expert workers between layers", ()
     if config.execution_class.needs_host and config.parsed_slots.share != 1:
-        return "experts are loaded between layers", _all_in_slots(config)
+        return "experts are loaded between layers", (use(decisions="device"), use(slots="100%"))
     if config.trace is not None:
         return "routing is recorded between layers", (drop("trace"),)
     if not config.execution_class.needs_host and components.find("rankings", config.budget_ranking).replayable:
@@ -53,11 +55,6 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
     if config.control:
         return "a budget may be applied between layers", (drop("control"),)
     return None
-
-
-def _all_in_slots(config: SpacConfig) -> tuple[Remedy, ...]:
-    """Expert workers compute outside of the graph whatever their slots are."""
-    return (use(decisions="device"), use(slots="100%")) if not config.has_workers else ()
 
 
 def hold_budget(config: SpacConfig) -> bool:
@@ -149,10 +146,13 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
         )
 
 
-def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
+def check_staging(vllm_config: VllmConfig, shape: MoEShape, ranks: int = 1) -> None:
     """Refuses full graphs of prompts that are long enough to be staged, which the host does layer by layer.
 
     Full graphs of decode steps may have as many rows: they read missing experts in place.
+
+    Args:
+        ranks: that divide the experts of a layer.
 
     Raises:
         UnsupportedError: names the flag that helps.
@@ -161,7 +161,7 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
 
     compilation = vllm_config.compilation_config
     captures_prompts = (compilation.cudagraph_mode or CUDAGraphMode.NONE).mixed_mode() == CUDAGraphMode.FULL
-    staged_from = -(-ROWS * shape.experts // shape.top_k)
+    staged_from = -(-ROWS * ranks * shape.experts // shape.top_k)
     if captures_prompts and (compilation.max_cudagraph_capture_size or 0) >= staged_from:
         raise UnsupportedError(
             f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "

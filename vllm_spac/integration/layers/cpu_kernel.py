@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels.base import Kernel
+from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.layers import quant_schemes
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+TORCH = "torch"  # in place of an instruction set: vLLM's build for a GPU has no kernel for a CPU
 _OF_SIDE = ("scale", "zp", "bias")  # tensors in vLLM's description of one projection
 
 
@@ -44,6 +47,15 @@ def isa_of(layer: RoutedExperts) -> str | None:
     """The instruction set that the CPU kernel of ``layer`` uses; None for a kernel that is not vLLM's fused one."""
     serves = layer.quant_method.moe_kernel.fused_experts
     return None if getattr(serves, "_use_zentorch", False) else getattr(serves, "isa", None)
+
+
+def of_worker(isa: str, activation: str, shape: MoEShape) -> Kernel:
+    """As ``named``; with ``TORCH``, torch's own, for experts of ``shape`` in the checkpoint's layout.
+
+    Raises:
+        ConfigError: torch's has no such activation.
+    """
+    return Torch(shape, 0, activation).run if isa == TORCH else named(isa, activation)
 
 
 def named(isa: str, activation: str) -> Kernel:

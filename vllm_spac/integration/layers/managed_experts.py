@@ -36,7 +36,7 @@ class SlotKernel:
         if slot_of is None:
             return self._run(x, weights, ids)
         self._layer._expert_map = slot_of
-        with triton_tiles.of_layer(len(slot_of), rows):
+        with triton_tiles.of_layer(self._layer.spac_execution.shape.experts, rows):
             return self._run(x, weights, ids)
 
 

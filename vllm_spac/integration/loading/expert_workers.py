@@ -9,8 +9,10 @@ from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.rules import check_groups, without_workers
 from vllm_spac.core import MoEShape
-from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.errors import ConfigError, UnsupportedError, use
+from vllm_spac.execution.address_table import check_layer
+from vllm_spac.execution.base import LayerFacts
+from vllm_spac.integration.layers import cpu_kernel, quant_schemes
 from vllm_spac.methods.od_moe import division, places
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.places import Places, Processes, RunningWorkers
@@ -50,18 +52,12 @@ def store(
     """Starts or reaches the workers, and opens the store that they are.
 
     Args:
-        free: bytes that experts may take on this machine.
+        free: bytes that experts may take in this machine's memory.
 
     Raises:
         SpacError: a worker cannot be started, reached or used.
     """
-    isa = cpu_kernel.isa_of(layer)
-    if isa is None or layer.apply_router_weight_on_input:
-        raise UnsupportedError.refused(
-            f"spac: executor={config.executor} (--spac-executor) needs vLLM's fused CPU kernel, and {layer.layer_name} "
-            "runs in another",
-            without_workers(config),
-        )
+    isa = _isa(config, layer)
     places, client = _places(config, free), None
     try:
         count = len(places.addresses()) if config.workers is None else config.workers
@@ -76,7 +72,7 @@ def store(
         size, replicas = config.workers_per_layer, config.replicas
         layers = [division.layers_of(worker, len(shape.layers), count, replicas, size) for worker in range(count)]
         services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]
-        kernel = cpu_kernel.named(isa, layer.activation.value)
+        kernel = cpu_kernel.of_worker(isa, layer.activation.value, shape)
         client = WorkerClient(
             places,
             services,
@@ -85,11 +81,38 @@ def store(
             vllm_config.model_config.dtype,
             lambda: _copy(config, shape, fingerprint),
             size,
+            exact=isa != cpu_kernel.TORCH,
         )
         return WorkerStore(shape, fingerprint, client)
     except BaseException:
         (places if client is None else client).close()
         raise
+
+
+def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
+    """Returns the kernel of the workers, as ``cpu_kernel.of_worker`` takes it.
+
+    Raises:
+        UnsupportedError: it does not compute ``layer``, or not what its slots would hold.
+    """
+    named = f"spac: executor={config.executor} (--spac-executor)"
+    if not layer.spac.on_cpu:
+        if not quant_schemes.is_plain(layer):
+            kernel = layer.quant_method.experts_cls.__name__
+            problem = f"{named} needs experts as the checkpoint has them, and {kernel} converts {layer.layer_name}"
+            raise UnsupportedError.refused(problem, use(vllm_moe_backend="triton"), without_workers(config))
+        facts = layer.swiglu_limit, layer.swiglu_alpha, layer.apply_router_weight_on_input
+        try:
+            check_layer(LayerFacts(layer.layer_name, layer.activation.value, *facts))
+        except UnsupportedError as error:
+            problem = f"{named} on a GPU computes in torch, which has not what {layer.layer_name} needs"
+            raise UnsupportedError.refused(problem, without_workers(config)) from error
+        return cpu_kernel.TORCH
+    isa = cpu_kernel.isa_of(layer)
+    if isa is None or layer.apply_router_weight_on_input:
+        problem = f"{named} needs vLLM's fused CPU kernel, and {layer.layer_name} runs in another"
+        raise UnsupportedError.refused(problem, without_workers(config))
+    return isa
 
 
 def _places(config: SpacConfig, free: int) -> Places:

@@ -154,7 +154,8 @@ class ModelExperts:
         routers.install(model, self._layers)
         parts = self.ranks.size if self.ranks.divide_experts else 1
         predictors = ahead.predictors(config, shapes, self.model_name, parts)
-        predictor = ahead.predictor(config, predictors, self._drafter, self.device)
+        asked_on = torch.device("cpu") if config.has_workers else self.device  # rows are there on their way
+        predictor = ahead.predictor(config, predictors, self._drafter, asked_on)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         args = config, vllm_config, self._layers, self.device, self.model_name, predictor
         states = ahead.draft_states(config, predictors, shapes)
@@ -164,7 +165,7 @@ class ModelExperts:
         for shape in shapes:
             room = self.execution.divide(config.parsed_slots, config.staging, shape, free)
             if room.staged:
-                graphs.check_staging(vllm_config, shape)
+                graphs.check_staging(vllm_config, shape, parts)
             if self.execution.layout == "kernel" and room.slots < shape.total and not self.on_cpu:
                 triton_tiles.install()
             free -= room.nbytes

@@ -27,7 +27,7 @@ from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.checkpoint.contents import CheckpointContents
 from vllm_spac.storage.checkpoint.packed_folder import note_model
-from vllm_spac.system.host_memory import release_file_pages, release_freed_memory
+from vllm_spac.system.host_memory import available_host_bytes, release_file_pages, release_freed_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,7 +87,7 @@ class Packing:
         """Opens the store of ``shape``; fills its slots already if an earlier start packed all of its experts.
 
         Args:
-            free: bytes of fast memory that are left, for expert workers.
+            free: bytes of fast memory that are left; expert workers of an engine on a CPU share them.
         """
         self._rooms[shape] = room
         kind, lock, layer = self.store_kind, None, self.layer_of(shape)
@@ -95,7 +95,8 @@ class Packing:
         if self._config.has_workers:
             expert_workers.check_shapes(self._config, self._shapes)
             name = fingerprint(self._vllm_config, shape, layer, self.checkpoint, self._config.execution_class.layout)
-            store = expert_workers.store(self._config, self._vllm_config, shape, layer, name, free)
+            memory = free if self.on_cpu else max(0, available_host_bytes() - assembly.HOST_RESERVE)
+            store = expert_workers.store(self._config, self._vllm_config, shape, layer, name, memory)
         elif room.slots == shape.total:
             store = components.build("stores", "resident", shape=shape, fingerprint="", device=self._device)
         elif kind.persistent:

@@ -43,6 +43,7 @@ class WorkerClient:
         replicas, size: as in ``division.owners``.
         copy: opens a store on this machine that has all experts, for rows that no worker can compute; None if there is
             none. Called once all experts are packed.
+        exact: ``kernel`` gives the same bits in every process; else results may differ by rounding.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class WorkerClient:
         dtype: torch.dtype,
         copy: Callable[[], ExpertStore | None],
         size: int = 1,
+        exact: bool = True,
     ) -> None:
+        self._exact = exact
         self.places, self.services, self.shape = places, list(services), services[0].shape
         self.roster = Roster(len(services), replicas, services[0].digest, size=size)
         mine = [service.mine for service in services]
@@ -309,7 +312,9 @@ class WorkerClient:
         return link
 
     def _check(self, worker: int, link: WorkerLink) -> None:
-        self._resident[worker] = inquiries.check(link, worker, self._samples[worker], self.roster.fingerprint)
+        self._resident[worker] = inquiries.check(
+            link, worker, self._samples[worker], self.roster.fingerprint, self._exact
+        )
 
     def _filled(self, worker: int, ready: Frame) -> int:
         """Takes what a worker says when its slots are filled; returns their number."""

@@ -19,7 +19,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from vllm_spac.cpu_kernels.base import Kernel
+from vllm_spac.cpu_kernels.base import Kernel, check_same
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.methods.od_moe.division import ProcessorRates
 from vllm_spac.methods.od_moe.roster import name
@@ -159,16 +159,21 @@ def sample(link: WorkerLink, service: Service, worker: int, kernel: Kernel, dtyp
     return Sample(layer, x, weights, ids, kernel(x, weights, ids, experts).to(x.dtype))
 
 
-def check(link: WorkerLink, worker: int, given: Sample, fingerprint: bytes) -> np.ndarray:
+def check(link: WorkerLink, worker: int, given: Sample, fingerprint: bytes, exact: bool = True) -> np.ndarray:
     """Returns which experts have a slot at the worker afterwards, as ``Frame.resident``.
 
     Raises:
-        ConfigError: the worker's output for its sample has other bits than this process's.
+        ConfigError: the worker's output for its sample has other bits than this process's, or, unless ``exact``,
+            differs by more than rounding.
     """
     sizes = {"rows": 1, "hidden": given.x.shape[1], "top_k": given.ids.shape[1], "dtype": given.x.dtype}
     payload = run_payload(given.x, given.weights, given.ids)
     frame = link.ask(FrameKind.RUN, _ANSWER, payload, layer=given.layer, fingerprint=fingerprint, **sizes)
-    if frame.header.kind != FrameKind.ROWS or not torch.equal(frame.rows(), given.out):
+    same = frame.header.kind == FrameKind.ROWS
+    if same and not exact:
+        where = f"spac: {name(worker)} at {link.address}, compared with this process"
+        check_same(frame.rows(), given.out, given.x.dtype, given.x.shape[1], where)
+    elif not same or not torch.equal(frame.rows(), given.out):
         raise ConfigError(
             f"spac: {name(worker)} at {link.address} computes other bits than this process for the same experts; "
             "use machines with the same processors, and the same vLLM"

@@ -170,7 +170,7 @@ class StartedWorker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if name not in _BINDINGS},
+                env={n: value for n, value in os.environ.items() if n not in _BINDINGS} | {"CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=detached,
             )
         except OSError as error:

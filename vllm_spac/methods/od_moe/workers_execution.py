@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
+
+if TYPE_CHECKING:
+    from vllm_spac.execution.exchange import Exchange
 
 
 class WorkerStore(ExpertStore):
@@ -79,13 +82,15 @@ logger = logging.getLogger("vllm.spac")
 class WorkerExecution(Execution):
     """Sends the rows of each layer to the worker that serves it, or divides their experts among several.
 
-    Whole rows keep the bits of vLLM's kernel; those whose experts are divided are exact up to rounding.
+    Whole rows keep the bits of vLLM's kernel on a CPU; those whose experts are divided are exact up to rounding. So are
+    all rows of an engine on a GPU: they come to the host with their routing, in one wait for the router.
 
     Args:
         policy: decides nothing here, where there are no slots; each worker has its own.
         store: the workers' experts; owned.
         predictor: looks at layers; what it guesses of later ones is told to their workers, which load it ahead.
         names: experts that a row names, and number of the first layers that they may be of; None: top-k, and all.
+        exchange: copies rows to the host and results to the device that runs the layers; None on a CPU.
     """
 
     offline: ClassVar[str] = "it is taken with --spac-executor processes"
@@ -98,12 +103,14 @@ class WorkerExecution(Execution):
         store: WorkerStore,
         predictor: Predictor | None = None,
         names: tuple[int, int] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
+        self._exchange = exchange
         self.shape, self.store, self._client = shape, store, store.client
         self.tensors = {name: torch.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in shape.tensors.items()}
         self.counters = Counters()
         self.holds_all = False
-        self.keeps_bits = not self._client.divides
+        self.keeps_bits = exchange is None and not self._client.divides
         self.residency = Residency(shape.total, 0, policy)
         self._steps = 0
         self._forward = Forward()
@@ -119,7 +126,7 @@ class WorkerExecution(Execution):
         if config.prefetch != "off":
             predictor = settings.build(shape.total)
         names = settings.k or shape.top_k, len(shape.layers) if settings.cutoff is None else settings.cutoff
-        return cls(shape, context.policy, cast(WorkerStore, context.store), predictor, names)
+        return cls(shape, context.policy, cast(WorkerStore, context.store), predictor, names, context.exchange)
 
     @classmethod
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -137,22 +144,25 @@ class WorkerExecution(Execution):
         self._forward = Forward(self._steps, step.prompts)
         self.counters.began(step.kind)
         guessed = self._predictor is not None and step.requests and not step.prompts
-        self._seen = Seen.at_start(step.tokens, step.draft, self.looks_at) if guessed else None
+        self._seen = self._at_start(step.tokens, step.draft) if guessed else None
         if self._seen is not None:
             self._hint(self._seen, self._steps)
 
     def draft(self, tokens: Tensor, read: Tensor) -> None:
-        self._hint(Seen.at_start(tokens, read, self.looks_at), self._steps + 1)
+        self._hint(self._at_start(tokens, read), self._steps + 1)
 
     def end_forward(self) -> None:
         self._forward, self._seen = Forward(), None
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         real = slice(0, rows.real)
-        if rows.record is not None:
-            rows.record(layer, ids[real], weights[real])
         if rows.real == 0:
             return torch.zeros_like(x)
+        there = x
+        if self._exchange is not None:
+            x, weights, ids = self._exchange.all_to_host([x[real], weights[real], ids[real]])
+        if rows.record is not None:
+            rows.record(layer, ids[real], weights[real])
         if not rows.as_routed:
             ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
         meanwhile = None
@@ -160,11 +170,21 @@ class WorkerExecution(Execution):
             seen = Seen(layer, self._seen.tokens, x[real], ids[real], weights[real])
             meanwhile = partial(self._hint, seen, self._steps)
         found = self._client.compute(self._forward, layer, x[real], weights[real], ids[real], meanwhile)
-        if rows.real == len(x):
+        if self._exchange is not None:
+            found = self._exchange.to_device(found)
+        if rows.real == len(there):
             return found
-        out = torch.zeros_like(x)  # padding is not used
+        out = torch.zeros_like(there)  # padding is not used
         out[real] = found
         return out
+
+    def _at_start(self, tokens: Tensor | None, read: Tensor | None) -> Seen:
+        """As ``Seen.at_start``, on the host, where the predictor is; waits for the device that has them."""
+        found = [each for each in (tokens, read) if each is not None]
+        if self._exchange is not None and found:
+            arrived = iter(self._exchange.all_to_host(found))
+            tokens, read = (None if each is None else next(arrived) for each in (tokens, read))
+        return Seen.at_start(tokens, read, self.looks_at)
 
     def _hint(self, seen: Seen, step: int) -> None:
         """Tells workers what is guessed of their layers in a step; one that has run is guessed for the next step."""

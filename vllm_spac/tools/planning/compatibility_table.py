@@ -228,7 +228,7 @@ HEAD = """# What goes with what
 Written by `vllm-spac compatibility --markdown`; a test keeps it true. Each table is a platform and who decides there.
 A number is the reason of a refusal, below. The first columns are drafts: none, chains of an EAGLE-3 head, its trees, a
 copy of the model. The others are what goes with a row under some kind of drafts. All that goes in pairs goes together.
-`kernel` is left to choose: both kernels go with all that the host decides, but vLLM's alone divides experts.
+`kernel` is left to choose: both kernels go with all that the host decides.
 Refusals that depend on the model or on other options of vLLM's are not here; an engine names them when it starts.
 """
 
