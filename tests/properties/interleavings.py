@@ -86,6 +86,7 @@ class Scenario:
     names: list[list[int]]
     most: int = 1  # moves at once, and slots that are withheld
     width: int = 2  # bytes of an expert
+    drafts: tuple[tuple[int, ...], ...] = ()  # of each step: keys that drafts after it name
 
 
 class World:
@@ -99,8 +100,10 @@ class World:
         copying=ModelStream,
         memory=ModelMemory,
         make_offering=Offering,
+        joins: bool = True,
     ):
         self.scenario, self.step = scenario, 0
+        self.joins, self.arrives = joins, None  # when what drafts were given is there
         reached, names = set(), []
         self.reached = reached
         self.compute, self.copy = compute(reached, names), copying(reached, names)
@@ -120,6 +123,7 @@ class World:
         self.table, self.owner = residency.slot_of.tolist(), residency.owner.tolist()
         self.bytes = [[key] * scenario.width for key in self.owner]
         self.offers: list[tuple] = []  # (slot, owner), those that are left
+        self.left: list[tuple] = []  # to drafts
         self.worthless: tuple = ()  # experts that take no slot
         self.sources: dict[int, int] = {}  # of the step
         self.blocks: list[list] = []  # of the running kernel: [key, bytes read, slot]
@@ -152,6 +156,7 @@ class World:
         """In two parts: streams go on while the host looks at one event and then at another."""
         self.took = not self.took
         if self.took:
+            self._join()
             self._take()
             return
         self._move()
@@ -168,14 +173,33 @@ class World:
         self.compute.queue.append(("report", told))
         self.reports.append((self.compute.record(), told, offered))
         self.mover.launched()
+        named = self.scenario.drafts[self.step] if self.scenario.drafts else ()
+        if named:
+            self.copy.wait(self.compute.record())
+            self.copy.queue.append(("draft", *named))
+            self.arrives = self.copy.record(), offered
         self.step += 1
+
+    def _join(self) -> None:
+        """As ``DraftLookahead.begin``."""
+        if self.arrives is None:
+            return
+        arrives, offered = self.arrives
+        self.arrives, told = None, []
+        if self.joins:
+            self.compute.wait(arrives)
+        self.compute.queue.append(("report", told))
+        self.reports.append((self.compute.record(), told, offered))
+        self.mover.launched()
 
     def _take(self) -> None:
         while self.reports and self.reports[0][0].done():
             _, told, offered = self.reports.pop(0)
             sources, owner = map(np.array, told)
             counts = (sources != UNUSED).astype(np.int64)
-            self.offering.learn(counts, sources, owner, generating=counts, offered=offered)
+            between = not counts.any()
+            given = {"generating": None if between else counts, "offered": offered, "between": between}
+            self.offering.learn(counts, sources, owner, **given)
             self.mover.reported()
 
     def _move(self) -> None:
@@ -208,28 +232,31 @@ class World:
         elif step[0] == "offers":
             self.offers, self.worthless, self.sources = list(step[1]), step[2], {}
         elif step[0] == "admit":
-            self._admit(step[1:])
+            self._admit(step[1:], self.offers, self.compute)
+        elif step[0] == "draft":
+            self._admit(step[1:], self.left, self.copy)
+            self.sources = {}
         elif step[0] == "kernel":
             self.blocks = [[key, 0, None] for key in step[1:]]
         elif step[0] == "report":
             sources = [self.sources.get(key, UNUSED) for key in range(self.scenario.keys)]
             step[1].extend([sources, list(self.owner)])
-            self.offers = []
+            self.left, self.offers, self.sources = self.offers, [], {}
 
-    def _admit(self, keys: tuple) -> None:
+    def _admit(self, keys: tuple, offers: list[tuple], stream: ModelStream) -> None:
         """As the kernel ``admit``, then ``fetch``, whose bytes are the stream's next steps."""
         in_slots = {key for key in keys if self.table[key] != NOWHERE}
         self.sources |= {key: HIT if key in in_slots else STREAMED for key in keys}
         for key in keys:
             if key in in_slots or key in self.worthless:
                 continue
-            while self.offers:
-                slot, old = self.offers.pop(0)
+            while offers:
+                slot, old = offers.pop(0)
                 if self.owner[slot] == old and old not in self.sources:
                     self.owner[slot], self.table[old], self.table[key] = key, NOWHERE, slot
                     self.sources[key] = ADMITTED
-                    behind = self.compute.next + 1
-                    self.compute.queue[behind:behind] = [("byte", slot, at, key) for at in range(self.scenario.width)]
+                    behind = stream.next + 1
+                    stream.queue[behind:behind] = [("byte", slot, at, key) for at in range(self.scenario.width)]
                     break
 
     def _read(self, index: int) -> None:
@@ -250,6 +277,9 @@ class World:
         """Everything that was begun is over, and the device is as the host believes."""
         assert not self.actions()
         assert all(stream.next == len(stream.queue) for stream in (self.compute, self.copy)), "the streams are stuck"
+        self._join()
+        while self.actions():
+            self.act(self.actions()[0])
         self._take()
         for key in self.mover.reap():
             self.offering.residency.loaded(key)
@@ -270,6 +300,7 @@ class World:
             *ahead,
             self.step,
             self.took,
+            None if self.arrives is None else (self.arrives[0].name, self.arrives[1].tolist()),
             self.moved,
             repr(
                 (
@@ -277,6 +308,7 @@ class World:
                     self.owner,
                     self.bytes,
                     self.offers,
+                    self.left,
                     self.worthless,
                     self.sources,
                     sorted(map(str, self.blocks)),

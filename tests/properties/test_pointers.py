@@ -156,6 +156,7 @@ BUGS = {
     "never void": {"make_mover": NeverVoid},
     "admitted on the way": {"make_offering": Welcome},
     "reports about all slots": {"make_offering": BelievesAll},
+    "drafts not awaited": {"joins": False},
 }
 
 
@@ -163,12 +164,14 @@ BUGS = {
 
 
 def large(rng: random.Random) -> Scenario:
-    """3 to 8 experts in fewer slots, 8 steps of up to two launches of up to 3 blocks, up to 3 moves, 3 bytes."""
+    """3 to 8 experts in fewer slots, 8 steps of 1 or 2 launches of up to 3 blocks, up to 3 moves, 3 bytes, drafts."""
     keys = rng.randint(3, 8)
     steps = [[rng.sample(range(keys), rng.randint(1, 3)) for _ in range(rng.randint(1, 2))] for _ in range(8)]
     wanted = rng.sample(range(keys), rng.randint(1, 3))
     names = [wanted if rng.random() < 0.7 else rng.sample(range(keys), 2) for _ in steps]
-    return Scenario(keys, rng.randint(2, keys - 1), steps, names, most=rng.randint(1, 3), width=rng.randint(1, 3))
+    drafts = tuple(tuple(rng.sample(range(keys), 2)) if rng.random() < 0.5 else () for _ in steps)
+    sizes = {"most": rng.randint(1, 3), "width": rng.randint(1, 3), "drafts": drafts if rng.random() < 0.5 else ()}
+    return Scenario(keys, rng.randint(2, keys - 1), steps, names, **sizes)
 
 
 # The host moves an expert again and again, which a step that it does not know of yet may have admitted.

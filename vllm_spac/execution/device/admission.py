@@ -145,7 +145,7 @@ class Admission:
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
         self._offered = self._left = np.zeros(0, dtype=np.int32)  # slots on offer in the step, and until the next one
-        # The offers that a step leaves to the drafts after it; None: drafts name nothing.
+        # What a step leaves to the drafts after it, beside ``_offers``; None: drafts name nothing.
         self._between: Offers | None = None
         self._found = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
         self._most = 0  # reads ahead while drafts are made
@@ -178,14 +178,15 @@ class Admission:
         if pairs != self._served_pairs:
             self._compute.submit(self._served.fill_, pairs)
         self._served_pairs = pairs
-        if self._holds_all or not step.leading:
+        drafts = self._between is not None
+        if self._holds_all or not (step.leading or drafts):
             return
-        offered = self.offering.offer(None if self._mover is None else self._withhold)
+        offered = self.offering.offer(None if self._mover is None else self._withhold, every=drafts)
         self._offered = offered.slots
         said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
         state, *places, used = said.split(self._parts)
-        state[1] = len(offered.slots)
-        for place, values in zip((*places, used), offered, strict=True):
+        state[1] = offered.count if step.leading else 0
+        for place, values in zip((*places, used), offered[:-1], strict=True):
             place[: len(values)] = torch.from_numpy(values.view(np.int32))
         self._compute.submit(self._said.copy_, said, True)
 
@@ -254,7 +255,9 @@ class Admission:
         """
         self.read_ahead(extra, prefetch)
         self._most, self._found = most, torch.full_like(self._sources, UNUSED)
-        self._between = self._offers._replace(state=torch.zeros_like(self._offers.state))
+        state, kept, used, offers = torch.zeros_like(self._offers.state), *self._offers[3:], self._offers
+        # A slot is worth nothing to its owner beside what drafts name, as to a prefetcher on the host.
+        self._between = Offers(state, offers.slots, offers.owners, torch.zeros_like(kept), torch.ones_like(used))
 
     @property
     def ahead_left(self) -> int:
@@ -317,13 +320,13 @@ class Admission:
             self._mover.launched()
         if self._between is not None:
             self._left = offered
-            self._compute.submit(self._leave, self._between.state, min(self._most, self.ahead_left))
+            self._compute.submit(self._leave, self._between.state, len(offered), min(self._most, self.ahead_left))
         self._compute.submit(self._offers.state.zero_)  # no offers to other layers outside of steps
 
-    def _leave(self, state: Tensor, most: int) -> None:
-        """Leaves the next offers, ``most`` at most, to the drafts that follow."""
-        state.copy_(self._offers.state)
-        torch.minimum(state[1:], state[:1] + most, out=state[1:])
+    def _leave(self, state: Tensor, listed: int, most: int) -> None:
+        """Leaves the next offers of those that are ``listed``, at most ``most``, to the drafts that follow."""
+        state.copy_(self._offers.state[:1].expand(2))
+        state[1:].add_(most).clamp_(max=listed)
 
     def _report(
         self,

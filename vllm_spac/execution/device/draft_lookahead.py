@@ -57,7 +57,7 @@ class DraftLookahead:
             behind = torch.arange(layers, **made)[:, None] * shape.experts
             self._parts.append((first, behind, torch.zeros(1 + 2 * layers * shape.experts, **made)))
         self._arrives: Event | None = None
-        self._kept: Seen | None = None  # inputs that the copy stream reads, which must not be freed meanwhile
+        self._kept: list[Seen] = []  # inputs that the copy stream reads, which must not be freed meanwhile
         self._drafted = False  # something was named since the last step
 
     def compile(self) -> None:
@@ -72,10 +72,10 @@ class DraftLookahead:
         if len(tokens) > DRAFT_ROWS or not self._layers or self._admission.ahead_left == 0:
             return
         seen = Seen.at_start(tokens, read, self._predictor.needs)
-        self.join()
         self._copy.wait(self._compute.record())
         self._copy.submit(self._look, seen)
-        self._arrives, self._kept, self._drafted = self._copy.record(), seen, True
+        self._arrives, self._drafted = self._copy.record(), True
+        self._kept.append(seen)
 
     def begin(self) -> None:
         """Called before a step."""
@@ -88,7 +88,8 @@ class DraftLookahead:
         """What is launched from now on runs after what was started. Called before a layer, too."""
         if self._arrives is not None:
             self._compute.wait(self._arrives)
-            self._arrives, self._kept = None, None
+            self._arrives = None
+            self._kept.clear()
 
     @torch.inference_mode()
     def _look(self, seen: Seen) -> None:

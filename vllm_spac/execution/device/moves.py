@@ -57,6 +57,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -131,7 +132,7 @@ class StepMover:
             All slots that the step must not have on offer.
         """
         moving = {move.slot for move in self._moving.values()}
-        wanted = [slot for slot in slots.tolist() if slot not in moving][:count]
+        wanted = list(islice((slot for slot in slots.tolist() if slot not in moving), count))
         for slot in [slot for slot, key in self._mine.items() if key != NOWHERE and slot not in wanted]:
             del self._mine[slot]
         since = self._withheld

@@ -46,12 +46,14 @@ class Offered(NamedTuple):
         owners: int32 [offers], the expert in each slot.
         kept: float32 [offers], ascending, the value of each slot to its owner.
         used: float32 [keys], the value of a slot to an expert that the step uses.
+        count: of the first offers, that are worth at least as much to some expert without a slot as to their owner.
     """
 
     slots: np.ndarray
     owners: np.ndarray
     kept: np.ndarray
     used: np.ndarray
+    count: int
 
 
 class Learned(NamedTuple):
@@ -95,10 +97,11 @@ class Offering:
         self._unused: set[int] = set()  # read ahead, and no layer has used them
         self._displaced: set[int] = set()  # evicted for an expert that was read ahead, and not needed since
 
-    def offer(self, withhold: Callable[[np.ndarray], Collection[int]] | None = None) -> Offered:
+    def offer(self, withhold: Callable[[np.ndarray], Collection[int]] | None = None, *, every: bool = False) -> Offered:
         """Returns the slots that are worth at least as much to some expert without a slot as to their owner.
 
         Args:
+            every: behind these also the others.
             withhold: called with the slots of all owners, the next victim's first; returns those that are not offered.
                 Then experts that are on their way into one are worth none to the step.
         """
@@ -111,8 +114,9 @@ class Offering:
             order, kept = order[offered], kept[offered]
             used[residency.owner[residency.state == SlotState.LOADING]] = -np.inf
         most = standing.used[residency.slot_of == NOWHERE].max(initial=-np.inf)
-        owners = order[: int(np.searchsorted(kept, most, side="right"))]
-        return Offered(residency.slot_of[owners], owners.astype(np.int32), kept[: len(owners)].astype(np.float32), used)
+        count = int(np.searchsorted(kept, most, side="right"))
+        owners, kept = (order, kept) if every else (order[:count], kept[:count])
+        return Offered(residency.slot_of[owners], owners.astype(np.int32), kept.astype(np.float32), used, count)
 
     def learn(
         self,
