@@ -256,7 +256,7 @@ def outside(tmp_path, monkeypatch) -> Path:
         ),
         ({"prefetch": "draft_gate@k=0"}, "k=0: use a whole number from 1"),
         ({"prefetch": "shadow@copies=2"}, "prefetch=.*shadow@copies=2"),
-        ({"prefetch": "shadow", "decisions": "device", "store": "host"}, "decisions=device.*drop --spac-prefetch"),
+        ({"prefetch": "shadow@background=2", "decisions": "device", "store": "host"}, "use --spac-prefetch shadow"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
         ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac budgets"),

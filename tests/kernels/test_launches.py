@@ -20,6 +20,7 @@ from vllm_spac.kernels.formats import Format  # noqa: E402
 from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
 from vllm_spac.kernels.tally import tally  # noqa: E402
 
+from vllm_spac.cache.prefetch_settings import PrefetchSettings  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
 from vllm_spac.execution.device.pointers_execution import PointerExecution  # noqa: E402
 from vllm_spac.methods.moe_spec import replay  # noqa: E402
@@ -28,6 +29,11 @@ from vllm_spac.methods.moe_spec.settings import (
     BudgetSettings,  # noqa: E402
     RoutingRule,  # noqa: E402
 )
+
+
+def ahead_by(named, extra: float) -> PrefetchSettings:
+    return PrefetchSettings(prefetch="gate", built=named, extra=extra)
+
 
 MODELS = {
     "Mixtral": (8, 2),
@@ -93,8 +99,8 @@ def test_no_operation_is_launched_for_the_first_time_in_a_capture(device, name, 
     vLLM runs a forward of each size before it captures that, by default. Where it does not, each operation and type has
     run at least once, for some size.
     """
-    ahead = None if name is None else predictor(name, *MODELS["the toy"])
-    made = pool(*MODELS["the toy"], BATCHED, predictor=ahead, extra=0.1)
+    ahead = None if name is None else ahead_by(predictor(name, *MODELS["the toy"]), 0.1)
+    made = pool(*MODELS["the toy"], BATCHED, ahead=ahead)
     with device:
         forward(made, BATCHED)
         before = set(map(of_any_size, device.ran))
@@ -137,7 +143,7 @@ def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
 
 def test_what_is_compiled_decides_and_moves_nothing(device):
     """In a step that has offers and counts of other layers, and reads ahead: all is as it was."""
-    made = pool(8, 2, 64, predictor=predictor("gate", 8, 2), extra=1.0)
+    made = pool(8, 2, 64, ahead=ahead_by(predictor("gate", 8, 2), 1.0))
     made.admission.offering.allowance.loaded(100)
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission

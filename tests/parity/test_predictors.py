@@ -10,7 +10,7 @@ import engines
 import forked
 import pytest
 from compare import METHODS, compare
-from exactness import assert_same_tokens
+from exactness import FLOAT32, assert_same_tokens
 from safetensors.torch import load_file, save_file
 
 import vllm_spac
@@ -100,6 +100,18 @@ def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     used = 0.3 if prefetch == "gate" else 0.5
     assert stats["prefetches"] > 50 and stats["prefetch_hits"] > used * stats["prefetches"]
     assert stats["misses"] < plain.stats["misses"] and plain.stats["prefetches"] == 0, "most are of prompts"
+
+
+@pytest.mark.full
+def test_the_device_gives_slots_to_what_the_drafter_s_states_name(trained: Path) -> None:
+    """Between two steps, as a head drafts; tokens are those of stock in float32."""
+    spac = {"slots": "25%", "decisions": "device", "guard": "off"}
+    spac |= {"prefetch": "draft_linear@extra=0.5", "predictor_file": str(trained / "p.safetensors")}
+    options = FLOAT32 | {"speculative_config": METHODS["eagle3"], "max_num_seqs": 1}
+    stock, run = compare(MODELS / "target", [None, spac], max_tokens=24, **options)
+    assert_same_tokens(run, stock)
+    stats = run.stats
+    assert stats["prefetches"] > 50 and stats["prefetch_hits"] > 0.4 * stats["prefetches"], stats
 
 
 DRAFT_LINEAR = pytest.param("eagle3", "draft_linear", marks=pytest.mark.full)

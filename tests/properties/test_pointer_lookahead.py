@@ -12,6 +12,7 @@ from replay import Graph
 from test_execution import DECODE, EXPERTS, LAYERS, PROMPT, TOP_K, D, Pool, Replayed, made, moved, shape
 from vllm_spac.kernels.types import ADMITTED
 
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds, needed
@@ -55,6 +56,10 @@ def predictor(name: str = "gate", seed: int = 0) -> OnDevice:
     return found
 
 
+def ahead_by(named: OnDevice, extra: float) -> PrefetchSettings:
+    return PrefetchSettings(prefetch="gate", built=named, extra=extra)
+
+
 class Foreseen:
     """Steps whose routing after the first layer is what ``gate`` names, with the probability ``right``."""
 
@@ -83,7 +88,7 @@ class Foreseen:
 
 @pytest.mark.parametrize("slots", [6, 10, LAYERS * EXPERTS - 1])
 def test_right_guesses_leave_misses_to_the_first_layer(made, slots: int) -> None:
-    pool, plain = made(slots, predictor=predictor(), extra=1.0), made(slots)
+    pool, plain = made(slots, ahead=ahead_by(predictor(), 1.0)), made(slots)
     foreseen, same = Foreseen(pool, predictor(), 1.0), Foreseen(plain, predictor(), 1.0)
     for _ in range(30):
         assert foreseen.step(2) == same.step(2)
@@ -102,7 +107,7 @@ def test_right_guesses_leave_misses_to_the_first_layer(made, slots: int) -> None
     seed=st.integers(0, 99),
 )
 def test_the_same_bits_whatever_is_named(slots: int, right: float, rows: list[int], seed: int) -> None:
-    pool = Pool(slots, predictor=predictor(seed=seed), extra=1.0)
+    pool = Pool(slots, ahead=ahead_by(predictor(seed=seed), 1.0))
     try:
         foreseen = Foreseen(pool, predictor(seed=seed), right, seed)
         used = sum(foreseen.step(count, RowKind.PREFILL if count == 5 else RowKind.DECODE) for count in rows)
@@ -121,7 +126,7 @@ def test_the_same_bits_whatever_is_named(slots: int, right: float, rows: list[in
 
 def test_wrong_guesses_are_bounded(made) -> None:
     """What they add stays near ``extra`` of what layers need; a step's own reads are not known before its end."""
-    pool = made(12, predictor=predictor(), extra=0.1)
+    pool = made(12, ahead=ahead_by(predictor(), 0.1))
     foreseen = Foreseen(pool, predictor(), 0.0)
     for _ in range(200):
         foreseen.step(1)
@@ -132,7 +137,7 @@ def test_wrong_guesses_are_bounded(made) -> None:
 
 
 def test_the_log_says_once_that_reads_ahead_pause(made, caplog, monkeypatch) -> None:
-    pool = made(6, predictor=predictor(), extra=1.0, prefetch="gate")
+    pool = made(6, ahead=ahead_by(predictor(), 1.0))
     monkeypatch.setattr(pool.admission.offering.allowance, "end_step", lambda: (3, 40))
     for _ in range(4):
         pool.check(DECODE, torch.Generator().manual_seed(0))
@@ -141,7 +146,7 @@ def test_the_log_says_once_that_reads_ahead_pause(made, caplog, monkeypatch) -> 
 
 
 def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> None:
-    pool = made(10, predictor=predictor(), extra=1.0)
+    pool = made(10, ahead=ahead_by(predictor(), 1.0))
     rng = torch.Generator().manual_seed(0)
     for _ in range(5):
         pool.check(DECODE, rng)
@@ -165,7 +170,7 @@ def test_every_predictor_that_needs_no_drafter_is_there() -> None:
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
     """By the token, by the router's input and choice; from a file that looks two layers ahead, too."""
-    pool = made(10, predictor=file(reach=2).build(name, reach=1), extra=1.0)
+    pool = made(10, ahead=ahead_by(file(reach=2).build(name, reach=1), 1.0))
     named, ahead = file(reach=2).build(name, reach=1), pool._ahead
     rng = torch.Generator().manual_seed(3)
     tokens = torch.tensor([0, 3, 4, 57])
@@ -190,7 +195,7 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
 
 def test_what_warms_up_moves_nothing(made) -> None:
     """Before any step, and in the middle of one that may read ahead: slots, offers and guesses stay what they were."""
-    pool = made(10, predictor=predictor(), extra=1.0)
+    pool = made(10, ahead=ahead_by(predictor(), 1.0))
     admission, ahead, rng = pool.admission, pool._ahead, torch.Generator().manual_seed(0)
     state = [*admission._experts, *admission._offers, admission._guessed, ahead._live]
 
@@ -217,7 +222,7 @@ def test_what_warms_up_moves_nothing(made) -> None:
 
 def test_padding_names_nothing(made) -> None:
     """Whatever it holds: other rows, experts that there are not, and numbers that are none."""
-    pool, named = made(LAYERS * EXPERTS - 4, predictor=predictor("quasi_hidden"), extra=1.0), predictor("quasi_hidden")
+    pool, named = made(LAYERS * EXPERTS - 4, ahead=ahead_by(predictor("quasi_hidden"), 1.0)), predictor("quasi_hidden")
     rng = torch.Generator().manual_seed(0)
     for _ in range(4):
         pool.check(DECODE, rng)
@@ -233,9 +238,10 @@ def test_padding_names_nothing(made) -> None:
             for guess in named.guesses(Seen(layer, hidden=x[:1], ids=ids[:1], weights=weights[:1])):
                 of_the_row |= {guess.first + expert for expert in guess.scores.topk(TOP_K).indices[0].tolist()}
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
+        pool._ahead.join()
+        read = set((pool.admission._guessed == ADMITTED).nonzero().flatten().tolist())
         pool.end_forward()
         pool.admission.check_integrity()
-        read = set((pool.admission._guessed == ADMITTED).nonzero().flatten().tolist())
         assert read <= of_the_row and pool.snapshot()["prefetches"] - before == len(read)
         total += len(read)
     assert total > 10
@@ -243,7 +249,7 @@ def test_padding_names_nothing(made) -> None:
 
 @pytest.mark.parametrize("name", ["linear", "token_table", "hybrid"])
 def test_tokens_are_those_of_the_step(made, name: str) -> None:
-    pool = made(10, predictor=predictor(name), extra=1.0)
+    pool = made(10, ahead=ahead_by(predictor(name), 1.0))
     x = torch.randn(2, D)
     for tokens in (torch.tensor([3, 6]), torch.tensor([9, 4])):
         pool.begin_step(Step((RequestRows(0, 2, RowKind.DECODE),), tokens))
@@ -257,7 +263,7 @@ def test_tokens_are_those_of_the_step(made, name: str) -> None:
 
 def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
     """As after an error: the copy stream has arrived, and the next step computes the same bits."""
-    pool, rng = made(10, predictor=predictor(), extra=1.0), torch.Generator().manual_seed(0)
+    pool, rng = made(10, ahead=ahead_by(predictor(), 1.0)), torch.Generator().manual_seed(0)
     for _ in range(3):
         pool.check(DECODE, rng)
         pool.begin_step(DECODE)
@@ -272,7 +278,7 @@ def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
 
 def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made, monkeypatch) -> None:
     monkeypatch.setattr(pointers_execution, "MOST_ROWS", 2)
-    pool, rng = made(10, predictor=predictor(), extra=1.0), torch.Generator().manual_seed(0)
+    pool, rng = made(10, ahead=ahead_by(predictor(), 1.0)), torch.Generator().manual_seed(0)
     step = Replayed(pool, 5, monkeypatch)
     for rows in (5, 1, 2, 5) * 3:
         step.check(rows, rng)
@@ -285,7 +291,7 @@ def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made,
 )
 def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int, name: str) -> None:
     pool, choice, rng = (
-        made(slots, predictor=predictor(name), extra=1.0),
+        made(slots, ahead=ahead_by(predictor(name), 1.0)),
         random.Random(0),
         torch.Generator().manual_seed(0),
     )

@@ -62,21 +62,30 @@ class World(interleavings.World):
         self.tables = [[NOWHERE] * scenario.experts for _ in range(BUFFERS)]
         self.staged = [[[None] * scenario.width for _ in range(scenario.experts)] for _ in range(BUFFERS)]
 
+    def actions(self) -> list[tuple]:
+        """Before a staged step the host waits for the reports of the others."""
+        found = super().actions()
+        waits = self.step < len(self.scenario.steps) and self.scenario.steps[self.step] == PROMPT and self.took
+        if waits and not all(event.done() for event, *_ in self.reports):
+            found.remove(("host",))
+        return found
+
     def _host(self) -> None:
-        steps = self.scenario.steps
-        if self.step and steps[self.step - 1] != PROMPT:
-            super()._host_moves()
-        else:
-            self.mover.arrive()
-        if steps[self.step] == PROMPT:
-            self.staging.begin()
-            slots = self.mover.pointers.at.reshape(self.scenario.layers, -1).copy()
-            for layer in range(self.scenario.layers):
-                with self.staging.layer(layer, slots) as buffer:
-                    self.compute.queue.append(("staged", buffer, layer))
-        else:
-            self.compute.queue.extend(("kernel", *launch) for launch in steps[self.step])
-        self.step += 1
+        if self.scenario.steps[self.step] != PROMPT or not self.took:
+            super()._host()
+            return
+        self.took = False
+        self._move()
+        self._take()  # as ``Admission.slots`` in the first layer
+        residency = self.offering.residency
+        slots = np.where(residency.ready(slice(None)), residency.slot_of, NOWHERE)
+        slots = slots.reshape(self.scenario.layers, -1)
+        self.staging.begin()
+        self.compute.queue.append(("offers", (), ()))
+        for layer in range(self.scenario.layers):
+            with self.staging.layer(layer, slots) as buffer:
+                self.compute.queue.append(("staged", buffer, layer))
+        self._end(residency.owner[:0])
 
     def _run(self, step: tuple) -> None:
         if step[0] == "fill":
@@ -111,13 +120,13 @@ class World(interleavings.World):
 
 
 # An expert a layer, three layers, two buffers: the third layer takes the first one's. Slots change hands meanwhile.
-SMALL = Scenario(keys=3, slots=1, width=1, steps=[[[1]], PROMPT, [[2]], PROMPT])
+SMALL = Scenario(keys=3, slots=1, width=1, steps=[[[1]], PROMPT, PROMPT], names=[[], [2], [0]])
 
 
 def test_no_interleaving_reads_a_buffer_that_is_written():
     count, states, ends = interleavings.explore(World(SMALL))
     print(f"{count:.3g} interleavings, {states} states, moves {sorted(ends)}")
-    assert (1,) in ends and len(ends) > 1 and count > 10**9
+    assert (2, 0) in ends and len(ends) > 1 and count > 10**9
 
 
 class NoRead(Staging):
@@ -167,12 +176,14 @@ def run(seed: int, **bug) -> None:
     rng = random.Random(seed)
     layers = rng.randint(3, 5)
     steps = [PROMPT if rng.random() < 0.4 else [rng.sample(range(2 * layers), 2)] for _ in range(6)]
-    scenario = Scenario(keys=2 * layers, slots=rng.randint(1, 4), steps=steps, most=rng.randint(1, 2), layers=layers)
+    names = [rng.sample(range(2 * layers), 2) for _ in steps]
+    slots, most = rng.randint(1, 4), rng.randint(1, 2)
+    scenario = Scenario(keys=2 * layers, slots=slots, steps=steps, names=names, most=most, layers=layers)
     interleavings.run_randomly(World(scenario, **bug), rng)
 
 
 def test_random_interleavings_of_larger_models():
-    for seed in range(2_000):
+    for seed in range(300):
         run(seed)
 
 

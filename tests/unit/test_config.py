@@ -311,7 +311,6 @@ def test_staging_is_of_the_device() -> None:
     [
         ({"store": "disk"}, r"a disk has no addresses; use --spac-store host"),
         ({"disk_dir": "/x"}, r"a disk has no addresses; .*without --spac-disk-dir"),
-        ({"prefetch": "utility"}, r"drop --spac-prefetch"),
         ({"policy": "layer_lru"}, r"policy=layer_lru \(--spac-policy\).*use --spac-policy lru"),
     ],
 )
@@ -478,10 +477,17 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "decisions": "device"
         ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
-            ON_DEVICE | {"prefetch": "draft_linear"},
-            "decided on the host.*use --spac-decisions host, or use --spac-prefetch linear --spac-predictor-file FILE",
+            ON_DEVICE | {"prefetch": "auto"},
+            "no layer waits.*use --spac-decisions host, or use --spac-prefetch linear --spac-predictor-file FILE",
         ),
-        (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),
+        (
+            ON_DEVICE | {"prefetch": "draft_linear@k=2@threshold=2"},
+            r"no settings background and threshold.*; use --spac-prefetch draft_linear@k=2$",
+        ),
+        (
+            {"decisions": "device", "prefetch": "utility@depth=2@background=2"},
+            r"no settings background with .*; use --spac-prefetch utility@depth=2$",
+        ),
         (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*use --spac-prefetch linear"),
         (
             ON_DEVICE | {"prefetch": "linear@extra=0.3@depth=4"},

@@ -79,19 +79,24 @@ def _check_execution(config: Any) -> None:
 
 
 def _check_device_prefetch(config: Any, device: str) -> None:
-    """Refuses reads ahead that cannot be decided on the device."""
+    """Refuses reads ahead that neither the device can decide, in layers or while drafts are made, nor the host."""
     named = f"prefetch={config.prefetch} (--spac-prefetch)"
-    if config.prefetch == AUTO or not components.find("predictors", config.prefetch).on_device:
-        raise _refused(
-            f"{named} is decided on the host, which no layer waits for with {device}",
-            use(decisions="host"),
-            use(prefetch="linear", predictor_file="FILE"),
-            drop("prefetch"),
-        )
+    others = use(decisions="host"), use(prefetch="linear", predictor_file="FILE"), drop("prefetch")
+    if config.prefetch == AUTO:
+        raise _refused(f"{named} weighs what layers wait for loads, and with {device} no layer waits for one", *others)
+    kind = components.find("predictors", config.prefetch)
     name, given = components.parse(config.prefetch)
-    if given.keys() - {"extra"}:
-        alone = use(prefetch=components.written(name, {what: given[what] for what in given.keys() & {"extra"}}))
-        raise _refused(f"{named} has no settings but extra with {device}, which has no queue of reads", alone)
+    if kind.on_device:
+        wrong, of, why = given.keys() - {"extra"}, "but extra", "it has no queue of reads"
+    elif DRAFTING & kind.needs:
+        wrong, of, why = given.keys() & {"threshold", "background"}, "background and threshold", "nothing is queued"
+    elif not kind.looks_at_layers():
+        wrong, of, why = given.keys() & {"background"}, "background", "one copy follows another"
+    else:
+        raise _refused(f"{named} is asked on the host in each layer, which waits for no host with {device}", *others)
+    if wrong:
+        alone = use(prefetch=components.written(name, {what: given[what] for what in given if what not in wrong}))
+        raise _refused(f"{named} has no settings {of} with {device}: {why}", alone)
 
 
 def _of_workers(config: Any) -> list[str]:

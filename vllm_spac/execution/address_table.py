@@ -65,15 +65,23 @@ class AddressTable:
         return self.addresses[0, keys] != self.hosts[0, keys]
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
-        """As in ``moves.Memory``: one small copy to the device and one launch."""
+        """Writes the pointers of ``keys``: to these slots, or to the host copies where a slot is NOWHERE.
+
+        One small copy to the device and one launch.
+        """
         pointed, to = np.asarray(keys), np.asarray(slots)
         addresses = np.where(to == NOWHERE, self.host_addresses[:, pointed], self.slot_addresses[:, to])
-        written = torch.from_numpy(np.concatenate([pointed[None], addresses]))
-        if self.device.type == "cuda":  # pinned, so that it does not wait; torch keeps it until it has been read
-            written = written.pin_memory().to(self.device, non_blocking=True)
+        written = self.sent(torch.from_numpy(np.concatenate([pointed[None], addresses])))
         self.addresses.index_copy_(1, written[0], written[1:])
 
+    def sent(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, from the host, on the device, for work launched from now on; does not wait for it."""
+        if self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)  # torch keeps it until it has been read
+
     def copy(self, key: int, slot: int) -> None:
+        """Copies the bytes of an expert from host memory into a slot."""
         for name, tensor in self._store.view(key).items():
             self._slots[name][slot].copy_(tensor, non_blocking=True)
 

@@ -171,11 +171,18 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     what = f"{_given(config, 'budget_votes')} cannot work here"
     if (reason := drafts.unweighted(vllm_config, config.tree > 0)) is not None:
         yield True, f"{what}: {reason.problem}", (reason.remedy, use(budget_votes="uniform"))
+    if config.execution_class.counts_votes:
+        return
+    each, others = f"with {plane(config)} each row counts one", (use(decisions="host"), use(budget_votes="uniform"))
     yield (
-        bool(components.find("policies", config.policy).predictor) and not config.execution_class.counts_votes,
-        f"{what}: policy={config.policy} counts selections, and with {plane(config)} each row counts one",
-        (use(policy="reuse"), use(decisions="host"), use(budget_votes="uniform")),
+        bool(components.find("policies", config.policy).predictor),
+        f"{what}: policy={config.policy} counts selections, and {each}",
+        (use(policy="reuse"), *others),
     )
+    counts = (
+        config.named_prefetch != "off" and not components.find("predictors", config.named_prefetch).looks_at_layers()
+    )
+    yield counts, f"{what}: prefetch={config.prefetch} counts selections, and {each}", (drop("prefetch"), *others)
 
 
 def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:

@@ -6,7 +6,7 @@ The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.allowance import Allowance, PauseNotice
-from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.cache.link import Moved
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.prefetcher import Prefetcher
+from vllm_spac.cache.residency import NOWHERE, Placement, SlotState
 from vllm_spac.core import MoEShape, Step, selected
 from vllm_spac.execution.address_table import AddressTable, Kernels
-from vllm_spac.execution.device.slot_offers import Offering, with_prompts
+from vllm_spac.execution.device.moves import StepMover
+from vllm_spac.execution.device.slot_offers import Learned, Offering, with_prompts
 from vllm_spac.execution.exchange import Event, Stream
 from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters
@@ -27,23 +31,53 @@ if TYPE_CHECKING:
     from vllm_spac.decisions.policies.base import Policy
 
 _WORD = 8  # bytes
+_SHARE = 8  # one in so many slots may wait for moves. Reasoned, not measured.
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What a step's layers wrote, in flight to the host.
+    """What a step's layers wrote, in flight to the host; or what was given away between steps, while drafts were made.
 
     Attributes:
+        step: None between steps.
         known: as of ``Admission._known``.
         prompt: layers, and what the last rows of prompts that ran alone selected there, int32 [layers, rows, top_k].
+        offered: int32 [n], the slots that were on offer.
     """
 
-    step: Step
+    step: Step | None
     staged: bool
     told: Tensor
     known: np.ndarray | None
     prompt: tuple[list[int], Tensor] | None
     there: Event
+    offered: np.ndarray
+
+
+class DeviceTable:
+    """The addresses of experts and who owns which slot, on the device: ``moves.Memory``."""
+
+    def __init__(self, memory: AddressTable, experts: Experts) -> None:
+        self._memory, self._experts = memory, experts
+
+    def leave(self, keys: Sequence[int], slots: Sequence[int]) -> None:
+        self._memory.point(keys, [NOWHERE] * len(keys))
+        there = self._sent(keys, slots)
+        self._experts.slot_of.index_fill_(0, there[0], NOWHERE)
+        self._experts.owner.index_fill_(0, there[1], NOWHERE)
+
+    def copy(self, key: int, slot: int) -> None:
+        self._memory.copy(key, slot)
+
+    def enter(self, keys: Sequence[int], slots: Sequence[int]) -> None:
+        self._memory.point(keys, slots)
+        there = self._sent(keys, slots)
+        self._experts.slot_of.index_copy_(0, there[0], there[1].int())
+        self._experts.owner.index_copy_(0, there[1], there[0].int())
+
+    def _sent(self, keys: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """Returns int64 [2, n] on the device; does not wait for it."""
+        return self._memory.sent(torch.tensor([list(keys), list(slots)]))
 
 
 class Admission:
@@ -53,7 +87,8 @@ class Admission:
     Everything is ordered by one stream, and the result is reported to the host after the step; no call except ``slots``
     waits for the device. Slots are for the rows before the first of a prompt: those of prompts would fill them with
     experts that only they need, and read theirs where they are. The same two launches for guesses about a layer take
-    slots ahead of need.
+    slots ahead of need: one layer ahead in a step, or of several layers between steps, while drafts are made. Or else
+    the host moves experts ahead of need, between steps (``moves``).
 
     Args:
         memory: slots, host copies and the table.
@@ -109,6 +144,14 @@ class Admission:
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
+        self._offered = self._left = np.zeros(0, dtype=np.int32)  # slots on offer in the step, and until the next one
+        # What a step leaves to the drafts after it, beside ``_offers``; None: drafts name nothing.
+        self._between: Offers | None = None
+        self._found = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
+        self._most = 0  # reads ahead while drafts are made
+        self._mover: StepMover | None = None  # there is a mover if there is a prefetcher
+        self._prefetcher: Prefetcher | None = None
+        self._table = DeviceTable(memory, self._experts)
 
     def _parts_of(self, told: Tensor) -> Sequence[Tensor]:
         """Returns a report's counts, sources, decided counts and guesses [keys], and the owners [slots]."""
@@ -124,30 +167,26 @@ class Admission:
         """Called when the slots of these experts have been filled."""
         for key in keys:
             self.residency.loaded(key)
-        slots = self.residency.slot_of[list(keys)]
-        self._compute.submit(self.memory.point, keys, slots)
-        self._compute.submit(self._tell_slots)
-
-    def _tell_slots(self) -> None:
-        self._experts.slot_of.copy_(torch.from_numpy(self.residency.slot_of))
-        self._experts.owner.copy_(torch.from_numpy(self.residency.owner))
+        self._compute.submit(self._table.enter, keys, self.residency.slot_of[list(keys)])
 
     def begin(self, step: Step) -> None:
         """Called before a step is launched."""
         self.take()
-        if self._guessed is not None:
-            self._compute.submit(self._guessed.fill_, UNUSED)
+        if self._prefetcher is not None:
+            self._prefetcher.plan()
         pairs = step.leading * self.shape.top_k
         if pairs != self._served_pairs:
             self._compute.submit(self._served.fill_, pairs)
         self._served_pairs = pairs
-        if self._holds_all or not step.leading:
+        drafts = self._between is not None
+        if self._holds_all or not (step.leading or drafts):
             return
-        offered = self.offering.offer()
+        offered = self.offering.offer(None if self._mover is None else self._withhold, every=drafts)
+        self._offered = offered.slots
         said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
         state, *places, used = said.split(self._parts)
-        state[1] = len(offered.slots)
-        for place, values in zip((*places, used), offered, strict=True):
+        state[1] = offered.count if step.leading else 0
+        for place, values in zip((*places, used), offered[:-1], strict=True):
             place[: len(values)] = torch.from_numpy(values.view(np.int32))
         self._compute.submit(self._said.copy_, said, True)
 
@@ -159,7 +198,16 @@ class Admission:
         if self._reports:
             self._reports[-1].there.wait()
             self.take()
-        return self.residency.slot_of
+        return self._at()
+
+    def _at(self) -> np.ndarray:
+        """As ``slots``, as last reported; an expert that is on its way into a slot has none."""
+        return np.where(self.residency.ready(slice(None)), self.residency.slot_of, np.int32(NOWHERE))
+
+    def _withhold(self, slots: np.ndarray) -> Collection[int]:
+        """Keeps as many slots as reads may be asked for, and at most an eighth, for moves after the step."""
+        assert self._mover is not None and self._prefetcher is not None
+        return self._mover.withhold(slots, min(self._prefetcher.room, max(1, self.residency.slots // _SHARE)))
 
     def enter(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """Launches what precedes the kernel of a layer; not called for staged layers.
@@ -180,6 +228,37 @@ class Admission:
         self.offering.allowance, self._pauses = Allowance(extra), PauseNotice(prefetch)
         self._guessed = self._guesses
 
+    def move_ahead(self, settings: PrefetchSettings, copy: Stream) -> None:
+        """The host moves what a predictor that counts names, from now on; called before any step.
+
+        Args:
+            copy: a stream for the copies.
+        """
+        nbytes, residency = self.shape.expert_bytes, self.residency
+        self._mover = StepMover(residency, self._table, self._compute, copy, Moved(self._path, nbytes))
+        predictor = settings.predictor_beside(residency.policy, self.shape.total)
+        given = residency, self._mover, self._counters, self.shape.experts, predictor, settings
+        self._prefetcher = Prefetcher(*given)
+        self.offering.overtaken = self._overtaken
+
+    def _overtaken(self, keys: list[int]) -> None:
+        assert self._mover is not None and self._prefetcher is not None
+        self._mover.void(keys)
+        self._prefetcher.overtaken(keys, self._path, self.shape.expert_bytes)
+
+    def read_between(self, extra: float, prefetch: str, most: int) -> None:
+        """``drafted`` may be called from now on; called before any step.
+
+        Args:
+            extra, prefetch: as of ``read_ahead``.
+            most: reads from the end of a step to the next one.
+        """
+        self.read_ahead(extra, prefetch)
+        self._most, self._found = most, torch.full_like(self._sources, UNUSED)
+        state, kept, used, offers = torch.zeros_like(self._offers.state), *self._offers[3:], self._offers
+        # A slot is worth nothing to its owner beside what drafts name, as to a prefetcher on the host.
+        self._between = Offers(state, offers.slots, offers.owners, torch.zeros_like(kept), torch.ones_like(used))
+
     @property
     def ahead_left(self) -> int:
         """How many more experts may be read ahead of need; as of the last report."""
@@ -195,6 +274,26 @@ class Admission:
         """
         assert self._guessed is not None
         self._admit(layer, ids, ids.new_ones(ids.shape, dtype=torch.float32), self._guessed, live)
+
+    def drafted(self, first: int, ids: Tensor, live: Tensor, copies: Tensor) -> None:
+        """Launches what gives slots to the experts of some layers that drafts name, between steps, as ``ahead``.
+
+        Args:
+            first: the first layer.
+            ids: int32 [rows, n], the number of each expert behind the first one of that layer; -1 for none.
+            copies: int32 [1 + 2 N] on the device, where N is the number of experts of these layers.
+        """
+        assert self._guessed is not None and self._between is not None
+        weights, key = ids.new_ones(ids.shape, dtype=torch.float32), first * self.shape.experts
+        given = self._experts, self._between, self._decided, self._found, copies
+        self._kernels.admit(ids, weights, key, *given, live)
+        here = slice(key, key + len(copies) // 2)
+        torch.maximum(self._guessed[here], self._found[here], out=self._guessed[here])  # ADMITTED is the greatest
+        self._kernels.fetch(copies, self._experts, self._words)
+
+    def end_drafts(self) -> None:
+        """Called after drafts were made for which ``drafted`` was called, before the step that verifies them."""
+        self._report(None, self._left)
 
     def _admit(self, layer: int, ids: Tensor, weights: Tensor, sources: Tensor, live: Tensor) -> None:
         first = layer * self.shape.experts
@@ -215,10 +314,34 @@ class Admission:
             there = torch.stack([ids for _, ids in prompt])
             last = [layer for layer, _ in prompt], _pinned(there)
             self._compute.submit(last[1].copy_, there, True)
+        offered, self._offered = self._offered, self._offered[:0]
+        self._report(step, offered, staged, last)
+        if self._mover is not None:
+            self._mover.launched()
+        if self._between is not None:
+            self._left = offered
+            self._compute.submit(self._leave, self._between.state, len(offered), min(self._most, self.ahead_left))
+        self._compute.submit(self._offers.state.zero_)  # no offers to other layers outside of steps
+
+    def _leave(self, state: Tensor, listed: int, most: int) -> None:
+        """Leaves the next offers of those that are ``listed``, at most ``most``, to the drafts that follow."""
+        state.copy_(self._offers.state[:1].expand(2))
+        state[1:].add_(most).clamp_(max=listed)
+
+    def _report(
+        self,
+        step: Step | None,
+        offered: np.ndarray,
+        staged: bool = False,
+        prompt: tuple[list[int], Tensor] | None = None,
+    ) -> None:
+        """Starts the copy of a report to the host; arguments as of ``_Report``."""
         told = self._spare.pop() if self._spare else _pinned(self._told)
         self._compute.submit(told.copy_, self._told, True)
-        self._reports.append(_Report(step, staged, told, self._known(staged), last, self._compute.record()))
-        self._compute.submit(self._offers.state.zero_)  # no offers outside of steps
+        known, there = self._known(staged), self._compute.record()
+        self._reports.append(_Report(step, staged, told, known, prompt, there, offered))
+        if self._guessed is not None:
+            self._compute.submit(self._guessed.fill_, UNUSED)
 
     def take(self) -> None:
         """Applies the reports of steps that have reached the host; does not wait."""
@@ -226,16 +349,19 @@ class Admission:
             report = self._reports.popleft()
             missed = self._learn(report)
             self._spare.append(report.told)
+            if report.step is None:
+                continue
             if not report.staged:
                 self._counters.moved(f"{self._path} streamed", missed * self.shape.expert_bytes)
             self._counters.waves += len(self.shape.layers)
 
     def check_integrity(self) -> None:
         """Checks every invariant, on the host and on the device, for which it waits; raises ``AssertionError``."""
-        slot_of = self.slots()
-        self.residency.check_integrity()
+        slot_of, residency = self.slots(), self.residency
+        residency.check_integrity() if self._mover is None else self._mover.check_integrity()
         told, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
-        assert (told == slot_of).all() and (owner == self.residency.owner).all()
+        owners = np.where(residency.state == SlotState.READY, residency.owner, NOWHERE)
+        assert (told == slot_of).all() and (owner == owners).all()
         expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
         assert (table == expected).all(), "a pointer is not where its expert is"
 
@@ -245,7 +371,7 @@ class Admission:
         The layers of such a step launch no admission. A staged step has waited for the device, so the host's state is
         up to date.
         """
-        return self.residency.slot_of != NOWHERE if staged or self._holds_all else None
+        return self._at() != NOWHERE if staged or self._holds_all else None
 
     def _learn(self, report: _Report) -> int:
         """Applies the report of a finished step and counts hits and misses.
@@ -257,7 +383,9 @@ class Admission:
         counts, sources, decided, guesses, owner = (part.numpy() for part in self._parts_of(told))
         guessed = [] if self._guessed is None else [guesses]
         generating: np.ndarray | None
-        if report.known is not None:
+        if report.step is None:
+            counts, sources, generating = np.zeros_like(counts), np.full_like(sources, UNUSED), None
+        elif report.known is not None:
             sources = np.where(counts > 0, np.where(report.known, HIT, STREAMED), UNUSED)
             generating = None if report.step.prompts else counts
         else:
@@ -268,13 +396,27 @@ class Admission:
             layers, ids = report.prompt
             found = zip(layers, ids.numpy(), strict=True)
             prompt = selected(found, len(self.shape.layers), self.shape.experts)
-        learned = self.offering.learn(counts, sources, owner, *guessed, generating=generating, prompt=prompt)
+        between, offered = report.step is None, report.offered
+        given = {"generating": generating, "prompt": prompt, "offered": offered, "between": between}
+        learned = self.offering.learn(counts, sources, owner, *guessed, **given)
+        if self._prefetcher is not None:
+            self._follow(self._prefetcher, learned, generating)
         nbytes = self.shape.expert_bytes
         self._counters.moved(self._path, learned.admitted * nbytes)
         if guessed:
             self._pauses.tell(learned.judged)
             self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)
         return learned.streamed
+
+    def _follow(self, prefetcher: Prefetcher, learned: Learned, generating: np.ndarray | None) -> None:
+        """Tells the mover and its prefetcher of a step that the offering has ``learned`` of."""
+        assert self._mover is not None
+        self._mover.reported()
+        prefetcher.found(learned.hits)
+        prefetcher.placed(Placement(0, (), victims=learned.victims))
+        prefetcher.computed(learned.missed.tolist())
+        if generating is not None:
+            prefetcher.observe(generating)
 
 
 def _pinned(like: Tensor) -> Tensor:

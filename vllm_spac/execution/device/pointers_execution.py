@@ -22,6 +22,9 @@ The next layer starts when both streams have arrived. What a layer does while th
 slot is taken from an expert that no layer up to l of this step uses and that l + 1 is not expected to use, so that no
 launch in flight reads it; and between a layer's own admission and its end, nothing but this changes the table. A wrong
 guess costs bytes, never a token: the true router decides in the next layer's own admission.
+
+A predictor that looks at the drafter is asked while drafts are made (``draft_lookahead``). What one that counts names
+is moved by the host, between steps (``moves``).
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor
 
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import Seen, Signal
+from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen, Signal
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
 from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.device.draft_lookahead import DraftLookahead
 from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.row_shares import numbered_there, numbers_there
@@ -180,8 +185,8 @@ class PointerExecution(Execution):
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
         rows: maximum number of rows of a forward; the kernels are compiled for up to this number.
-        predictor: names experts of the next layer, which are read ahead; on the device. None: nothing is.
-        extra: loads that reads ahead may add, as in ``Allowance``; ``prefetch``: the predictor's name.
+        ahead: what is read ahead of need. A predictor that is ``built`` as ``OnDevice`` is asked in layers, one that
+            looks at the drafter while drafts are made, and one that counts after each step.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
         local_of: the experts that this process holds, see ``Execution``. The kernels skip all others, like padding.
     """
@@ -202,9 +207,7 @@ class PointerExecution(Execution):
         *,
         path: str,
         rows: int,
-        predictor: OnDevice | None = None,
-        extra: float = 1.0,
-        prefetch: str = "off",
+        ahead: PrefetchSettings | None = None,
         staged: bool = False,
         local_of: Tensor | None = None,
     ) -> None:
@@ -230,11 +233,9 @@ class PointerExecution(Execution):
             buffers = ExpertBuffers(store, memory, tensors)
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
         self._ahead: DeviceLookahead | None = None
-        if predictor is not None and not self.holds_all:
-            self.admission.read_ahead(extra, prefetch)
-            shared = self.admission, self._compute, self._copy
-            self._ahead = DeviceLookahead(predictor, *shared, rows, self._numbers)
-            self.looks_at = predictor.needs & {Signal.TOKENS}
+        self._drafts: DraftLookahead | None = None
+        if ahead is not None and ahead.prefetch != "off" and not self.holds_all:
+            self._read_ahead(ahead, rows)
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
         self._counts = self.admission.counts.view(-1, shape.experts)
         self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed)
@@ -248,8 +249,28 @@ class PointerExecution(Execution):
         self._chosen: list[tuple[int, Tensor]] = []  # what a layer selected for them, int32 [rows, top_k]
         self._staged = False  # whether some layer of the step was
 
+    def _read_ahead(self, ahead: PrefetchSettings, rows: int) -> None:
+        shape, extra = self.shape, 1.0 if ahead.extra is None else ahead.extra
+        if not ahead.looks:
+            self.admission.move_ahead(ahead, self._copy)
+            return
+        predictor: Predictor = ahead.build(shape.total)
+        shared = self.admission, self._compute, self._copy
+        if predictor.on_device:
+            self.admission.read_ahead(extra, ahead.prefetch)
+            self._ahead = DeviceLookahead(cast("OnDevice", predictor), *shared, rows, self._numbers)
+            self.looks_at = predictor.needs & {Signal.TOKENS}
+        else:
+            assert predictor.needs & DRAFTING, "refused by the rules"
+            self.admission.read_between(extra, ahead.prefetch, ahead.depth)
+            k = ahead.k or shape.top_k
+            self._drafts = DraftLookahead(predictor, *shared, k, ahead.cutoff, self._numbers)
+            self.looks_at = predictor.needs
+
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
+        config = context.config
+        settings = PrefetchSettings.configured(config, config.prefetch, context.predictor, drafts=context.drafts)
         return cls(
             context.shape,
             context.room.slots,
@@ -258,9 +279,7 @@ class PointerExecution(Execution):
             context.tensors,
             path=context.path,
             rows=context.rows,
-            predictor=cast("OnDevice | None", context.predictor),  # as ``config.rules`` checks
-            extra=context.config.prefetch_share,
-            prefetch=context.config.prefetch.partition("@")[0],
+            ahead=settings,
             staged=context.room.staged,
             local_of=context.local_of,
         )
@@ -313,6 +332,10 @@ class PointerExecution(Execution):
 
     # -- between steps -------------------------------------------------------------------------------------
 
+    def draft(self, tokens: Tensor, read: Tensor) -> None:
+        assert self._drafts is not None
+        self._drafts.draft(tokens, read)
+
     def begin_step(self, step: Step) -> None:
         """Starts a forward of the target model for real requests; the admission offers slots."""
         self._step, self._staged = step, False
@@ -321,6 +344,8 @@ class PointerExecution(Execution):
         if self._staging is not None:
             self._staging[1].begin()
         self.counters.began(step.kind)
+        if self._drafts is not None:
+            self._drafts.begin()
         self.admission.begin(step)
         if self._ahead is not None:
             self._ahead.begin(step)
@@ -382,6 +407,8 @@ class PointerExecution(Execution):
         """
         assert not (captured and self._sizes), "a forward must run before one is captured"
         start = time.perf_counter()
+        if self._sizes and self._drafts is not None:
+            self._drafts.compile()
         for rows in self._sizes:
             padding = x.new_zeros(rows, x.shape[1])
             ids = torch.full((rows, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
@@ -420,6 +447,8 @@ class PointerExecution(Execution):
 
         ``own``: ``ids`` as this process numbers its experts, int32 [T, k]; -1 for others.
         """
+        if self._drafts is not None:
+            self._drafts.join()
         if self._staging is None or captured or ids.numel() < ROWS * self._of_model:
             if self._ahead is not None:
                 self._ahead.join()

@@ -11,12 +11,13 @@ Nothing else about an offer must hold for correctness: accepting a bad one costs
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_spac.cache.allowance import Allowance
-from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.cache.residency import NOWHERE, Residency, SlotState
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
 from vllm_spac.recording.metrics import Counters
@@ -45,24 +46,32 @@ class Offered(NamedTuple):
         owners: int32 [offers], the expert in each slot.
         kept: float32 [offers], ascending, the value of each slot to its owner.
         used: float32 [keys], the value of a slot to an expert that the step uses.
+        count: of the first offers, that are worth at least as much to some expert without a slot as to their owner.
     """
 
     slots: np.ndarray
     owners: np.ndarray
     kept: np.ndarray
     used: np.ndarray
+    count: int
 
 
 class Learned(NamedTuple):
     """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it.
 
-    ``judged``: as ``Allowance.end_step`` returns it.
+    Attributes:
+        judged: as ``Allowance.end_step`` returns it.
+        hits, missed: int [n], the experts that layers found in slots, and the others that they used.
+        victims: those that lost their slots.
     """
 
     streamed: int
     admitted: int
     ahead: int
-    judged: tuple[int, int] | None = None
+    judged: tuple[int, int] | None
+    hits: np.ndarray
+    missed: np.ndarray
+    victims: tuple[int, ...]
 
 
 class Offering:
@@ -75,8 +84,11 @@ class Offering:
         counters: ``hits``, ``misses``, ``loads`` and those of prefetches are counted here.
 
     Attributes:
-        allowance: limits reads ahead of need, if there are any.
+        allowance: limits reads ahead of need that the device decides, if there are any.
+        overtaken: called with experts that are being moved, and to which a step has given other slots.
     """
+
+    overtaken: Callable[[list[int]], None] | None = None
 
     def __init__(self, keys: int, slots: int, policy: Policy, counters: Counters) -> None:
         self.residency = Residency(keys, slots, policy)
@@ -85,15 +97,26 @@ class Offering:
         self._unused: set[int] = set()  # read ahead, and no layer has used them
         self._displaced: set[int] = set()  # evicted for an expert that was read ahead, and not needed since
 
-    def offer(self) -> Offered:
-        """Returns the slots that are worth at least as much to some expert without a slot as to their owner."""
-        standing = self.residency.policy.standing(len(self.residency.slot_of))
-        outside = self.residency.slot_of == NOWHERE
-        most = standing.used[outside].max(initial=-np.inf)
-        owners = standing.order[: int(np.searchsorted(standing.kept, most, side="right"))]
-        kept = standing.kept[: len(owners)].astype(np.float32)
-        slots = self.residency.slot_of[owners]
-        return Offered(slots, owners.astype(np.int32), kept, standing.used.astype(np.float32))
+    def offer(self, withhold: Callable[[np.ndarray], Collection[int]] | None = None, *, every: bool = False) -> Offered:
+        """Returns the slots that are worth at least as much to some expert without a slot as to their owner.
+
+        Args:
+            every: behind these also the others.
+            withhold: called with the slots of all owners, the next victim's first; returns those that are not offered.
+                Then experts that are on their way into one are worth none to the step.
+        """
+        residency = self.residency
+        standing = residency.policy.standing(len(residency.slot_of))
+        order, kept, used = standing.order, standing.kept, standing.used.astype(np.float32)
+        if withhold is not None:
+            slots = residency.slot_of[order]
+            offered = ~np.isin(slots, list(withhold(slots)))
+            order, kept = order[offered], kept[offered]
+            used[residency.owner[residency.state == SlotState.LOADING]] = -np.inf
+        most = standing.used[residency.slot_of == NOWHERE].max(initial=-np.inf)
+        count = int(np.searchsorted(kept, most, side="right"))
+        owners, kept = (order, kept) if every else (order[:count], kept[:count])
+        return Offered(residency.slot_of[owners], owners.astype(np.int32), kept.astype(np.float32), used, count)
 
     def learn(
         self,
@@ -104,6 +127,8 @@ class Offering:
         *,
         generating: np.ndarray | None,
         prompt: np.ndarray | None = None,
+        offered: np.ndarray | None = None,
+        between: bool = False,
     ) -> Learned:
         """Applies the report of a finished step.
 
@@ -115,6 +140,8 @@ class Offering:
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
                 they are not known, or there are none.
             prompt: as in ``Policy.prompted``; None unless prompts ran alone.
+            offered: int [n], the slots that the step had on offer: no others have changed hands in it. None: all may.
+            between: it is no step: slots were given away between two, and nothing was used.
         """
         hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
         self._counters.hits += len(hits)
@@ -128,18 +155,25 @@ class Offering:
             for key in hits[(generating[hits] > 0) & (self.residency.slot_of[hits] != NOWHERE)].tolist():
                 policy.touch(key)
         changed = np.flatnonzero(owner != self.residency.owner)
+        if offered is not None:
+            changed = np.intersect1d(changed, offered)
         ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
-        displaced = self.residency.owner[changed[np.isin(owner[changed], ahead)]].tolist()
+        victims = self.residency.owner[changed]
+        displaced = victims[np.isin(owner[changed], ahead)].tolist()
+        if self.overtaken is not None:
+            coming = [key for key in owner[changed].tolist() if self.residency.is_loading(key)]
+            if coming:
+                self.overtaken(coming)
         self.residency.take_over(changed, owner[changed])
-        judged = None
+        missed, judged = np.concatenate([streamed, admitted]), None
         if self.allowance is not None:
-            missed = np.concatenate([streamed, admitted]).tolist()
-            judged = self._judge(self.allowance, counts, missed, ahead.tolist(), displaced)
-        return Learned(len(streamed), len(admitted), len(ahead), judged)
+            self._judge(self.allowance, counts, missed.tolist(), ahead.tolist(), displaced)
+            judged = None if between else self.allowance.end_step()
+        return Learned(len(streamed), len(admitted), len(ahead), judged, hits, missed, tuple(victims.tolist()))
 
     def _judge(
         self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]
-    ) -> tuple[int, int] | None:
+    ) -> None:
         """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``."""
         harm, again = self._displaced.intersection(missed), self._unused.intersection(ahead)
         self._unused.update(ahead)
@@ -155,4 +189,3 @@ class Offering:
         allowance.loaded(len(missed), len(harm))
         allowance.read(len(ahead))
         allowance.used(len(used))
-        return allowance.end_step()

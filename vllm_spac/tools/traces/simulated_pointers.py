@@ -67,7 +67,7 @@ class PointersReplay(Replay[list[Part]]):
         self._step, self._leading = step, self.leading(step)
         offered = self.offering.offer()
         end = len(offered.slots) if self._leading else 0
-        self.offers = Offers(torch.tensor([0, end], dtype=torch.int32), *map(torch.from_numpy, offered))
+        self.offers = Offers(torch.tensor([0, end], dtype=torch.int32), *map(torch.from_numpy, offered[:-1]))
         self._counts.fill_(-1)
         self._decided.fill_(-1)
         self._sources.fill_(UNUSED)

@@ -1,0 +1,125 @@
+"""Reads ahead while drafts are made: the device gives slots to the experts that a predictor names of the drafts.
+
+Runners launch a whole step and its drafts before the device has computed them. So what a predictor makes of the
+drafter's states is on the host when the next step is about to begin, too late to read anything. On the device it is
+there after the drafter's first forward. While the drafter goes on, the copy stream
+
+1. names the first k experts of each row that the drafter has read, in each layer,
+2. gives slots to those that have none, of those on offer that the layers of the last step have left, and copies them.
+
+Earlier layers come first, and the number of reads until the next step is bounded. The step starts when both streams
+have arrived, and so does any forward through the layers before it, such as those of a model that drafts for itself.
+Hence no kernel is in flight that may read a slot which is given away. A wrong guess costs bytes, never a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_spac.cache.named import Named
+from vllm_spac.decisions.predictors.base import Predictor, Seen
+from vllm_spac.execution.address_table import MAX_EXPERTS
+from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.row_shares import numbered_there
+
+if TYPE_CHECKING:
+    from vllm_spac.execution.exchange import Event, Stream
+
+DRAFT_ROWS = 256  # of all requests that drafts are made of; beyond, nothing is read
+
+
+class DraftLookahead:
+    """Called by the thread that launches.
+
+    Args:
+        predictor: its tensors are on the device; it looks at the drafter.
+        compute, copy: the stream that runs the model, and one for copies.
+        k: experts that a row names in each layer.
+        cutoff: number of the first layers that they are of; None: all.
+        numbers: as of ``numbers_there``; None: this process holds all experts.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        admission: Admission,
+        compute: Stream,
+        copy: Stream,
+        k: int,
+        cutoff: int | None,
+        numbers: Tensor | None = None,
+    ) -> None:
+        shape, device = admission.shape, admission.memory.device
+        self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
+        self._numbers, self._k, self._layers = numbers, k, len(shape.layers) if cutoff is None else cutoff
+        self._of_model = shape.experts if numbers is None else len(numbers) - 1
+        made = {"dtype": torch.int32, "device": device}
+        self._named = torch.full((DRAFT_ROWS, self._layers, k), -1, **made)
+        self._live = torch.zeros(1, **made)  # pairs of a launch that count
+        # Layers go together, as many as a launch takes: the first one, what is added to their ids, what is copied.
+        together = max(1, MAX_EXPERTS // shape.experts)
+        self._parts: list[tuple[int, Tensor, Tensor]] = []
+        for first in range(0, self._layers, together):
+            layers = min(together, self._layers - first)
+            behind = torch.arange(layers, **made)[:, None] * shape.experts
+            self._parts.append((first, behind, torch.zeros(1 + 2 * layers * shape.experts, **made)))
+        self._arrives: Event | None = None
+        self._kept: list[Seen] = []  # inputs that the copy stream reads, which must not be freed meanwhile
+        self._drafted = False  # something was named since the last step
+
+    def compile(self) -> None:
+        """Launches on the copy stream all that ``draft`` may launch later, for no row."""
+        self._copy.wait(self._compute.record())
+        self._copy.submit(self._give, 0)
+        self._arrives = self._copy.record()
+        self.join()
+
+    def draft(self, tokens: Tensor, read: Tensor) -> None:
+        """As ``Execution.draft``."""
+        if len(tokens) > DRAFT_ROWS or not self._layers or self._admission.ahead_left == 0:
+            return
+        seen = Seen.at_start(tokens, read, self._predictor.needs)
+        self._copy.wait(self._compute.record())
+        self._copy.submit(self._look, seen)
+        self._arrives, self._drafted = self._copy.record(), True
+        self._kept.append(seen)
+
+    def begin(self) -> None:
+        """Called before a step."""
+        self.join()
+        if self._drafted:
+            self._admission.end_drafts()
+        self._drafted = False
+
+    def join(self) -> None:
+        """What is launched from now on runs after what was started. Called before a layer, too."""
+        if self._arrives is not None:
+            self._compute.wait(self._arrives)
+            self._arrives = None
+            self._kept.clear()
+
+    @torch.inference_mode()
+    def _look(self, seen: Seen) -> None:
+        rows = 0
+        self._named.fill_(-1)
+        for guess in self._predictor.guesses(seen):
+            found = Named.of(guess, self._of_model, self._k)
+            rows, layers = max(rows, len(found.ids)), min(found.ids.shape[1], self._layers - found.first)
+            if layers > 0:
+                there = slice(found.first, found.first + layers)
+                self._named[: len(found.ids), there].copy_(found.ids[:, :layers])
+        if rows:
+            self._give(rows)
+
+    def _give(self, rows: int) -> None:
+        """Gives slots to what the first ``rows`` rows name."""
+        for first, behind, copies in self._parts:
+            ids = self._named[:, first : first + len(behind)]
+            if self._numbers is not None:
+                ids = numbered_there(ids, self._numbers)
+            ids = torch.where(ids >= 0, ids + behind, ids).flatten(1)
+            self._live.fill_(rows * ids.shape[1])
+            self._admission.drafted(first, ids, self._live, copies)
