@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cpu_experts import TOP_K, make
+from test_cpu_experts import routed as routed_rows
 from test_execution import EXPERTS as ADDRESSED
 from test_execution import TOP_K as CHOSEN
 from test_execution import D, made
@@ -17,7 +19,7 @@ from vllm_spac.core import NO_EXPERT, RequestRows, RowKind, Step
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.row_shares import seen
 
-__all__ = ["made"]  # a fixture
+__all__ = ["made", "make"]  # fixtures
 
 
 class Weighed(There):
@@ -68,6 +70,23 @@ def test_experts_of_cut_rows_are_not_loaded_and_not_counted(ids, data, slots: in
         assert whole.store.order == short.store.order
         assert whole._kernel.ran == short._kernel.ran
         assert whole.counters.misses == short.counters.misses and whole.counters.hits == short.counters.hits
+
+
+def test_the_cpu_computes_no_cut_row(make) -> None:
+    """Neither with experts of its own nor with those that stand for them."""
+    layers = make(TOP_K, count=EXPERTS)
+    x, weights, ids = routed_rows(4, seed=3)
+    ids[1:] = ids[0]
+    cut = torch.tensor([[False], [True], [False], [True]])
+    seen_rows = []
+    run = layers.executor.run
+    layers.executor.run = lambda x, *others: (seen_rows.append(len(x)), run(x, *others))[1]
+    given = ids.masked_fill(cut, NO_EXPERT)
+    found = layers.pool.forward(0, x, weights, given, layers, Rows(4, cut=True))
+    expected = layers.all_hot(0, x, weights, ids)
+    kept = ~cut[:, 0]
+    assert torch.allclose(found[kept], expected[kept], atol=1e-6) and not found[~kept].any()
+    assert seen_rows == [2]
 
 
 def test_a_predictor_reads_no_cut_row() -> None:

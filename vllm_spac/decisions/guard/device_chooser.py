@@ -2,9 +2,9 @@
 
 V2 keeps drafts on the device, and plans how many a step has before they exist. So the host sends numbers ahead of each
 step, by which the device cuts drafts that are not worth their experts (``cut_rule``), and hears what became of all of
-them when the step has ended. Where these numbers cut nothing, nothing is launched. What a draft costs is fitted for
-each planned length by itself (``step_cost``): a cut draft still has its row in attention, and was made. So only what
-cutting spares, experts and their loads, is in what a rejected draft adds.
+them when the step has ended. Where these numbers cut nothing, the step is as it would be without. What a draft costs
+is fitted for each planned length by itself (``step_cost``): a cut draft still has its row in attention, and was made.
+So only what cutting spares, experts and their loads, is in what a rejected draft adds.
 """
 
 from __future__ import annotations
