@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import NO_EXPERT, RequestRows, RowKind, Step
+from vllm_spac.decisions.guard import device_chooser
 from vllm_spac.decisions.guard.chooser import Drafted
 from vllm_spac.decisions.guard.cut_rule import pack
 from vllm_spac.decisions.guard.device_chooser import LOOK, DeviceChooser, StepDrafts
@@ -327,6 +328,16 @@ def test_half_are_cut_now_and_then_while_their_cost_is_unknown() -> None:
         found.append(3 if packed is None else int(packed[-1]))
         chooser._steps += 1
     assert found.count(1) == 2, "steps that have them"
+
+
+def test_the_requests_of_a_large_batch_take_turns_in_teaching(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(device_chooser, "hear", lambda odds, request, drafts, said: heard.append(request))
+    chooser, names = DeviceChooser(3), [f"r{number}" for number in range(2 * device_chooser.TAUGHT + 1)]
+    drafts, kept = {name: Drafted([1], [0.5]) for name in names}, dict.fromkeys(names, 1)
+    for _ in range(3):
+        chooser.took(StepDrafts(drafts, kept, 0), dict.fromkeys(names, [9]), len(names), 1.0)
+    assert sorted(heard) == sorted(names), "each in one of three steps"
 
 
 def test_a_step_with_a_prompt_teaches_what_was_right_and_not_what_it_cost() -> None:

@@ -20,6 +20,7 @@ from vllm_spac.decisions.guard.cut_rule import pack
 from vllm_spac.decisions.guard.odds import Odds
 from vllm_spac.decisions.guard.step_cost import StepCost
 
+TAUGHT = 8  # requests of a step, at most about, whose drafts are learned from: others have their turn in the next ones
 LOOK = 8  # steps, while it is not known what drafts cost: in one of them half are cut
 
 
@@ -48,7 +49,7 @@ class DeviceChooser:
         self._depth = depth
         self._odds = Odds()
         self._costs: dict[tuple[int, int], StepCost] = {}  # by batch size, one for each power of two, and most drafts
-        self._steps = 0
+        self._steps = self._turn = 0
         self._counts = Counter[str]()
 
     def numbers(self, requests: Sequence[str], drafts: Sequence[int]) -> np.ndarray | None:
@@ -81,7 +82,9 @@ class DeviceChooser:
         drafted = {request: len(drafts.tokens) for request, drafts in step.drafts.items()}
         self._counts["drafts"] += sum(drafted.values())
         self._counts["cut_drafts"] += sum(drafted.values()) - sum(step.kept.values())
-        for request, drafts in step.drafts.items():
+        every = max(1, -(-len(step.drafts) // TAUGHT))
+        self._turn += 1
+        for request, drafts in list(step.drafts.items())[self._turn % every :: every]:
             hear(self._odds, request, drafts, said.get(request, ()))
         if requests != len(said) or not all(said.values()) or not seconds > 0:
             return
