@@ -13,6 +13,7 @@ import torch
 
 from vllm_spac.kernels.formats import Format
 
+NO_EXPERT = -1  # in place of the experts of a row that runs none
 NOT_RUN = -1  # in counts per expert: its layer did not run in this step
 PROMPT_ROWS = 32  # the last ones of a prompt, of which policies learn what its answer selects
 

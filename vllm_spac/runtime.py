@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from vllm_spac.core import RowKind, Step
+from vllm_spac.core import NO_EXPERT, RowKind, Step
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import SpacError, UnsupportedError
@@ -114,6 +114,9 @@ class Runtime:
         timeline: records events of the forward thread; None: nobody records.
         recordings: the files that are recorded, and why one of them stopped.
         rerouted: chooses experts in place of the budget, outside of steps; arguments and result as of ``route``.
+        cut_rows: bool [rows, 1] on the device, at a fixed address: rows of the step whose drafts were cut there and run
+            no expert. None: nothing cuts any.
+        cutting: whether some rows of the step may be among them.
         turns: steps that some running requests did not share; how many did the last step, and how many did not.
     """
 
@@ -135,6 +138,8 @@ class Runtime:
         self.recordings = Recordings(trace, saved, clock)
         self.timeline: Timeline | None = None
         self.rerouted: Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self.cut_rows: Tensor | None = None
+        self.cutting = False
         self.turns = {"steps": 0, "sharing": 0, "aside": 0}
         self._clock = clock
         self._failed = failed
@@ -175,7 +180,7 @@ class Runtime:
         if self.timeline is not None:
             self._began = now()
         self._step, self._rows = step, step.rows
-        self._timed, self._drafting = (step, self._clock(), 0 if self.chooser is None else self._missed()), 0.0
+        self._timed, self._drafting = (step, self._clock(), 0 if self.chooser is None else self.missed), 0.0
         votes = self.budget.begin_step(step)
         for execution in self.executions:
             execution.begin_step(votes)
@@ -185,8 +190,17 @@ class Runtime:
         """Returns the weights and ids [rows, k] that layer number ``layer`` of the model must run.
 
         Shapes as in ``Listener.route``, with padding. Dummy and profile runs are returned unchanged. While a CUDA graph
-        is captured, the launches of the budget are captured into it.
+        is captured, the launches of the budget are captured into it, and the one that takes cut rows their experts.
         """
+        weights, ids = self._routed(layer, hidden, logits, weights, ids)
+        if self.cut_rows is None or not (self.cutting or self._step is None):
+            return weights, ids
+        return weights, ids.masked_fill(self.cut_rows[: len(ids)], NO_EXPERT)
+
+    def _routed(
+        self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``route`` of rows that are not cut."""
         if self._step is None:
             if self.rerouted is not None:
                 return self.rerouted(layer, hidden, logits, weights, ids)
@@ -264,8 +278,9 @@ class Runtime:
                 )
             self.captured()
         real = self.rows(len(x))
-        as_routed = (self._step is not None or self.rerouted is not None) and real == len(x) and not self.budget.active
-        rows = Rows(real, as_routed, None if self.recordings.trace is None else self._record)
+        whole = real == len(x) and not (self.budget.active or self.cutting)
+        as_routed = (self._step is not None or self.rerouted is not None) and whole
+        rows = Rows(real, as_routed, None if self.recordings.trace is None else self._record, self.cutting)
         timeline = None if self._step is None else self.timeline
         start = 0 if timeline is None else now()
         try:
@@ -286,7 +301,7 @@ class Runtime:
     def end_forward(self) -> None:
         """Called when the layers have finished or failed; what runs until the next step (profiling, warm-up) is not
         counted."""
-        step, self._step = self._step, None
+        step, self._step, self.cutting = self._step, None, False
         timeline, start = (self.timeline if self._began and step is not None else None), 0
         if timeline is not None and step is not None:
             timeline.add(Kind.FORWARD, self._began, step.rows, len(step.requests))
@@ -297,10 +312,16 @@ class Runtime:
         if timeline is not None:
             timeline.add(Kind.UPDATE, start)
 
-    def _missed(self) -> int:
+    @property
+    def missed(self) -> int:
         """Experts that were not in fast memory when a layer needed them, so far."""
         counters = [execution.counters for execution in self.executions]
         return sum(each.misses + each.cpu_experts for each in counters)
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether what looks like a step is not one."""
+        return self._warming
 
     @property
     def in_step(self) -> bool:
@@ -378,7 +399,7 @@ class Runtime:
                 if r.kind != RowKind.PREFILL and count
             ]
             drafts, emitted = [drafts for drafts, _ in answered], [count for _, count in answered]
-            seconds, missed = self._clock() - start, self._missed() - before
+            seconds, missed = self._clock() - start, self.missed - before
             verdict = self.chooser.took(drafts, emitted, len(step.requests), seconds, self._drafting, missed)
             if verdict is not None and verdict.changes:
                 logger.info("spac: drafts are %s: %s", "left out" if verdict.stop else "made", verdict)

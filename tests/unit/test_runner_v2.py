@@ -164,7 +164,8 @@ def reading(routing: Routing | None = None) -> tuple[SimpleNamespace, SimpleName
         drafting=lambda tokens, states: told.append((tokens.tolist(), states.flatten(1)[:, -1].tolist())),
     )
     states = DraftStates(WIDTH) if routing is None else DraftStates(1, 2, unread=-1)
-    experts = SimpleNamespace(runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing)
+    serving = SimpleNamespace(draft_states=states)
+    experts = SimpleNamespace(runtime=runtime, serving=serving, draft_routing=routing, cutter=None)
     return SimpleNamespace(_spac_experts=experts, speculator=Speculator()), experts, told
 
 

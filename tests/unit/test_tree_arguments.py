@@ -9,7 +9,7 @@ import pytest
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration.hooks import drafts
+from vllm_spac.integration.hooks import drafts, patches
 from vllm_spac.integration.stepping import tree_arguments, tree_scheduler
 from vllm_spac.methods.trees.tensors import Scratch
 
@@ -97,7 +97,13 @@ def engine(**changes):
             "max_num_batched_tokens": 512,
             "scheduler_cls": None,
         },
-        "speculative_config": {"method": "eagle3", "rejection_sample_method": "standard"},
+        "speculative_config": {
+            "method": "eagle3",
+            "rejection_sample_method": "standard",
+            "parallel_drafting": False,
+            "use_local_argmax_reduction": False,
+            "use_heterogeneous_vocab": False,
+        },
         "compilation_config": {"cudagraph_mode": None},
         "attention_config": {"backend": SimpleNamespace(name="TRITON_ATTN")},
         "cache_config": {"cache_dtype": "auto"},
@@ -165,10 +171,12 @@ def test_the_v2_runner_does_not_record_which_draft_follows_which() -> None:
         tree_arguments.check(SpacConfig(tree=16, trace="a.safetensors"), engine(use_v2_model_runner=True))
 
 
-def test_the_v2_runner_does_not_tell_the_guard_which_nodes_were_accepted() -> None:
+def test_the_guard_of_trees_with_v2_cuts_their_nodes_on_the_device(monkeypatch) -> None:
     v2 = engine(use_v2_model_runner=True, distributed_executor_backend="uni")
-    assert drafts.unguarded(v2) is None
-    assert "drop --spac-tree" in str(drafts.unguarded(v2, trees=True))
+    assert drafts.unguarded(v2) is None and drafts.unguarded(v2, trees=True) is None
+    monkeypatch.setenv(patches.WITHOUT, f"{patches.SPECULATOR}.compute_draft_logits")
+    assert drafts.unguarded(v2) is None, "how many drafts are made is planned without it"
+    assert "compute_draft_logits" in str(drafts.unguarded(v2, trees=True))
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:

@@ -90,11 +90,13 @@ class Rows(NamedTuple):
         real: number of leading rows that belong to requests; all rows in a dummy run.
         as_routed: every row belongs to a request and runs what its router chose: no expert is -1.
         record: called with (layer, ids, weights) of the real rows, both [real, top_k], before they run; may be None.
+        cut: some of them may run no expert: all their ids are -1, and their result is not used. The first row runs.
     """
 
     real: int
     as_routed: bool = False
     record: Callable[[int, Tensor, Tensor], None] | None = None
+    cut: bool = False
 
 
 class Room(NamedTuple):

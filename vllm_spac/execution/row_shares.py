@@ -64,8 +64,8 @@ def runnable(ids: Tensor, real: int) -> Tensor:
     """Replaces ids that cannot be run; returns [rows, top_k] on the CPU.
 
     The ids of a padded row are -1, which corrupts the heap in a CPU kernel, or left over from earlier routing. They are
-    replaced by those of the first row, so that padding needs no further experts; its output is not used. A -1 in a real
-    row becomes expert 0, to be run with weight 0.
+    replaced by those of the first row, so that padding needs no further experts; its output is not used. So is a -1 in
+    a real row, to be run with weight 0; expert 0 if the first row has none there.
 
     Args:
         ids: [rows, top_k] on the CPU, experts.
@@ -73,7 +73,17 @@ def runnable(ids: Tensor, real: int) -> Tensor:
     """
     if real < len(ids):
         ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])
-    return ids.clamp(min=0)
+    return ids.where(ids >= 0, ids[:1]).clamp(min=0)
+
+
+def seen(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns x, ids and weights for a predictor, which must not name experts for rows that run none.
+
+    Such a row repeats the first one with weight 0. All stays on its device.
+    """
+    runs = ids >= 0
+    some = runs.any(1, keepdim=True)
+    return x.where(some, x[:1]), ids.where(runs, ids[:1]).clamp(min=0), weights.masked_fill(~runs, 0)
 
 
 def numbered(ids: Tensor, local_of: Tensor, real: int) -> Tensor:

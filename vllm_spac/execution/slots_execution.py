@@ -23,14 +23,14 @@ from vllm_spac.cache.named import Named, Ration
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.core import MoEShape, Step
+from vllm_spac.core import NO_EXPERT, MoEShape, Step
 from vllm_spac.cpu_kernels._thread import Computation, ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.execution import row_shares
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
-from vllm_spac.execution.row_shares import Share, combine, numbered, runnable, typed_like
+from vllm_spac.execution.row_shares import Share, combine, numbered, runnable, seen, typed_like
 from vllm_spac.execution.slot_layers import CpuCheck, SlotLayers, filled_experts
 from vllm_spac.execution.step_routing import StepRouting
 from vllm_spac.recording.metrics import Counters
@@ -228,10 +228,10 @@ class SlotExecution(Execution):
             self._layers.end_step(self._routed.counts(step.generating, step.generating_weights), prompt)
             self._routed.clear()
 
-    def observe(self, layer: int, ids: Tensor) -> None:
-        """Keeps the routing of a layer's rows (ids [rows, top_k]) until the step ends."""
+    def observe(self, layer: int, ids: Tensor, partly: bool = False) -> None:
+        """Keeps the routing of a layer's rows (ids [rows, top_k]) until the step ends; arguments as of ``add``."""
         if self._step is not None:
-            self._routed.add(layer, ids)
+            self._routed.add(layer, ids, partly)
 
     def snapshot(self) -> dict:
         if self.holds_all:
@@ -275,7 +275,7 @@ class SlotExecution(Execution):
             return kernel(x, weights, ids)
         if self.local_of is not None:
             return self._own_part(layer, x, weights, ids, kernel, rows)
-        routed, there = ids, None
+        routed, there, live = ids, None, None
         names: list[Named] = []
         if not kernel.takes_slots:
             routed, names = self._to_host(layer, x, weights, ids, rows)
@@ -284,13 +284,17 @@ class SlotExecution(Execution):
             self._tell(layer, routed, routed, weights, rows)
         else:
             weights = weights.masked_fill(ids < 0, 0)
-            routed = runnable(routed, rows.real)
-            self._tell(layer, routed[: rows.real], routed[: rows.real], weights[: rows.real], rows)
+            raw, routed = routed, runnable(routed, rows.real)
+            if rows.cut:
+                live = (raw >= 0).any(1, keepdim=True)
+                live[rows.real :] = False
+            told = (routed if live is None else routed.masked_fill(~live, NO_EXPERT))[: rows.real]
+            self._tell(layer, told, told, weights[: rows.real], rows)
         if self.holds_all:
             return kernel(x, weights, routed)
         if self._step is not None and self._layers.looks:
             self._layers.look(layer, x[: rows.real], routed[: rows.real], weights[: rows.real], names)
-        return self._shared(layer, x, weights, routed, kernel, rows.real, there)
+        return self._shared(layer, x, weights, routed, kernel, rows.real, there, live)
 
     def _shared(
         self,
@@ -301,11 +305,16 @@ class SlotExecution(Execution):
         kernel: LayerKernel,
         real: int,
         there: Tensor | None = None,
+        live: Tensor | None = None,
     ) -> Tensor:
-        """As ``in_slots``, but for the pairs that the CPU takes; ``real``: leading rows that belong to requests."""
+        """As ``in_slots``, but for the pairs that the CPU takes; ``real``: leading rows that belong to requests.
+
+        ``live``: bool [rows, 1] on the CPU, the rows that run experts; None: all.
+        """
         if (cold := self.cold(layer, ids, real)) is None:
             return self.in_slots(layer, x, weights, ids, kernel, there=there)
-        beside, hot = Share.of(ids, cold), Share.of(ids, ~cold)
+        runs = torch.ones_like(cold) if live is None else live.expand_as(cold)
+        beside, hot = Share.of(ids, cold & runs), Share.of(ids, ~cold & runs)
         with self.computing(layer, beside, x, weights) as computation:
             part = self.in_slots(layer, *hot.pick(x, weights), hot.ids, kernel, computation.give_way)
             combined = combine(x, [(hot.rows, part), (beside.rows, computation.result())])
@@ -321,10 +330,12 @@ class SlotExecution(Execution):
         asked, self._asked = self._asked, []
         if self._step is not None and self._layers.looks:
             real = slice(rows.real)
-            chosen = ids[real], weights[real]
-            if not rows.as_routed:
-                chosen = chosen[0].clamp(min=0), chosen[1].masked_fill(chosen[0] < 0, 0)
-            asked += self._layers.ask(layer, x[real], *chosen)
+            read = x[real], ids[real], weights[real]
+            if rows.cut:
+                read = seen(*read)
+            elif not rows.as_routed:
+                read = read[0], read[1].clamp(min=0), read[2].masked_fill(read[1] < 0, 0)
+            asked += self._layers.ask(layer, *read)
         routed, *found = self._exchange.all_to_host([ids, *_tensors(asked)])
         tensors = iter(found)
         return routed, [each.arrived(tensors) for each in asked]
@@ -448,7 +459,7 @@ class SlotExecution(Execution):
 
     def _tell(self, layer: int, own: Tensor, ids: Tensor, weights: Tensor, rows: Rows) -> None:
         """Tells of the rows of requests; ``own``: their experts as this process numbers them."""
-        self.observe(layer, own)
+        self.observe(layer, own, rows.cut)
         if rows.record is not None:
             rows.record(layer, ids, weights)
 

@@ -31,9 +31,10 @@ class StepRouting:
         """Number of forwards of layers."""
         return len(self._kept)
 
-    def add(self, layer: int, ids: Tensor) -> None:
-        """Keeps the routing of a layer's rows, ids [rows, top_k]."""
+    def add(self, layer: int, ids: Tensor, partly: bool = False) -> None:
+        """Keeps the routing of a layer's rows, ids [rows, top_k]; ``partly``: from now on, some may be -1."""
         self._kept.append((layer, ids))
+        self._partly = self._partly or partly
         self.pairs += ids.numel()
 
     def clear(self) -> None:

@@ -8,7 +8,8 @@ say the same. Where the drafts of a step gain less than it takes to make them, n
 ``_PROBE``. All of this may be wrong on a machine that is not as it is assumed to be: so steps with drafts, as they are
 chosen, and without take turns now and then, and none are made while steps without are faster (``payback``).
 
-This is for runners that learn of the drafts before a step is planned. V2's scheduler does not: see ``guard``.
+This is for runners that learn of the drafts before a step is planned. V2's scheduler does not: there ``guard`` plans
+how many drafts are made, and ``device_chooser`` which of them are worth their experts.
 """
 
 from __future__ import annotations
@@ -51,6 +52,21 @@ class Drafted(NamedTuple):
         return draft if self.parents is None else self.parents[draft]
 
 
+def hear(odds: Odds, request: str, drafts: Drafted, said: Sequence[int]) -> None:
+    """Teaches ``odds`` what became of a request's drafts: the target has ``said`` these tokens in their place."""
+    if not said:
+        return
+    depths = {0: 0}  # of those that it has said
+    for number, (token, chance) in enumerate(zip(drafts.tokens, drafts.chances, strict=True)):
+        depth = depths.get(drafts.parent(number), len(said))
+        if depth < len(said):
+            accepted = token == said[depth]
+            odds.add(request, depth, chance, accepted)
+            if accepted:
+                depths[number + 1] = depth + 1
+    odds.fared(request, len(depths) > 1)
+
+
 class Chooser:
     """Chooses the drafts of each step, and learns from what became of them.
 
@@ -82,17 +98,8 @@ class Chooser:
     def answered(self, request: str, said: Sequence[int]) -> None:
         """The target has said these tokens where the request's last drafts were drafted, whatever was verified."""
         drafts = self._drafted.pop(request, None)
-        if drafts is None or not said:
-            return
-        depths = {0: 0}  # of those that it has said
-        for number, (token, chance) in enumerate(zip(drafts.tokens, drafts.chances, strict=True)):
-            depth = depths.get(drafts.parent(number), len(said))
-            if depth < len(said):
-                accepted = token == said[depth]
-                self._odds.add(request, depth, chance, accepted)
-                if accepted:
-                    depths[number + 1] = depth + 1
-        self._odds.fared(request, len(depths) > 1)
+        if drafts is not None:
+            hear(self._odds, request, drafts, said)
 
     def took(
         self, drafts: Sequence[int], tokens: Sequence[int], requests: int, seconds: float, drafting: float, misses: int

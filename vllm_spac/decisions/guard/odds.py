@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 _DEPTHS = 8  # places in a path that are told apart; further ones are like the last
 _KEEP = 0.998  # of what was learned, with each further draft
 _PRIOR = np.array([2.0, 0.5, 1.0, *[0.7] * _DEPTHS])  # standard deviations of the weights that nothing is known of
-_CERTAIN = 0.01  # a drafter's probability counts as at least this far from 0 and from 1
+CERTAIN = 0.01  # a drafter's probability counts as at least this far from 0 and from 1
 _RECENT, _USUAL = 0.8, 0.98  # weight of the earlier drafts in how the last ones fared: of a request, of all
+FARTHEST = 12.0  # log-odds of a draft's acceptance, at most
 UNKNOWN = math.nan  # in place of a drafter's probability
 
 
@@ -36,6 +38,22 @@ class Odds:
         """
         return _logistic(float(self._weights @ self._features(request, depth, probability)))
 
+    def terms(self, requests: Sequence[str], depths: int) -> tuple[float, np.ndarray, np.ndarray]:
+        """Returns what ``chance`` adds up, for a device that knows the drafter's probabilities.
+
+        The probability is logistic(slope * log-odds of the drafter's probability + of the depth + of the request).
+
+        Args:
+            requests: whose terms are asked for.
+            depths: how many places in a path there are.
+
+        Returns:
+            The slope, float64 [depths] and float64 [requests].
+        """
+        place = self._weights[3:][np.minimum(np.arange(depths), _DEPTHS - 1)]
+        fared = np.array([2 * self._recent.get(request, self._usual) - 1 for request in requests])
+        return float(self._weights[1]), self._weights[0] + place, self._weights[2] * fared
+
     def add(self, request: str, depth: int, probability: float, accepted: bool) -> None:
         """Adds a draft whose parent was accepted; arguments as of ``chance``."""
         features = self._features(request, depth, probability)
@@ -56,7 +74,7 @@ class Odds:
         self._recent.pop(request, None)
 
     def _features(self, request: str, depth: int, probability: float) -> np.ndarray:
-        known = 0.5 if math.isnan(probability) else min(max(probability, _CERTAIN), 1 - _CERTAIN)
+        known = 0.5 if math.isnan(probability) else min(max(probability, CERTAIN), 1 - CERTAIN)
         features = np.zeros(len(_PRIOR))
         fared = self._recent.get(request, self._usual)
         features[:3] = 1.0, math.log(known / (1 - known)), 2 * fared - 1
@@ -65,4 +83,4 @@ class Odds:
 
 
 def _logistic(x: float) -> float:
-    return 1 / (1 + math.exp(-min(max(x, -12.0), 12.0)))
+    return 1 / (1 + math.exp(-min(max(x, -FARTHEST), FARTHEST)))

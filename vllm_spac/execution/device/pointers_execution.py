@@ -40,7 +40,7 @@ from torch import Tensor
 
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.core import MoEShape, Step
+from vllm_spac.core import NO_EXPERT, MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen, Signal
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
@@ -160,11 +160,14 @@ class DeviceLookahead:
         self._admission.ahead(layer + 1, own, live)
 
     def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Writes each row's likeliest experts of layer ``layer + 1``, of all ranks, to ``out``, int32 [rows, k]."""
+        """Writes each row's likeliest experts of layer ``layer + 1``, of all ranks, to ``out``, int32 [rows, k].
+
+        None of a row that runs no expert of ``layer``: its draft was cut.
+        """
         there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
         seen = Seen(layer, hidden=x, ids=there, weights=weights)
         scores = self._predictor.of_next(seen, self._known[: len(x), layer])
-        out.copy_(scores.topk(out.shape[1]).indices)
+        out.copy_(scores.topk(out.shape[1]).indices.masked_fill(ids[:, :1] < 0, NO_EXPERT))
 
 
 _FILL_BATCH = 16

@@ -33,6 +33,11 @@ _PARENT = {"--speculative-config": {"method": "draft_model", "model": "PARENT", 
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
 _PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
+CUTTING = (
+    f"{patches.RUNNER_V2}.initialize_kv_cache",
+    f"{patches.SPECULATOR}.propose",
+    f"{patches.SPECULATOR}.compute_draft_logits",
+)
 OWN_DRAFTS = f"{patches.PROPOSER}.load_model", f"{patches.PROPOSER}.set_inputs_first_pass", _PROPOSING_V1
 _GUARDED = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash")  # methods that the guard was tried with
 # Methods whose drafts the target verifies as any others, and that nothing of the plugin looks at or shortens. One that
@@ -65,14 +70,27 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
         kept = "rejection_sample_method"
         return Reason(f"{kept}={way} is lossy, and tokens would depend on the length of drafts", without(kept))
     if plans_drafts(vllm_config):
-        if trees:
-            return Reason("V2 keeps on the device which nodes of a draft tree were accepted", drop("tree"))
+        if trees:  # how many nodes are drafted is not planned
+            return uncut(vllm_config)
         if vllm_config.parallel_config.distributed_executor_backend != "uni":
             within = add(vllm_distributed_executor_backend="uni")
             return Reason("V2's scheduler plans drafts in another process", within)
     elif vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans the drafts of a step before the last one has finished", IN_ORDER)
     return None
+
+
+def uncut(vllm_config: VllmConfig) -> Reason | None:
+    """Why V2's runner cannot cut drafts of a step on the device, and what helps; None if it can."""
+    assert plans_drafts(vllm_config), "V1 chooses them before a step is planned"
+    if (reason := unguarded(vllm_config)) is not None:
+        return reason
+    speculation = vllm_config.speculative_config
+    if hidden := _hidden(speculation, "gives no probabilities", "drafts without logits of the whole vocabulary"):
+        return hidden
+    if getattr(speculation, "enable_adaptive_verification", False):
+        return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
+    return switched_off(vllm_config, (), CUTTING)
 
 
 def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:

@@ -82,6 +82,7 @@ _NO_CHOICE_V1 = (
     "with V1, drafts are not chosen, and budgets and predictors that look at drafts are refused, as trees are"
 )
 _NO_CHOICE_V2 = "with V2, the guard is off and all drafts are verified"
+_NO_CUTS_V2 = "with V2, all drafts of a step run their experts, whatever these cost"
 _NO_STATES_V2 = "with V2, predictors that look at the drafter are refused"
 _NO_ROUTING = "prefetch=shadow is refused, and the experts of an MTP head stay in fast memory"
 _NO_TREES_V1, _NO_TREES_V2 = (f"with {runner}, draft trees are refused" for runner in ("V1", "V2"))
@@ -271,7 +272,7 @@ PATCHES = (
     ),
     Patch(
         f"{RUNNER_V2}.initialize_kv_cache",
-        "draft trees set their hooks once the KV cache exists",
+        "draft trees set their hooks once the KV cache exists, and so does what cuts drafts on the device",
         "v2",
         ("kv_cache_config", "is_profiling"),
         until="draft trees",
@@ -371,8 +372,21 @@ PATCHES = (
                 "a predictor reads the drafter's states: of the token sampled last, then of each draft",
                 ("input_batch", "num_sampled", "num_rejected", "last_sampled", "dummy_run"),
             ),
-            (f"{SPECULATOR}.sample_draft", "a forward of the drafter is over: its states", ("hidden_states",)),
+            (
+                f"{SPECULATOR}.sample_draft",
+                "a forward of the drafter is over: its states, and which draft it makes",
+                ("hidden_states", "draft_step"),
+            ),
         )
+    ),
+    Patch(
+        f"{SPECULATOR}.compute_draft_logits",
+        "drafts are cut on the device by how sure the drafter is of them",
+        "v2",
+        ("hidden_states",),
+        until="probabilities of greedy drafts that a drafter keeps on the device",
+        on="object",
+        loses=_NO_CUTS_V2,
     ),
     Patch(
         f"{PROPOSER}.set_inputs_first_pass",

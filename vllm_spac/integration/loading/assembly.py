@@ -23,6 +23,7 @@ from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs, ExpertSize
 from vllm_spac.decisions.guard.chooser import Chooser
+from vllm_spac.decisions.guard.device_chooser import DeviceChooser
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.predictors.base import Predictor
@@ -167,7 +168,8 @@ def host_rows(
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None:
     """Builds what decides how many drafts a step has; None without speculation, or if that cannot be changed.
 
-    V2's scheduler plans a number for all requests (``Guard``), V1's runner has the drafts before it (``Chooser``).
+    V2's scheduler plans a number for all requests (``Guard``), but not of trees; V1's runner has the drafts before a
+    step is planned (``Chooser``).
     """
     speculation = vllm_config.speculative_config
     if speculation is None or not config.guards_drafts:
@@ -176,7 +178,32 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
     most = config.tree or speculation.num_speculative_tokens
-    return Guard(most) if drafts.plans_drafts(vllm_config) else Chooser(most)
+    if not drafts.plans_drafts(vllm_config):
+        return Chooser(most)
+    return None if config.tree else Guard(most)
+
+
+def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> DeviceChooser | None:
+    """Builds the host's part of cutting drafts on the device, with V2; None where they are verified as planned."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or not config.guards_drafts or not drafts.plans_drafts(vllm_config):
+        return None
+    if reason := _uncut(config, vllm_config, executions):
+        logger.info("spac: drafts are verified as planned, and none is cut on the device: %s", reason)
+        return None
+    shape = config.draft_tree
+    return DeviceChooser(speculation.num_speculative_tokens if shape is None else shape.depth)
+
+
+def _uncut(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> str:
+    if config.trace is not None:
+        return "a trace (--spac-trace) has the experts of all of them"
+    if config.has_workers:
+        return "expert workers compute all rows"
+    if any(execution.holds_all for execution in executions):
+        return "each expert has its slot, so that none is loaded for a draft"
+    reason = drafts.uncut(vllm_config)
+    return "" if reason is None else str(reason)
 
 
 def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> TraceWriter | None:

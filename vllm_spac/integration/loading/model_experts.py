@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, SlotCount
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.chooser import Chooser
+from vllm_spac.decisions.guard.device_chooser import DeviceChooser
 from vllm_spac.decisions.guard.draft_states import DraftProbabilities, DraftStates
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.decisions.predictor_file import PredictorFile
@@ -37,7 +38,9 @@ from vllm_spac.system import machine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
+    from vllm_spac.integration.hooks.draft_cutting import DraftCutter
     from vllm_spac.integration.stepping.draft_routing import DraftChoices
     from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
     from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
@@ -67,11 +70,13 @@ class Serving:
 
     Attributes:
         guard: decides how many drafts a step gets, if it does.
+        cuts: fits the numbers by which drafts are cut on the device, if they are.
     """
 
     runtime: Runtime
     budget: BudgetControl
     guard: Guard | Chooser | None
+    cuts: DeviceChooser | None
     timeline_facts: TimelineFacts
     draft_states: DraftStates
     other_weights: int
@@ -84,6 +89,7 @@ class ModelExperts:
         packing: the stores of the experts, and the executions that they become.
         serving: what runs the model; None until the weights are loaded.
         trees: None until the KV cache exists, or without draft trees.
+        cutter: cuts drafts on the device; None until the KV cache exists, or where none are cut.
         drafted: probabilities of the drafts that are being verified.
         draft_routing: None until a draft model is loaded by which experts are chosen for a predictor.
         head: None until an MTP head is loaded whose experts have slots.
@@ -101,6 +107,7 @@ class ModelExperts:
         self.packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
         self.serving: Serving | None = None
         self.trees: TreeDecoding | TreeDecodingV2 | None = None
+        self.cutter: DraftCutter | None = None
         self.drafted = DraftProbabilities()
         self.draft_routing: DraftChoices | None = None
         self.head: ModelExperts | None = None
@@ -183,13 +190,14 @@ class ModelExperts:
         trace = assembly.trace(config, vllm_config, executions) if first else None
         facts = assembly.timeline_facts(vllm_config, executions, self.packing.store_name)
         saved = assembly.timeline(config, facts) if first else None
-        guard = assembly.guard(config, vllm_config)
+        guard, cuts = assembly.guard(config, vllm_config), assembly.cuts(config, vllm_config, executions)
         plans = drafts.plans_drafts(vllm_config)
         chooser = guard if isinstance(guard, Chooser) else None
         runtime = Runtime(executions, plan.budget, trace, chooser, saved, failed=self.ranks.failed)
-        self.serving = Serving(runtime, plan.budget, guard, facts, plan.draft_states, plan.other_weights)
-        if isinstance(guard, Guard):
-            draft_planning.offer(vllm_config, guard)
+        self.serving = Serving(runtime, plan.budget, guard, cuts, facts, plan.draft_states, plan.other_weights)
+        if isinstance(guard, Guard) or cuts is not None:
+            ended = None if cuts is None else self._ended
+            draft_planning.offer(vllm_config, guard if isinstance(guard, Guard) else None, ended)
         for execution in executions:
             self._balance(execution, plan)
         if saved is not None:
@@ -198,7 +206,7 @@ class ModelExperts:
             if caveat is not None:
                 logger.warning("spac: %s", caveat)
         (runner_v2 if plans else runner_v1).install()
-        if config.tree:
+        if config.tree or cuts is not None:
             trees.install(vllm_config)
         runner_hooks.install()
         if self.on_cpu:
@@ -219,6 +227,10 @@ class ModelExperts:
         head = 0 if self.head is None else self.head.fast_bytes
         return head + slots + sum(e.host.block.nbytes for e in self.runtime.executions if e.host is not None)
 
+    def _ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
+        if self.cutter is not None:
+            self.cutter.ended(plan, said, seconds)
+
     def drafts_itself(self, chose: Callable[[int, Tensor, Tensor], None] | None) -> None:
         """The model is its own draft model; ``chose`` as of ``SelfDrafting``."""
         assert self.runtime is not None
@@ -233,6 +245,7 @@ class ModelExperts:
         counts = {} if self.trees is None else self.trees.counters.snapshot()
         counts |= {} if self.head is None else {"mtp_head": self.head.stats()}
         told = description.stats(serving.runtime, serving.budget, self.config, self.packing.store_name, serving.guard)
+        told |= {} if serving.cuts is None else {"device_chooser": serving.cuts.facts()}
         return self.ranks.facts() | told | counts
 
     def close(self) -> None:
@@ -292,4 +305,5 @@ class ModelExperts:
         exactness = description.mode(plan.budget, self.runtime.executions)
         mode = plan.budget.describe() if plan.budget.active else exactness
         choices = description.choices(config, execution, prefetch)
+        choices += "" if self.serving is None or self.serving.cuts is None else ", drafts=cut on the device"
         logger.info("spac: mode=%s, %s, %s%s", mode, description.describe(execution), choices, self.ranks.describe())

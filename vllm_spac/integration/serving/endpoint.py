@@ -75,6 +75,10 @@ _TREES = {
     "unknown": "Of these chains, those that the trees' drafter did not propose.",
     "nodes": "Draft tokens that were verified, where draft trees are on.",
 }
+_CUTS = {
+    "drafts": "Draft tokens of steps whose drafts may be cut on the device.",
+    "cut_drafts": "Draft tokens that were cut on the device: they ran no expert, and were not accepted.",
+}
 _EXPERT_WORKERS = {
     "calls": "Requests to expert workers whose answer counted.",
     "rows": "Rows of layers that expert workers computed.",
@@ -146,6 +150,10 @@ class WorkerCollector:
         if all("guard" in worker for worker in self.workers):
             lengths = [worker["guard"]["draft_length"] for worker in self._counting("guard")]
             yield _metric(GaugeMetricFamily, "draft_length", "Draft tokens per request that the guard allows.", lengths)
+        if all("device_chooser" in worker for worker in self.workers):
+            for name, text in _CUTS.items():
+                values = [worker["device_chooser"][name] for worker in self._counting("device_chooser")]
+                yield _metric(CounterMetricFamily, f"device_{name}", text, values)
         if all("trees" in worker for worker in self.workers):
             for name, text in _TREES.items():
                 values = [worker["trees"][name] for worker in self._counting("trees")]

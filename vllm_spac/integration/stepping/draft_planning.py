@@ -2,7 +2,7 @@
 
 The scheduler looks up the draft length of a step by its number of requests (vLLM's
 ``num_speculative_tokens_per_batch_size``), and later stages follow it. The guard replaces this lookup, and observes the
-results that the scheduler receives.
+results that the scheduler receives. So does what cuts drafts on the device, also of trees, whose size is not planned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac.decisions.guard.batch_guard import halved
@@ -27,26 +27,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 
 
+Ended = Callable[["SchedulerOutput", Mapping[str, Sequence[int]], float], None]
+
+
 class PlannedDrafts:
     """Replacement of a scheduler's lookup: requests of a step -> draft tokens per request for the next one.
 
     Args:
-        guard: chooses the length, and observes every step.
+        guard: chooses the length, and observes every step. None: the lookup is not replaced.
         most: the lookup that the user configured in vLLM, if any: an upper bound for the guard.
         clock: monotonic clock in seconds.
+        ended: called with the plan of a step that has ended, the tokens that each request emitted which had left its
+            prompt, and the step's seconds.
     """
 
     def __init__(
-        self, guard: Guard, most: Sequence[int] | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        guard: Guard | None,
+        most: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        ended: Ended | None = None,
     ) -> None:
-        self._guard, self._most, self._clock = guard, most, clock
+        self.guard, self._most, self._clock, self._ended = guard, most, clock, ended
         # Plans, when they were made, and whether vLLM left drafts out by itself.
         self._running: deque[tuple[SchedulerOutput, float, bool]] = deque()
         self._left_out = False  # in the last plan
         self._over = 0.0  # when the last step finished
 
     def __getitem__(self, requests: int) -> int:
-        length = self._guard.choose(requests)
+        assert self.guard is not None
+        length = self.guard.choose(requests)
         return length if self._most is None else min(length, self._most[requests])
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -69,23 +79,34 @@ class PlannedDrafts:
         now = self._clock()
         seconds, self._over = now - max(began, self._over), now
         if left_out:
-            self._guard.ignored += 1
+            if self.guard is not None:
+                self.guard.ignored += 1
             return
         drafts = plan.scheduled_spec_decode_tokens
-        emitted = [
-            len(result.sampled_token_ids[result.req_id_to_index[request]])
+        said = {
+            request: result.sampled_token_ids[result.req_id_to_index[request]]
             for request, rows in plan.num_scheduled_tokens.items()
             if rows == 1 + len(drafts.get(request, ()))  # else it is in its prompt
-        ]
-        length = max(map(len, drafts.values()), default=0)
-        self._guard.observe(length, [count for count in emitted if count], len(plan.num_scheduled_tokens), seconds)
+        }
+        if self.guard is not None:
+            length, counts = max(map(len, drafts.values()), default=0), [len(tokens) for tokens in said.values()]
+            self.guard.observe(length, [count for count in counts if count], len(plan.num_scheduled_tokens), seconds)
+        if self._ended is not None:
+            self._ended(plan, said, seconds)
 
 
-def offer(vllm_config: VllmConfig, guard: Guard) -> None:
-    """Lets ``guard`` plan the drafts of an engine whose worker runs in this process.
+def offer(vllm_config: VllmConfig, guard: Guard | None, ended: Ended | None = None) -> None:
+    """Lets ``guard`` plan the drafts of an engine whose worker runs in this process, and ``ended`` hear of its steps.
 
-    The scheduler is created after the worker, so the guard is kept until then.
+    The scheduler is created after the worker, so they are kept until then; arguments as of ``PlannedDrafts``.
     """
+    most = None if guard is None else _lengths(vllm_config, guard)
+    _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most, ended=ended)
+    patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
+
+
+def _lengths(vllm_config: VllmConfig, guard: Guard) -> Sequence[int] | None:
+    """Prepares an engine for the lengths that ``guard`` chooses; returns its lookup, if the user has set one."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     speculation, requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
@@ -96,8 +117,7 @@ def offer(vllm_config: VllmConfig, guard: Guard) -> None:
         speculation.num_speculative_tokens_per_batch_size = schedule(guard.max_drafts, requests)
     if _has_decode_graphs(vllm_config):
         _restrict(guard, [guard.max_drafts] if requests == 1 and most is None else _scheduled(vllm_config, guard))
-    _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most)
-    patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
+    return most
 
 
 def schedule(most: int, requests: int) -> list[tuple[int, int, int]]:
@@ -175,5 +195,6 @@ def attach(scheduler: Scheduler, drafts: PlannedDrafts) -> None:
         drafts.over(plan, result)
         return update(plan, result, *args, **kwargs)
 
-    scheduler.dynamic_sd_lookup = drafts
+    if drafts.guard is not None:
+        scheduler.dynamic_sd_lookup = drafts
     scheduler.schedule, scheduler.update_from_output = scheduled, updated

@@ -1,6 +1,6 @@
 """Hooks of vLLM's V2 model runner, the default on CUDA: steps from its batches. The scheduler plans its drafts.
 
-What the drafter computes stays on the device, where a predictor reads it.
+What the drafter computes stays on the device, where a predictor reads it, and where drafts are cut.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch)
     if (trees := device_trees_of(runner)) is not None:
         trees.begin(batch)
     experts = managed_experts(runner)
+    if experts.cutter is not None:
+        experts.cutter.begin(scheduled, batch)
     if not experts.runtime.looks_at_drafts:
         return step_of(batch, tokens=experts.runtime.looks_at_tokens)
     if not hasattr(runner, "_spac_reader"):

@@ -178,6 +178,8 @@ class Drafter:
 
     Attributes:
         reading: what a predictor reads of the forwards after the first pass; None: nothing.
+        chances: gets (requests of the runner's state, int64 [R], the drafter's probability of each node given its
+            parent, [R, n]); None: nobody asks.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class Drafter:
         self._speculator, self._shape, self._scratch, self._caches = speculator, shape, scratch, caches
         self._keep = keep
         self.reading: DraftReading | None = None
+        self.chances: Callable[[Tensor, Tensor], None] | None = None
         self._chain: np.ndarray | None = None  # of the requests that are drafted for; None: made-up ones
         self._logits: Tensor | None = None  # of the first pass
         self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
@@ -236,8 +239,10 @@ class Drafter:
         chosen = grow(self._shape, self._scratch, start, size, self._caches, self._forward, read)
         if reading is not None:
             reading.settle(chosen.read.masked_fill(chain[:, None], -1))  # whose drafts are others
-        tokens, _, trees = trees_of(chosen, self._shape.depth, chain)
+        tokens, joint, trees = trees_of(chosen, self._shape.depth, chain)
         speculator.draft_tokens[:num_reqs] = tokens
+        if self.chances is not None:
+            self.chances(speculator.idx_mapping[:num_reqs], given_parents(joint, trees.parents))
         self._keep(speculator.idx_mapping[:num_reqs], trees)
 
     def _forward(self, growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
@@ -424,6 +429,17 @@ class TreeDecodingV2:
                 dummy_run=dummy_run,
                 **kwargs,
             )
+
+
+def given_parents(joint: Tensor, parents: Tensor) -> Tensor:
+    """The probability of each node given its parent, [R, n].
+
+    Args:
+        joint: [R, n], logarithm of the probability of each node's path.
+        parents: int64 [R, n + 1], as of ``TreeTensors``.
+    """
+    along = torch.cat([torch.zeros_like(joint[:, :1]), joint], 1)
+    return (joint - along.gather(1, parents[:, 1:].clamp(min=0))).exp()
 
 
 def needs_chain(parameters: SamplingParams) -> bool:

@@ -1,4 +1,4 @@
-"""Sets up draft trees for a model runner once its KV cache exists."""
+"""Sets up draft trees for a model runner once its KV cache exists, and what cuts drafts on the device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.draft_cutting import DraftCutter
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.drafts import plans_drafts
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
@@ -44,29 +45,36 @@ def _initializing(initialize: Callable):
     def initialized(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any):
         result = initialize(self, kv_cache_config, is_profiling, *args, **kwargs)
         experts = managed_experts(self)
-        if is_profiling or experts is None or (shape := experts.config.draft_tree) is None:
+        if is_profiling or experts is None:
             return result
-        _check(self, kv_cache_config)
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        scratch = Scratch(shape, self.vllm_config.scheduler_config.max_num_seqs, block_size, self.device)
-        share = 100 * scratch.count / kv_cache_config.num_blocks
-        logger.info(
-            "spac: draft trees of up to %d nodes and %d levels; their scratch takes %d of %d KV cache blocks (%.1f%%)",
-            shape.nodes,
-            shape.depth,
-            scratch.count,
-            kv_cache_config.num_blocks,
-            share,
-        )
-        if plans_drafts(self.vllm_config):
-            self._spac_trees = TreeDecodingV2(self, shape, scratch)
-        else:
-            runtime = experts.runtime
-            self._spac_trees = TreeDecoding(self, shape, scratch, lambda: runtime.chooser, DraftReading(experts))
-        experts.trees = self._spac_trees
+        if experts.config.draft_tree is not None:
+            _plant(self, experts, kv_cache_config)
+        if (chooser := experts.serving.cuts) is not None:
+            experts.cutter = DraftCutter(self, chooser, experts.runtime, experts.trees)
         return result
 
     return initialized
+
+
+def _plant(runner: Any, experts: Any, kv_cache_config: KVCacheConfig) -> None:
+    _check(runner, kv_cache_config)
+    shape, block_size = experts.config.draft_tree, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    scratch = Scratch(shape, runner.vllm_config.scheduler_config.max_num_seqs, block_size, runner.device)
+    share = 100 * scratch.count / kv_cache_config.num_blocks
+    logger.info(
+        "spac: draft trees of up to %d nodes and %d levels; their scratch takes %d of %d KV cache blocks (%.1f%%)",
+        shape.nodes,
+        shape.depth,
+        scratch.count,
+        kv_cache_config.num_blocks,
+        share,
+    )
+    if plans_drafts(runner.vllm_config):
+        runner._spac_trees = TreeDecodingV2(runner, shape, scratch)
+    else:
+        runtime = experts.runtime
+        runner._spac_trees = TreeDecoding(runner, shape, scratch, lambda: runtime.chooser, DraftReading(experts))
+    experts.trees = runner._spac_trees
 
 
 def _check(runner: RunnerV1 | RunnerV2, kv_cache_config: KVCacheConfig) -> None:

@@ -1,0 +1,235 @@
+"""Cuts drafts of a step on the device, in V2's runner: rows that are not worth their experts.
+
+V2 keeps a drafter's probabilities no longer than it draws from them. Here they are kept until the step that verifies
+the drafts. Before its forward a few launches apply the rule of ``cut_rule`` to them: numbers come from the host, and
+nothing comes back that is waited for. Of a cut draft, the row stays in the forward and runs no expert
+(``Runtime.cut_rows``), and it is verified as one that a grammar excludes. So vLLM's own sampler ends the path before
+it, and draws the next token from the target's logits alone, as behind the last draft.
+
+Greedy tokens are those of any other number of drafts. Sampled ones are distributed like the target's: a draft is cut by
+how sure the drafter was of its best token, a function of the tokens before it, and not by the one that it drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.decisions.guard.chooser import Drafted
+from vllm_spac.decisions.guard.cut_rule import CutNumbers, kept
+from vllm_spac.decisions.guard.device_chooser import DeviceChooser, StepDrafts
+from vllm_spac.execution.exchange import Exchange, Sent
+from vllm_spac.runtime import Runtime
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+CUT = "spac_cut"  # attribute of a SchedulerOutput: what its step verifies
+
+
+@dataclass
+class CutReport:
+    """What a step verifies, on its way to the host.
+
+    Attributes:
+        requests, drafts: of the batch, and how many each has.
+        cuts: whether some may have been cut.
+        sent: tokens and chances [R, n]; with ``cuts``, how many are kept [R]; of trees, what each follows [R, n].
+        before: experts missed before the step, and after it, once the next one has begun.
+    """
+
+    requests: Sequence[str]
+    drafts: Sequence[int]
+    cuts: bool
+    sent: Sent
+    before: int
+    after: int | None = None
+
+    def arrived(self, missed: int) -> StepDrafts | None:
+        """What was sent; ``missed``: experts missed so far. None if it has not arrived, which is not waited for."""
+        if not self.sent.arrived.done():
+            return None
+        tokens, chances, *more = (tensor.tolist() for tensor in self.sent.tensors)
+        count = more.pop(0) if self.cuts else self.drafts
+        parents = more[0] if more else None
+        drafted: dict[str, Drafted] = {}
+        left: dict[str, int] = {}
+        for place, (request, drafts) in enumerate(zip(self.requests, self.drafts, strict=True)):
+            if drafts:
+                along = None if parents is None else parents[place][:drafts]
+                real = drafts if along is None else next((i for i, p in enumerate(along) if p < 0), drafts)
+                along = None if along is None else along[:real]
+                drafted[request] = Drafted(tokens[place][:real], chances[place][:real], along)
+                left[request] = min(count[place], real)
+        return StepDrafts(drafted, left, (missed if self.after is None else self.after) - self.before)
+
+
+class CutSampler:
+    """In place of the runner's ``RejectionSampler``, which it encloses: what was cut is not accepted."""
+
+    def __init__(self, plain: Any, cutter: DraftCutter) -> None:
+        self._plain, self._cutter = plain, cutter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """As of vLLM's; ``invalid_drafts``: bool [rows that are sampled]."""
+        cut = self._cutter.cut_of(input_batch)
+        if cut is not None:
+            invalid_drafts = cut if invalid_drafts is None else cut | invalid_drafts
+        return self._plain(logits, input_batch, draft_logits, invalid_drafts)
+
+
+class DraftCutter:
+    """The drafts of one V2 model runner, between its drafter and its sampler.
+
+    Args:
+        runner: V2's, before CUDA graphs are captured: launches that keep probabilities become part of a drafter's.
+        chooser: has the numbers.
+        runtime: of the target model; gets ``cut_rows``.
+        trees: of the runner, if it drafts trees.
+    """
+
+    def __init__(self, runner: GPUModelRunner, chooser: DeviceChooser, runtime: Runtime, trees: Any = None) -> None:
+        self._runner, self._chooser, self._runtime, self._trees = runner, chooser, runtime, trees
+        speculator, device = runner.speculator, runner.device
+        shape = runner.max_num_reqs, runner.num_speculative_steps
+        self._drafted = torch.full(shape, torch.nan, device=device)  # by place in the drafter's batch
+        self._chances = self._drafted.clone()  # by request state
+        self._kept = torch.zeros(shape[0], dtype=torch.int64, device=device)  # by request state
+        self._cut: tuple[InputBatch, Tensor] | None = None
+        self._marked = False  # whether ``cut_rows`` has rows
+        self._exchange = Exchange(device)
+        self._report: CutReport | None = None
+        self._step: Tensor | None = None  # that is being drafted
+        runtime.cut_rows = torch.zeros(len(runner.input_buffers.input_ids), 1, dtype=torch.bool, device=device)
+        runner.rejection_sampler = CutSampler(runner.rejection_sampler, self)
+        if trees is not None:
+            trees.drafter.chances = self.keep
+            return
+        self._propose, speculator.propose = speculator.propose, self.propose
+        self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
+        self._logits, speculator.compute_draft_logits = speculator.compute_draft_logits, self.compute_draft_logits
+
+    # -- while drafts are made -------------------------------------------------------------------------------
+
+    def sample_draft(
+        self,
+        hidden_states: Tensor,
+        sample_src_positions: Tensor,
+        idx_mapping: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        draft_step: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Around the speculator's; ``draft_step``: int [], of the draft, on the device."""
+        self._step = draft_step
+        try:
+            given = hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step
+            return self._sample(*given, *args, **kwargs)
+        finally:
+            self._step = None
+
+    def compute_draft_logits(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Around the speculator's: notes how sure it is of its best token."""
+        logits = self._logits(hidden_states, *args, **kwargs)
+        if self._step is not None:
+            self._drafted[: len(logits)].index_copy_(1, self._step.view(1), surest(logits)[:, None])
+        return logits
+
+    def propose(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Tensor:
+        """Around the speculator's."""
+        drafts = self._propose(input_batch, *args, **kwargs)
+        if not kwargs.get("dummy_run"):
+            self.keep(input_batch.idx_mapping, self._drafted[: input_batch.num_reqs])
+        return drafts
+
+    def keep(self, requests: Tensor, chances: Tensor) -> None:
+        """Keeps the drafter's probabilities, [R, n] given their parents, of requests of the runner's state, int [R]."""
+        self._chances[requests] = chances
+
+    # -- in the step that verifies them ------------------------------------------------------------------------
+
+    def begin(self, scheduled: SchedulerOutput, batch: InputBatch) -> None:
+        """A batch has been prepared, and its forward has not been launched. Cuts what is not worth its experts."""
+        runtime, rows = self._runtime, self._runtime.cut_rows
+        assert rows is not None
+        if self._report is not None:
+            self._report.after, self._report = runtime.missed, None
+        self._chooser.forget(scheduled.finished_req_ids)
+        self._cut, runtime.cutting = None, False
+        if self._marked:
+            rows.zero_()
+            self._marked = False
+        drafts = batch.num_draft_tokens_per_req
+        if drafts is None or not batch.num_draft_tokens or runtime.warms_up:
+            return
+        states, tree = batch.idx_mapping, self._tree(batch)
+        chances = self._chances[states]
+        packed = None if runtime.budget.active else self._chooser.numbers(batch.req_ids, drafts.tolist())
+        sent = [self._runner.req_states.draft_tokens[states].long(), chances]
+        if packed is not None:
+            numbers = CutNumbers.unpacked(_to_device(packed, rows.device), batch.num_reqs)
+            count = kept(numbers, chances, tree)
+            self._kept[states] = count
+            cut = batch.expanded_local_pos > self._kept[batch.expanded_idx_mapping]
+            rows[batch.logits_indices, 0] = cut
+            self._cut, self._marked, runtime.cutting = (batch, cut), True, True
+            sent.append(count)
+        if tree is not None:
+            sent.append(tree[0])
+        about = batch.req_ids, drafts.tolist(), packed is not None
+        self._report = CutReport(*about, self._exchange.send(sent), runtime.missed)
+        vars(scheduled)[CUT] = self._report
+
+    def cut_of(self, batch: InputBatch) -> Tensor | None:
+        """Which rows of those that are sampled were cut, bool [rows]; None: none is."""
+        if self._cut is None:
+            return None
+        (begun, cut), self._cut = self._cut, None
+        assert begun is batch, "a step is sampled before the next one is prepared"
+        return cut
+
+    def _tree(self, batch: InputBatch) -> tuple[Tensor, Tensor] | None:
+        """As ``cut_rule.kept`` takes it."""
+        if self._trees is None:
+            return None
+        trees = self._trees.trees(batch)
+        return trees.parents[:, 1:], trees.depths[:, 1:] - 1
+
+    # -- when it has ended -----------------------------------------------------------------------------------
+
+    def ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
+        """The step of ``plan`` has ended; arguments as of ``DeviceChooser.took``."""
+        report: CutReport | None = vars(plan).get(CUT)
+        if report is not None and (step := report.arrived(self._runtime.missed)) is not None:
+            self._chooser.took(step, said, len(report.requests), seconds)
+
+
+def surest(logits: Tensor) -> Tensor:
+    """The probability of the likeliest token of each row, float32 [R]; ``logits``: [R, V], with -inf for no token."""
+    best = logits.amax(1, keepdim=True)
+    return 1 / (logits - best).exp().sum(1, dtype=torch.float32)
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    return async_tensor_h2d(array, device=device)
