@@ -124,6 +124,10 @@ class ExecutorThread:
         finally:
             finish([job])
 
+    def serve(self, loop: Callable[[CpuExperts], None]) -> Future[None]:
+        """Runs ``loop(executor)`` in the thread until it returns; nothing else is computed there meanwhile."""
+        return self._pool.submit(loop, self.executor)
+
     def describe(self) -> str:
         """Returns a few words for the start-up line."""
         return f"{self.executor.describe()} in {self.executor.threads} threads"

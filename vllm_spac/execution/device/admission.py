@@ -6,7 +6,7 @@ The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from vllm_spac.cache.allowance import Allowance, PauseNotice
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step, selected
 from vllm_spac.execution.address_table import AddressTable, Kernels
-from vllm_spac.execution.device.slot_offers import Offering, with_prompts
+from vllm_spac.execution.device.slot_offers import Learned, Offering, with_prompts
 from vllm_spac.execution.exchange import Event, Stream
 from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters
@@ -65,6 +65,7 @@ class Admission:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
         residency: which expert has which slot, as last reported to the host.
+        told: called with what each step's report says, if given.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Admission:
         self._served_pairs = 0  # in ``_served``
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
+        self.told: Callable[[Learned], None] | None = None
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
 
     def _parts_of(self, told: Tensor) -> Sequence[Tensor]:
@@ -161,14 +163,20 @@ class Admission:
             self.take()
         return self.residency.slot_of
 
-    def enter(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+    def enter(self, layer: int, ids: Tensor, weights: Tensor, decided: Callable[[], None] | None = None) -> None:
         """Launches what precedes the kernel of a layer; not called for staged layers.
 
         Args:
             ids, weights: as in ``PointerExecution.run``.
+            decided: launches what follows the decision and need not wait for the copies.
         """
         if not self._holds_all:
-            self._admit(layer, ids, weights, self._sources, self._served)
+            self._admit(layer, ids, weights, self._sources, self._served, decided)
+
+    @property
+    def decisions(self) -> dict[str, Tensor]:
+        """Returns ``used``, ``counts`` and ``sources``, as in ``kernels.mailbox.post``."""
+        return {"used": self._offers.used, "counts": self.counts, "sources": self._sources}
 
     def read_ahead(self, extra: float, prefetch: str) -> None:
         """``ahead`` may be called from now on; called before any step.
@@ -196,10 +204,20 @@ class Admission:
         assert self._guessed is not None
         self._admit(layer, ids, ids.new_ones(ids.shape, dtype=torch.float32), self._guessed, live)
 
-    def _admit(self, layer: int, ids: Tensor, weights: Tensor, sources: Tensor, live: Tensor) -> None:
+    def _admit(
+        self,
+        layer: int,
+        ids: Tensor,
+        weights: Tensor,
+        sources: Tensor,
+        live: Tensor,
+        decided: Callable[[], None] | None = None,
+    ) -> None:
         first = layer * self.shape.experts
         given = self._experts, self._offers, self._decided, sources, self._copies
         self._kernels.admit(ids, weights, first, *given, live)
+        if decided is not None:
+            decided()
         self._kernels.fetch(self._copies, self._experts, self._words)
 
     def end(self, step: Step, *, staged: bool, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
@@ -271,6 +289,8 @@ class Admission:
         learned = self.offering.learn(counts, sources, owner, *guessed, generating=generating, prompt=prompt)
         nbytes = self.shape.expert_bytes
         self._counters.moved(self._path, learned.admitted * nbytes)
+        if self.told is not None:
+            self.told(learned)
         if guessed:
             self._pauses.tell(learned.judged)
             self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)

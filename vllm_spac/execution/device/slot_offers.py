@@ -18,7 +18,7 @@ import numpy as np
 from vllm_spac.cache.allowance import Allowance
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, STREAMED, UNUSED
 from vllm_spac.recording.metrics import Counters
 
 
@@ -56,12 +56,15 @@ class Offered(NamedTuple):
 class Learned(NamedTuple):
     """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it.
 
+    ``computed``: by the CPU; ``late``: of those streamed, what the CPU was to compute.
     ``judged``: as ``Allowance.end_step`` returns it.
     """
 
     streamed: int
     admitted: int
     ahead: int
+    computed: int
+    late: int
     judged: tuple[int, int] | None = None
 
 
@@ -72,7 +75,7 @@ class Offering:
         keys: number of experts of all layers.
         slots: number of slots; all are filled before the first step.
         policy: values slots; owned.
-        counters: ``hits``, ``misses``, ``loads`` and those of prefetches are counted here.
+        counters: ``hits``, ``misses``, ``loads`` and those of prefetches and of the CPU are counted here.
 
     Attributes:
         allowance: limits reads ahead of need, if there are any.
@@ -109,17 +112,23 @@ class Offering:
 
         Args:
             counts: int [keys], rows that selected each expert.
-            sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
+            sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, ``COMPUTED`` (by the CPU),
+                ``LATE`` (streamed because the CPU was late), or not at all.
             owner: int [slots], the expert in each slot at the end of the step.
             guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
                 they are not known, or there are none.
             prompt: as in ``Policy.prompted``; None unless prompts ran alone.
         """
-        hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
+        hits, admitted, computed = (np.flatnonzero(sources == source) for source in (HIT, ADMITTED, COMPUTED))
+        late = int((sources == LATE).sum())
+        streamed = np.flatnonzero((sources == STREAMED) | (sources == LATE))
         self._counters.hits += len(hits)
         self._counters.misses += len(streamed) + len(admitted)
         self._counters.loads += len(admitted)
+        self._counters.cpu_experts += len(computed)
+        self._counters.cpu_rows += int(counts[computed].sum())
+        self._counters.cpu_late += late
         policy = self.residency.policy
         if prompt is not None:
             policy.prompted(prompt)
@@ -133,9 +142,9 @@ class Offering:
         self.residency.take_over(changed, owner[changed])
         judged = None
         if self.allowance is not None:
-            missed = np.concatenate([streamed, admitted]).tolist()
+            missed = np.concatenate([streamed, admitted, computed]).tolist()
             judged = self._judge(self.allowance, counts, missed, ahead.tolist(), displaced)
-        return Learned(len(streamed), len(admitted), len(ahead), judged)
+        return Learned(len(streamed), len(admitted), len(ahead), len(computed), late, judged)
 
     def _judge(
         self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]
