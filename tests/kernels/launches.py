@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally
+from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally
 from vllm_spac.kernels.formats import Format
 
 from vllm_spac import components
@@ -22,7 +22,8 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._maps import Maps
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.execution.address_table import Kernels
-from vllm_spac.execution.device import pointers_execution
+from vllm_spac.execution.device import cpu_share, pointers_execution
+from vllm_spac.execution.device.cpu_share import MailKernels
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import CallerStream
 
@@ -33,6 +34,9 @@ KERNELS = {
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
+    "post": (mailbox, "_post_kernel"),
+    "await": (mailbox, "_await_kernel"),
+    "add": (mailbox, "_add_kernel"),
     "shortlist": (shortlist, "_shortlist_kernel"),
     "cover": (cover, "_cover_kernel"),
     "tally": (tally, "_tally_kernel"),
@@ -80,6 +84,8 @@ class Device(TorchDispatchMode):
             patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
         launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
         patch.setattr(pointers_execution, "kernels_for", lambda device: Kernels(*launchers))
+        mail = MailKernels(mailbox.post, mailbox.await_answer, mailbox.add)
+        patch.setattr(cpu_share, "mail_kernels_for", lambda device: mail)
         patch.setattr(pointers_execution, "capturing", lambda tensor: self.capturing)
         patch.setattr(
             pointers_execution, "streams", lambda device: (CallerStream(), CallerStream())

@@ -24,9 +24,19 @@ import triton  # noqa: E402
 from launches import KERNELS, Recorder  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally  # noqa: E402
+from vllm_spac.kernels import (  # noqa: E402
+    admit,
+    combine,
+    cover,
+    fetch,
+    grouped_gemm,
+    mailbox,
+    route,
+    shortlist,
+    tally,
+)
 from vllm_spac.kernels.formats import Format  # noqa: E402
-from vllm_spac.kernels.types import Experts, Offers, Quantised  # noqa: E402
+from vllm_spac.kernels.types import Division, Experts, Mail, Offers, Quantised  # noqa: E402
 
 # Shared memory of one block, in bytes: CUDA programming guide, "Technical Specifications per Compute Capability".
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -185,7 +195,7 @@ COMPILED = [
         for rows in (32, 64, 4096)
     ),
 ]
-# Bytes of stack: some registers of 168, and no tile that was tried spills on none of the GPUs (see kernels.tiles).
+# Bytes of stack: some registers of 168, and no tile that was tried spills on none of the GPUs (see grouped_gemm).
 SPILLED = {
     ("gate_up", "int4 by 32", 120, 32): 16,
     ("gate_up", "int4, zero points", 120, 32): 8,
@@ -240,6 +250,7 @@ def small(rows: int = 64) -> None:
     route.align(ids, weights, count, 16)
     combine.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
     admitting(ids, weights, count)
+    mailing(ids[:32], weights[:32], count)
     budgeted(ids, weights, count, substitute=True)
 
 
@@ -263,6 +274,33 @@ def admitting(ids, weights, count, names: int = 4) -> None:
     live = torch.zeros(1, dtype=torch.int32)
     admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live)
     fetch.fetch(copies, experts, integers[:names])
+
+
+def mailing(ids, weights, count, d: int = 2048, dtype=torch.bfloat16) -> None:
+    """What a layer launches beside its experts where the CPU takes a share."""
+    (rows, k), keys = ids.shape, 2 * count
+    integers, number = torch.zeros(keys + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    x, results, pairs = torch.zeros(rows, d, dtype=dtype), torch.zeros(rows, d), torch.zeros(rows, k)
+    division = Division(number, integers[:1], integers[:2], integers[: count + 1], pairs, pairs, pairs)
+    mail = Mail(number, number, integers[:2], ids, pairs, x, results)
+    sources, live = integers[:keys].contiguous(), torch.zeros(1, dtype=torch.int32)
+    mailbox.post(ids, weights, 1, x, torch.zeros(keys), sources, sources, division, mail, live)
+    mailbox.await_answer(ids, 1, sources, division, mail, 1000)
+    mailbox.add(x, x, division, mail)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_a_request_is_whole_before_its_number_and_a_wait_looks_at_memory_and_clock(capability):
+    """The number is stored last, behind a fence of every thread and a barrier; it is read again in each turn."""
+    calls = record(lambda: mailing(*ids_of(8), 128))
+    post, wait, add = (compile_for(capability, calls[name]).ptx for name in ("post", "await", "add"))
+    fence, stores = post.index("fence.acq_rel.sys"), [at.start() for at in re.finditer(r"\bst\.global", post)]
+    assert post.count("fence.acq_rel.sys") == 1 and sum(at > fence for at in stores) == 1
+    assert fence < post.rindex("bar.sync") < max(stores)
+    assert re.search(r"st\.global\.v4\.b32", post), "rows go out 16 bytes at a time"
+    loop = wait[wait.index("globaltimer") :]
+    assert "globaltimer" in loop[12:] and re.search(r"ld\.volatile\.global[.\w]*\.b64", loop)
+    assert wait.index("fence.acq_rel.sys") > wait.rindex("globaltimer") and "ld.volatile" in add
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
@@ -289,9 +327,10 @@ def test_small_kernels(capability, rows):
 def test_a_row_of_1024_experts_fits():
     """The most that is allowed."""
     ids, weights = ids_of(8)
-    ops = route.align, admitting, budgeted
-    calls = record(lambda: [op(ids, weights, 1024, *more) for op, more in zip(ops, ((16,), (), (False,)), strict=True)])
-    for name in ("align", "admit", "shortlist", "cover", "tally"):
+    ops = route.align, admitting, mailing, budgeted
+    more = (16,), (), (), (False,)
+    calls = record(lambda: [op(ids, weights, 1024, *given) for op, given in zip(ops, more, strict=True)])
+    for name in ("align", "admit", "post", "await", "shortlist", "cover", "tally"):
         check(f"{name} N=1024", 90, compile_for(90, calls[name]))
 
 
