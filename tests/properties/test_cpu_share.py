@@ -111,6 +111,15 @@ def test_layers_give_the_same_and_the_CPU_computes_some(shared, balancer: str, s
     assert stats["bytes"].get("host streamed", 0) == streamed * pool.shape.expert_bytes
 
 
+@torch.inference_mode()
+def test_memory_that_a_model_made_is_written_by_the_thread(shared) -> None:
+    """vLLM runs models in inference mode, whose tensors other threads may not change outside of it."""
+    pool, rng = shared(7, policy="reuse"), torch.Generator().manual_seed(0)
+    for _ in range(6):
+        pool.step(rng)
+    assert pool.snapshot()["cpu_experts"] > 0 == pool.snapshot()["cpu_late"]
+
+
 def test_packed_experts(shared) -> None:
     pool, rng = shared(7, layout=packed(), policy="reuse"), torch.Generator().manual_seed(0)
     for _ in range(8):

@@ -105,6 +105,7 @@ class Mailbox:
             else:
                 self._wake.wait(REST)
 
+    @torch.inference_mode()  # as the forward in which the memory was made
     def answer(self, number: int, executor: CpuExperts) -> None:
         """Computes request ``number`` and writes the answer, unless there is a later one."""
         mail = self.mail
