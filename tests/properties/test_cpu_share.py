@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +26,7 @@ from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.device import cpu_share
-from vllm_spac.execution.device.mailbox import Mailbox
+from vllm_spac.execution.device.mailbox import Mailbox, check_processor
 
 RATES = Rates(fast=1e-5, stream=2e-4, cpu=1e-4, cpu_row=1e-6)
 LONG = 20_000_000_000  # nanoseconds: no machine is so busy
@@ -364,6 +366,31 @@ def test_a_pool_closes_while_its_thread_computes(patient) -> None:
     threading.Timer(0.1, pool.watched.gate.set).start()
     pool.close()
     assert pool.watched.calls <= 1
+
+
+FORGOTTEN = """
+import torch
+from vllm_spac.core import MoEShape
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.cpu_kernels.torch import Torch
+from vllm_spac.execution.device.mailbox import Mailbox
+box = Mailbox(2, 1, 2, torch.float32, torch.device("cpu"), lambda layer: {})
+serving = ExecutorThread(Torch(MoEShape(("a",), 2, 1, {}), 1, "silu")).serve(box.serve)
+"""
+
+
+def test_a_process_ends_though_nobody_closes_the_thread() -> None:
+    """The interpreter waits for threads of executors before anything else that a package could be told by."""
+    assert subprocess.run([sys.executable, "-c", FORGOTTEN], timeout=120, check=False).returncode == 0
+
+
+def test_an_ARM_processor_orders_stores_otherwise(monkeypatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    check_processor(torch.device("cpu"))
+    with pytest.raises(
+        UnsupportedError, match="needs an x86 processor, and this is aarch64; use --spac-decisions host"
+    ):
+        check_processor(torch.device("cuda"))
 
 
 def test_a_request_that_is_replaced_while_it_is_read_is_not_computed() -> None:

@@ -23,7 +23,7 @@ from vllm_spac.core import MoEShape, Step
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution.device.mailbox import Mailbox
+from vllm_spac.execution.device.mailbox import Mailbox, check_processor
 from vllm_spac.execution.device.staging import ROWS as STAGED_ROWS
 from vllm_spac.execution.exchange import Stream
 from vllm_spac.execution.slot_layers import CpuCheck
@@ -99,6 +99,7 @@ class CpuShare:
         compute: Stream,
         check: CpuCheck | None = None,
     ) -> None:
+        check_processor(device)
         if thread.executor.exclusive:
             raise UnsupportedError(
                 f"spac: {thread.executor.describe()} computes while no layer does, and with decisions=device layers do "

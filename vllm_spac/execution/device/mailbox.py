@@ -26,9 +26,19 @@ from vllm_spac.kernels.types import Mail
 
 NAP, REST = 10e-6, 1e-3  # seconds between two looks at the number; where nothing has happened for a while
 AWAKE = 0.5  # seconds: a while
+TURN = 0.25  # seconds after which the thread may end
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK: how much later than asked for this thread may be woken, in nanoseconds
 
 logger = logging.getLogger("vllm.spac")
+
+
+def check_processor(device: torch.device) -> None:
+    """Raises ``UnsupportedError`` if the processor does not order stores as the protocol needs beside ``device``."""
+    if device.type == "cuda" and platform.machine() not in ("x86_64", "AMD64"):
+        raise UnsupportedError(
+            f"spac: cpu_experts (--spac-cpu-experts) with decisions=device needs an x86 processor, and this is "
+            f"{platform.machine()}; use --spac-decisions host"
+        )
 
 
 class Mailbox:
@@ -42,9 +52,6 @@ class Mailbox:
 
     Attributes:
         mail: the memory.
-
-    Raises:
-        UnsupportedError: this machine does not order stores as the protocol needs.
     """
 
     def __init__(
@@ -56,12 +63,6 @@ class Mailbox:
         device: torch.device,
         layer: Callable[[int], Mapping[str, Tensor]],
     ) -> None:
-        if device.type == "cuda" and platform.machine() not in ("x86_64", "AMD64"):
-            raise UnsupportedError(
-                f"spac: cpu_experts (--spac-cpu-experts) with decisions=device needs an x86 processor, and this is "
-                f"{platform.machine()}; use --spac-decisions host"
-            )
-
         def made(dtype: torch.dtype, *size: int) -> Tensor:
             return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
@@ -76,7 +77,8 @@ class Mailbox:
         )
         self._layer = layer
         self._wake = threading.Event()
-        self._closed = False
+        self._closed = self._hasty = False
+        self._asked, self._last, self._awake = self.mail.asked.numpy(), 0, 0.0
 
     def wake(self) -> None:
         """A step may make requests soon."""
@@ -87,23 +89,26 @@ class Mailbox:
         self._closed = True
         self._wake.set()
 
-    def serve(self, executor: CpuExperts) -> None:
-        """Answers requests until ``close``; called in the executor's thread."""
-        with contextlib.suppress(OSError, AttributeError):  # Linux alone has it; without, naps are longer
-            ctypes.CDLL(None).prctl(_TIMER_SLACK, 1)
-        asked, last, until = self.mail.asked.numpy(), int(self.mail.asked), 0.0
-        while not self._closed:
-            number = int(asked[0])
-            if number != last or self._wake.is_set():
+    def serve(self, executor: CpuExperts) -> bool:
+        """Answers requests for ``TURN`` seconds; returns whether to go on. Called in the executor's thread."""
+        if not self._hasty:
+            self._hasty = True
+            with contextlib.suppress(OSError, AttributeError):  # Linux alone has it; without, naps are longer
+                ctypes.CDLL(None).prctl(_TIMER_SLACK, 1)
+        end = time.monotonic() + TURN
+        while not self._closed and (now := time.monotonic()) < end:
+            number = int(self._asked[0])
+            if number != self._last or self._wake.is_set():
                 self._wake.clear()
-                until = time.monotonic() + AWAKE
-            if number != last:
-                last = number
+                self._awake = now + AWAKE
+            if number != self._last:
+                self._last = number
                 self.answer(number, executor)
-            elif time.monotonic() < until:
+            elif now < self._awake:
                 time.sleep(NAP)
             else:
                 self._wake.wait(REST)
+        return not self._closed
 
     @torch.inference_mode()  # as the forward in which the memory was made
     def answer(self, number: int, executor: CpuExperts) -> None:
