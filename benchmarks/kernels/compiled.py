@@ -37,9 +37,9 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, progress, provenance, show, write_result
-from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally
+from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import Experts, Offers, Quantised
+from vllm_spac.kernels.types import Division, Experts, Mail, Offers, Quantised
 
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
@@ -48,6 +48,9 @@ KERNELS = {
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
+    "post": (mailbox, "_post_kernel"),
+    "await": (mailbox, "_await_kernel"),
+    "add": (mailbox, "_add_kernel"),
     "shortlist": (shortlist, "_shortlist_kernel"),
     "cover": (cover, "_cover_kernel"),
     "tally": (tally, "_tally_kernel"),
@@ -209,6 +212,7 @@ def small(rows: int = 64) -> None:
     route.align(ids, weights, count, 16)
     combine.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
     admitting(ids, weights, count)
+    mailing(ids[:32], weights[:32], count)
     budgeted(ids, weights, count, substitute=True)
 
 
@@ -232,6 +236,19 @@ def admitting(ids, weights, count, names: int = 4) -> None:
     live = torch.zeros(1, dtype=torch.int32)
     admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live)
     fetch.fetch(copies, experts, integers[:names])
+
+
+def mailing(ids, weights, count, d: int = 2048, dtype=torch.bfloat16) -> None:
+    """What a layer launches beside its experts where the CPU takes a share."""
+    (rows, k), keys = ids.shape, 2 * count
+    integers, number = torch.zeros(keys + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    x, results, pairs = torch.zeros(rows, d, dtype=dtype), torch.zeros(rows, d), torch.zeros(rows, k)
+    division = Division(number, integers[:1], integers[:2], integers[: count + 1], pairs, pairs, pairs)
+    mail = Mail(number, number, integers[:2], ids, pairs, x, results)
+    sources, live = integers[:keys].contiguous(), torch.zeros(1, dtype=torch.int32)
+    mailbox.post(ids, weights, 1, x, torch.zeros(keys), sources, sources, division, mail, live)
+    mailbox.await_answer(ids, 1, sources, division, mail, 1000)
+    mailbox.add(x, x, division, mail)
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "guard": ("on", "on@gap=2", "off@gap=2"),
     "tree": (1, 2, 16),
     "tree_shape": ("static", "[[0],[1]]", "dynamic@depth=1", "static@width=1"),
-    "cpu_experts": ("auto", "2", "waterfill"),
+    "cpu_experts": ("auto", "2", "waterfill", "threshold"),
     "profile": ("FILE",),
     "cpu_kernel": ("torch",),
     "io_threads": (2,),

@@ -23,7 +23,8 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._maps import Maps
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.execution.address_table import Kernels
-from vllm_spac.execution.device import pointers_execution
+from vllm_spac.execution.device import cpu_share, pointers_execution
+from vllm_spac.execution.device.cpu_share import MailKernels
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import CallerStream
 
@@ -59,6 +60,8 @@ class Device(TorchDispatchMode):
             patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
         launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
         patch.setattr(pointers_execution, "kernels_for", lambda device: Kernels(*launchers))
+        mail = MailKernels(mailbox.post, mailbox.await_answer, mailbox.add)
+        patch.setattr(cpu_share, "mail_kernels_for", lambda device: mail)
         patch.setattr(pointers_execution, "capturing", lambda tensor: self.capturing)
         patch.setattr(
             pointers_execution, "streams", lambda device: (CallerStream(), CallerStream())

@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
 
-from compiled import CARDS, KERNELS, Compiled, admitting, budgeted, compile_for, experts, record, small  # noqa: E402
+from compiled import CARDS, KERNELS, Compiled, admitting, budgeted, compile_for, experts, mailing, record, small  # noqa: E402
 from vllm_spac.kernels import grouped_gemm, route  # noqa: E402
 from vllm_spac.kernels.formats import Format  # noqa: E402
 
@@ -103,7 +103,7 @@ COMPILED = [
         for rows in (32, 64, 4096)
     ),
 ]
-# Bytes of stack: some registers of 168, and no tile that was tried spills on none of the GPUs (see kernels.tiles).
+# Bytes of stack: some registers of 168, and no tile that was tried spills on none of the GPUs (see grouped_gemm).
 SPILLED = {
     ("gate_up", "int4 by 32", 120, 32): 16,
     ("gate_up", "int4, zero points", 120, 32): 8,
@@ -151,6 +151,20 @@ def test_odd_sizes_compile():
         say(f"{name} 1001 x 333", 80, compile_for(80, calls[name]))
 
 
+@pytest.mark.parametrize("capability", SHARED)
+def test_a_request_is_whole_before_its_number_and_a_wait_looks_at_memory_and_clock(capability):
+    """The number is stored last, behind a fence of every thread and a barrier; it is read again in each turn."""
+    calls = record(lambda: mailing(*ids_of(8), 128))
+    post, wait, add = (compile_for(capability, calls[name]).ptx for name in ("post", "await", "add"))
+    fence, stores = post.index("fence.acq_rel.sys"), [at.start() for at in re.finditer(r"\bst\.global", post)]
+    assert post.count("fence.acq_rel.sys") == 1 and sum(at > fence for at in stores) == 1
+    assert fence < post.rindex("bar.sync") < max(stores)
+    assert re.search(r"st\.global\.v4\.b32", post), "rows go out 16 bytes at a time"
+    loop = wait[wait.index("globaltimer") :]
+    assert "globaltimer" in loop[12:] and re.search(r"ld\.volatile\.global[.\w]*\.b64", loop)
+    assert wait.index("fence.acq_rel.sys") > wait.rindex("globaltimer") and "ld.volatile" in add
+
+
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_experts_are_fetched_16_bytes_at_a_time(capability):
     """Though neither addresses nor sizes are known to the compiler: both were promised."""
@@ -175,9 +189,10 @@ def test_small_kernels(capability, rows):
 def test_a_row_of_1024_experts_fits():
     """The most that is allowed."""
     ids, weights = ids_of(8)
-    ops = route.align, admitting, budgeted
-    calls = record(lambda: [op(ids, weights, 1024, *more) for op, more in zip(ops, ((16,), (), (False,)), strict=True)])
-    for name in ("align", "admit", "shortlist", "cover", "tally"):
+    ops = route.align, admitting, mailing, budgeted
+    more = (16,), (), (), (False,)
+    calls = record(lambda: [op(ids, weights, 1024, *given) for op, given in zip(ops, more, strict=True)])
+    for name in ("align", "admit", "post", "await", "shortlist", "cover", "tally"):
         check(f"{name} N=1024", 90, compile_for(90, calls[name]))
 
 

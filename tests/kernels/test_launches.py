@@ -20,8 +20,11 @@ from vllm_spac.kernels.formats import Format  # noqa: E402
 from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
 from vllm_spac.kernels.tally import tally  # noqa: E402
 
+from vllm_spac import components  # noqa: E402
 from vllm_spac.cache.prefetch_settings import PrefetchSettings  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
+from vllm_spac.cpu_kernels._thread import ExecutorThread  # noqa: E402
+from vllm_spac.cpu_kernels.torch import Torch  # noqa: E402
 from vllm_spac.execution.device.pointers_execution import PointerExecution  # noqa: E402
 from vllm_spac.methods.moe_spec import replay  # noqa: E402
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer  # noqa: E402
@@ -176,6 +179,49 @@ def test_launches_of_a_layer(device, rows, launched):
         assert launches(device, made, rows) == BEFORE + launched
         made.end_forward()
     made.close()
+
+
+MAIL, AFTER = ["admit", "post", "fetch"], ["await"]
+
+
+@pytest.mark.parametrize(("rows", "launched"), [(1, FEW), (16, FEW), (32, MANY), (33, None)])
+def test_launches_of_a_layer_whose_CPU_takes_a_share(device, rows, launched):
+    """Of few rows; the request goes out before experts are copied, and nothing of torch is launched beside them."""
+    made = pool(128, 8, BATCHED)
+    share(made)
+    forward(made, 1)
+    for real, device.capturing in ((rows, False), (rows // 2, False), (rows, True)):
+        made.begin_step(Step((RequestRows(0, real, RowKind.DECODE),)))
+        whole = BEFORE + MANY if launched is None else [*MAIL, *launched, *AFTER, *launched, "add"]
+        assert launches(device, made, rows) == whole
+        made.end_forward()
+    made.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_of_the_CPUs_share_compiles_in_a_capture_or_in_a_request(device, model):
+    made = pool(*MODELS[model], BATCHED)
+    forward(made, BATCHED)  # by which CPU and kernels are compared
+    share(made)
+    forward(made, BATCHED)
+    compiled = set(device.keys)
+    for rows in captured(256):
+        device.capturing = True
+        forward(made, rows)
+        device.capturing = False
+    for rows in (1, 2, 3, 5, 17, 31, 32, 33, 129):
+        made.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
+        forward(made, rows)
+        made.end_forward()
+    assert device.cold == [] and device.keys == compiled
+    names = [name for name, *_ in compiled]
+    assert names.count("add") == 1 and max(names.count("post"), names.count("await")) <= 2
+    made.close()
+
+
+def share(made: PointerExecution) -> None:
+    balancer = components.build("balancers", "fixed", layers=2, top_k=made.shape.top_k)
+    made.balance(balancer, ExecutorThread(Torch(made.shape, 1, "silu")))
 
 
 def test_launches_of_a_layer_with_a_slot_for_each(device):

@@ -9,11 +9,12 @@ import torch
 from vllm_spac.kernels.reference import grouped_gemm as reference
 
 pytest.importorskip("triton", reason="triton is not installed (there are no wheels for this platform)")
-from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, route, shortlist, tally  # noqa: E402
+from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally  # noqa: E402
 
 OPS = [
     *(grouped_gemm.grouped_gemm, route.align, admit.admit, fetch.fetch),
     *(shortlist.shortlist, cover.cover, tally.tally),
+    *(mailbox.post, mailbox.await_answer, mailbox.add),
 ]
 
 

@@ -6,6 +6,9 @@ logits of a random model are that near once in about 1e6 tokens, and these runs 
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import engines
 import late_experts
 import pytest
@@ -16,6 +19,8 @@ import vllm_spac
 from vllm_spac.core import Rates
 from vllm_spac.decisions.guard.payback import LEAST
 from vllm_spac.execution import slot_layers
+from vllm_spac.execution.device import cpu_share
+from vllm_spac.execution.device.mailbox import Mailbox
 from vllm_spac.integration.loading import assembly
 
 
@@ -41,6 +46,53 @@ def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
     assert run.stats["mode"] == "exact up to rounding"
     assert run.stats["cpu_rows"] >= run.stats["cpu_experts"] > 0
     assert spac["cpu_experts"] != 64 or run.stats["loads"] == 0, "all that is missing runs on the CPU"
+
+
+@pytest.mark.parametrize(
+    "spac",
+    [
+        {"slots": 4, "cpu_experts": 2},
+        {"slots": "25%", "cpu_experts": "waterfill", "policy": "lfu"},
+        {"slots": "25%", "cpu_experts": "auto"},
+        pytest.param({"slots": "60%", "cpu_experts": 64, "policy": "lfu"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_same_tokens_where_the_device_decides(spac, exact, checkpoint):
+    """Layers of the twins hand experts to a thread, and compute the others meanwhile."""
+    run = engines.generate(checkpoint("qwen3_moe"), {**spac, "decisions": "device"}, **FLOAT32)
+    assert_same_tokens(run, exact)
+    stats = run.stats
+    assert stats["mode"] == "exact up to rounding"
+    assert stats["cpu_rows"] >= stats["cpu_experts"] > 0
+    assert stats["bytes"]["host streamed"] == (stats["misses"] - stats["loads"]) * stats["expert_bytes"]
+
+
+@pytest.mark.parametrize("fault", ["an error", "no answer", "wrong numbers", "slow"])
+def test_a_thread_that_fails_costs_no_token(fault, exact, checkpoint, monkeypatch, caplog):
+    """From its hundredth request on; the device computes what does not arrive, and the log says that much is late."""
+    monkeypatch.setattr(cpu_share, "PATIENCE", 2_000_000)
+    answer, calls = Mailbox.answer, itertools.count()
+
+    def faulty(self: Mailbox, number: int, executor) -> None:
+        if next(calls) < 100:
+            answer(self, number, executor)
+        elif fault == "an error":
+            raise RuntimeError("the CPU is on holiday")
+        elif fault == "wrong numbers":
+            self.mail.results.fill_(1e6)
+            self.mail.answered[0] = number + 1
+        elif fault == "slow":
+            time.sleep(0.02)
+            answer(self, number, executor)
+
+    monkeypatch.setattr(Mailbox, "answer", faulty)
+    spac = {"slots": "25%", "decisions": "device", "cpu_experts": 64}
+    run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
+    assert_same_tokens(run, exact)
+    assert next(calls) > 100 and run.stats["cpu_late"] > 0
+    if fault == "an error":
+        assert "the CPU is on holiday" in caplog.text
 
 
 def test_moe_spac_as_the_paper_arranges_it() -> None:

@@ -75,7 +75,7 @@ def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
         ({"slots": "100%"}, "each expert has a slot"),
         ({"store": "disk"}, "reads missing experts in place"),
         ({"host_memory": "8GiB"}, "--spac-host-memory"),
-        ({"cpu_experts": "auto"}, "the device computes missing experts"),
+        ({"cpu_experts": "auto"}, "ran on no GPU with decisions=device"),
         ({"kernel": "vllm"}, "reads experts in slots"),
         ({"prefetch": "utility"}, "--spac-prefetch"),
         ({"policy": "layer_lru"}, "--spac-policy"),

@@ -14,7 +14,6 @@ from vllm_spac.system.untrusted import path_of
 
 # Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
 _OF_EXECUTION = {
-    "cpu_experts": (("off",), "with {plane} the device computes missing experts"),
     "prefetch": (("off",), "with {plane} nothing reads ahead"),
     "host_memory": (
         (None,),
@@ -69,11 +68,25 @@ def _check_execution(config: Any) -> None:
             raise _refused(problem.format(plane=named), drop(name))
     if not kind.needs_host and config.prefetch != "off":
         _check_device_prefetch(config, named)
+    if not kind.needs_host and config.balancer is not None:
+        _check_device_balancer(config, named)
     if not kind.needs_host and components.find("policies", config.policy).needs_layers:
         raise _refused(
             f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
             f"for experts with {named}",
             use(policy="lru"),
+            use(decisions="host"),
+        )
+
+
+def _check_device_balancer(config: Any, device: str) -> None:
+    """Refuses a balancer that must see which experts a layer misses."""
+    balancer = components.find("balancers", config.balancer)
+    if balancer.uses_cpu and not balancer.by_number:
+        raise _refused(
+            f"cpu_experts={config.cpu_experts} (--spac-cpu-experts) divides a layer by which experts it misses, of "
+            f"which no layer tells the host with {device}",
+            use(cpu_experts=AUTO),
             use(decisions="host"),
         )
 

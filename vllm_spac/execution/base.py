@@ -151,8 +151,8 @@ class Execution(ABC):
     (profiling, warm-up) is not counted.
 
     Attributes:
-        needs_host: layers wait for the host unless every expert has its slot. Then the CPU may compute some of the
-            experts, ``Policy.enter`` is called, and layers cannot be captured into a CUDA graph.
+        needs_host: layers wait for the host unless every expert has its slot. Then ``Policy.enter`` is called, any
+            balancer may divide them, and layers cannot be captured into a CUDA graph.
         needs_addressable_store: missing experts are read directly from the store's memory.
         keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may
             override its class.
@@ -274,7 +274,7 @@ class Execution(ABC):
             checked: only while steps are shorter with it.
 
         Raises:
-            UnsupportedError: the layers of this execution do not wait for the host.
+            UnsupportedError: this execution gives the CPU none, or not as this balancer or executor needs it.
         """
         raise UnsupportedError(f"spac: {type(self).__name__} computes no experts on the CPU")
 

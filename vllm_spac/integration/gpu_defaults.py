@@ -99,6 +99,8 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return "each expert has a slot, and vLLM's own kernel runs"
     if config.votes_alpha is not None:
         return "the device counts each row as one (--spac-budget-votes)"
+    if config.uses_cpu_experts:
+        return "CPU experts ran on no GPU with decisions=device (--spac-decisions device has them)"
     given = engine_args.additional_config["spac"]
     try:
         other = SpacConfig.parse({**given, "decisions": "device"})

@@ -50,6 +50,8 @@ class Counters:
         prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because steps with it were not shorter.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
         cpu_rows: (row, expert) pairs computed on the CPU.
+        cpu_late: experts that the CPU was to compute while the device waited no longer: it computed them in place, and
+            they count as misses.
         cpu_stops: times that ``cpu_experts=auto`` stopped the CPU because steps with it were not shorter.
         cpu_wait_seconds: time that layers waited for the CPU after their part in fast memory was done.
     """
@@ -72,6 +74,7 @@ class Counters:
     prefetch_stops: int = 0
     cpu_experts: int = 0
     cpu_rows: int = 0
+    cpu_late: int = 0
     cpu_stops: int = 0
     cpu_wait_seconds: float = 0.0
 
@@ -100,7 +103,7 @@ _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
     "read_retries",
     *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_harmful", "prefetch_failed"),
-    *("cpu_experts", "cpu_rows"),
+    *("cpu_experts", "cpu_rows", "cpu_late"),
 }
 
 

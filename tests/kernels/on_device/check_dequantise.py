@@ -12,10 +12,9 @@ from moe_layers import EMPTY, bound, truth
 from quantised_layers import FORMATS, QuantisedLayer, make, matrix
 from vllm_spac.kernels.dequantise import multiply, quantise, row_scale
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.grouped_gemm import grouped_gemm, has_e4m3
+from vllm_spac.kernels.grouped_gemm import grouped_gemm, has_e4m3, tile_for
 from vllm_spac.kernels.reference import grouped_gemm as reference
 from vllm_spac.kernels.reference.dequantise import dequantise
-from vllm_spac.kernels.tiles import tile_for
 
 BLOCK = 128  # columns of a tile
 

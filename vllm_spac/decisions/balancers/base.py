@@ -61,6 +61,8 @@ class Balancer(ABC):
         uses_cpu: some of its plans run experts on the CPU.
         offline: why no engine can select it by name; empty if one can.
         admits: experts that ran on the CPU get slots in the background, where the policy prefers them to others.
+        by_number: how many experts the CPU computes follows from how many are missing, if each has one row: then the
+            number can be known before a layer runs (``decisions=device``).
         loads: layers load, or wait for, some of the experts that they miss; else the CPU computes all of these.
 
     Args:
@@ -76,6 +78,7 @@ class Balancer(ABC):
     needs_scores: ClassVar[bool] = False
     uses_cpu: ClassVar[bool] = True
     offline: ClassVar[str] = ""
+    by_number: ClassVar[bool] = False
     admits: bool = False
     loads: bool = True
 

@@ -13,6 +13,7 @@ class Fixed(Balancer):
     """Runs at most ``count`` of the missing experts on the CPU: those with the fewest rows, among equals the first."""
 
     needs_rates: ClassVar[bool] = False
+    by_number: ClassVar[bool] = True
     offline: ClassVar[str] = "its number of experts is --spac-cpu-experts N"
 
     def __init__(self, *, count: int = 1, **shape: Any) -> None:

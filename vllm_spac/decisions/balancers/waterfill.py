@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -60,6 +60,8 @@ class Waterfill(Balancer):
         admit: whether experts that ran on the CPU get slots afterwards, see ``Balancer.admits``. Without it, slots go
             stale where the CPU computes most misses.
     """
+
+    by_number: ClassVar[bool] = True
 
     def __init__(self, *, admit: bool = True, **shape: Any) -> None:
         super().__init__(**shape)

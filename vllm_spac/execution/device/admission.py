@@ -6,7 +6,7 @@ The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,7 @@ class Admission:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
         residency: which expert has which slot, as last reported to the host.
+        told: called with what each step's report says, if given.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Admission:
         self._served_pairs = 0  # in ``_served``
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
+        self.told: Callable[[Learned], None] | None = None
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
         self._offered = self._left = np.zeros(0, dtype=np.int32)  # slots on offer in the step, and until the next one
         # What a step leaves to the drafts after it, beside ``_offers``; None: drafts name nothing.
@@ -209,14 +211,20 @@ class Admission:
         assert self._mover is not None and self._prefetcher is not None
         return self._mover.withhold(slots, min(self._prefetcher.room, max(1, self.residency.slots // _SHARE)))
 
-    def enter(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+    def enter(self, layer: int, ids: Tensor, weights: Tensor, decided: Callable[[], None] | None = None) -> None:
         """Launches what precedes the kernel of a layer; not called for staged layers.
 
         Args:
             ids, weights: as in ``PointerExecution.run``.
+            decided: launches what follows the decision and need not wait for the copies.
         """
         if not self._holds_all:
-            self._admit(layer, ids, weights, self._sources, self._served)
+            self._admit(layer, ids, weights, self._sources, self._served, decided)
+
+    @property
+    def decisions(self) -> dict[str, Tensor]:
+        """Returns ``used``, ``counts`` and ``sources``, as in ``kernels.mailbox.post``."""
+        return {"used": self._offers.used, "counts": self.counts, "sources": self._sources}
 
     def read_ahead(self, extra: float, prefetch: str) -> None:
         """``ahead`` may be called from now on; called before any step.
@@ -295,10 +303,20 @@ class Admission:
         """Called after drafts were made for which ``drafted`` was called, before the step that verifies them."""
         self._report(None, self._left)
 
-    def _admit(self, layer: int, ids: Tensor, weights: Tensor, sources: Tensor, live: Tensor) -> None:
+    def _admit(
+        self,
+        layer: int,
+        ids: Tensor,
+        weights: Tensor,
+        sources: Tensor,
+        live: Tensor,
+        decided: Callable[[], None] | None = None,
+    ) -> None:
         first = layer * self.shape.experts
         given = self._experts, self._offers, self._decided, sources, self._copies
         self._kernels.admit(ids, weights, first, *given, live)
+        if decided is not None:
+            decided()
         self._kernels.fetch(self._copies, self._experts, self._words)
 
     def end(self, step: Step, *, staged: bool, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
@@ -403,6 +421,8 @@ class Admission:
             self._follow(self._prefetcher, learned, generating)
         nbytes = self.shape.expert_bytes
         self._counters.moved(self._path, learned.admitted * nbytes)
+        if self.told is not None:
+            self.told(learned)
         if guessed:
             self._pauses.tell(learned.judged)
             self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)

@@ -25,6 +25,8 @@ guess costs bytes, never a token: the true router decides in the next layer's ow
 
 A predictor that looks at the drafter is asked while drafts are made (``draft_lookahead``). What one that counts names
 is moved by the host, between steps (``moves``).
+
+With ``cpu_experts``, a layer of few rows leaves some of its experts to the CPU (``cpu_share``).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
 
 import torch
@@ -46,11 +49,13 @@ from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen, Signa
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
 from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.draft_lookahead import DraftLookahead
+from vllm_spac.execution.device.slot_offers import Learned
 from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.row_shares import numbered_there, numbers_there
-from vllm_spac.execution.slot_layers import filled_experts
+from vllm_spac.execution.slot_layers import CpuCheck, filled_experts
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system.host_memory import gib
@@ -58,6 +63,8 @@ from vllm_spac.system.host_memory import gib
 if TYPE_CHECKING:
     from vllm_spac.config.types import SlotCount
     from vllm_spac.core import Step
+    from vllm_spac.cpu_kernels._thread import ExecutorThread
+    from vllm_spac.decisions.balancers.base import Balancer
     from vllm_spac.decisions.predictors._on_device import OnDevice
     from vllm_spac.execution.exchange import Event, Stream
 
@@ -198,7 +205,7 @@ class PointerExecution(Execution):
     needs_addressable_store: ClassVar[bool] = True
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
-    knobs: ClassVar[frozenset[str]] = frozenset({"prefetch"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch"})
 
     def __init__(
         self,
@@ -235,6 +242,7 @@ class PointerExecution(Execution):
         if staged and slots < shape.total:
             buffers = ExpertBuffers(store, memory, tensors)
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
+        self._cpu: CpuShare | None = None
         self._ahead: DeviceLookahead | None = None
         self._drafts: DraftLookahead | None = None
         if ahead is not None and ahead.prefetch != "off" and not self.holds_all:
@@ -333,6 +341,17 @@ class PointerExecution(Execution):
             return torch.ones(experts, dtype=torch.bool, device=self._live.device)
         return self._memory.resident(slice(layer * experts, (layer + 1) * experts))
 
+    def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
+        """As in ``Execution``; called before a forward is captured, since the next one compiles further kernels."""
+        check = CpuCheck(self.counters, time.monotonic) if checked else None
+        self._cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
+        self.balancer, self.admission.told = balancer, self._tell_cpu
+        self._compiled.clear()
+
+    def _tell_cpu(self, learned: Learned) -> None:
+        assert self._cpu is not None
+        self._cpu.told(learned.computed, learned.late)
+
     # -- between steps -------------------------------------------------------------------------------------
 
     def draft(self, tokens: Tensor, read: Tensor) -> None:
@@ -352,6 +371,8 @@ class PointerExecution(Execution):
         self.admission.begin(step)
         if self._ahead is not None:
             self._ahead.begin(step)
+        if self._cpu is not None:
+            self._cpu.begin(step)
 
     def _pad_from(self, rows: int) -> None:
         """Marks rows from ``rows`` on as padding, until the next step; one launch if the number has changed."""
@@ -400,7 +421,7 @@ class PointerExecution(Execution):
         own = ids if self._numbers is None else numbered_there(ids, self._numbers)
         if self._prompt is not None and len(ids) >= self._prompt.stop and not captured:
             self._chosen.append((layer, own[self._prompt]))
-        with self._reading(layer, x, ids, own, weights, captured) as tables:
+        with self._reading(layer, x, ids, own, weights, live, captured) as tables:
             return self._launch(tables, layer, x, own, weights, live, activation, out)
 
     def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
@@ -412,14 +433,18 @@ class PointerExecution(Execution):
         start = time.perf_counter()
         if self._sizes and self._drafts is not None:
             self._drafts.compile()
+        if self._cpu is not None:
+            self._cpu.ready(x)
         for rows in self._sizes:
             padding = x.new_zeros(rows, x.shape[1])
             ids = torch.full((rows, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
             weights, out = torch.zeros(ids.shape, device=x.device), torch.empty_like(padding)
-            self.admission.enter(layer, ids, weights)
+            self._enter(layer, padding, ids, weights, self._all)
             if self._ahead is not None:
                 self._ahead.compile(layer, padding, ids, weights)
-            self._launch(self._tables_of(layer), layer, padding, ids, weights, self._all, activation, out)
+            given = self._tables_of(layer), layer, padding, ids, weights, self._all, activation, out
+            self._launch(*given)
+            self._launch_whole(*given)  # other forwards of the same variant may have too many rows for the CPU
         self._compiled.add(activation)
         if self._sizes:
             logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
@@ -435,16 +460,42 @@ class PointerExecution(Execution):
         activation: str,
         out: Tensor,
     ) -> Tensor:
+        if self._cpu is None or len(x) > self._cpu.rows:
+            return self._launch_whole(tables, layer, x, ids, weights, live, activation, out)
+
+        def gemm(weights: Tensor, out: Tensor, counts: Tensor) -> Tensor:
+            shared = self._kernels, self.shape, tables, x, weights, ids, activation, out
+            return grouped_gemm_over(*shared, counts=counts, live=live)
+
+        return self._cpu.finish(layer, ids, self.admission.decisions["sources"], gemm, out)
+
+    def _launch_whole(
+        self,
+        tables: Mapping[str, Tensor],
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        live: Tensor,
+        activation: str,
+        out: Tensor,
+    ) -> Tensor:
         return grouped_gemm_over(
             self._kernels, self.shape, tables, x, weights, ids, activation, out, counts=self._counts[layer], live=live
         )
+
+    def _enter(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+        post = None
+        if self._cpu is not None and len(x) <= self._cpu.rows:
+            post = partial(self._cpu.post, layer, x, ids, weights, live, self.admission.decisions)
+        self.admission.enter(layer, ids, weights, post)
 
     def _tables_of(self, layer: int) -> Mapping[str, Tensor]:
         return {name: table[layer] for name, table in self._tables.items()}
 
     @contextlib.contextmanager
     def _reading(
-        self, layer: int, x: Tensor, ids: Tensor, own: Tensor, weights: Tensor, captured: bool
+        self, layer: int, x: Tensor, ids: Tensor, own: Tensor, weights: Tensor, live: Tensor, captured: bool
     ) -> Iterator[Mapping[str, Tensor]]:
         """Yields the tables that the launch of a layer reads, name -> int64 [experts].
 
@@ -455,7 +506,7 @@ class PointerExecution(Execution):
         if self._staging is None or captured or ids.numel() < ROWS * self._of_model:
             if self._ahead is not None:
                 self._ahead.join()
-            self.admission.enter(layer, own, weights)
+            self._enter(layer, x, own, weights, live)
             if self._ahead is not None:
                 self._ahead.start(layer, x, ids, weights, captured=captured)
             yield self._tables_of(layer)
@@ -484,4 +535,6 @@ class PointerExecution(Execution):
 
     def close(self) -> None:
         self._copy.close()
+        if self._cpu is not None:
+            self._cpu.close()
         self.store.close()

@@ -19,7 +19,7 @@ import numpy as np
 from vllm_spac.cache.allowance import Allowance
 from vllm_spac.cache.residency import NOWHERE, Residency, SlotState
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, STREAMED, UNUSED
 from vllm_spac.recording.metrics import Counters
 
 
@@ -60,6 +60,7 @@ class Learned(NamedTuple):
     """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it.
 
     Attributes:
+        computed: by the CPU; ``late``: of those streamed, what the CPU was to compute.
         judged: as ``Allowance.end_step`` returns it.
         hits, missed: int [n], the experts that layers found in slots, and the others that they used.
         victims: those that lost their slots.
@@ -68,6 +69,8 @@ class Learned(NamedTuple):
     streamed: int
     admitted: int
     ahead: int
+    computed: int
+    late: int
     judged: tuple[int, int] | None
     hits: np.ndarray
     missed: np.ndarray
@@ -81,7 +84,7 @@ class Offering:
         keys: number of experts of all layers.
         slots: number of slots; all are filled before the first step.
         policy: values slots; owned.
-        counters: ``hits``, ``misses``, ``loads`` and those of prefetches are counted here.
+        counters: ``hits``, ``misses``, ``loads`` and those of prefetches and of the CPU are counted here.
 
     Attributes:
         allowance: limits reads ahead of need that the device decides, if there are any.
@@ -134,7 +137,8 @@ class Offering:
 
         Args:
             counts: int [keys], rows that selected each expert.
-            sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
+            sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, ``COMPUTED`` (by the CPU),
+                ``LATE`` (streamed because the CPU was late), or not at all.
             owner: int [slots], the expert in each slot at the end of the step.
             guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
@@ -143,10 +147,15 @@ class Offering:
             offered: int [n], the slots that the step had on offer: no others have changed hands in it. None: all may.
             between: it is no step: slots were given away between two, and nothing was used.
         """
-        hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
+        hits, admitted, computed = (np.flatnonzero(sources == source) for source in (HIT, ADMITTED, COMPUTED))
+        late = int((sources == LATE).sum())
+        streamed = np.flatnonzero((sources == STREAMED) | (sources == LATE))
         self._counters.hits += len(hits)
         self._counters.misses += len(streamed) + len(admitted)
         self._counters.loads += len(admitted)
+        self._counters.cpu_experts += len(computed)
+        self._counters.cpu_rows += int(counts[computed].sum())
+        self._counters.cpu_late += late
         policy = self.residency.policy
         if prompt is not None:
             policy.prompted(prompt)
@@ -165,11 +174,12 @@ class Offering:
             if coming:
                 self.overtaken(coming)
         self.residency.take_over(changed, owner[changed])
-        missed, judged = np.concatenate([streamed, admitted]), None
+        missed, judged = np.concatenate([streamed, admitted, computed]), None
         if self.allowance is not None:
             self._judge(self.allowance, counts, missed.tolist(), ahead.tolist(), displaced)
             judged = None if between else self.allowance.end_step()
-        return Learned(len(streamed), len(admitted), len(ahead), judged, hits, missed, tuple(victims.tolist()))
+        numbers = len(streamed), len(admitted), len(ahead), len(computed), late
+        return Learned(*numbers, judged, hits, missed, tuple(victims.tolist()))
 
     def _judge(
         self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]

@@ -58,6 +58,7 @@ _COUNTERS = {
     "prefetch_stops": "Times that prefetch=auto stopped reading ahead, because steps with it were not shorter.",
     "cpu_experts": "Experts computed on the CPU, where they are stored.",
     "cpu_rows": "Rows computed by experts on the CPU.",
+    "cpu_late": "Experts for which the CPU was too late, so that the device computed them.",
     "cpu_stops": "Times that cpu_experts=auto stopped the CPU, because steps with it were not shorter.",
     "cpu_wait_seconds": "Seconds that layers waited for experts on the CPU.",
 }

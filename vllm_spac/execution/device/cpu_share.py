@@ -1,0 +1,223 @@
+"""The CPU's share of layers whose loads the device chooses (``cpu_experts`` with ``decisions=device``).
+
+Between steps the host says whether the CPU takes part, and which experts are cold: the worths of slots that it offers
+(``slot_offers``). How many of a layer's missing experts the CPU takes is a table by their number, filled once by asking
+the balancer. In the layer the device divides the pairs and makes a request (``mailbox``), computes its own, waits for
+the answer no longer than ``PATIENCE``, and computes in place what did not arrive. So a thread that is dead, stopped or
+slow costs time, never a token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape, Step
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.decisions.balancers.base import Balancer, LayerState
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.device.mailbox import Mailbox, check_processor
+from vllm_spac.execution.device.staging import ROWS as STAGED_ROWS
+from vllm_spac.execution.exchange import Stream
+from vllm_spac.execution.slot_layers import CpuCheck
+from vllm_spac.kernels.types import Division
+from vllm_spac.storage.base import ExpertStore
+
+MOST_ROWS = 32  # of a forward in which the CPU takes part: decode steps; rows cross the bus one layer after another
+PATIENCE = 50_000_000  # nanoseconds that a layer waits for an answer: once a step, whose requests a late one ends
+MUCH = 64  # late experts, from which on a quarter of all is worth a warning
+LONGEST = 64  # steps without the CPU, after late answers in several steps one after another
+_IDLE = 1.0  # seconds between two steps, from which on the engine had nothing to do
+
+logger = logging.getLogger("vllm.spac")
+
+
+class MailKernels(NamedTuple):
+    """The launches of ``vllm_spac.kernels.mailbox``, or their torch twins."""
+
+    post: Callable[..., None]
+    await_answer: Callable[..., None]
+    add: Callable[..., None]
+
+
+def mail_kernels_for(device: torch.device) -> MailKernels:
+    """Returns the launches for ``device``."""
+    if device.type == "cpu":
+        from vllm_spac.kernels.reference import mailbox as twins
+
+        return MailKernels(twins.post, twins.await_answer, twins.add)
+    from vllm_spac.kernels import mailbox
+
+    return MailKernels(mailbox.post, mailbox.await_answer, mailbox.add)
+
+
+def shares_of(balancer: Balancer, experts: int) -> list[int]:
+    """Returns how many experts the CPU takes of 0 ... ``experts`` that are missing in a layer, one row each.
+
+    Raises:
+        UnsupportedError: the balancer goes by more than their number.
+    """
+    if not balancer.by_number:
+        raise UnsupportedError(
+            f"spac: {type(balancer).__name__} divides a layer on the host; use --spac-cpu-experts auto, or "
+            "--spac-decisions host"
+        )
+    nobody, scores = np.zeros(experts, dtype=bool), np.zeros(experts, dtype=np.int64)
+    states = (LayerState(0, (np.arange(experts) < m).astype(np.int64), nobody, scores, 0) for m in range(experts + 1))
+    return [len(balancer.plan(state).cpu) for state in states]
+
+
+class CpuShare:
+    """Called by the thread that launches.
+
+    Args:
+        shape: the layers and experts.
+        balancer: says how many missing experts of a layer the CPU computes.
+        thread: computes them; owned.
+        store: has them in memory.
+        device: that computes the others; ``compute``: the stream that runs the model.
+        check: stops the CPU while steps are not shorter with it; None: it is not checked.
+
+    Attributes:
+        rows: the most rows of a forward in which the CPU takes part.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        balancer: Balancer,
+        thread: ExecutorThread,
+        store: ExpertStore,
+        device: torch.device,
+        compute: Stream,
+        check: CpuCheck | None = None,
+    ) -> None:
+        check_processor(device)
+        if thread.executor.exclusive:
+            raise UnsupportedError(
+                f"spac: {thread.executor.describe()} computes while no layer does, and with decisions=device layers do "
+                "not stop; use --spac-cpu-kernel torch, or --spac-decisions host"
+            )
+        self._shape, self._thread, self._store, self._device = shape, thread, store, device
+        self._compute, self._check, self._kernels = compute, check, mail_kernels_for(device)
+        # A forward that is staged has more rows.
+        self.rows = rows = min(MOST_ROWS, (STAGED_ROWS * shape.experts - 1) // shape.top_k)
+
+        def made(dtype: torch.dtype, *size: int) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        pairs = [made(torch.float32, rows, shape.top_k) for _ in range(3)]
+        shares = torch.tensor(shares_of(balancer, shape.experts), dtype=torch.int32, device=device)
+        number, state = made(torch.int64, 1), made(torch.int32, 2)
+        self._division = Division(number, made(torch.int32, 1), state, shares, *pairs)
+        self._unread = made(torch.int32, shape.experts)  # counts that nobody reads
+        self._box: Mailbox | None = None  # made when the dtype of rows is known
+        self._late_rows: Tensor | None = None
+        self._serving: Future[None] | None = None  # None: not yet, or not any more
+        self._pause, self._left = 0, 0  # steps without the CPU after the next late answer; until it takes part again
+        self._asked = self._late = 0  # experts
+        self._warned = False
+        self._began: float | None = None
+
+    def ready(self, x: Tensor) -> None:
+        """Called by the first forward, before anything is captured; ``x``: rows as all forwards have them."""
+        if self._box is None:
+            box = Mailbox(self.rows, self._shape.top_k, x.shape[1], x.dtype, self._device, self._store.layer)
+            self._late_rows = torch.empty(self.rows, x.shape[1], dtype=x.dtype, device=self._device)
+            self._box, self._serving = box, self._thread.serve(box.serve)
+
+    # -- between steps -------------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Called before a step is launched: lets the CPU take part in it, or not."""
+        compared = step.rows if not step.prompts and 0 < step.rows <= self.rows else 0
+        if self._check is not None:
+            self._compare(self._check, compared)
+        self._left, waits = max(0, self._left - 1), self._left > 0
+        stopped = self._check is not None and self._check.stopped
+        takes_part = compared and self._works() and not waits and not stopped
+        self._compute.submit(self._division.pairs.fill_, step.rows * self._shape.top_k if takes_part else 0)
+        if takes_part and self._box is not None:
+            self._box.wake()
+
+    def _compare(self, check: CpuCheck, rows: int) -> None:
+        """Steps last until the next one begins: layers have been launched then, not run."""
+        now = time.monotonic()
+        if self._began is not None and now - self._began < _IDLE:
+            check.end_step()
+        check.begin_step(rows)
+        self._began = now
+
+    def _works(self) -> bool:
+        if self._serving is None or not self._serving.done():
+            return self._serving is not None
+        failed, self._serving = self._serving.exception(), None
+        what = "its thread has ended" if failed is None else str(failed)
+        logger.error("spac: the CPU computes no experts any more, the device all of them: %s", what, exc_info=failed)
+        return False
+
+    def told(self, computed: int, late: int) -> None:
+        """A step has finished, in which the CPU computed so many experts, and answered too late for so many."""
+        self._asked, self._late = self._asked + computed + late, self._late + late
+        if late:
+            self._pause = min(LONGEST, max(1, 2 * self._pause))
+            self._left = self._pause
+        elif computed:
+            self._pause = 0
+        if not self._warned and (self._pause == LONGEST or (self._late >= MUCH and 4 * self._late > self._asked)):
+            self._warned = True
+            logger.warning(
+                "spac: the CPU was more than %.0f ms late with %s of %s experts (--spac-cpu-experts), which the device "
+                "computed after this wait; after late answers the CPU is left out of 1 to %s steps. Use a smaller "
+                "number, or off",
+                PATIENCE / 1e6,
+                self._late,
+                self._asked,
+                LONGEST,
+            )
+
+    # -- in a layer ----------------------------------------------------------------------------------------
+
+    def post(
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor, admitted: Mapping[str, Tensor]
+    ) -> None:
+        """Launches the division of a layer and the request, right behind the admission.
+
+        Args:
+            layer, x, ids, weights: as of ``PointerExecution.run``; at most ``rows`` rows.
+            live: int32 [1], pairs from this one on are padding.
+            admitted: ``used``, ``counts`` and ``sources``, as of ``kernels.mailbox.post``.
+        """
+        assert self._box is not None, "a forward must run before"
+        self._kernels.post(ids, weights, layer, x, **admitted, division=self._division, mail=self._box.mail, live=live)
+
+    def finish(
+        self, layer: int, ids: Tensor, sources: Tensor, gemm: Callable[[Tensor, Tensor, Tensor], Any], out: Tensor
+    ) -> Tensor:
+        """Launches a layer's kernels after ``post``; returns ``out``.
+
+        Args:
+            layer, ids: as before.
+            sources: as of ``post``.
+            gemm: launches the grouped GEMM over pairs of these weights into an output, and counts; called twice.
+        """
+        assert self._box is not None and self._late_rows is not None
+        division, rows = self._division, len(ids)
+        late = self._late_rows[:rows]
+        gemm(division.kept[:rows], out, self._unread)
+        self._kernels.await_answer(ids, layer, sources, division, self._box.mail, PATIENCE)
+        gemm(division.again[:rows], late, self._unread)
+        self._kernels.add(out, late, division, self._box.mail)
+        return out
+
+    def close(self) -> None:
+        if self._box is not None:
+            self._box.close()
+        self._thread.close()
