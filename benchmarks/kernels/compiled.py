@@ -221,7 +221,7 @@ def budgeted(ids, weights, count, substitute: bool) -> None:
     probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
     votes, share = torch.ones(len(ids)).double(), torch.ones(()).double()
     members, best = shortlist.shortlist(torch.stack((held, held)), held != 0, None, held, share)
-    options = {"groups": 8, "top_groups": 4, "rescue": not substitute}
+    options: dict[str, Any] = {"groups": 8, "top_groups": 4, "rescue": not substitute}
     chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, **options)
     tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
 
@@ -231,7 +231,8 @@ def admitting(ids, weights, count, names: int = 4) -> None:
     keys, slots = 2 * count, 3
     integers, addresses = torch.zeros(keys, dtype=torch.int32), torch.zeros(names, keys, dtype=torch.int64)
     experts = Experts(integers, integers[:slots], addresses, addresses, addresses[:, :slots].contiguous())
-    offers = Offers(*(integers[:size] for size in (2, slots, slots)), torch.zeros(slots), torch.zeros(keys))
+    state, places, owners = (integers[:size] for size in (2, slots, slots))
+    offers = Offers(state, places, owners, torch.zeros(slots), torch.zeros(keys))
     copies = torch.zeros(1 + 2 * count, dtype=torch.int32)
     live = torch.zeros(1, dtype=torch.int32)
     admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live)
@@ -356,12 +357,12 @@ def main(
     known = provenance()
     work = []
     for capability in CARDS:
-        for kind, rows in product(FORMATS, ROWS):
+        for kind, count in product(FORMATS, ROWS):
             with on(capability):
-                calls = record(partial(experts, rows, **SIZES, kind=FORMATS[kind]))
-            work += [(kind, name, rows, capability, calls[name]) for name in GEMMS]
+                calls = record(partial(experts, count, **SIZES, kind=FORMATS[kind]))
+            work += [(kind, name, count, capability, calls[name]) for name in GEMMS]
         work += [("any", name, 16, capability, call) for name, call in record(partial(small, 16)).items()]
-    rows = []
+    rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
         os.environ["TRITON_CACHE_DIR"] = folder
         for each in bar.track(work, description="compiling"):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_spac.kernels import admit, fetch, grouped_gemm
+from vllm_spac.kernels import admit, fetch, grouped_gemm, mailbox
 from vllm_spac.kernels.formats import Format
 
 from vllm_spac import components
