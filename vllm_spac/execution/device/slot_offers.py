@@ -46,7 +46,7 @@ class Offered(NamedTuple):
         owners: int32 [offers], the expert in each slot.
         kept: float32 [offers], ascending, the value of each slot to its owner.
         used: float32 [keys], the value of a slot to an expert that the step uses.
-        wanted: number of the first offers, that are worth at least as much to some expert without a slot as to their owner.
+        wanted: number of the first offers, worth at least as much to some expert without a slot as to their owner.
     """
 
     slots: np.ndarray
