@@ -449,7 +449,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     [
         ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
-        ({"decisions": "device"}, EXPERTS, "decisions=device .*; use --spac-kernel vllm --spac-decisions host"),
         (
             {"speculate": "restricted", "prefetch": "linear", "predictor_file": __file__},
             {},

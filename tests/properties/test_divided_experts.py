@@ -175,9 +175,8 @@ def pointers(own: list[int], slots: int, weights: dict[str, Tensor], **options) 
     slots = min(slots, shape.total)
     tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in PLAIN.items()}
     policy = components.build("policies", "lru")
-    execution = PointerExecution(
-        shape, slots, policy, store, tensors, path="host", rows=9, local_of=local_of, **options
-    )
+    numbers = None if len(own) == EXPERTS else local_of  # it has all experts, as without divided ones
+    execution = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=9, local_of=numbers, **options)
     list(execution.fill())
     return execution
 

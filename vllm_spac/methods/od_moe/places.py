@@ -200,8 +200,9 @@ class StartedWorker:
         try:
             return str(json.loads(line)["address"])
         except (ValueError, KeyError, TypeError):
+            ended = self.process.poll()
             self.kill()
-            why = "it said nothing in time" if self.process.returncode is None else f"code {self.process.returncode}"
+            why = "it said nothing in time" if ended is None else f"code {ended}"
             raise SpacError(f"spac: an expert worker did not start ({why}); its messages are above") from None
 
     def release(self) -> None:
