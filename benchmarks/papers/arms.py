@@ -97,15 +97,14 @@ def serve(
     settings: Settings,
     advance: Advance,
     candidates: int = 0,
-    timed: bool = True,
 ) -> list[Turn]:
     """Returns all answers of the engines of ``sides``: each run (temperature, seed) asks every arm for each batch.
 
     The first batch only warms up. Arms take their turns in random order, with all engines alive.
 
     Args:
-        candidates: number of batches whose answers at temperature 0 have the log-probabilities of candidates.
-        timed: they are asked for in a turn of their own, since they take time; and engines rest between turns.
+        candidates: number of batches whose answers at temperature 0 have the log-probabilities of candidates. These
+            take time, and are asked for in a turn of their own.
 
     Raises:
         EngineError: an engine failed.
@@ -126,11 +125,11 @@ def serve(
                     engine, more = engines[arm.engine], {"budget": arm.budget, "temperature": temperature, "seed": seed}
                     extra = {"logprobs": CANDIDATES} if number <= candidates and not temperature else {}
                     ask = partial(engine.batch, batch, settings.output_tokens, arm.without, **more)
-                    time.sleep(PAUSE if timed and len(engines) > 1 else 0)
-                    answer = ask() if timed else ask(**extra)
+                    time.sleep(PAUSE if len(engines) > 1 else 0)
+                    answer = ask()
                     answer["counters"]["generating"] = generating(answer, prefills[arm.engine])
                     if extra:
-                        answer["with_candidates"] = ask(**extra) if timed else answer
+                        answer["with_candidates"] = ask(**extra)
                     turns.append(Turn(arm.name, temperature, seed, number, answer))
                 advance(f"temperature {temperature:g}, run {seed + 1}", len(arms))
     return turns

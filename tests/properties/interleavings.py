@@ -338,18 +338,18 @@ def explore(world: World) -> tuple[int, int, set[tuple[int, ...]]]:
         known = world.key()
         if known not in ways:
             world.mover.check_integrity()
-            actions = world.actions()
+            actions, here = world.actions(), pickle.dumps(world, pickle.HIGHEST_PROTOCOL)  # faster than ``deepcopy``
             if not actions:
                 world.finish()
                 ends.add(world.moved)
-            ways[known] = sum(visit(after(world, action)) for action in actions) or 1
+            ways[known] = sum(visit(after(here, action)) for action in actions) or 1
         return ways[known]
 
     return visit(world), len(ways), ends
 
 
-def after(world: World, action: tuple) -> World:
-    copied = pickle.loads(pickle.dumps(world, pickle.HIGHEST_PROTOCOL))  # several times as fast as a deep copy
+def after(world: bytes, action: tuple) -> World:
+    copied = pickle.loads(world)
     copied.act(action)
     return copied
 

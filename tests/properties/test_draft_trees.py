@@ -5,30 +5,34 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from list_trees import DraftTree, TreeRows, after_walk, before_forward, scattered, trees_of, virtual_batch, walk
+from list_trees import DraftTree, trees_of
+from list_trees import walk as walk_one
 
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape, TreeShape, parse
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.trees.growth import Chosen, Growth
-from vllm_spac.methods.trees.tensors import level_batch, scratch_blocks
+from vllm_spac.methods.trees.tensors import (
+    FILLER,
+    NOWHERE,
+    BlockCopies,
+    Layout,
+    StepTrees,
+    TensorRows,
+    TreeTensors,
+    best_chains,
+    level_batch,
+    scratch_blocks,
+    walk,
+)
+from vllm_spac.methods.trees.tensors import trees_of as tensors_of
 
 VOCABULARY = 12
-
-
-@st.composite
-def trees(draw: st.DrawFn, most: int = 12) -> DraftTree:
-    """Trees whose parents come first; siblings have distinct tokens."""
-    parents, tokens = [-1], []
-    for row in range(1, draw(st.integers(1, most)) + 1):
-        parent = draw(st.integers(0, row - 1))
-        taken = {tokens[other - 1] for other in range(1, row) if parents[other] == parent}
-        parents.append(parent)
-        tokens.append(draw(st.integers(0, 99).filter(lambda token, taken=taken: token not in taken)))
-    return DraftTree(tuple(tokens), tuple(parents), (1.0,) * len(parents))
+NODES, DEPTH = 7, 4
 
 
 def grown(shape: TreeShape, seed: int, requests: int, coarse: bool, nodes: int) -> list[DraftTree]:
@@ -76,7 +80,7 @@ def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind,
             part = tree.cut(drafts)
             assert part.tokens == tree.tokens[:drafts]
         chain = tree.best_chain()
-        assert not chain.branches and len(chain.tokens) == max(tree.depths)
+        assert len(chain.tokens) == max(tree.depths)
 
 
 @given(seed=st.integers(0, 10**6), nodes=st.integers(2, 30))
@@ -142,16 +146,47 @@ def test_other_texts_are_no_shape(text: str) -> None:
 # -- the walk --------------------------------------------------------------------------------------------------
 
 
-@given(tree=trees(), data=st.data())
-def test_the_walk_follows_choices_while_they_are_children(tree: DraftTree, data: st.DataObject) -> None:
-    choices = st.sampled_from([*tree.tokens, 100])
-    chosen = data.draw(st.lists(choices, min_size=tree.rows, max_size=tree.rows))
-    path, tokens = walk(tree, chosen)
-    assert [tree.tokens[row - 1] for row in path] == tokens[:-1]
-    rows = [0, *path]
-    assert all(tree.parents[row] == before for before, row in itertools.pairwise(rows))
-    assert tokens == [chosen[row] for row in rows]
-    assert tokens[-1] not in tree.children[rows[-1]]
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    """Trees of NODES drafts and at most DEPTH levels; siblings have distinct tokens."""
+    parents, tokens, depths = [-1], [], [0]
+    for row in range(1, NODES + 1):
+        parent = draw(st.sampled_from([p for p in range(row) if depths[p] < DEPTH]))
+        taken = {tokens[other - 1] for other in range(1, row) if parents[other] == parent}
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        tokens.append(draw(st.integers(0, 12).filter(lambda token, taken=taken: token not in taken)))
+    return DraftTree(tuple(tokens), tuple(parents), (1.0,) * (NODES + 1))
+
+
+def tensors(given_trees: list[DraftTree]) -> TreeTensors:
+    return TreeTensors.of(torch.tensor([tree.parents for tree in given_trees]), DEPTH)
+
+
+batches = st.lists(st.tuples(trees(), st.integers(1, NODES)), min_size=1, max_size=3)
+"""Trees, and how many of their drafts are verified."""
+
+
+@given(batch=batches, data=st.data())
+@settings(deadline=None)
+def test_the_same_tokens_are_emitted(batch, data: st.DataObject) -> None:
+    """Also of trees that were cut, and of requests whose drafts are not valid."""
+    count = len(batch)
+    chosen = torch.tensor(
+        [[data.draw(st.sampled_from([*tree.tokens, 99])) for _ in range(NODES + 1)] for tree, _ in batch]
+    )
+    valid = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    tokens = torch.tensor(
+        [[-1, *(tree.tokens if good else [-1] * NODES)] for (tree, _), good in zip(batch, valid, strict=True)]
+    )
+    rows = torch.tensor([drafts + 1 for _, drafts in batch])
+    walked = walk(tensors([tree for tree, _ in batch]), tokens, rows, chosen)
+    for number, ((tree, drafts), good) in enumerate(zip(batch, valid, strict=True)):
+        path, emitted = walk_one(tree.cut(drafts) if good else DraftTree.chain(()), chosen[number].tolist())
+        gaps = [-1] * (DEPTH - len(path))
+        assert walked.path[number].tolist() == [0, *path, *gaps]
+        assert walked.tokens[number].tolist() == [*emitted, *gaps]
+        assert int(walked.emitted[number]) == len(emitted) and int(walked.last[number]) == ([0, *path])[-1]
 
 
 def test_the_walk_keeps_the_targets_distribution() -> None:
@@ -160,16 +195,18 @@ def test_the_walk_keeps_the_targets_distribution() -> None:
     first = torch.rand(words, generator=rng).softmax(0)
     second = (3 * torch.rand(words, words, generator=rng)).softmax(-1)
     third = (3 * torch.rand(words, words, words, generator=rng)).softmax(-1)
-    tree = DraftTree((0, 2, 1, 3, 0), (-1, 0, 0, 1, 2, 2), (1.0,) * 6)
+    tree = TreeTensors.of(torch.tensor([[-1, 0, 0, 1, 2, 2]]).expand(count, -1), 2)
     contexts = [(), (0,), (2,), (0, 1), (2, 3), (2, 0)]
 
     def distribution(context: tuple[int, ...]) -> torch.Tensor:
         return (first, second, third)[len(context)][context]
 
     draws = torch.stack([torch.multinomial(distribution(c), count, True, generator=rng) for c in contexts], 1)
+    tokens = torch.tensor([[-1, 0, 2, 1, 3, 0]]).expand(count, -1)
+    walked = walk(tree, tokens, torch.full((count,), 6), draws)
     found: dict[tuple[int, ...], int] = {}
-    for row in draws.tolist():
-        _, said = walk(tree, row)
+    for row, emitted in zip(walked.tokens.tolist(), walked.emitted.tolist(), strict=True):
+        said = row[:emitted]
         while len(said) < 3:
             said.append(int(torch.multinomial(distribution(tuple(said)), 1, generator=rng)))
         found[tuple(said[:3])] = found.get(tuple(said[:3]), 0) + 1
@@ -179,6 +216,53 @@ def test_the_walk_keeps_the_targets_distribution() -> None:
         squares += (found.get((a, b, c), 0) - expected) ** 2 / expected
     degrees = words**3 - 1
     assert squares < degrees + 5 * math.sqrt(2 * degrees), "five standard deviations"
+
+
+@given(given_trees=st.lists(trees(), min_size=1, max_size=4), data=st.data())
+@settings(deadline=None)
+def test_a_chain_is_the_best_path_and_its_filler_is_never_accepted(given_trees, data: st.DataObject) -> None:
+    where = data.draw(st.lists(st.booleans(), min_size=len(given_trees), max_size=len(given_trees)))
+    logp = torch.arange(0, -NODES, -1.0).expand(len(given_trees), -1)  # of the node of each number
+    tokens, along, shown = best_chains(
+        torch.tensor([tree.tokens for tree in given_trees]), logp, tensors(given_trees), torch.tensor(where)
+    )
+    for number, (tree, chain) in enumerate(zip(given_trees, where, strict=True)):
+        wanted = tree.best_chain() if chain else tree
+        count = len(wanted.tokens)
+        assert tokens[number, :count].tolist() == list(wanted.tokens)
+        assert shown.parents[number].tolist() == [*wanted.parents, *[FILLER] * (NODES - count)]
+        path = tree.path(tree.depths.index(max(tree.depths)))[1:] if chain else range(1, NODES + 1)
+        assert along[number, :count].tolist() == [1.0 - row for row in path]
+        assert int(tokens[number].min()) >= 0, "filler has a token: it goes through the model"
+    same = tokens.clone()
+    rows = torch.full((len(given_trees),), NODES + 1)
+    walked = walk(shown, torch.cat([same[:, :1], same], 1), rows, same[:, [*range(NODES), 0]])
+    for number, (tree, chain) in enumerate(zip(given_trees, where, strict=True)):
+        if chain:  # the target agrees with every draft
+            assert int(walked.last[number]) == max(tree.depths)
+
+
+@pytest.mark.parametrize("shape", [DynamicShape(12, 4, 5, 5), StaticShape.of_size(12, 4, 5)])
+def test_grown_trees_are_the_same(shape) -> None:
+    rng = torch.Generator().manual_seed(3)
+    growth = Growth(shape, torch.randn(3, 20, generator=rng).log_softmax(-1))
+    while not growth.over:
+        growth.add(torch.randn(*growth.expanded.shape, 20, generator=rng).log_softmax(-1))
+    tokens, _, device = tensors_of(growth.chosen(), shape.depth, torch.zeros(3, dtype=torch.bool))
+    for number, tree in enumerate(trees_of(growth, 12)):
+        assert tokens[number].tolist() == list(tree.tokens)
+        assert device.parents[number].tolist() == list(tree.parents)
+        assert device.depths[number].tolist() == list(tree.depths)
+        for row in range(tree.rows):
+            path = tree.path(row)
+            assert device.lineage[number, row].tolist() == path + [NOWHERE] * (shape.depth + 1 - len(path))
+
+
+def test_chains_until_a_drafter_has_run() -> None:
+    first = TreeTensors.chains(2, 5, 3, torch.device("cpu"))
+    assert first.parents.tolist() == [[-1, 0, 1, 2, -2, -2]] * 2 and first.depths.tolist() == [[0, 1, 2, 3, 1, 1]] * 2
+    first.put(torch.tensor([1]), first.take(torch.tensor([0])))
+    assert first.lineage[0, 3].tolist() == [0, 1, 2, 3]
 
 
 # -- attention over scratch ------------------------------------------------------------------------------------
@@ -198,20 +282,15 @@ class Cache:
         return self.entries[table.long()].flatten()[:length].tolist()
 
 
-def divided(tree: DraftTree, data: st.DataObject) -> tuple[tuple[int, ...], ...]:
-    """The rows of a tree as any paths: one per leaf, and others."""
-    paths = [[0]]
-    for row, parent in enumerate(tree.parents[1:], 1):
-        here = next((path for path in paths if path[-1] == parent and data.draw(st.booleans())), None)
-        if here is None:
-            paths.append([row])
-        else:
-            here.append(row)
-    return data.draw(st.sampled_from((tree.paths, tuple(map(tuple, paths)))))
-
-
 def slots_of(table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
     return table[positions // block_size].long() * block_size + positions % block_size
+
+
+def checked(copies: BlockCopies, unused: torch.Tensor) -> BlockCopies:
+    """No block is read and written, and none is written twice; but for the roots' scratch, which nobody reads."""
+    targets = [target for target in copies.targets.tolist() if target not in unused]
+    assert len(targets) == len(set(targets)) and not set(targets) & set(copies.sources.tolist())
+    return copies
 
 
 @given(
@@ -226,58 +305,53 @@ def test_a_row_sees_its_ancestors_and_the_accepted_path_becomes_the_prefix(bases
 
     The first request of the batch has no tree, and ``plain`` rows.
     """
-    steps = [[data.draw(trees()) for _ in bases] for _ in range(2)]
-    each = scratch_blocks(max(max(tree.depths) for tree in sum(steps, [])), block_size)
-    most = max(tree.rows for tree in sum(steps, []))
-    places = 1 + torch.arange(len(bases) * most * each).view(len(bases), most, each)
-    width = (max(bases) + 2 * most) // block_size + 2
-    count = 1 + len(bases)
-    table = (1 + places.numel() + torch.arange(count * width)).view(count, width).int()
-    cache, ids = Cache(1 + places.numel() + count * width, block_size), iter(range(10**9))
+    count, each = len(bases), scratch_blocks(DEPTH, block_size)
+    places = 1 + torch.arange(count * (NODES + 1) * each).view(count, NODES + 1, each)
+    width = (max(bases) + 2 * (NODES + 1)) // block_size + 2
+    table = (1 + places.numel() + torch.arange((1 + count) * width)).view(1 + count, width).int()
+    cache, ids = Cache(1 + places.numel() + table.numel(), block_size), iter(range(10**9))
     prefixes = [[next(ids) for _ in range(base)] for base in bases]
     for request, prefix in enumerate(prefixes, 1):
         cache.write(slots_of(table[request], torch.arange(len(prefix)), block_size), torch.tensor(prefix).long())
-    for step in steps:
-        rows, start = [], plain
-        for number, (tree, prefix) in enumerate(zip(step, prefixes, strict=True)):
-            paths = divided(tree, data)
-            rows.append(TreeRows(number + 1, start, len(prefix), tree, paths, places[number, : len(paths) - 1]))
-            start += tree.rows
-        values = torch.tensor([next(ids) for _ in range(start)])
-        before_forward(rows, table, block_size).apply(cache.entries)
-        for tree in rows:  # each row's own slot, as if it were in a chain
-            linear = slots_of(table[tree.request], tree.base + torch.arange(tree.tree.rows), block_size)
-            cache.write(linear, values[tree.start : tree.start + tree.tree.rows])
-        also = scattered(rows, table, block_size)
-        assert len(also.slots.unique()) == len(also.slots), "two keys for one slot"
-        cache.write(also.slots, values[also.rows])
-        starts = torch.tensor([0, *[tree.start for tree in rows], start], dtype=torch.int32)
-        lengths = torch.tensor([plain, *[tree.base + tree.tree.rows for tree in rows]], dtype=torch.int32)
-        batch = virtual_batch(starts, lengths, table, rows, block_size)
-        assert batch.query_start.tolist() == [0, *range(plain, start + 1)]
-        assert int(batch.lengths[0]) == plain and batch.block_table[0].tolist() == table[0].tolist()
-        for tree in rows:
-            for row in range(tree.tree.rows):
-                sequence = 1 + tree.start + row - plain
-                seen = cache.read(batch.block_table[sequence], int(batch.lengths[sequence]))
-                lineage = [int(values[tree.start + other]) for other in tree.tree.path(row)]
-                assert seen == prefixes[tree.request - 1] + lineage
-        accepted = [tree.path(data.draw(st.integers(0, tree.rows - 1)))[1:] for tree in step]
-        after_walk(rows, accepted, table, block_size).apply(cache.entries)
-        for tree, path in zip(rows, accepted, strict=True):
-            prefixes[tree.request - 1] += [int(values[tree.start + row]) for row in (0, *path)]
-            prefix = prefixes[tree.request - 1]
-            assert cache.read(table[tree.request], len(prefix)) == prefix
+    for _ in range(2):
+        batch = [(data.draw(trees()), data.draw(st.integers(1, NODES))) for _ in bases]
+        drafts = np.array([0, *(cut for _, cut in batch)])
+        starts = np.cumsum([0, plain, *(1 + drafts[1:])])
+        layout = Layout.of(starts, drafts, np.arange(1, 1 + count))
+        rows = TensorRows(*torch.from_numpy(layout.rows))
+        assert layout.starts.tolist() == [0, *range(plain, starts[-1] + 1)]
+        at = torch.tensor([len(prefix) for prefix in prefixes])
+        step = StepTrees(tensors([tree for tree, _ in batch]), rows, at, table[1:], places)
+        depths = torch.tensor([batch[number][0].depths[row] for number, row, *_ in layout.rows.T.tolist()])
+        assert torch.equal(step.positions, at[rows.tree] + depths)
+        assert torch.equal(step.linear, at[rows.tree] + rows.row)
 
+        values = torch.tensor([next(ids) for _ in range(starts[-1])])
+        checked(step.before_forward(block_size), places[:, 0]).apply(cache.entries)
+        for number in range(count):  # each row's own slot, as if it were in a chain
+            mine = rows.tree == number
+            cache.write(slots_of(table[1 + number], step.linear[mine], block_size), values[rows.token[mine]])
+        also = step.scattered(block_size)
+        written = also.slots != NOWHERE
+        assert len(also.slots[written].unique()) == int(written.sum()), "two keys for one slot"
+        cache.write(also.slots[written], values[also.rows[written]])
 
-@given(tree=trees())
-def test_paths_are_one_per_leaf_and_follow_the_most_probable_child(tree: DraftTree) -> None:
-    assert sorted(sum(tree.paths, ())) == list(range(tree.rows)) and tree.paths[0][0] == 0
-    for path in tree.paths:
-        assert not tree.children[path[-1]], "a path ends at a leaf"
-        for before, row in itertools.pairwise(path):
-            assert row == min(tree.children[before].values())
-    assert len(tree.paths) == sum(not children for children in tree.children)
+        lengths = torch.tensor([plain, *(at + 1 + torch.from_numpy(drafts[1:]))], dtype=torch.int32)
+        ends, tables = step.sequences(torch.from_numpy(layout.owner), lengths, table, block_size)
+        assert int(ends[0]) == plain and tables[0].tolist() == table[0].tolist()
+        for number, row, _, sequence in layout.rows.T.tolist():
+            seen = cache.read(tables[sequence], int(ends[sequence]))
+            lineage = [int(values[starts[1 + number] + other]) for other in batch[number][0].path(row)]
+            assert seen == prefixes[number] + lineage
+
+        last = [data.draw(st.integers(0, cut)) for _, cut in batch]
+        checked(step.after_walk(torch.tensor(last), block_size), places[:, 0]).apply(cache.entries)
+        order = step.as_chains(torch.tensor(last), len(values))
+        for number, row in enumerate(last):
+            path = [int(values[starts[1 + number] + other]) for other in batch[number][0].path(row)]
+            assert values[order][starts[1 + number] :][: len(path)].tolist() == path, "accepted rows come first"
+            prefixes[number] += path
+            assert cache.read(table[1 + number], len(prefixes[number])) == prefixes[number]
 
 
 @given(

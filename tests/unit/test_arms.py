@@ -12,8 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers"), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
-arms, votes = (importlib.import_module(name) for name in ("arms", "moe_spec_votes"))
-engine, table = (importlib.import_module(name) for name in ("engine", "moe_spec_table"))
+arms, engine, table = (importlib.import_module(name) for name in ("arms", "engine", "moe_spec_table"))
 plan = importlib.import_module("plan")
 
 from vllm_spac.errors import ConfigError  # noqa: E402
@@ -104,19 +103,6 @@ def test_budgets_are_checked_before_anything_runs() -> None:
     assert arms.budget_arms(["16"], ["truncation"], votes="path")[0].name == "B = 16, truncation, votes by path"
     with pytest.raises(ConfigError, match="coverage"):
         arms.budget_arms(["16"], ["nothing"])
-
-
-def test_votes_are_chosen_on_other_prompts_than_are_reported() -> None:
-    turns = [turn(arm, 0.0, 0, batch, answer([[batch]], 0.1)) for batch in (1, 2, 3, 4, 5) for arm in ("exact", "1")]
-    said = [quality(float(one.batch)) for one in turns]
-    first, second = (votes.half_of(turns, said, 5, half) for half in (False, True))
-    assert [one.batch for one in first[0]] == [one.logprob for one in first[1]] == [1, 1, 2, 2]
-    assert [one.batch for one in second[0]] == [one.logprob for one in second[1]] == [3, 3, 4, 4, 5, 5]
-    found = votes.arms_of(24, ["0", "0.5"])
-    assert [arm.name for arm in found] == ["exact", "0", "0.5"] and found[0].budget == {}
-    assert [arm.budget["votes_alpha"] for arm in found[1:]] == [0, 0.5]
-    with pytest.raises(ConfigError, match="votes_alpha"):
-        votes.arms_of(24, ["2"])
 
 
 def test_each_way_to_draft_is_an_engine_and_has_its_budgets() -> None:

@@ -141,7 +141,7 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--json: .* cannot be written"):
         commands._write_json(tmp_path / "none" / "r", {})
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--pictures: .* cannot be made"):
+    with pytest.raises(ConfigError, match="--pictures: .* cannot be written"):
         commands._draw({}, "title", tmp_path / "file" / "folder")
 
 

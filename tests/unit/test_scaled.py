@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import threading
 import types
@@ -16,9 +15,8 @@ import torch
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.decisions.costs import Costs, HostWork
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError
-from vllm_spac.tools.machine.host_work import HOST_WORK, host_work
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
@@ -30,8 +28,6 @@ scale = importlib.import_module("scale")
 ladder = importlib.import_module("ladder")
 tiers = importlib.import_module("tiers")
 executors = importlib.import_module("executors")
-host_probe = importlib.import_module("host_probe")
-validate = importlib.import_module("validate")
 _spec = importlib.util.spec_from_file_location(
     "scaled_run", BENCHMARKS / "scaled" / "run.py"
 )  # serving/ has a run, too
@@ -331,63 +327,3 @@ def test_drafts_and_disturbed_runs_are_told() -> None:
     late = {"load_waits": 9, "load_missed": 1, "load_overshoot_seconds": 9e-4, "load_missed_seconds": 1e-3}
     assert "loads took 0.19 ms too long in the mean, of 2.00" in ladder.disturbed(late, MACHINE)
     assert ladder.disturbed({**late, "load_missed_seconds": 0.0}, MACHINE) == ""
-
-
-# --- validation ------------------------------------------------------------------------------------------------------
-
-
-def test_the_simulator_gets_the_plugin_s_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the loads that move nothing, because the paced ones take the time of their bytes and no more."""
-    real, given = proportions.Proportions.of("rtx4090"), []
-    resident = scale.Resident(1179648, 6, 8, [0.012])
-    found = scale.Scale(real.scaled(2e-3, 1179648, 1), real, resident, probe.Speeds(0, 0, 1e-4, 0))
-    points = [{0: 1e-4}, {0: 2e-4, 1: 5e-4}, {1: 9e-4}, {1: 1e-4}]
-    what = ("all experts in slots", "experts that are loaded", "experts left to the CPU", "loads alone")
-    named = {f"{HOST_WORK}: {text}": each for text, each in zip(what, points, strict=True)}
-    monkeypatch.setattr(validate.host_probe, "measure", lambda *arguments: named)
-    monkeypatch.setattr(validate.Scale, "derive", lambda *arguments: found)
-    monkeypatch.setattr(validate, "compare", lambda size, balancer, costs, *others: given.append(costs) or {})
-    monkeypatch.setattr(validate, "on", lambda machine, settings, folder: settings)
-    settings, cores = types.SimpleNamespace(environment={}), scale.Cores(0, 1)
-    monkeypatch.setattr(validate, "write_result", lambda path, content: path.write_text(json.dumps(content)))
-    result = {"rows": []}
-    validate._compare_all([("25%", "none")], settings, [], 0, (real, cores), result, tmp_path / "o.json")
-    (costs,) = given
-    layer, load, divide = vars(costs.host_work).values()
-    assert (layer, load, divide) == pytest.approx((1e-4, 3e-4, 7e-4))
-    assert result["host_work"] == costs.host_work.model_dump() | {"points": named}
-    assert "0.30 ms more in one that loads" in validate._own_work(result)
-    assert validate._own_work(result).endswith("a layer takes 2.00 ms")
-    assert json.loads((tmp_path / "o.json").read_text())["host_work"]["load"] == load
-
-
-def test_the_plugin_s_own_work_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = scale.Cores(*(sorted(os.sched_getaffinity(0)) * 2)[:2])
-    found = host_probe.measure(cores.forward, 2, cores.environment(), seconds=0.001)
-    work = host_work(found, with_loads=True)
-    assert min(work.layer, work.load, work.divide) >= 0 and work.load + work.divide > 0
-    monkeypatch.setattr(host_probe, "__file__", "/nowhere/probe.py")
-    with pytest.raises(ConfigError, match="own work could not be measured: .*/nowhere/probe.py"):
-        host_probe.measure(cores.forward, 2, {})
-
-
-def test_figures_agree_within_their_bounds() -> None:
-    measured = validate.Figures(1.0, 100.0, 0.0)
-    assert validate.agrees(validate.Figures(1.09, 98.1, 0.0).errors(measured))
-    for other in ((1.11, 100.0, 0.0), (1.0, 103.0, 0.0), (1.0, 100.0, 0.1)):
-        assert not validate.agrees(validate.Figures(*other).errors(measured))
-
-
-def test_the_profile_of_the_simulator_adds_up_to_a_layer() -> None:
-    real, nbytes = proportions.Proportions.of("rtx4090"), 1179648
-    resident = scale.Resident(nbytes, 6, 8, [0.012, 0.011, 0.013])
-    found = scale.Scale(real.scaled(resident.layer_seconds, nbytes, 1), real, resident, probe.Speeds(0, 0, 1e-4, 0))
-    work = HostWork(layer=1e-4, load=2e-4, divide=3e-4)
-    costs = validate.costs_of(found, work)
-    rates = costs.rates(nbytes)
-    assert rates.stream == pytest.approx(real.load * 2e-3) and rates.cpu == pytest.approx(real.cpu * 2e-3)
-    assert costs.other + 6 * 8 * rates.fast == pytest.approx(0.012)
-    assert costs.host_work == work, "not scaled"
-    assert found.factor == pytest.approx(2e-3 / real.layer_seconds)
-    costs.check_experts("it", nbytes, "host")
-    assert json.loads(json.dumps(found.plain()))["machine"]["machine"] == "rtx4090"

@@ -26,7 +26,7 @@ from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, read_c
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, alone, check_file, everything, remove, scan
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.untrusted import path_of
+from vllm_spac.system.untrusted import path_named
 
 PACKED_EXAMPLES = examples("""
 vllm-spac packed
@@ -50,15 +50,14 @@ def packed(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
 ) -> None:
     """List the packed experts on this machine, verify or repair them, or delete some."""
+    root = path_named(disk_dir, "--disk-dir")
     try:
         if delete is not None:
-            _delete(path_of(disk_dir), delete, yes)
+            _delete(root, delete, yes)
         else:
-            _list(path_of(disk_dir), verify or repair, repair)
+            _list(root, verify or repair, repair)
     except OSError as error:
         raise StoreError(f"{error.filename}: {error.strerror}") from error
-    except ValueError as error:
-        raise StoreError(f"--disk-dir {disk_dir}: {error}") from error
 
 
 def verify_all(found: list[Packed], console: Console) -> dict[Path, str]:

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.cli.tables import compact, examples, print_table, shown
-from vllm_spac.errors import ConfigError, SpacError
+from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, Place, StartedWorker
-from vllm_spac.system.files import FILE, write_text
+from vllm_spac.system.files import FILE, write_text, writing
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
 
@@ -162,10 +162,8 @@ def stop(file: _File = CLUSTER_FILE) -> None:
 
 
 def _write(path: Path, content: ClusterFile) -> None:
-    try:
+    with writing(path, "name another file with --file"):
         write_text(path, content.text(), mode=FILE)
-    except OSError as error:
-        raise SpacError(f"spac: cannot write {path}: {error.strerror}") from error
 
 
 def _process(place: Place) -> psutil.Process | None:

@@ -21,8 +21,8 @@ from rich.table import Table
 from vllm_spac.cli.tables import examples, fitting, print_table, say, shown
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.recording.metrics import described
-from vllm_spac.system.files import check_replaceable, write_text
-from vllm_spac.system.untrusted import path_of
+from vllm_spac.system.files import check_replaceable, write_text, writing
+from vllm_spac.system.untrusted import path_named
 from vllm_spac.tools.machine.server_stats import RequestNumbers, fetch
 
 if TYPE_CHECKING:
@@ -118,11 +118,7 @@ def doctor(
         raise ConfigError("--yes answers what --fix asks; add --fix")
     if fix:
         _mend(yes)
-    try:
-        folder = path_of(disk_dir).absolute()
-    except ValueError as error:
-        raise StoreError(f"--disk-dir {disk_dir}: {error}") from error
-    facts = _gather(model, folder, disk)
+    facts = _gather(model, path_named(disk_dir, "--disk-dir").absolute(), disk)
     findings = diagnose(facts)
     problems = sum(finding.level == "problem" for finding in findings)
     if as_json:
@@ -255,10 +251,7 @@ def _print_selftest(facts: Installation, outcomes: list[CheckOutcome], report: d
 
 def _writable(output: Path) -> Path:
     """Returns where the report goes, before any work is done."""
-    try:
-        path = path_of(output).absolute()
+    path = path_named(output, "--output").absolute()
+    with writing(f"--output {output}", "name a file in a folder that exists"):
         check_replaceable(path)
-    except (ValueError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise StoreError(f"--output {output}: {reason}; name a file in a folder that exists") from error
     return path

@@ -13,6 +13,7 @@ from rich.console import Console
 from vllm_spac.cli.quality import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.files import write_text, writing
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -202,10 +203,8 @@ def _show(results: dict[str, dict], file: PredictorFile, title: str) -> None:
 def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
     from vllm_spac.tools.evaluation.predictor_recall import pictures
 
-    try:
+    with writing(f"--pictures: {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--pictures: {folder} cannot be made: {error.strerror}; name another folder") from error
     written = ", ".join(str(path) for path in pictures(results, title, folder))
     say(Console(), f"pictures: {shown(written)}")
 
@@ -219,12 +218,8 @@ def _left_out(file: PredictorFile) -> None:
 
 
 def _write_json(path: Path, results: dict[str, dict]) -> None:
-    from vllm_spac.system.files import write_text
-
-    try:
+    with writing(f"--json: {path}"):
         write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def _limited(pieces: list[list[int]], limit: int) -> list[list[int]]:

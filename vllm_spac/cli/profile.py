@@ -14,9 +14,9 @@ from rich.table import Table
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE
-from vllm_spac.system.files import check_replaceable, write_text
+from vllm_spac.system.files import check_replaceable, write_text, writing
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.untrusted import path_of
+from vllm_spac.system.untrusted import path_named
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.costs import Costs, Network
@@ -64,15 +64,15 @@ def profile(
     Takes one to two minutes.
     """
     if peer is not None and model is None and expert_bytes is None:
-        folder = _expanded(disk_dir, "--disk-dir")
-        _add_network(_expanded(output or folder / "profile.json", "--output"), folder, peer, cluster, seconds)
+        folder = path_named(disk_dir, "--disk-dir")
+        _add_network(path_named(output or folder / "profile.json", "--output"), folder, peer, cluster, seconds)
         return
     nbytes = _size(model, expert_bytes)
     if store not in (None, "host", "disk"):
         raise ConfigError(f"--store {store}: use host or disk")
     kind = cast(Literal["host", "disk"] | None, store)
-    folder = _expanded(disk_dir, "--disk-dir")
-    path = _expanded(output or folder / "profile.json", "--output")
+    folder = path_named(disk_dir, "--disk-dir")
+    path = path_named(output or folder / "profile.json", "--output")
     _write(path, None)  # before any work is done
 
     import torch
@@ -142,7 +142,7 @@ def _round_trips(peer: str, cluster: Path, folder: Path, seconds: float) -> tupl
     from vllm_spac.tools.machine.peer import round_trips
 
     with Console(stderr=True).status(f"measuring the network to {shown(peer)}"):
-        points = round_trips(peer, _expanded(cluster, "--cluster"), folder, seconds)
+        points = round_trips(peer, path_named(cluster, "--cluster"), folder, seconds)
     return fit_network(points, peer), points
 
 
@@ -152,13 +152,6 @@ def _with_network(costs: Costs, network: Network, points: dict[int, float]) -> C
     source = f"{origin.source.partition(_AND)[0]}{_AND}{shlex.join(['vllm-spac', 'profile', f'--peer={network.peer}'])}"
     origin = origin.model_copy(update={"source": source, "points": origin.points | {_ROUND_TRIPS: points}})
     return costs.model_copy(update={"network": network, "provenance": origin})
-
-
-def _expanded(path: Path, option: str) -> Path:
-    try:
-        return path_of(path)
-    except ValueError as error:
-        raise ConfigError(f"{option} {path}: {error}") from error
 
 
 def _size(model: str | None, expert_bytes: int | None) -> int:
@@ -180,14 +173,12 @@ def _command(nbytes: int, options: dict) -> str:
 
 def _write(path: Path, costs: Costs | None) -> None:
     """Writes ``costs`` atomically; None only checks that ``path`` can be written."""
-    try:
+    with writing(path, "name another file with --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if costs is None:
             check_replaceable(path)
         else:
             write_text(path, costs.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
 
 
 def _table(costs: Costs, nbytes: int) -> Table:

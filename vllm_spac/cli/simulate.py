@@ -18,6 +18,7 @@ from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.files import writing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.pictures import begin_picture, save_picture
 
@@ -122,10 +123,8 @@ def simulate(
         facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
         asked = {"overlap": overlap, "layer_ahead": layer_ahead}
         content = facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]}
-        try:
+        with writing(output):
             output.write_text(json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"{output} cannot be written: {error.strerror}; name another file") from error
     if picture is not None:
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 

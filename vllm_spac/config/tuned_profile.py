@@ -23,7 +23,7 @@ from vllm_spac.config.types import BudgetBound
 from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.errors import ConfigError, brief
 from vllm_spac.system import files
-from vllm_spac.system.files import make_folder, write_text
+from vllm_spac.system.files import make_folder, write_text, writing
 from vllm_spac.system.machine import Machine, versions
 from vllm_spac.system.untrusted import open_file, read_text
 
@@ -278,13 +278,9 @@ class TunedProfile(_Frozen):
 
     def write(self, path: Path) -> None:
         """Writes the profile atomically; ``ConfigError`` if it cannot be written."""
-        try:
+        with writing(path, "name a folder with --disk-dir DIR"):
             make_folder(path.parent)
             write_text(path, self.model_dump_json(indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror}; name a folder with --disk-dir DIR"
-            ) from error
 
     def differences(self, machine: Machine, versions: dict[str, str]) -> list[str]:
         """Returns what has changed since: ``cores: 8, not 4`` of each property of the machine and each version."""

@@ -15,6 +15,7 @@ the time of the steps into what the forward thread did.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, capacity_of
 from vllm_spac.system import tensor_file
-from vllm_spac.system.files import check_replaceable
+from vllm_spac.system.files import check_replaceable, writing
 from vllm_spac.system.tensor_file import check
 from vllm_spac.system.untrusted import parse_json, read_header
 
@@ -187,16 +188,12 @@ def check_target(path: Path) -> None:
     Raises:
         ConfigError: it cannot be written, or it would replace a file that is no timeline.
     """
-    try:
+    with writing(f"the timeline {path}"), contextlib.suppress(ValueError):  # no timeline
         check_replaceable(path)
         if not path.exists() or (path.is_file() and path.stat().st_size == 0):
             return
         if path.is_file() and read_header(path)[0].get("format") == FORMAT:
             return
-    except OSError as error:
-        raise ConfigError(f"the timeline {path} cannot be written: {error.strerror}; name another file") from error
-    except ValueError:  # no timeline
-        pass
     raise ConfigError(f"the timeline {path} would replace a file that is no timeline; name another file")
 
 

@@ -23,7 +23,6 @@ request are accepted as far as ``step_tokens`` tells.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ import numpy as np
 
 from vllm_spac.core import PROMPT_ROWS, selected
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.files import replacing
+from vllm_spac.system.files import replacing, writing
 from vllm_spac.system.untrusted import read_header
 
 FORMAT, CHAINS = "spac-trace-2", "spac-trace-1"
@@ -271,7 +270,7 @@ def write_file(path: Path, facts: TraceFacts, columns: dict) -> None:
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with writing(path), replacing(path) as partial, open(partial, "wb") as file:
+    with writing(f"the trace {path}"), replacing(path) as partial, open(partial, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, content in columns.values():
             if isinstance(content, bytes):
@@ -279,14 +278,6 @@ def write_file(path: Path, facts: TraceFacts, columns: dict) -> None:
             else:
                 content.seek(0)
                 shutil.copyfileobj(content, file)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"the trace {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def _check(holds: bool, problem: str) -> None:

@@ -26,9 +26,8 @@ from vllm_spac.recording.trace_file import (
     TraceFacts,
     columns_of,
     write_file,
-    writing,
 )
-from vllm_spac.system.files import remove_leftovers
+from vllm_spac.system.files import remove_leftovers, writing
 from vllm_spac.system.untrusted import read_header
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class TraceWriter:
         self._recorded: list[_Recorded] = []
         self._pending: _Recorded | None = None
         self._held = self._steps = 0
-        with writing(self.path):
+        with writing(f"the trace {self.path}"):
             remove_leftovers(self.path)
             folder = self.path.parent
             self._spools = {name: tempfile.TemporaryFile(dir=folder) for name in self._columns}  # noqa: SIM115
@@ -155,7 +154,7 @@ class TraceWriter:
 
     def _flush(self) -> None:
         columns = self._columns_of(self._recorded)
-        with writing(self.path):
+        with writing(f"the trace {self.path}"):
             for name, column in columns.items():
                 self._spools[name].write(column.astype(DTYPES[self._columns[name][0]]).tobytes())
         self._steps += len(self._recorded)
@@ -194,7 +193,7 @@ def check_target(path: str | Path) -> TraceFacts | None:
         ConfigError: it cannot be written, or it is not a trace.
     """
     path = Path(os.path.realpath(path))
-    with writing(path):
+    with writing(f"the trace {path}"):
         if path.exists() and not path.is_file():
             raise ConfigError(f"the trace {path} cannot be written: there is something else; name another file")
         with tempfile.TemporaryFile(dir=path.parent):

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import psutil
 
-from vllm_spac.errors import printable
+from vllm_spac.errors import ConfigError, printable
 
 FILE, FOLDER = 0o600, 0o700
 
@@ -183,6 +183,15 @@ def write_text(path: Path, text: str, *, durable: bool = True, mode: int = _MODE
     """Replaces ``path`` with ``text`` in UTF-8; arguments and errors as of ``replacing``."""
     with replacing(path, durable=durable, mode=mode) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(what: object, remedy: str = "name another file") -> Iterator[None]:
+    """Context in which a file or folder ``what``, which a user named, is written; ``ConfigError`` if it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written: {error.strerror or error}; {remedy}") from error
 
 
 def check_replaceable(path: Path) -> None:

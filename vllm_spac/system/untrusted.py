@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from vllm_spac.errors import ConfigError
+
 _MOST_TEXT = 16 << 20  # bytes of a JSON file
 _MOST_HEADER = 100_000_000  # the limit that the safetensors library sets itself
 _MOST_AXES = 16
@@ -35,6 +37,14 @@ def path_of(value: Any) -> Path:
     if len(os.fsencode(path)) > _LONGEST_PATH or max(map(len, names), default=0) > _LONGEST_NAME:
         raise ValueError(f"the path is too long: at most {_LONGEST_PATH} bytes, {_LONGEST_NAME} in each name")
     return path
+
+
+def path_named(value: Any, option: str) -> Path:
+    """``path_of``; ``ConfigError`` that names the option of a command."""
+    try:
+        return path_of(value)
+    except ValueError as error:
+        raise ConfigError(f"{option} {value}: {error}") from error
 
 
 def open_file(path: str | Path) -> BinaryIO:

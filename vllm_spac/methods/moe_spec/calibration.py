@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.settings import MASSES, check_mass, check_mass_of
 from vllm_spac.system import files, tensor_file
-from vllm_spac.system.files import write_text
+from vllm_spac.system.files import write_text, writing
 from vllm_spac.system.tensor_file import check, layer_names
 from vllm_spac.system.untrusted import parse_json, read_text
 
@@ -298,10 +298,8 @@ def write_budgets(path: str | Path, fingerprint: str, budgets: dict[str, int], a
         asked: the targets that the budgets were tuned to (``mass``, ``mass_of``, ``coverage``); for information only.
     """
     content = {"format": LAYERS_FORMAT, "fingerprint": fingerprint, "tuned_to": asked, "budgets": budgets}
-    try:
+    with writing(f"spac: {path}"):
         write_text(Path(path), json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"spac: {path} cannot be written: {error}; name another file") from error
 
 
 def read_budgets(

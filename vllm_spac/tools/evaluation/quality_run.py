@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 import vllm_spac
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.files import write_text
+from vllm_spac.system.files import write_text, writing
 from vllm_spac.system.machine import provenance
 from vllm_spac.system.untrusted import parse_json, read_text
 from vllm_spac.tools.evaluation import engine, points
@@ -278,8 +278,6 @@ class QualityRun:
 
     def _write(self) -> None:
         text = json.dumps(self._results, indent=1, allow_nan=False) + "\n"
-        try:
+        with writing(self._path, "name another folder with --output"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self._path, text)
-        except OSError as error:
-            raise ConfigError(f"{self._path} cannot be written: {error}; name another folder with --output") from error

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_spac.errors import ConfigError
 from vllm_spac.recording.timeline_file import GENERATING, PROMPTS, Recording, TimelineFacts, median_step, split
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind
-from vllm_spac.system.files import write_text
+from vllm_spac.system.files import write_text, writing
 from vllm_spac.system.pictures import begin_picture, save_picture
 
 _NAMES = {
@@ -34,10 +33,8 @@ def write(recording: Recording, path: Path) -> int:
     """
     events = list(_events(recording))
     named = [*_thread_names(recording), *events]
-    try:
+    with writing(path):
         write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": named}))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
     return len(events)
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_spac.decisions.comparison import Said
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.files import make_folder, remove_leftovers, write_text
+from vllm_spac.system.files import make_folder, remove_leftovers, write_text, writing
 from vllm_spac.system.machine import Machine
 from vllm_spac.system.untrusted import read_text
 
@@ -109,15 +109,11 @@ class ProgressFile:
 
     def save(self) -> None:
         """Replaces the file; ``ConfigError`` if it cannot be written."""
-        try:
+        with writing(self.path, "name a folder with --disk-dir DIR"):
             make_folder(self.path.parent)
             remove_leftovers(self.path)
             text = self.content.model_dump_json() + "\n"
             write_text(self.path, text, durable=False)  # a sync would disturb the next measurement
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written: {error.strerror}; name a folder with --disk-dir DIR"
-            ) from error
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
