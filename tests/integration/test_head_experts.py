@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import RowKind
@@ -21,6 +22,7 @@ def target(knobs: dict | None = None, **changes) -> SimpleNamespace:
     vllm_config = SimpleNamespace(
         speculative_config=SimpleNamespace(method=changes.pop("method", "mtp")),
         model_config=SimpleNamespace(model="/model"),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[changes.pop("graphs", "NONE")]),
     )
     runtime = SimpleNamespace(executions=[SimpleNamespace(holds_all=changes.pop("holds_all", False))])
     fields = {"on_cpu": True, "ranks": SimpleNamespace(size=1), "runtime": runtime} | changes
@@ -34,6 +36,7 @@ def chosen(of: SimpleNamespace | None, draft: SimpleNamespace = DRAFT) -> bool:
 
 def test_a_head_s_experts_have_slots_as_the_model_s() -> None:
     assert chosen(target()) and chosen(target({"slots": 4})) and chosen(target({"slots": "2k"}))
+    assert chosen(target(on_cpu=False)), "a GPU, step by step"
     assert not chosen(None), "a draft without a managed model"
     assert target_of(DRAFT) is None, "nothing is loaded"
     assert not chosen(target(method="eagle3")) and not chosen(target(holds_all=True))
@@ -43,7 +46,7 @@ def test_a_head_s_experts_have_slots_as_the_model_s() -> None:
     ("of", "draft", "why"),
     [
         (target({"slots": "auto"}), DRAFT, "slots=auto"),
-        (target(on_cpu=False), DRAFT, "a GPU"),
+        (target(on_cpu=False, graphs="PIECEWISE"), DRAFT, "CUDA graphs (PIECEWISE)"),
         (target(ranks=SimpleNamespace(size=2)), DRAFT, "several ranks"),
         (target({"executor": "processes", "workers": 2}), DRAFT, "execution=workers"),
         (target({"decisions": "device", "store": "host"}), DRAFT, "execution=pointers"),

@@ -45,3 +45,10 @@ def test_vllm_s_runner_for_such_layers_has_what_the_check_looks_at() -> None:
     from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
     assert "_moe_state" in TransformersMoERunner.__init__.__code__.co_names
+
+
+def test_a_model_that_reads_experts_past_the_layer_is_refused() -> None:
+    """Flint of vLLM 0.33, which 0.32 does not have: its decode kernel takes the layer's parameters for all experts."""
+    reader = type("FlintBf16DecodeMoE", (torch.nn.Module,), {})
+    with pytest.raises(UnsupportedError, match="Flint's decode kernel .* reads experts past vLLM's fused layer"):
+        routers.install(torch.nn.Sequential(reader()), [])
