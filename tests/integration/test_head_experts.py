@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import RowKind
 from vllm_spac.integration.hooks import model_host
 from vllm_spac.integration.loading.head_experts import _HeadRuntime, target_of
+from vllm_spac.integration.stepping import draft_routing
 
 DRAFT = SimpleNamespace(model="/model", runner_type="draft")
 
@@ -21,6 +23,7 @@ def target(knobs: dict | None = None, **changes) -> SimpleNamespace:
     vllm_config = SimpleNamespace(
         speculative_config=SimpleNamespace(method=changes.pop("method", "mtp")),
         model_config=SimpleNamespace(model="/model"),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[changes.pop("graphs", "NONE")]),
     )
     runtime = SimpleNamespace(executions=[SimpleNamespace(holds_all=changes.pop("holds_all", False))])
     fields = {"on_cpu": True, "ranks": SimpleNamespace(size=1), "runtime": runtime} | changes
@@ -34,6 +37,7 @@ def chosen(of: SimpleNamespace | None, draft: SimpleNamespace = DRAFT) -> bool:
 
 def test_a_head_s_experts_have_slots_as_the_model_s() -> None:
     assert chosen(target()) and chosen(target({"slots": 4})) and chosen(target({"slots": "2k"}))
+    assert chosen(target(on_cpu=False)), "a GPU, step by step"
     assert not chosen(None), "a draft without a managed model"
     assert target_of(DRAFT) is None, "nothing is loaded"
     assert not chosen(target(method="eagle3")) and not chosen(target(holds_all=True))
@@ -43,7 +47,7 @@ def test_a_head_s_experts_have_slots_as_the_model_s() -> None:
     ("of", "draft", "why"),
     [
         (target({"slots": "auto"}), DRAFT, "slots=auto"),
-        (target(on_cpu=False), DRAFT, "a GPU"),
+        (target(on_cpu=False, graphs="PIECEWISE"), DRAFT, "CUDA graphs (PIECEWISE)"),
         (target(ranks=SimpleNamespace(size=2)), DRAFT, "several ranks"),
         (target({"executor": "processes", "workers": 2}), DRAFT, "execution=workers"),
         (target({"decisions": "device", "store": "host"}), DRAFT, "execution=pointers"),
@@ -94,3 +98,15 @@ def test_each_forward_of_the_head_is_a_step_of_its_execution() -> None:
     model.in_step = False  # profiling and warm-up
     runtime.forward(execution, 0, *given, None)
     assert execution.asked == [(3, False, None)]
+
+
+@pytest.mark.parametrize("loading", ["_loading", "_loading_in_v2"])
+def test_both_runners_say_whose_head_they_load(loading: str) -> None:
+    experts = SimpleNamespace(looks_at=frozenset())
+    layer = torch.nn.Module()
+    layer.spac_kernel, layer.spac = None, experts
+    drafter = SimpleNamespace(model=torch.nn.Module(), vllm_config=SimpleNamespace(speculative_config=None))
+    seen: list = []
+    load = getattr(draft_routing, loading)(lambda self, target: seen.append(model_host.drafted_for()))
+    load(drafter, torch.nn.Sequential(layer))
+    assert seen == [experts] and model_host.drafted_for() is None

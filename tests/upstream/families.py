@@ -35,6 +35,7 @@ from vllm_spac.system import machine  # noqa: E402
 from vllm_spac.system.files import replacing  # noqa: E402
 
 RESULT, TABLE = HERE / "families.json", HERE / "FAMILIES.md"
+EMULATED = HERE / "families_emulated.json"  # written by hand: the emulation of a GPU is no part of this repository
 LIMIT_SECONDS = 1200
 VERDICTS = {
     "served": "served exactly: stock vLLM's tokens with a quarter of the experts in slots",
@@ -67,6 +68,11 @@ _LACKING = re.compile(
 def read() -> dict:
     """Returns the content of the result file; an empty one if there is none."""
     return json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"vllm": None, "rows": {}}
+
+
+def emulated() -> dict:
+    """Returns what ran on emulated CUDA: a version of vLLM, a sentence on how, and a detail by architecture."""
+    return json.loads(EMULATED.read_text(encoding="utf-8"))
 
 
 def try_one(architecture: Architecture) -> tuple[str, str]:
@@ -141,7 +147,7 @@ def rows(found: list[Architecture], content: dict) -> list[tuple[Architecture, s
 
 def document(found: list[Architecture], content: dict) -> str:
     """Returns the table in Markdown."""
-    lines = rows(found, content)
+    lines, ran = rows(found, content), emulated()
     counts = [f"{sum(verdict == name for _, verdict, _ in lines)} {text}" for name, text in VERDICTS.items()]
     text = [
         "# MoE architectures",
@@ -153,14 +159,25 @@ def document(found: list[Architecture], content: dict) -> str:
         "text only, MTP heads together with the models that they draft for.",
         "",
         *(f"- {count}" for count in counts if not count.startswith("0 ")),
+        "",
+        f"The last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA. {ran['how']}",
     ]
+    heads = f"| architecture | verdict | | vLLM {ran['vllm']}, emulated |", "|---|---|---|---|"
     for group, heading in _HEADINGS.items():
-        text += ["", f"## {heading}", "", "| architecture | verdict | |", "|---|---|---|"]
+        text += ["", f"## {heading}", "", *heads]
         for one, verdict, detail in lines:
             if one.group == group:
-                shown = VERDICTS[verdict].partition(":")[0]
-                text.append(f"| `{one.name}` | {shown} | {detail.replace('|', chr(92) + '|')} |")
+                text.append(_row(one.name, VERDICTS[verdict].partition(":")[0], detail, ran["rows"].get(one.name, "")))
+    newer = ran["rows"].keys() - {one.name for one in found}
+    text += ["", f"## Only in vLLM {ran['vllm']}", "", *heads]
+    text += [_row(name, "", "", ran["rows"][name]) for name in sorted(newer, key=str.lower)]
     return "\n".join(text) + "\n"
+
+
+def _row(name: str, *cells: str) -> str:
+    """A line of a table in Markdown."""
+    escaped = (cell.replace("|", chr(92) + "|") for cell in cells)
+    return " | ".join([f"| `{name}`", *escaped]).rstrip() + " |"
 
 
 def write(found: list[Architecture], content: dict) -> None:

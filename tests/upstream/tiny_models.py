@@ -45,6 +45,7 @@ _MLA = dict(
 _GROUPED = dict(n_routed_experts=16, n_shared_experts=1, n_group=4, topk_group=2)
 _NO_AUX = dict(topk_method="noaux_tc", scoring_func="sigmoid")
 _V4_LAYERS = dict(compress_ratios=[0, 4, 128, 4], num_hash_layers=1)
+_DENSE_FIRST = ["dense", "sparse", "sparse"]
 _SPARSE_ATTENTION = dict(index_topk=64, index_head_dim=128, index_n_heads=4)
 _GRANITE = dict(
     intermediate_size=64,
@@ -164,7 +165,9 @@ TINY = {
         written=_NO_AUX | dict(first_k_dense_replace=1),
     ),
     "GlmMoeDsaForCausalLM": Tiny(
-        "glm_moe_dsa", _MOE | _MLA | _GROUPED | _SPARSE_ATTENTION | dict(n_group=1, topk_group=1)
+        "glm_moe_dsa",
+        _MOE | _MLA | _GROUPED | _SPARSE_ATTENTION | dict(n_group=1, topk_group=1, mlp_layer_types=_DENSE_FIRST),
+        written=dict(first_k_dense_replace=1),
     ),
     "Glm5NextForCausalLM": Tiny(
         "glm5_next_text",

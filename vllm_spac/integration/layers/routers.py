@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.platforms import current_platform
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm_spac.integration.layers.managed_experts import ManagedExperts
 
 _SCORINGS = ("softmax", "sigmoid")
+# Modules of vLLM's models that read the weights of a layer of experts themselves, where they expect all of them.
+_READERS = {"FlintBf16DecodeMoE": "Flint's decode kernel for a GPU of compute capability 10"}
 
 
 def install(model: torch.nn.Module, layers: Iterable[ManagedExperts]) -> None:
@@ -28,12 +31,24 @@ def install(model: torch.nn.Module, layers: Iterable[ManagedExperts]) -> None:
     compiles the layer with the rest of the model instead of running an op, and an op would change the numbers.
 
     Raises:
-        UnsupportedError: a layer is routed by the code of transformers, whose choice vLLM's router only passes on.
+        UnsupportedError: a layer is routed by the code of transformers, whose choice vLLM's router only passes on; or
+            is of a class that is not managed, and would hold all of its experts; or the model reads its weights.
     """
     managed = {id(layer): layer for layer in layers}
     runner: Any
     for runner in model.modules():
-        layer = managed.get(id(getattr(runner, "routed_experts", None)))
+        if (reader := _READERS.get(type(runner).__name__)) is not None:
+            raise UnsupportedError(
+                f"spac: {reader} reads experts past vLLM's fused layer, where slots are; serve this model without "
+                "--plugin spac"
+            )
+        found = getattr(runner, "routed_experts", None)
+        layer = managed.get(id(found))
+        if layer is None and isinstance(found, RoutedExperts):
+            raise UnsupportedError(
+                f"spac: {found.layer_name} is of vLLM's class {type(found).__name__}, whose experts the plugin does "
+                "not manage; serve this model without --plugin spac"
+            )
         if layer is not None:
             if hasattr(runner, "_moe_state"):  # of vLLM's Transformers backend
                 raise UnsupportedError(

@@ -45,10 +45,11 @@ def target_of(draft: ModelConfig) -> ModelExperts | None:
 def _whole(target: ModelExperts, draft: ModelConfig) -> str | None:
     """Returns why a head's experts have no slots of their own; None if they have."""
     config = target.config
+    graphs = getattr(target.vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
     reasons = {
         "it is in another checkpoint than the model": draft.model != target.vllm_config.model_config.model,
         "slots=auto (--spac-slots) counts them so; set it to share them": config.parsed_slots == SlotCount(),
-        "it was not tried on a GPU": not target.on_cpu,
+        f"CUDA graphs ({graphs}) would hold its layers": not target.on_cpu and graphs != "NONE",
         "there are several ranks": target.ranks.size > 1,
         f"execution={config.execution_name}": config.execution_name != "slots",
     }

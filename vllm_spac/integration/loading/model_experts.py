@@ -154,11 +154,11 @@ class ModelExperts:
         Raises:
             SpacError: this model cannot be served with this configuration.
         """
-        if not self._layers:
-            raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
         config, vllm_config = self.config, self.vllm_config
-        shapes = self._shapes()
         routers.install(model, self._layers)
+        if not self._layers:
+            raise UnsupportedError(_no_layers(vllm_config))
+        shapes = self._shapes()
         parts = self.ranks.size if self.ranks.divide_experts else 1
         predictors = ahead.predictors(config, shapes, self.model_name, parts)
         asked_on = torch.device("cpu") if config.has_workers else self.device  # rows are there on their way
@@ -307,3 +307,12 @@ class ModelExperts:
         choices = description.choices(config, execution, prefetch)
         choices += "" if self.serving is None or self.serving.cuts is None else ", drafts=cut on the device"
         logger.info("spac: mode=%s, %s, %s%s", mode, description.describe(execution), choices, self.ranks.describe())
+
+
+def _no_layers(vllm_config: VllmConfig) -> str:
+    """Says that a model has no managed layer; some backends replace vLLM's fused layer by one of their own."""
+    problem = "spac: this model builds no MoE layer that the plugin can manage"
+    kernels = getattr(vllm_config, "kernel_config", None)
+    if "mega_moe" in (backend := str(getattr(kernels, "moe_backend", ""))):
+        return f"{problem}: with {backend} its experts are not in vLLM's fused layer; drop --moe-backend"
+    return problem

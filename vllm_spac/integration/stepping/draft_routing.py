@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def install_in_v2() -> None:
-    """Hooks the loading of V2's draft model, for its routers; a second call does nothing."""
+    """Hooks the loading of V2's draft model, for its routers and a head's experts; a second call does nothing."""
     patches.wrap(f"{patches.SPECULATOR}.load_model", _loading_in_v2)
 
 
@@ -72,8 +72,10 @@ def _share(experts: Any, drafter: SpecDecodeBaseProposer, target_model: torch.nn
 
 def _loading_in_v2(load_model: Callable):
     def loaded(self: DraftModelSpeculator, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        load_model(self, target_model, *args, **kwargs)
-        _hook(model_host.experts_in(target_model), self.model)
+        experts = model_host.experts_in(target_model)
+        with model_host.drafting_for(experts):
+            load_model(self, target_model, *args, **kwargs)
+        _hook(experts, self.model)
 
     return loaded
 
