@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_spac.cache.allowance import Allowance
+from vllm_spac.cache.allowance import Allowance, Depths
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
@@ -69,21 +69,23 @@ class Offering:
     """Computes the offers of each step and applies its result. Pure; called between steps, by one thread.
 
     Args:
-        keys: number of experts of all layers.
+        keys: number of experts of all layers; ``experts``: of each layer.
         slots: number of slots; all are filled before the first step.
         policy: values slots; owned.
         counters: ``hits``, ``misses``, ``loads`` and those of prefetches are counted here.
 
     Attributes:
-        allowance: limits reads ahead of need, if there are any.
+        allowance: limits reads ahead of need, if there are any; ``depths``: under a budget, besides.
     """
 
-    def __init__(self, keys: int, slots: int, policy: Policy, counters: Counters) -> None:
+    def __init__(self, keys: int, experts: int, slots: int, policy: Policy, counters: Counters) -> None:
+        self._experts = experts
         self.residency = Residency(keys, slots, policy)
         self._counters = counters
         self.allowance: Allowance | None = None
+        self.depths: Depths | None = None
         self._unused: set[int] = set()  # read ahead, and no layer has used them
-        self._displaced: set[int] = set()  # evicted for an expert that was read ahead, and not needed since
+        self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
 
     def offer(self) -> Offered:
         """Returns the slots that are worth at least as much to some expert without a slot as to their owner."""
@@ -101,6 +103,7 @@ class Offering:
         sources: np.ndarray,
         owner: np.ndarray,
         guessed: np.ndarray | None = None,
+        places: np.ndarray | None = None,
         *,
         generating: np.ndarray | None,
         prompt: np.ndarray | None = None,
@@ -112,6 +115,7 @@ class Offering:
             sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
             owner: int [slots], the expert in each slot at the end of the step.
             guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
+            places: int [keys], under a budget, the place of each name among those of its layer; -1: not named.
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
                 they are not known, or there are none.
             prompt: as in ``Policy.prompted``; None unless prompts ran alone.
@@ -129,30 +133,47 @@ class Offering:
                 policy.touch(key)
         changed = np.flatnonzero(owner != self.residency.owner)
         ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
-        displaced = self.residency.owner[changed[np.isin(owner[changed], ahead)]].tolist()
+        for_guesses = changed[np.isin(owner[changed], ahead)]
+        displaced = dict(zip(self.residency.owner[for_guesses].tolist(), owner[for_guesses].tolist(), strict=True))
         self.residency.take_over(changed, owner[changed])
         judged = None
         if self.allowance is not None:
             missed = np.concatenate([streamed, admitted]).tolist()
             judged = self._judge(self.allowance, counts, missed, ahead.tolist(), displaced)
+        if self.depths is not None and guessed is not None and places is not None:
+            missing = np.isin(sources, (STREAMED, ADMITTED)) | (guessed == ADMITTED)
+            missing |= (counts == 0) & (self.residency.slot_of == NOWHERE)
+            self.depths.end_step(np.where(missing, places, -1), counts > 0)
         return Learned(len(streamed), len(admitted), len(ahead), judged)
 
     def _judge(
-        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]
+        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: dict[int, int]
     ) -> tuple[int, int] | None:
-        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``."""
-        harm, again = self._displaced.intersection(missed), self._unused.intersection(ahead)
+        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``.
+
+        ``displaced``: experts whose slots were taken for some of these, and for which.
+        """
+        again = self._unused.intersection(ahead)
         self._unused.update(ahead)
+        self._displaced |= displaced
         used = {key for key in self._unused if counts[key] > 0}
+        harm = sum(self._early(self._displaced[key], key, used) for key in missed if key in self._displaced)
         wasted = {key for key in self._unused - used if self.residency.slot_of[key] == NOWHERE}
         self._unused -= used | wasted
-        self._displaced = (self._displaced | set(displaced)) - harm - set(ahead)
+        gone = set(missed)
+        self._displaced = {
+            victim: key for victim, key in self._displaced.items() if key in self._unused and victim not in gone
+        }
         counters = self._counters
         counters.prefetches += len(ahead)
         counters.prefetch_hits += len(used)
         counters.prefetch_wasted += len(wasted) + len(again)  # evicted unused, and read once more
-        counters.prefetch_harmful += len(harm)
-        allowance.loaded(len(missed), len(harm))
+        counters.prefetch_harmful += harm
+        allowance.loaded(len(missed), harm)
         allowance.read(len(ahead))
         allowance.used(len(used))
         return allowance.end_step()
+
+    def _early(self, key: int, victim: int, used: set[int]) -> bool:
+        """Whether a step needed ``victim`` before it used ``key``, which was read into its slot, or instead of it."""
+        return key not in used or victim // self._experts <= key // self._experts
