@@ -150,8 +150,8 @@ def test_what_is_compiled_decides_and_moves_nothing(device):
     made.admission.offering.allowance.loaded(100)
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission
-    assert made._ahead._live.item() > 0
-    state = [*admission._experts, *admission._offers, admission.counts, made._live, made._ahead._live]
+    assert made._ahead._votes.any()
+    state = [*admission._experts, *admission._offers, admission.counts, made._live, made._ahead._said]
     before = [tensor.clone() for tensor in state]
     made._compile(0, torch.zeros(4, D), "silu", captured=False)
     assert device.keys and all(map(torch.equal, state, before))

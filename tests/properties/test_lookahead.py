@@ -280,6 +280,46 @@ def test_a_budget_leaves_what_it_would_keep(bounds, votes, read: set[int]) -> No
         assert {key - EXPERTS for key in made.store.order} == read
 
 
+class Ranked(Script):
+    """Two rows name four experts of the next layer. It uses the first two nearly always, the others as any others."""
+
+    rng, names = np.random.default_rng(0), (0, 1, 2, 3)
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if 0 <= seen.layer < LAYERS - 1:
+            self.names = a, b, c, d = tuple(self.rng.permutation(EXPERTS).tolist())[:4]
+            scores = torch.zeros(2, EXPERTS)
+            for row, first, second in ((0, a, c), (1, b, d)):
+                scores[row, first], scores[row, second] = 2.0, 1.0
+            yield Guess((seen.layer + 1) * EXPERTS, scores)
+
+    def used(self) -> list[int]:
+        first = list(self.names[:2]) if self.rng.random() < 0.97 else []
+        rest = [e for e in self.rng.permutation(EXPERTS).tolist() if e not in first]
+        return first + rest[: 4 - len(first)]
+
+
+@pytest.mark.parametrize("slots", [8, 16])
+def test_under_a_budget_nine_of_ten_reads_are_used(slots: int) -> None:
+    """By ``extra``: reads go down to the place where names are no longer worth it."""
+    unused, read = {}, {}
+    for bounds in (None, (4,) * LAYERS):
+        with pool(slots, extra=0.1) as made:
+            made._loader.prefetcher._guesser = ranked = Ranked()
+            ranked.rng = np.random.default_rng(0)
+            for _ in range(150):
+                made.begin(2, RowKind.VERIFY, bounds, (1.0, 0.9))
+                for layer in range(LAYERS):
+                    a, b, c, d = ranked.used()
+                    made.layer(layer, (a, c), (b, d))
+                made.end_forward()
+            stats = made.snapshot()
+            read[bounds] = stats["prefetches"]
+            unused[bounds] = 1 - stats["prefetch_hits"] / stats["prefetches"]
+    assert unused[None] > 0.13 and 0 < unused[(4,) * LAYERS] <= 0.1
+    assert read[(4,) * LAYERS] > 250
+
+
 # -- while drafts are made -----------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,62 @@ def test_the_same_bits_whatever_is_named(slots: int, right: float, rows: list[in
         pool.close()
 
 
+def verified(pool: Pool, named: OnDevice, bounds: tuple | None, steps: int) -> None:
+    """Steps of four rows, whose layers use the two names that rank first, and two more that are always the same."""
+    rng = torch.Generator().manual_seed(0)
+    votes = torch.tensor([1.0, 0.8, 0.6, 0.4])
+    for _ in range(steps):
+        pool.begin_step(Step((RequestRows(0, 4, RowKind.VERIFY, weights=tuple(votes.tolist())),), bounds=bounds))
+        first = torch.randperm(EXPERTS, generator=rng)[:2]
+        for layer in range(LAYERS):
+            x, weights = torch.randn(4, D, generator=rng), torch.rand(4, TOP_K, generator=rng) + 0.1
+            a, b, c, d = *first.tolist(), *[e for e in range(4) if e not in first][:2]
+            ids = torch.tensor([[a, b], [b, c], [a, d], [b, a]], dtype=torch.int32)
+            pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
+            for guess in named.guesses(Seen(layer, hidden=x)):
+                best = guess.scores.topk(TOP_K).indices
+                own = torch.zeros_like(guess.scores).scatter(1, best, guess.scores.softmax(-1).gather(1, best))
+                first = (own * votes[:, None]).sum(0).topk(2).indices
+        pool.end_forward()
+        pool.admission.check_integrity()
+
+
+def test_under_a_budget_nine_of_ten_reads_are_used(made) -> None:
+    """And at most a tenth as many evict what is needed before they are used: reads of names that rank low do both."""
+    found, bounds = {}, (4,) * LAYERS
+    for limit in (None, bounds):
+        pool = made(14, policy="reuse", predictor=predictor(), extra=0.1)
+        verified(pool, predictor(), limit, 200)
+        stats = pool.snapshot()
+        found[limit] = [stats[name] for name in ("prefetches", "prefetch_hits", "prefetch_harmful")]
+    read, hits, harmful = found[None]
+    assert hits < 0.85 * read and harmful > 0.2 * hits
+    read, hits, harmful = found[bounds]
+    assert hits >= 0.9 * read and harmful <= 0.1 * hits and hits > 30
+
+
+def test_a_budget_and_votes_rank_what_rows_name(made) -> None:
+    """Places are reported of all that is named; of a layer at most the first are read."""
+    pool = made(10, predictor=predictor(), extra=1.0)
+    ahead, rng = pool._ahead, torch.Generator().manual_seed(5)
+    x, votes = torch.randn(3, D, generator=rng), torch.tensor([[1.0], [0.0], [0.25]])
+    x[1] = float("nan")
+    ids, out = torch.zeros(3, TOP_K, dtype=torch.int32), torch.zeros(1, EXPERTS)
+    ahead._limits.fill_(2)
+    ahead.name(0, x, ids, torch.rand(3, TOP_K), votes, out)
+    own: dict[int, float] = {}
+    for row in (0, 2):
+        [guess] = predictor().guesses(Seen(0, hidden=x[row : row + 1]))
+        weights = guess.scores[0].softmax(-1)
+        for expert in guess.scores[0].topk(TOP_K).indices.tolist():
+            own[expert] = own.get(expert, 0) + float(weights[expert] * votes[row])
+    order = sorted(own, key=lambda expert: -own[expert])
+    places = pool.admission.places[1].tolist()
+    assert [places[expert] for expert in order] == list(range(len(order)))
+    assert all(place == -1 for expert, place in enumerate(places) if expert not in own)
+    assert set(out[0].nonzero().flatten().tolist()) == set(order[:2])
+
+
 def test_wrong_guesses_are_bounded(made) -> None:
     """What they add stays near ``extra`` of what layers need; a step's own reads are not known before its end."""
     pool = made(12, ahead=ahead_by(predictor(), 0.1))
@@ -154,7 +210,7 @@ def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> Non
     before = pool.snapshot()["prefetches"]
     for _ in range(10):
         pool.check(PROMPT, rng)
-        assert pool._ahead._pairs == 0, "nothing is scored either"
+        assert pool._ahead._step[0] == [], "nothing is scored either"
     x = torch.randn(3, D)
     pool.run(0, x, torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32), "silu", torch.empty_like(x))
     many = Step((RequestRows(0, MOST_ROWS + 1, RowKind.DECODE),))
@@ -176,6 +232,7 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
     tokens = torch.tensor([0, 3, 4, 57])
     if "tokens" in named.needs:
         ahead._know(tokens)
+    ahead._limits.fill_(EXPERTS)  # as steps without a budget do
     scores: dict[int, torch.Tensor] = {}  # of each layer, the newest
 
     def ask(seen: Seen) -> None:
@@ -187,17 +244,17 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
     for layer in range(LAYERS - 1):
         x, weights = torch.randn(4, D, generator=rng), torch.rand(4, TOP_K, generator=rng)
         ids = torch.rand(4, EXPERTS, generator=rng).topk(TOP_K).indices.int()
-        out = torch.zeros(4, TOP_K, dtype=torch.int32)
-        ahead.name(layer, x, ids, weights, out)
+        out = torch.zeros(1, EXPERTS)
+        ahead.name(layer, x, ids, weights, torch.ones(4, 1), out)
         ask(Seen(layer, tokens=tokens, hidden=x, ids=ids, weights=weights))
-        assert torch.equal(out, scores[layer + 1].topk(TOP_K).indices.int())
+        assert set(out[0].nonzero().flatten().tolist()) == set(scores[layer + 1].topk(TOP_K).indices.flatten().tolist())
 
 
 def test_what_warms_up_moves_nothing(made) -> None:
     """Before any step, and in the middle of one that may read ahead: slots, offers and guesses stay what they were."""
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
     admission, ahead, rng = pool.admission, pool._ahead, torch.Generator().manual_seed(0)
-    state = [*admission._experts, *admission._offers, admission._guessed, ahead._live]
+    state = [*admission._experts, *admission._offers, admission._guessed, ahead._said]
 
     def warm_up() -> None:
         before = [tensor.clone() for tensor in state]
@@ -215,7 +272,7 @@ def test_what_warms_up_moves_nothing(made) -> None:
     for _ in range(5):
         pool.check(DECODE, rng)
     pool.begin_step(DECODE)
-    assert ahead._live.item() > 0 and admission._offers.state[1] > 0
+    assert ahead._votes.any() and admission._offers.state[1] > 0
     warm_up()
     pool.end_forward()
 
@@ -257,7 +314,7 @@ def test_tokens_are_those_of_the_step(made, name: str) -> None:
             ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
             pool.run(layer, x, torch.rand(2, TOP_K), ids, "silu", torch.empty_like(x))
         pool.end_forward()
-    assert pool._ahead._pairs and "tokens" in pool.looks_at
+    assert pool._ahead._step[0] and "tokens" in pool.looks_at
     assert torch.equal(pool._ahead._known[:2].flatten(1), predictor(name).of_step(tokens))
 
 
@@ -270,7 +327,7 @@ def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
         x = torch.randn(3, D, generator=rng)
         ids = torch.rand(3, EXPERTS, generator=rng).topk(TOP_K).indices.int()
         pool.run(0, x, torch.rand(3, TOP_K), ids, "silu", torch.empty_like(x))
-        assert pool._ahead._arrives is not None or pool._ahead._pairs == 0
+        assert pool._ahead._arrives is not None or pool._ahead._step[0] == []
         pool.end_forward()
         assert pool._ahead._arrives is None and pool._ahead._kept == ()
     pool.check(DECODE, rng)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.cache.allowance import LEAST, PAUSE, PAYS, SETTLE, WINDOW, Allowance
+from vllm_spac.cache.allowance import LEAST, PAUSE, PAYS, SETTLE, WINDOW, Allowance, Depths
 
 
 def read_all(allowance: Allowance, most: int = 10_000) -> int:
@@ -126,3 +127,30 @@ def test_few_reads_are_not_judged() -> None:
             allowance.read(1)
         allowance.end_step()
     assert not allowance.paused
+
+
+def test_reads_go_down_to_the_place_where_names_are_worth_it() -> None:
+    """Of layer 0 the first two names are always used and the third never; of layer 1 none is."""
+    made, places = Depths(2, 4, 0.1), np.array([0, 1, 2, -1, 0, 1, -1, -1])
+    used = np.array([True, True, False, True, False, False, True, True])
+    assert made.depths.tolist() == [0, 0], "nothing is known"
+    made.end_step(np.full(8, -1), used)
+    assert made.depths.tolist() == [0, 0], "names with a slot say nothing"
+    for _ in range(2):
+        made.end_step(places, used)
+    assert made.depths.tolist() == [0, 0], "four of four: one more that is not used would be too many"
+    for _ in range(40):
+        made.end_step(places, used)
+    assert made.depths.tolist() == [2, 0]
+    for _ in range(400):
+        made.end_step(places, ~used)
+    assert made.depths.tolist()[0] == 0 < made.depths.tolist()[1], "it forgets"
+
+
+@pytest.mark.parametrize(("extra", "depth"), [(0.1, 1), (0.5, 2), (1.0, 3)])
+def test_who_allows_more_extra_reads_reads_more_names(extra: float, depth: int) -> None:
+    """Of the names of four places 100, 50, 25 and 0 % are used."""
+    made, rng = Depths(1, 4, extra), np.random.default_rng(0)
+    for _ in range(2000):
+        made.end_step(np.arange(4), rng.random(4) < (1.0, 0.5, 0.25, 0.0))
+    assert made.depths.tolist() == [depth]

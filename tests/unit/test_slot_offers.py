@@ -14,9 +14,9 @@ from vllm_spac.execution.device.slot_offers import Offering, with_prompts
 from vllm_spac.recording.metrics import Counters
 
 
-def filled(policy, keys: int = 5, slots: int = 3) -> Offering:
-    """Experts 0 ... slots - 1 lie in the slots of the same number."""
-    made = Offering(keys, slots, policy, Counters())
+def filled(policy, keys: int = 5, slots: int = 3, experts: int = 5) -> Offering:
+    """Experts 0 ... slots - 1 lie in the slots of the same number; a layer has ``experts``."""
+    made = Offering(keys, experts, slots, policy, Counters())
     placement = made.residency.prepare(range(slots))
     for key, slot in placement.loads:
         made.residency.loaded(key)
@@ -73,6 +73,21 @@ def test_what_became_of_reads_ahead() -> None:
     assert step([HIT, STREAMED, UNUSED, UNUSED, UNUSED], [0, 3, 4], none[:4] + [ADMITTED]) == [2, 1, 0, 1, 2], "once"
     assert step([HIT, UNUSED, ADMITTED, UNUSED, UNUSED], [0, 3, 2], none) == [2, 1, 1, 2, 3]
     offering.residency.check_integrity()
+
+
+@pytest.mark.parametrize(("victim", "read", "harm"), [(0, 3, 1), (2, 3, 1), (4, 3, 0)])
+def test_a_read_that_was_used_first_did_no_harm(victim: int, read: int, harm: int) -> None:
+    """Layers of two: 3 is used in the second one, after 0, beside 2 and before 4, of which one was evicted for it."""
+    offering, others = filled(LRU(), keys=6, slots=5, experts=2), {0, 1, 2, 4} - {victim}
+    offering.residency.take_over(offering.residency.slot_of[[read]], np.array([5]))
+    owner = [*offering.residency.owner]
+    owner[owner.index(victim)] = read
+    offering.allowance = Allowance(1.0)
+    guessed = np.array([ADMITTED if key == read else UNUSED for key in range(6)])
+    sources = np.array([HIT if key in others | {read} else STREAMED if key == victim else UNUSED for key in range(6)])
+    counts = (sources != UNUSED).astype(np.int32)
+    offering.learn(counts, sources, np.array(owner), guessed, generating=counts)
+    assert offering._counters.prefetch_hits == 1 and offering._counters.prefetch_harmful == harm
 
 
 def test_hears_who_came_and_who_went() -> None:

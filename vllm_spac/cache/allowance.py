@@ -1,5 +1,7 @@
 """How many experts may be read ahead: a share of what layers need, and none while these reads do not pay. Pure.
 
+Under a budget, whose names are ranked by the votes of all rows, also how far down this ranking: ``Depths``.
+
 Counts stand for bytes: all experts of one loader have the same size. They decay, so that they are those of about the
 last ``WINDOW`` steps. The log says once that reads ahead pause.
 """
@@ -7,6 +9,8 @@ last ``WINDOW`` steps. The log says once that reads ahead pause.
 from __future__ import annotations
 
 import logging
+
+import numpy as np
 
 WINDOW = 64  # steps
 PAYS = 0.4  # share of the reads ahead that layers must use
@@ -79,6 +83,45 @@ class Allowance:
             self._read = self._used = self._judged = self._harm = 0.0
             return found
         return None
+
+
+class Depths:
+    """How many names of each layer are read ahead under a budget, the likeliest first.
+
+    Counts by place in the ranking how many names without a slot their layer used, whether they were read or not, so
+    that nothing is read to learn it. Reads go down to the last place above which at most ``extra`` names were not used
+    for one that was. Layers differ: each has its own depth. It is 0 until a handful of names were used.
+
+    Args:
+        layers, experts: numbers of layers, and of experts per layer.
+        extra: as of ``Allowance``.
+    """
+
+    _FADING = 1 - 1 / 256  # per step: places near the top seldom lack a slot
+    _DOUBT = 0.5  # names that were not used, which each layer begins with
+
+    def __init__(self, layers: int, experts: int, extra: float) -> None:
+        self._named, self._used = np.zeros((layers, experts)), np.zeros((layers, experts))
+        self._share = 1 / (1 + extra)
+        self.depths = np.zeros(layers, dtype=np.int64)
+
+    def end_step(self, places: np.ndarray, used: np.ndarray) -> None:
+        """A step under a budget has ended.
+
+        Args:
+            places: int [keys], the place of each name that had no slot, from 0; -1: of all others.
+            used: bool [keys], experts that their layer used.
+        """
+        keys = np.flatnonzero(places >= 0)
+        if not len(keys):
+            return
+        experts = self._named.shape[1]
+        at = keys // experts * experts + places[keys]
+        for counts, found in ((self._named, at), (self._used, at[used[keys]])):
+            counts *= self._FADING
+            counts += np.bincount(found, minlength=counts.size).reshape(counts.shape)
+        pays = self._used.cumsum(1) >= self._share * (self._named.cumsum(1) + self._DOUBT)
+        self.depths = np.where(pays.any(1), experts - pays[:, ::-1].argmax(1), 0)
 
 
 logger = logging.getLogger("vllm.spac")

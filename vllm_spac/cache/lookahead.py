@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from vllm_spac.cache.allowance import Depths
 from vllm_spac.cache.link import Link
 from vllm_spac.cache.named import UNBOUNDED, Named, Ration, named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
@@ -70,7 +71,7 @@ class Expected:
             passed = range(first, self.layers + layer + 1)
         self._pass(passed)
         self._running, self._left = layer, False
-        self._soon[layer * self._experts + self._held(used.ravel())] = True
+        self._soon[layer * self._experts + self.held(used.ravel())] = True
 
     def leave(self) -> None:
         """The running layer has its output: what it used is not expected, and it may be guessed about its next run."""
@@ -81,7 +82,7 @@ class Expected:
     def name(self, guess: Guess) -> None:
         """Takes ``guess`` in place of earlier ones about the same layers, except about the running layer."""
         for layer, experts in named(guess, self._of_model, self._top_k, self.ration):
-            self.expect(layer, self._held(experts))
+            self.expect(layer, self.held(experts))
 
     def names(self, guess: Guess) -> Named:
         """Returns what ``guess`` names, on its device; for ``hear``."""
@@ -90,7 +91,7 @@ class Expected:
     def hear(self, names: Named) -> None:
         """As ``name``, of ``names`` that are on the host."""
         for layer, experts in names.by_layer(self.ration):
-            self.expect(layer, self._held(experts))
+            self.expect(layer, self.held(experts))
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
         """Takes ``experts`` (int, distinct, the likeliest first) of ``layer`` as ``name`` takes those of a guess."""
@@ -122,7 +123,7 @@ class Expected:
     def __contains__(self, key: Any) -> bool:
         return bool(self._soon[key])
 
-    def _held(self, experts: np.ndarray) -> np.ndarray:
+    def held(self, experts: np.ndarray) -> np.ndarray:
         """Returns the numbers of those of ``experts``, of the model, that this process holds."""
         if self._local_of is None:
             return experts
@@ -159,7 +160,8 @@ class Lookahead(Prefetcher):
     layer has what it needs, and never evicts an expert that the running layer uses or that is expected in the layer it
     is for or in a nearer one; loads on demand evict what is expected last. What is no longer expected is cancelled if
     its read has not begun. While drafts are made, reads are of the layers below the cutoff, which is learned
-    (``decisions.cutoff``), or given. After an error of the predictor, which is logged, it is not asked again.
+    (``decisions.cutoff``), or given. Under a budget only the first names of a layer are read (``Depths``). After an
+    error of the predictor, which is logged, it is not asked again.
 
     Where layers run on a device, the predictor does too. Then the caller asks it (``ask``), and passes on what it names
     once that is on the host: in the first layer of a step what it names at the start.
@@ -187,6 +189,13 @@ class Lookahead(Prefetcher):
         super().__init__(residency, transfers, counters, layer_experts, predictor, settings, balancer)
         self._guesser, self._away = guesser, away
         layers, self._cutoff = len(residency.slot_of) // layer_experts, settings.cutoff
+        self._depths: tuple[Depths, Depths] | None = None  # of names of steps, and of those while drafts are made
+        if settings.extra is not None:
+            self._depths = Depths(layers, layer_experts, settings.extra), Depths(layers, layer_experts, settings.extra)
+        keys = len(residency.slot_of)
+        # What ``Depths.end_step`` takes: of the names of the step, of those while its drafts were made, and for both.
+        self._places, self._drafted, self._used = np.full(keys, -1), np.full(keys, -1), np.zeros(keys, dtype=bool)
+        self._read_at: dict[int, int] = {}  # keys read ahead in steps under a budget -> their places
         self.expected = Expected(layers, layer_experts, settings.k or top_k, local_of, self._cutoff)
         self._phases = DraftPhases(settings.depth)
         self._drafting = False  # the drafter has read tokens of a step that has not begun
@@ -195,6 +204,36 @@ class Lookahead(Prefetcher):
         self._began = 0.0  # when the step began
         self._rows = 0  # of the step; 0: nothing was to be guessed about it, or it has not reached a layer
         residency.soft = self.expected
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether a budget bounds the names of the step, so that depths bound the reads."""
+        return self._depths is not None and self.expected.ration.bounds is not None
+
+    def _worth_reading(self, names: list[int]) -> list[int]:
+        """Returns the first of the keys that guesses name of one layer: all, or under a budget down to its depth."""
+        if self._depths is None or not self._bounded or not names:
+            return names
+        return names[: self._depths[self._drafting].depths[names[0] // self._layer_experts]]
+
+    def _note_drafted(self) -> None:
+        """Notes the best place that each name without a slot had since the drafter began."""
+        for layer in range(self.expected.layers):
+            if keys := self.expected.of(layer):
+                missing = self._residency.slot_of[keys] == NOWHERE
+                named, places = np.array(keys)[missing], np.flatnonzero(missing)
+                before = self._drafted[named]
+                self._drafted[named] = np.where(before < 0, places, np.minimum(before, places))
+
+    def _compare(self, layer: int, used: np.ndarray) -> None:
+        """Notes which names of ``layer`` had no slot, by their places, and which of them it uses."""
+        first, slot_of = layer * self._layer_experts, self._residency.slot_of
+        for place, key in enumerate(self.expected.of(layer)):
+            if slot_of[key] == NOWHERE and key not in self._read_at:
+                self._places[key] = place
+        for key in [key for key in self._read_at if first <= key < first + self._layer_experts]:
+            self._places[key] = self._read_at.pop(key)
+        self._used[first + self.expected.held(used.ravel())] = True
 
     @property
     def _idle(self) -> bool:
@@ -215,7 +254,9 @@ class Lookahead(Prefetcher):
             self.expected.ration = Ration(self.expected.ration.bounds)  # of the step before; other rows
         self._hear(seen, names)
         self._cancel_unexpected()
-        layers = [self.expected.of(layer) for layer in range(self.expected.layers)]
+        if self._bounded:
+            self._note_drafted()
+        layers = [self._worth_reading(self.expected.of(layer)) for layer in range(self.expected.layers)]
         first = self._cutoff
         if first is None:
             missing = [int((self._residency.slot_of[keys] == NOWHERE).sum()) for keys in layers]
@@ -239,7 +280,10 @@ class Lookahead(Prefetcher):
         assert seen.ids is not None
         self._rows = len(seen.ids)
         if not self._idle:
-            self.expected.enter(seen.layer, seen.ids.numpy())
+            used = seen.ids.numpy()
+            if self._bounded:
+                self._compare(seen.layer, used)
+            self.expected.enter(seen.layer, used)
             if self._away or self._guesser.reach:
                 self._hear(seen, names)
 
@@ -256,6 +300,11 @@ class Lookahead(Prefetcher):
     def plan(self) -> None:
         if self._payback is not None and self._rows:
             self._judge(self._payback, self._link.clock() - self._began)
+        if self._depths is not None:
+            if self._bounded:
+                for depths, places in zip(self._depths, (self._places, self._drafted), strict=True):
+                    depths.end_step(places, self._used)
+            self._places[:], self._drafted[:], self._used[:] = -1, -1, False
         self.end_step()
 
     def _judge(self, payback: Payback, seconds: float) -> None:
@@ -288,12 +337,15 @@ class Lookahead(Prefetcher):
         loads: list[tuple[int, int]] = []
         slot_of = self._residency.slot_of
         for _, layer in groupby(keys, self.expected.distance):
-            missing = [key for key in layer if slot_of[key] == NOWHERE and key not in self._damaged]
+            named = self._worth_reading(list(layer))
+            missing = [key for key in named if slot_of[key] == NOWHERE and key not in self._damaged]
             if not missing:
                 continue
             wanted = missing[: self._room(len(loads))]
             placement = self._residency.admit_unless(wanted, self.expected.until(missing[0]))
             loads += self._guess(placement)
+            if self._bounded and not self._drafting:
+                self._read_at.update((key, named.index(key)) for key, _ in placement.loads)
             if len(placement.loads) < len(missing):  # no slot is worth less, and still less so for what is needed later
                 break
         if loads:

@@ -61,6 +61,9 @@ class Maps(OnDevice):
     def of_next(self, seen: Seen, known: Tensor) -> Tensor:
         return torch.addmm(known, self.features(seen), self._maps[seen.layer])
 
+    def weights_of(self, layer: int, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
     def of_step(self, tokens: Tensor | None) -> Tensor:
         """As in ``OnDevice``: what is added to the products; with a greater reach, of all maps side by side."""
         return torch.cat([self._bias[layer] for layer in range(self.sizes.layers - 1)])[None]

@@ -40,3 +40,10 @@ class OnDevice(Trained):
             known: float32 [rows, N], its part of ``of_step``.
         """
         return known
+
+    def weights_of(self, layer: int, scores: Tensor) -> Tensor:
+        """Returns float32 [rows, N], how much each expert of ``layer`` counts, as a budget sums it; from ``of_next``.
+
+        By default scores are probabilities.
+        """
+        return scores

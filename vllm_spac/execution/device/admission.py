@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.allowance import Allowance, PauseNotice
+from vllm_spac.cache.allowance import Allowance, Depths, PauseNotice
 from vllm_spac.cache.link import Moved
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
@@ -99,6 +99,8 @@ class Admission:
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
+        places: int32 [layers, N] on the device; what is named of each layer ahead of need writes the places there, -1
+            for experts that are not named.
         residency: which expert has which slot, as last reported to the host.
         told: called with what each step's report says, if given.
     """
@@ -118,15 +120,16 @@ class Admission:
         self._counters, self._compute, self._kernels, self._path = counters, compute, kernels, path
         self._holds_all = slots == shape.total
         self._reports: deque[_Report] = deque()
-        self.offering = Offering(shape.total, slots, policy, counters)
+        self.offering = Offering(shape.total, shape.experts, slots, policy, counters)
         self.residency = self.offering.residency
         made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
         # What a step's layers tell the host, in one tensor so that it is one copy.
-        self._told = torch.zeros(4 * shape.total + slots, **made)
+        self._told = torch.zeros(5 * shape.total + slots, **made)
         # ``_decided``: ``counts`` of the pairs that slots are for
-        self.counts, self._sources, self._decided, self._guesses, owner = self._parts_of(self._told)
+        self.counts, self._sources, self._decided, self._guesses, places, owner = self._parts_of(self._told)
+        self.places = places.view(-1, shape.experts)
+        self._named = self._told[3 * shape.total : 5 * shape.total].fill_(UNUSED)  # guesses and places
         self._sources.fill_(NOWHERE)
-        self._guesses.fill_(UNUSED)
         self._spare: list[Tensor] = []  # pinned, on the host, for reports to come
         self._experts = Experts(
             torch.full((shape.total,), NOWHERE, **made),
@@ -156,8 +159,8 @@ class Admission:
         self._table = DeviceTable(memory, self._experts)
 
     def _parts_of(self, told: Tensor) -> Sequence[Tensor]:
-        """Returns a report's counts, sources, decided counts and guesses [keys], and the owners [slots]."""
-        return told.split([*4 * [self.shape.total], len(told) - 4 * self.shape.total])
+        """Returns a report's counts, sources, decided counts, guesses and places [keys], and the owners [slots]."""
+        return told.split([*5 * [self.shape.total], len(told) - 5 * self.shape.total])
 
     def seat(self, key: int) -> int:
         """Assigns a free slot to ``key``, which has none, to be filled before any kernel runs; returns it."""
@@ -234,6 +237,7 @@ class Admission:
             prefetch: the predictor's name, for the log.
         """
         self.offering.allowance, self._pauses = Allowance(extra), PauseNotice(prefetch)
+        self.offering.depths = Depths(len(self.shape.layers), self.shape.experts, extra)
         self._guessed = self._guesses
 
     def move_ahead(self, settings: PrefetchSettings, copy: Stream) -> None:
@@ -272,16 +276,23 @@ class Admission:
         """How many more experts may be read ahead of need; as of the last report."""
         return 0 if self.offering.allowance is None else self.offering.allowance.left
 
-    def ahead(self, layer: int, ids: Tensor, live: Tensor) -> None:
-        """Launches what gives slots to ``ids`` before the layer runs, on the calling stream; see ``DeviceLookahead``.
+    def read_of(self, bounds: Sequence[int] | None) -> list[int]:
+        """Returns how many names of each layer are read, the likeliest first; ``bounds``: as of ``Step``."""
+        depths = self.offering.depths
+        if bounds is None or depths is None:
+            return [self.shape.experts] * len(self.shape.layers)
+        return np.minimum(bounds, depths.depths).tolist()
+
+    def ahead(self, layer: int, ids: Tensor, named: Tensor) -> None:
+        """Launches what gives slots to experts before their layer runs, on the calling stream; see ``DeviceLookahead``.
 
         Args:
             layer: the layer after one that was entered.
-            ids: int32 [rows, top_k], experts of ``layer``.
-            live: int32 [1] on the device; pairs from this one on are padding.
+            ids: int32 [1, N], the experts of ``layer``.
+            named: float32 [1, N], 0 for those that are not expected.
         """
         assert self._guessed is not None
-        self._admit(layer, ids, ids.new_ones(ids.shape, dtype=torch.float32), self._guessed, live)
+        self._admit(layer, ids, named, self._guessed, None)
 
     def drafted(self, first: int, ids: Tensor, live: Tensor, copies: Tensor) -> None:
         """Launches what gives slots to the experts of some layers that drafts name, between steps, as ``ahead``.
@@ -309,7 +320,7 @@ class Admission:
         ids: Tensor,
         weights: Tensor,
         sources: Tensor,
-        live: Tensor,
+        live: Tensor | None,
         decided: Callable[[], None] | None = None,
     ) -> None:
         first = layer * self.shape.experts
@@ -359,7 +370,7 @@ class Admission:
         known, there = self._known(staged), self._compute.record()
         self._reports.append(_Report(step, staged, told, known, prompt, there, offered))
         if self._guessed is not None:
-            self._compute.submit(self._guessed.fill_, UNUSED)
+            self._compute.submit(self._named.fill_, UNUSED)
 
     def take(self) -> None:
         """Applies the reports of steps that have reached the host; does not wait."""
@@ -398,8 +409,10 @@ class Admission:
             Number of experts that the step read from host memory without giving them a slot.
         """
         told = report.told.clone()  # the memory is used again, and a policy may keep what it observed
-        counts, sources, decided, guesses, owner = (part.numpy() for part in self._parts_of(told))
+        counts, sources, decided, guesses, places, owner = (part.numpy() for part in self._parts_of(told))
         guessed = [] if self._guessed is None else [guesses]
+        if guessed and report.step is not None and (bounds := report.step.bounds) is not None:
+            guessed += [np.where(places < np.repeat(bounds, self.shape.experts), places, UNUSED)]
         generating: np.ndarray | None
         if report.step is None:
             counts, sources, generating = np.zeros_like(counts), np.full_like(sources, UNUSED), None

@@ -16,7 +16,8 @@ With a predictor on the device, experts of the next layer are read into slots wh
 (``DeviceLookahead``). While the kernel of layer l runs on the compute stream, the copy stream
 
 1. scores the experts of layer l + 1, from what the router of layer l read and chose,
-2. gives slots to the first top-k of each row that have none (``Admission.ahead``), and copies them there.
+2. gives slots to the first top-k of each row that have none (``Admission.ahead``), and copies them there; under a
+   budget, to those that it would keep.
 
 The next layer starts when both streams have arrived. What a layer does while the other stream works cannot conflict: a
 slot is taken from an expert that no layer up to l of this step uses and that l + 1 is not expected to use, so that no
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.core import NO_EXPERT, MoEShape, Step
+from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen, Signal
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
@@ -93,16 +94,22 @@ class DeviceLookahead:
         sizes, device = predictor.sizes, admission.memory.device
         of_model = admission.shape.experts if numbers is None else len(numbers) - 1
         assert predictor.reach <= 1 and sizes.experts == of_model
-        self._numbers = numbers
+        # Experts of the model, by the numbers of this process; None: the same.
+        self._held = None if numbers is None else (numbers[:-1] >= 0).nonzero()[:, 0]
         self.rows = min(rows, MOST_ROWS)
         self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
         self._last = sizes.layers - 1
         # Memory at fixed addresses, which a graph refers to. Of the step: what its scores are without the products.
         self._known = torch.zeros(self.rows, self._last, sizes.experts, device=device)
-        self._named = torch.zeros(self.rows, sizes.top_k, dtype=torch.int32, device=device)
-        self._live = torch.zeros(1, dtype=torch.int32, device=device)  # pairs that count
-        self._nothing = torch.zeros_like(self._live)
-        self._pairs: int | None = None  # in ``_live``; None before the first step: forwards warm up
+        self._experts = torch.arange(admission.shape.experts, dtype=torch.int32, device=device)[None]
+        self._named = torch.zeros(self._experts.shape, device=device)  # of these; 0: not
+        # Of the step, too, written at once: what its rows count, 0 for one that names nothing, also as padding; and how
+        # many of the names of each layer are read.
+        self._said = torch.zeros(self.rows + sizes.layers, device=device)
+        self._votes, self._limits = self._said[: self.rows, None], self._said[self.rows :]
+        self._nobody = torch.zeros_like(self._votes)
+        self._top_k = sizes.top_k
+        self._step: tuple[list[float], list[int]] | None = None  # in ``_said``; None: forwards warm up
         self._arrives: Event | None = None
         self._kept: tuple[Tensor, ...] = ()  # inputs that the copy stream reads, which must not be freed meanwhile
         self._by_token = Signal.TOKENS in predictor.needs
@@ -112,37 +119,40 @@ class DeviceLookahead:
     def begin(self, step: Step) -> None:
         """Called after ``Admission.begin``; nothing is read ahead in steps with prompts, or while it does not pay."""
         ahead = self._last and not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
-        pairs = step.rows * self._named.shape[1] if ahead else 0
         if ahead and self._by_token:
             self._compute.submit(self._know, step.tokens)
-        if pairs != self._pairs:
-            self._compute.submit(self._live.fill_, pairs)
-        self._pairs = pairs
+        votes = (step.generating_weights or [1.0] * step.rows) if ahead else []
+        said = votes, self._admission.read_of(step.bounds)
+        if said != self._step:
+            told = torch.zeros(self._said.shape, pin_memory=self._said.is_cuda)
+            told[: len(votes)], told[self.rows :] = (torch.tensor(each) for each in said)
+            self._compute.submit(self._said.copy_, told, True)
+        self._step = said
 
     def compile(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """Launches on the copy stream all that ``start`` may launch later, for no pair: nothing is named or moved.
+        """Launches on the copy stream all that ``start`` may launch later, for no row: nothing is named or moved.
 
         A capture must launch nothing for the first time: libraries load kernels and get their memory then, which a
         capture forbids, and they do it for each stream.
         """
         if self._last and len(x) <= self.rows:
-            self._launch(min(layer, self._last - 1), x, ids, weights, self._nothing)
+            self._launch(min(layer, self._last - 1), x, ids, weights, self._nobody)
             self.join()
 
     def start(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, *, captured: bool) -> None:
         """Called between a layer's admission and its kernel; arguments as of ``PointerExecution.run``.
 
-        Forwards before the first step do the same for no pair: vLLM runs one of each size before it captures it.
+        Forwards before the first step do the same for no row: vLLM runs one of each size before it captures it.
 
         Args:
             captured: whether launches are captured into a graph, whose replays may read ahead.
         """
-        if layer < self._last and len(x) <= self.rows and (captured or self._pairs != 0):
-            self._launch(layer, x, ids, weights, self._live)
+        if layer < self._last and len(x) <= self.rows and (captured or self._step is None or self._step[0]):
+            self._launch(layer, x, ids, weights, self._votes)
 
-    def _launch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+    def _launch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor) -> None:
         self._copy.wait(self._compute.record())
-        self._copy.submit(self._look, layer, x, ids, weights, live)
+        self._copy.submit(self._look, layer, x, ids, weights, votes[: len(x)])
         self._arrives, self._kept = self._copy.record(), (x, ids, weights)
 
     def join(self) -> None:
@@ -160,21 +170,33 @@ class DeviceLookahead:
             self._known[: len(tokens)] = self._predictor.of_step(there).unflatten(1, self._known.shape[1:])
 
     @torch.inference_mode()
-    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
-        named = self._named[: len(x)]
-        self.name(layer, x, ids, weights, named)
-        own = named if self._numbers is None else numbered_there(named, self._numbers)
-        self._admission.ahead(layer + 1, own, live)
+    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor) -> None:
+        self.name(layer, x, ids, weights, votes, self._named)
+        self._admission.ahead(layer + 1, self._experts, self._named)
 
-    def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Writes each row's likeliest experts of layer ``layer + 1``, of all ranks, to ``out``, int32 [rows, k].
+    def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, out: Tensor) -> None:
+        """Writes 1 for the experts of layer ``layer + 1`` that are read if they have no slot into ``out``, else 0.
 
-        None of a row that runs no expert of ``layer``: its draft was cut.
+        Each row names its likeliest top-k, and none if its draft was cut. Those of this process are ranked by their
+        weights, as predicted and summed over the rows, times the rows' votes, as a budget ranks what rows select. Their
+        places are reported, and the first are read.
+
+        Args:
+            votes: float32 [rows, 1]; whatever a row with 0 holds, it names nothing.
+            out: float32 [1, N], by the numbers of this process.
         """
         there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
         seen = Seen(layer, hidden=x, ids=there, weights=weights)
         scores = self._predictor.of_next(seen, self._known[: len(x), layer])
-        out.copy_(scores.topk(out.shape[1]).indices.masked_fill(ids[:, :1] < 0, NO_EXPERT))
+        heard = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(self._top_k).indices, True)
+        heard &= (votes > 0) & (ids[:, :1] >= 0)
+        own = torch.where(heard, self._predictor.weights_of(layer + 1, scores) * votes, 0).sum(0, dtype=torch.float64)
+        named = heard.any(0)
+        if self._held is not None:
+            own, named = own[self._held], named[self._held]
+        before = (own > own[:, None]).sum(1)
+        self._admission.places[layer + 1].copy_(before.masked_fill_(~named, -1))
+        out.copy_(named & (before < self._limits[layer + 1]))
 
 
 _FILL_BATCH = 16

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_spac.cache.allowance import Allowance
+from vllm_spac.cache.allowance import Allowance, Depths
 from vllm_spac.cache.residency import NOWHERE, Residency, SlotState
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, STREAMED, UNUSED
@@ -81,24 +81,27 @@ class Offering:
     """Computes the offers of each step and applies its result. Pure; called between steps, by one thread.
 
     Args:
-        keys: number of experts of all layers.
+        keys: number of experts of all layers; ``experts``: of each layer.
         slots: number of slots; all are filled before the first step.
         policy: values slots; owned.
         counters: ``hits``, ``misses``, ``loads`` and those of prefetches and of the CPU are counted here.
 
     Attributes:
-        allowance: limits reads ahead of need that the device decides, if there are any.
+        allowance: limits reads ahead of need that the device decides, if there are any; ``depths``: under a budget,
+            besides.
         overtaken: called with experts that are being moved, and to which a step has given other slots.
     """
 
     overtaken: Callable[[list[int]], None] | None = None
 
-    def __init__(self, keys: int, slots: int, policy: Policy, counters: Counters) -> None:
+    def __init__(self, keys: int, experts: int, slots: int, policy: Policy, counters: Counters) -> None:
+        self._experts = experts
         self.residency = Residency(keys, slots, policy)
         self._counters = counters
         self.allowance: Allowance | None = None
+        self.depths: Depths | None = None
         self._unused: set[int] = set()  # read ahead, and no layer has used them
-        self._displaced: set[int] = set()  # evicted for an expert that was read ahead, and not needed since
+        self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
 
     def offer(self, withhold: Callable[[np.ndarray], Collection[int]] | None = None, *, every: bool = False) -> Offered:
         """Returns the slots that are worth at least as much to some expert without a slot as to their owner.
@@ -127,6 +130,7 @@ class Offering:
         sources: np.ndarray,
         owner: np.ndarray,
         guessed: np.ndarray | None = None,
+        places: np.ndarray | None = None,
         *,
         generating: np.ndarray | None,
         prompt: np.ndarray | None = None,
@@ -141,6 +145,7 @@ class Offering:
                 ``LATE`` (streamed because the CPU was late), or not at all.
             owner: int [slots], the expert in each slot at the end of the step.
             guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
+            places: int [keys], under a budget, the place of each name among those of its layer; -1: not named.
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
                 they are not known, or there are none.
             prompt: as in ``Policy.prompted``; None unless prompts ran alone.
@@ -168,7 +173,8 @@ class Offering:
             changed = np.intersect1d(changed, offered)
         ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
         victims = self.residency.owner[changed]
-        displaced = victims[np.isin(owner[changed], ahead)].tolist()
+        for_guesses = np.isin(owner[changed], ahead)
+        displaced = dict(zip(victims[for_guesses].tolist(), owner[changed][for_guesses].tolist(), strict=True))
         if self.overtaken is not None:
             coming = [key for key in owner[changed].tolist() if self.residency.is_loading(key)]
             if coming:
@@ -178,24 +184,40 @@ class Offering:
         if self.allowance is not None:
             self._judge(self.allowance, counts, missed.tolist(), ahead.tolist(), displaced)
             judged = None if between else self.allowance.end_step()
+        if self.depths is not None and guessed is not None and places is not None:
+            missing = ~np.isin(sources, (HIT, UNUSED)) | (guessed == ADMITTED)
+            missing |= (counts == 0) & (self.residency.slot_of == NOWHERE)
+            self.depths.end_step(np.where(missing, places, -1), counts > 0)
         numbers = len(streamed), len(admitted), len(ahead), len(computed), late
         return Learned(*numbers, judged, hits, missed, tuple(victims.tolist()))
 
     def _judge(
-        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]
+        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: dict[int, int]
     ) -> None:
-        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``."""
-        harm, again = self._displaced.intersection(missed), self._unused.intersection(ahead)
+        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``.
+
+        ``displaced``: experts whose slots were taken for some of these, and for which.
+        """
+        again = self._unused.intersection(ahead)
         self._unused.update(ahead)
+        self._displaced |= displaced
         used = {key for key in self._unused if counts[key] > 0}
+        harm = sum(self._early(self._displaced[key], key, used) for key in missed if key in self._displaced)
         wasted = {key for key in self._unused - used if self.residency.slot_of[key] == NOWHERE}
         self._unused -= used | wasted
-        self._displaced = (self._displaced | set(displaced)) - harm - set(ahead)
+        gone = set(missed)
+        self._displaced = {
+            victim: key for victim, key in self._displaced.items() if key in self._unused and victim not in gone
+        }
         counters = self._counters
         counters.prefetches += len(ahead)
         counters.prefetch_hits += len(used)
         counters.prefetch_wasted += len(wasted) + len(again)  # evicted unused, and read once more
-        counters.prefetch_harmful += len(harm)
-        allowance.loaded(len(missed), len(harm))
+        counters.prefetch_harmful += harm
+        allowance.loaded(len(missed), harm)
         allowance.read(len(ahead))
         allowance.used(len(used))
+
+    def _early(self, key: int, victim: int, used: set[int]) -> bool:
+        """Whether a step needed ``victim`` before it used ``key``, which was read into its slot, or instead of it."""
+        return key not in used or victim // self._experts <= key // self._experts

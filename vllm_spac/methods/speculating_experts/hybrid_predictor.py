@@ -76,6 +76,11 @@ class Hybrid(OnDevice):
         assert isinstance(predictor, OnDevice)
         return predictor.of_next(seen, known)
 
+    def weights_of(self, layer: int, scores: Tensor) -> Tensor:
+        predictor = self._used[self.chosen[layer]]
+        assert isinstance(predictor, OnDevice)
+        return predictor.weights_of(layer, scores)
+
     def _layers(self, guess: Guess) -> Iterable[tuple[int, Tensor]]:
         return enumerate(guess.scores.split(self.sizes.experts, 1), guess.first // self.sizes.experts)
 

@@ -84,6 +84,9 @@ class Neural(OnDevice):
     def of_next(self, seen: Seen, known: Tensor) -> Tensor:
         return self._run(self._nets[seen.layer + 1], self._features.of(seen))
 
+    def weights_of(self, layer: int, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
     def _run(self, net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Returns what ``_run`` does, up to rounding: with ``net`` of ``_merged``, in six calls of torch."""
         hidden, skipped = self._products(net, inputs)

@@ -43,7 +43,7 @@ class PointersReplay(Replay[list[Part]]):
         super().__init__(trace, costs, nbytes, outcome)
         keys = trace.facts.total
         self.counters = Counters()
-        self.offering = Offering(keys, outcome.slots, policy, self.counters)
+        self.offering = Offering(keys, trace.facts.experts, outcome.slots, policy, self.counters)
         no_addresses = torch.zeros(0, keys, dtype=torch.int64), torch.zeros(0, keys, dtype=torch.int64)
         residency = self.offering.residency
         slot_of, owner = (torch.from_numpy(array.copy()) for array in (residency.slot_of, residency.owner))
