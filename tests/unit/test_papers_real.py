@@ -1,18 +1,78 @@
-"""Recorded routing changed as the papers' recipes would have it."""
+"""MoE-Spec's trees in torch, and recorded routing changed as the papers' recipes would have it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers")]
-five_papers = importlib.import_module("five_papers")
+five_papers, matmuls, resident = (
+    importlib.import_module(name) for name in ("five_papers", "moe_spec_matmuls", "moe_spec_resident")
+)
+llama = importlib.import_module("llama")
 
 from vllm_spac.tools.traces.synthetic import synthetic_trace  # noqa: E402
+
+
+@pytest.fixture
+def model() -> object:
+    """Two layers with random weights."""
+    generator, shape = torch.Generator().manual_seed(0), llama.Shape(2, 16, 24, 2, 1, 1e-5, 1e4)
+
+    def random(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, generator=generator) * 0.3).bfloat16()
+
+    found = llama.Llama.__new__(llama.Llama)
+    found.shape, found.embedding, found.norm = shape, random(50, 16), torch.ones(16).bfloat16()
+    ones = torch.ones(16).bfloat16()
+    found.layers = [
+        llama.Layer(ones, ones, random(32, 16), random(16, 16), random(24, 16), random(24, 16), random(16, 24))
+        for _ in range(2)
+    ]
+    return found
+
+
+def test_each_row_of_a_tree_is_read_behind_its_own_ancestors(model) -> None:
+    """Also after rows were forgotten; a chain of the same tokens gives the same streams."""
+    parents = torch.tensor([-1, 0, 0, 1, 2, 4])
+    tokens, sees = torch.tensor([7, 8, 9, 10, 11, 12]), resident.lineage(parents)
+    assert sees[5].tolist() == [True, False, True, False, True, True]
+    reader = resident.Reader(model, model.ffn)
+    reader.read(torch.tensor([1, 2, 3]))
+    for _ in range(2):
+        found, _ = reader.read(tokens, 3 + sees.sum(1) - 1, sees)
+        reader.keep(torch.arange(3))
+    for row in range(6):
+        chain = resident.Reader(model, model.ffn)
+        chain.read(torch.tensor([1, 2, 3]))
+        assert torch.allclose(chain.read(tokens[sees[row]])[0][-1].float(), found[row].float(), atol=0.05), row
+    kept = torch.tensor([0, 1, 2, 3, 5, 7, 8])  # the path to the last row
+    reader.read(tokens, 3 + sees.sum(1) - 1, sees)
+    reader.keep(kept)
+    alone = resident.Reader(model, model.ffn)
+    alone.read(torch.tensor([1, 2, 3, 7, 9, 11, 12]))
+    last = torch.tensor([20])
+    assert torch.allclose(reader.read(last)[0].float(), alone.read(last)[0].float(), atol=0.05)
+
+
+def test_whole_words() -> None:
+    pieces = ["x"] * resident.PROMPT + ["Ġbe", "gin", "Ġa", "Ġ1", "Ġend"]
+    tokenizer = SimpleNamespace(id_to_token=pieces.__getitem__)
+    first = resident.PROMPT
+    assert list(resident.words(tokenizer, range(len(pieces)))) == [(first, first + 1), (first + 2, first + 2)]
+
+
+def test_changes_are_paired() -> None:
+    found = resident.change([True, False, True, False], [True, True, True, False])
+    assert (found["right"], found["change"]) == (0.5, -0.25)
+    assert found["change_error"] == pytest.approx(0.25)
 
 
 def test_a_budgeted_trace_has_at_most_so_many_experts_in_a_layer() -> None:
@@ -38,3 +98,14 @@ def test_what_a_draft_model_names() -> None:
         assert found[0].shape == (4, 2, 4) and (found[0][-1] == -1).all()
         same = np.mean([(each[:-1, :, :, None] == ids[:-1, :, None]).any(3).mean() for each in found[:1]])
         assert same == 1.0 if recall == 1.0 else 0.25 < same < 0.8
+
+
+def test_ways_to_run_experts_agree_and_launch_what_they_say() -> None:
+    given = matmuls.routed(40, 64, 32)
+    assert len(given[2].unique()) == 40 and all(len(set(row)) == matmuls.TOP_K for row in given[2].tolist())
+    outputs = [way(*given).float() for way in matmuls.WAYS.values()]
+    for found in outputs[1:]:
+        assert (found - outputs[0]).norm() / outputs[0].norm() < 0.03  # bfloat16 in another order
+    with matmuls.Launches() as launches:
+        matmuls.batched(*given)
+    assert 8 <= launches.count < 30, "none per expert"

@@ -1,14 +1,18 @@
-"""Judges the artefact that ``build.py`` makes the MoE of, trains its EAGLE-3 head, and records chains of drafts.
+"""Fits the artefact that ``build.py`` makes the MoE of. Nobody needs to run it again.
 
     python benchmarks/real/fit/texts.py --dense DIR/dense --output texts.safetensors
     python benchmarks/real/fit/chats.py --dense DIR/dense --output chats.safetensors
+    python benchmarks/real/fit/fit.py carve --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py correct --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py distil --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
     python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
     python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
     python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
-``judge`` prints the perplexity beside the dense model's on held-out sources.
+``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
+in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
 ``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``vocabulary`` chooses the
 tokens that the head drafts. ``chains`` records what each drafter would draft behind every token (for
 ``benchmarks/replay/drafts.py``).
@@ -20,6 +24,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +43,9 @@ import artefact
 import chains
 import eagle
 import held
-from carve import CarvedLayer
+from artefact import ModelChange
+from carve import CarvedLayer, Plan, carved, corrected
+from distill import Student, distilled
 from llama import Llama, windows
 
 LENGTH = 256
@@ -75,6 +83,82 @@ def by_frequency(texts: list[torch.Tensor], tokens: int) -> torch.Tensor:
     """All ``tokens``, the most frequent first; each text [its tokens] counts the same, and of equals the first wins."""
     counts = [torch.bincount(text.long(), minlength=tokens).double() / len(text) for text in texts]
     return torch.stack(counts).sum(0).argsort(descending=True, stable=True)
+
+
+def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int) -> torch.Tensor:
+    """Windows of all kinds, as many of each, in random order: int64 [windows, LENGTH]."""
+    share = -(-count // len(texts))
+    ids = torch.cat([windows(text, share, LENGTH, seed + i) for i, text in enumerate(texts.values())])
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
+
+
+@app.command()
+def carve(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 80,
+) -> None:
+    """Makes experts of the dense FFNs, layer by layer: their neurons, and routers."""
+    model, plan = Llama(dense), Plan()
+    layers = carved(model, shuffled(read_texts(texts, "fit"), count, 0), plan, progress())
+    numbers = {"top_k": plan.top_k, "carved": asdict(plan) | {"windows": count}}
+    artefact.save({TARGET: ModelChange(layers, numbers)}, artefact_path)
+
+
+@app.command()
+def correct(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 160,
+    rank: Annotated[
+        int, typer.Option(help="of the correction to a down projection; in layer 0 three times as much")
+    ] = 64,
+    early: Annotated[int, typer.Option(help="the same in layers 1 to 5")] = 96,
+    ridge: Annotated[float, typer.Option(help="how much corrections are held back")] = 0.03,
+) -> None:
+    """Fits corrections to the down projections of a carved model."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    ids = shuffled(read_texts(texts, "fit"), count, 1)
+    ranks = [3 * rank, *[early] * 5, *[rank] * (len(target.layers) - 6)]
+    layers = corrected(model, target.layers, ids, target.numbers["top_k"], ranks, ridge, progress())
+    numbers = target.numbers | {"corrected": {"windows": count, "ranks": ranks, "ridge": ridge}}
+    artefact.save({TARGET: ModelChange(layers, numbers)}, output or artefact_path)
+
+
+@app.command()
+def distil(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
+    minutes: Annotated[float, typer.Option(help="how long to learn")] = 10.0,
+    rate: Annotated[float, typer.Option(help="learning rate: of the size of a correction's columns")] = 0.02,
+    batch: Annotated[int, typer.Option(help=f"windows of {LENGTH} tokens of a step")] = 4,
+) -> None:
+    """Trains the corrections end to end, to the dense model's distribution."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    student = Student(model, target.layers, target.numbers["top_k"])
+    begun = time.monotonic()
+
+    def said(step: int, divergence: float, mean: float) -> None:
+        console.print(f"step {step:4}  KL {divergence:.3f}  mean {mean:.3f}  {time.monotonic() - begun:.0f} s")
+
+    distilled(student, shuffled(read_texts(texts, "fit"), 4000, 1000), minutes * 60, rate, batch, said)
+    numbers = target.numbers | {"distilled": {"minutes": minutes, "rate": rate, "batch": batch}}
+    artefact.save({TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
+
+
+def progress() -> Callable[[int, float], None]:
+    """Prints a line for each layer, with the seconds so far."""
+    begun = time.monotonic()
+
+    def said(number: int, error: float) -> None:
+        console.print(f"layer {number:2}  relative error {error:.3f}  {time.monotonic() - begun:.0f} s")
+
+    return said
 
 
 @app.command()
