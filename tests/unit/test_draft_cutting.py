@@ -282,6 +282,10 @@ def test_what_the_scheduler_tells() -> None:
     drafts.planned(step)
     drafts.over(step, SimpleNamespace(req_id_to_index={"b": 0, "a": 1}, sampled_token_ids=[[4], [7, 8]]))
     assert told == [(step, {"a": [7, 8]}, 1)], "b is in its prompt"
+    step.skip_drafts = True
+    drafts.planned(step)
+    drafts.over(step, SimpleNamespace(req_id_to_index={"b": 0, "a": 1}, sampled_token_ids=[[4], [9]]))
+    assert told[1:] == [(step, {"a": [9]}, 0.0)], "what it verified is known, and not what that took"
 
 
 # -- what it learns ------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class DeviceChooser:
         Args:
             said: the tokens that each request that had left its prompt emitted.
             requests: all of the step. Nothing is learned of the costs of one with prompts.
-            seconds: of it, and of the drafter in it.
+            seconds: of it, and of the drafter in it; 0 if they tell nothing of the costs.
         """
         drafted = {request: len(drafts.tokens) for request, drafts in step.drafts.items()}
         self._counts["drafts"] += sum(drafted.values())

@@ -38,7 +38,7 @@ class PlannedDrafts:
         most: the lookup that the user configured in vLLM, if any: an upper bound for the guard.
         clock: monotonic clock in seconds.
         ended: called with the plan of a step that has ended, the tokens that each request emitted which had left its
-            prompt, and the step's seconds.
+            prompt, and the step's seconds: 0 if they are not those of the drafts that were planned.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class PlannedDrafts:
         assert running is plan, "steps end in the order in which they were planned"
         now = self._clock()
         seconds, self._over = now - max(began, self._over), now
-        if left_out:
-            if self.guard is not None:
-                self.guard.ignored += 1
-            return
         drafts = plan.scheduled_spec_decode_tokens
         said = {
             request: result.sampled_token_ids[result.req_id_to_index[request]]
             for request, rows in plan.num_scheduled_tokens.items()
             if rows == 1 + len(drafts.get(request, ()))  # else it is in its prompt
         }
-        if self.guard is not None:
+        if left_out:
+            seconds = 0.0
+            if self.guard is not None:
+                self.guard.ignored += 1
+        elif self.guard is not None:
             length, counts = max(map(len, drafts.values()), default=0), [len(tokens) for tokens in said.values()]
             self.guard.observe(length, [count for count in counts if count], len(plan.num_scheduled_tokens), seconds)
         if self._ended is not None:
