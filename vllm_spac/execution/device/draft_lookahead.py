@@ -14,7 +14,7 @@ Hence no kernel is in flight that may read a slot which is given away. A wrong g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class DraftLookahead:
         shape, device = admission.shape, admission.memory.device
         self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
         self._experts, self._k, self._layers = shape.experts, k, len(shape.layers) if cutoff is None else cutoff
-        made = {"dtype": torch.int32, "device": device}
+        made: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._named = torch.full((DRAFT_ROWS, self._layers, k), -1, **made)
         self._live = torch.zeros(1, **made)  # pairs of a launch that count
         # Layers go together, as many as a launch takes: the first one, what is added to their ids, what is copied.
