@@ -190,7 +190,7 @@ class Admission:
         self._offered = offered.slots
         said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
         state, *places, used = said.split(self._parts)
-        state[1] = offered.wanted if step.leading else 0
+        state[1] = offered.to_layers if step.leading else 0
         for place, values in zip((*places, used), offered[:-1], strict=True):
             place[: len(values)] = torch.from_numpy(values.view(np.int32))
         self._compute.submit(self._said.copy_, said, True)
@@ -427,9 +427,16 @@ class Admission:
             layers, ids = report.prompt
             found = zip(layers, ids.numpy(), strict=True)
             prompt = selected(found, len(self.shape.layers), self.shape.experts)
-        between, offered = report.step is None, report.offered
-        given: dict[str, Any] = {"generating": generating, "prompt": prompt, "offered": offered, "between": between}
-        learned = self.offering.learn(counts, sources, owner, *guessed, **given)
+        learned = self.offering.learn(
+            counts,
+            sources,
+            owner,
+            *guessed,
+            generating=generating,
+            prompt=prompt,
+            offered=report.offered,
+            between=report.step is None,
+        )
         if self._prefetcher is not None:
             self._follow(self._prefetcher, learned, generating)
         nbytes = self.shape.expert_bytes

@@ -46,14 +46,14 @@ class Offered(NamedTuple):
         owners: int32 [offers], the expert in each slot.
         kept: float32 [offers], ascending, the value of each slot to its owner.
         used: float32 [keys], the value of a slot to an expert that the step uses.
-        wanted: number of the first offers, worth at least as much to some expert without a slot as to their owner.
+        to_layers: number of the first offers, those that are worth at least as much to some expert without a slot.
     """
 
     slots: np.ndarray
     owners: np.ndarray
     kept: np.ndarray
     used: np.ndarray
-    wanted: int
+    to_layers: int
 
 
 class Learned(NamedTuple):
