@@ -6,7 +6,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -309,17 +308,28 @@ def test_a_thread_that_never_answers_costs_a_wait_a_step_and_fewer_and_fewer(sha
 
 def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, patient) -> None:
     patient(SHORT)
-    pool = shared(TOP_K, count=EXPERTS, policy="reuse")
-    compute = Torch.run
+    pool, gone, compute = shared(TOP_K, count=EXPERTS, policy="reuse"), threading.Event(), Torch.run
+    kernels = pool._cpu._kernels
+
+    def post(*given, **named) -> None:
+        gone.clear()
+        kernels.post(*given, **named)
+
+    def await_answer(ids, layer, sources, division, *given) -> None:
+        kernels.await_answer(ids, layer, sources, division, *given)
+        if division.state[0]:
+            gone.set()
 
     class Slow(Torch):
         def run(self, *given) -> Tensor:
-            time.sleep(0.012)
-            return compute(self, *given) + 1e6  # of an answer that is late, nothing may be added
+            gone.wait(60)  # until nobody waits
+            return compute(self, *given) + 1e6
 
+    pool._cpu._kernels = kernels._replace(post=post, await_answer=await_answer)
     pool.watched.__class__ = Slow
     found = run(pool, 15)
     assert found["cpu_late"] > 0 == found["cpu_experts"]
+    gone.set()
 
 
 @pytest.mark.parametrize("off", [-1, 1, 5])
