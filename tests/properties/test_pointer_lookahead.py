@@ -148,7 +148,7 @@ def test_under_a_budget_nine_of_ten_reads_are_used(made) -> None:
     """And at most a tenth as many evict what is needed before they are used: reads of names that rank low do both."""
     found, bounds = {}, (4,) * LAYERS
     for limit in (None, bounds):
-        pool = made(14, policy="reuse", predictor=predictor(), extra=0.1)
+        pool = made(14, policy="reuse", ahead=ahead_by(predictor(), 0.1))
         verified(pool, predictor(), limit, 200)
         stats = pool.snapshot()
         found[limit] = [stats[name] for name in ("prefetches", "prefetch_hits", "prefetch_harmful")]
@@ -160,7 +160,7 @@ def test_under_a_budget_nine_of_ten_reads_are_used(made) -> None:
 
 def test_a_budget_and_votes_rank_what_rows_name(made) -> None:
     """Places are reported of all that is named; of a layer at most the first are read."""
-    pool = made(10, predictor=predictor(), extra=1.0)
+    pool = made(10, ahead=ahead_by(predictor(), 1.0))
     ahead, rng = pool._ahead, torch.Generator().manual_seed(5)
     x, votes = torch.randn(3, D, generator=rng), torch.tensor([[1.0], [0.0], [0.25]])
     x[1] = float("nan")
