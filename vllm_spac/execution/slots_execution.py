@@ -194,6 +194,7 @@ class SlotExecution(Execution):
         local_of: the experts that this process holds, see ``Execution``; on a CPU only.
     """
 
+    _elsewhere: ClassVar[int] = NOWHERE
     needs_host: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
@@ -493,10 +494,13 @@ class SlotExecution(Execution):
         return kernel(x, weights, self._on_device(ids) if there is None else there, slot_of, rows)
 
     def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
-        """Returns int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; on the CPU."""
-        slot_of = torch.full((self.shape.experts,), NOWHERE, dtype=torch.int32)
-        slot_of[ids.long()] = slot_ids.to(torch.int32)
-        return slot_of
+        """Returns int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; on the CPU.
+
+        Others are ``_elsewhere``.
+        """
+        slot_of = np.full(self.shape.experts, self._elsewhere, dtype=np.int32)  # numpy: in every layer of every step
+        slot_of[ids.numpy()] = slot_ids.numpy()
+        return torch.from_numpy(slot_of)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         assert self._exchange is not None

@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.spac")
 class TableExecution(SlotExecution):
     """Arguments as of ``SlotExecution``; each process holds all experts."""
 
+    _elsewhere: ClassVar[int] = 0  # no row reads these
     divides_experts: ClassVar[bool] = False
     keeps_bits = False  # the kernel sums in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
@@ -84,10 +85,11 @@ class TableExecution(SlotExecution):
 
         Args:
             layer: number of the layer in ``shape.layers``.
-            slot_of: int32 [experts] on the device; None: every expert has its slot, or slots are given.
+            slot_of: int32 [experts] on the device, any slot for experts that no row uses; None: every expert has its
+                slot, or slots are given.
         """
         if slot_of is not None:
-            return self._places[:, slot_of.clamp(min=0).long()]
+            return self._places.index_select(1, slot_of)
         first = layer * self.shape.experts
         return self._places[:, first : first + self.shape.experts].contiguous() if self.holds_all else self._places
 
