@@ -108,7 +108,7 @@ class World:
         self.reached = reached
         self.compute, self.copy = compute(reached, names), copying(reached, names)
         self.memory = memory(scenario.width)
-        self.offering = make_offering(scenario.keys, scenario.slots, LRU(), Counters())
+        self.offering = make_offering(scenario.keys, scenario.keys, scenario.slots, LRU(), Counters())
         self.offering.overtaken = self._overtaken
         residency = self.offering.residency
         for key in range(scenario.slots):

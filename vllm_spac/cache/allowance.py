@@ -90,7 +90,7 @@ class Depths:
 
     Counts by place in the ranking how many names without a slot their layer used, whether they were read or not, so
     that nothing is read to learn it. Reads go down to the last place above which at most ``extra`` names were not used
-    for one that was. Layers differ: each has its own depth. It is 0 until a handful of names were used.
+    for one that was, by one standard error. Layers differ: each has its own depth. It is 0 until some names were used.
 
     Args:
         layers, experts: numbers of layers, and of experts per layer.
@@ -98,7 +98,6 @@ class Depths:
     """
 
     _FADING = 1 - 1 / 256  # per step: places near the top seldom lack a slot
-    _DOUBT = 0.5  # names that were not used, which each layer begins with
 
     def __init__(self, layers: int, experts: int, extra: float) -> None:
         self._named, self._used = np.zeros((layers, experts)), np.zeros((layers, experts))
@@ -120,7 +119,9 @@ class Depths:
         for counts, found in ((self._named, at), (self._used, at[used[keys]])):
             counts *= self._FADING
             counts += np.bincount(found, minlength=counts.size).reshape(counts.shape)
-        pays = self._used.cumsum(1) >= self._share * (self._named.cumsum(1) + self._DOUBT)
+        named, used_of = self._named.cumsum(1), self._used.cumsum(1)
+        doubt = np.sqrt(self._share * (1 - self._share) * named)  # a standard error: the deepest of many was lucky
+        pays = (used_of >= self._share * named + doubt) & (named > 0)
         self.depths = np.where(pays.any(1), experts - pays[:, ::-1].argmax(1), 0)
 
 

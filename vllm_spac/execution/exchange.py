@@ -207,14 +207,17 @@ class Lane(Protocol):
 
 
 class CurrentStream:
-    """The CUDA stream that the caller launches on."""
+    """The CUDA stream that the caller launches on; asked for by ``device``, since torch looks long for another one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
     def record(self) -> _CudaEvent:
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return _CudaEvent(event)
 
 
@@ -239,7 +242,7 @@ class Exchange:
 
     def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
         self._device = device
-        self._lane = lane or CurrentStream()
+        self._lane = lane or CurrentStream(device)
         self._in = _grown(None, 0)
         self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
         self._next = 0

@@ -116,6 +116,7 @@ class SlotExecution(Execution):
         local_of: the experts that this process holds, see ``Execution``.
     """
 
+    _elsewhere: ClassVar[int] = NOWHERE
     needs_host: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
@@ -444,14 +445,14 @@ class SlotExecution(Execution):
     def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
         """Returns int32 [experts of the model]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k].
 
-        On the CPU, NOWHERE for others, also those of other processes.
+        On the CPU. Others are ``_elsewhere``, and NOWHERE if they may be another process's.
         """
-        experts, named = self.shape.experts, ids.long()
+        experts, named, elsewhere = self.shape.experts, ids.numpy(), self._elsewhere
         if self._held is not None:
-            experts, named = len(self._numbers) - 1, self._held[named]
-        slot_of = torch.full((experts,), NOWHERE, dtype=torch.int32)
-        slot_of[named] = slot_ids.to(torch.int32)
-        return slot_of
+            experts, named, elsewhere = len(self._numbers) - 1, self._held.numpy()[named], NOWHERE
+        slot_of = np.full(experts, elsewhere, dtype=np.int32)  # numpy: in every layer of every step
+        slot_of[named] = slot_ids.numpy()
+        return torch.from_numpy(slot_of)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         assert self._exchange is not None

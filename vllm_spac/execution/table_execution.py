@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.spac")
 class TableExecution(SlotExecution):
     """Arguments as of ``SlotExecution``."""
 
+    _elsewhere: ClassVar[int] = 0  # no row reads these, where this process holds all experts
     keeps_bits = False  # the kernel sums in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
 
@@ -83,10 +84,11 @@ class TableExecution(SlotExecution):
 
         Args:
             layer: number of the layer in ``shape.layers``.
-            slot_of: int32 [experts] on the device; None: every expert has its slot, or slots are given.
+            slot_of: int32 [experts] on the device, any slot for experts that no row uses; None: every expert has its
+                slot, or slots are given.
         """
         if slot_of is not None:
-            return self._places[:, slot_of.clamp(min=0).long()]
+            return self._places.index_select(1, slot_of)
         first = layer * self.shape.experts
         return self._places[:, first : first + self.shape.experts].contiguous() if self.holds_all else self._places
 
@@ -102,9 +104,10 @@ class TableKernel:
         self.takes_slots = self._own.device.type == "cpu"
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
-        places = self._own if slot_of is None else self._execution.places(self._layer, slot_of)
         if not self.takes_slots and self._execution.local_of is not None:  # our kernel skips what is -1
             ids = self._execution.own(ids) if slot_of is None else ids.masked_fill(slot_of[ids] < 0, -1)
+            slot_of = None if slot_of is None else slot_of.clamp(min=0)
+        places = self._own if slot_of is None else self._execution.places(self._layer, slot_of)
         return self._run(places, x, weights, ids)
 
     def _run(self, places: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
