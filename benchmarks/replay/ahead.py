@@ -186,8 +186,11 @@ def on_device(kept: Kept, name: str, share: float) -> dict[str, Any]:
     slots, store = int(share * shape.total), filled("host", shape)
     tensors = {part: torch.zeros(slots, *spec.shape) for part, spec in specs.items()}
     rows = max(step.rows for step, _ in kept.steps)
-    policy, options = components.build("policies", "reuse"), {"path": "host", "rows": rows, "extra": EXTRA}
-    made = WithoutSums(shape, slots, policy, store, tensors, predictor=built(name), prefetch=name, **options)
+    ahead, policy = (
+        PrefetchSettings(prefetch=name, built=built(name), extra=EXTRA),
+        components.build("policies", "reuse"),
+    )
+    made = WithoutSums(shape, slots, policy, store, tensors, path="host", rows=rows, ahead=ahead)
     with closing(made):
         list(made.fill())
         for step, layers in kept.steps:
@@ -217,10 +220,10 @@ def built(name: str) -> Any:
 def replayed(kept: Kept, name: str, plane: str, way: str, share: float) -> dict[str, Any]:
     steps, learn, named = kept.steps, Depths.end_step, Named()
 
-    def end_step(depths: Depths, places: np.ndarray, used: np.ndarray) -> None:
-        named.end_step(depths, places, used)
+    def end_step(self: Depths, places: np.ndarray, used: np.ndarray) -> None:
+        named.end_step(self, places, used)
         if way != "depth":
-            depths.depths = np.full(len(depths.depths), len(places) // len(depths.depths))
+            self.depths = np.full(len(self.depths), len(places) // len(self.depths))
 
     Depths.end_step = end_step  # type: ignore[method-assign]
     if way == "rows":

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.execution.base import Execution, Rows
@@ -220,13 +221,17 @@ def test_a_rank_reads_ahead_its_own_of_the_experts_that_are_named() -> None:
     foresight = SimpleNamespace(
         sizes=Sizes(2, EXPERTS, TOP_K, 8, 1, 1),
         reach=1,
+        on_device=True,
         needs=frozenset(),
+        weights_of=lambda layer, scores: scores,
         of_step=lambda tokens: torch.zeros(1, EXPERTS),
         of_next=lambda seen, known: torch.zeros(2, EXPERTS).scatter_(1, chosen[1], 1.0),
     )
     generator = torch.Generator().manual_seed(0)
     experts = {name: torch.randn(2, EXPERTS, *spec.shape, generator=generator) for name, spec in PLAIN.items()}
-    execution = pointers([7, 2, 3, 10, 5, 0], 8, experts, predictor=foresight)
+    execution = pointers(
+        [7, 2, 3, 10, 5, 0], 8, experts, ahead=PrefetchSettings(prefetch="gate", built=foresight, extra=1.0)
+    )
     for _ in range(20):
         chosen.copy_(torch.rand(2, 2, EXPERTS, generator=generator).topk(TOP_K).indices)
         execution.begin_step(Step((RequestRows(0, 2, RowKind.DECODE),)))

@@ -95,7 +95,7 @@ class DeviceLookahead:
         of_model = admission.shape.experts if numbers is None else len(numbers) - 1
         assert predictor.reach <= 1 and sizes.experts == of_model
         # Experts of the model, by the numbers of this process; None: the same.
-        self._held = None if numbers is None else (numbers[:-1] >= 0).nonzero()[:, 0]
+        self._held = None if numbers is None else numbers[:-1].argsort(stable=True)[-admission.shape.experts :]
         self.rows = min(rows, MOST_ROWS)
         self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
         self._last = sizes.layers - 1
