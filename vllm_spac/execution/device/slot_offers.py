@@ -84,6 +84,7 @@ class Offering:
         self._counters = counters
         self.allowance: Allowance | None = None
         self.depths: Depths | None = None
+        self._wanted = np.zeros(keys, dtype=bool)  # what might have taken a slot that was offered last
         self._unused: set[int] = set()  # read ahead, and no layer has used them
         self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
 
@@ -95,6 +96,7 @@ class Offering:
         owners = standing.order[: int(np.searchsorted(standing.kept, most, side="right"))]
         kept = standing.kept[: len(owners)].astype(np.float32)
         slots = self.residency.slot_of[owners]
+        self._wanted = standing.used >= standing.kept.min(initial=np.inf)
         return Offered(slots, owners.astype(np.int32), kept, standing.used.astype(np.float32))
 
     def learn(
@@ -135,15 +137,14 @@ class Offering:
         ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
         for_guesses = changed[np.isin(owner[changed], ahead)]
         displaced = dict(zip(self.residency.owner[for_guesses].tolist(), owner[for_guesses].tolist(), strict=True))
+        outside = self.residency.slot_of == NOWHERE  # when the step began
         self.residency.take_over(changed, owner[changed])
         judged = None
         if self.allowance is not None:
             missed = np.concatenate([streamed, admitted]).tolist()
             judged = self._judge(self.allowance, counts, missed, ahead.tolist(), displaced)
         if self.depths is not None and guessed is not None and places is not None:
-            missing = np.isin(sources, (STREAMED, ADMITTED)) | (guessed == ADMITTED)
-            missing |= (counts == 0) & (self.residency.slot_of == NOWHERE)
-            self.depths.end_step(np.where(missing, places, -1), counts > 0)
+            self.depths.end_step(np.where(outside & self._wanted, places, -1), counts > 0)
         return Learned(len(streamed), len(admitted), len(ahead), judged)
 
     def _judge(
