@@ -100,6 +100,7 @@ class Offering:
         self._counters = counters
         self.allowance: Allowance | None = None
         self.depths: Depths | None = None
+        self._wanted = np.zeros(keys, dtype=bool)  # what might have taken a slot that was offered last
         self._unused: set[int] = set()  # read ahead, and no layer has used them
         self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
 
@@ -119,6 +120,7 @@ class Offering:
             offered = ~np.isin(slots, list(withhold(slots)))
             order, kept = order[offered], kept[offered]
             used[residency.owner[residency.state == SlotState.LOADING]] = -np.inf
+        self._wanted = used >= kept.min(initial=np.inf)
         most = standing.used[residency.slot_of == NOWHERE].max(initial=-np.inf)
         count = int(np.searchsorted(kept, most, side="right"))
         owners, kept = (order, kept) if every else (order[:count], kept[:count])
@@ -179,15 +181,14 @@ class Offering:
             coming = [key for key in owner[changed].tolist() if self.residency.is_loading(key)]
             if coming:
                 self.overtaken(coming)
+        outside = self.residency.slot_of == NOWHERE  # when the step began
         self.residency.take_over(changed, owner[changed])
         missed, judged = np.concatenate([streamed, admitted, computed]), None
         if self.allowance is not None:
             self._judge(self.allowance, counts, missed.tolist(), ahead.tolist(), displaced)
             judged = None if between else self.allowance.end_step()
         if self.depths is not None and guessed is not None and places is not None:
-            missing = ~np.isin(sources, (HIT, UNUSED)) | (guessed == ADMITTED)
-            missing |= (counts == 0) & (self.residency.slot_of == NOWHERE)
-            self.depths.end_step(np.where(missing, places, -1), counts > 0)
+            self.depths.end_step(np.where(outside & self._wanted, places, -1), counts > 0)
         numbers = len(streamed), len(admitted), len(ahead), len(computed), late
         return Learned(*numbers, judged, hits, missed, tuple(victims.tolist()))
 
