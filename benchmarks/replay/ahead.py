@@ -76,7 +76,9 @@ class Kept:
             nonlocal live
             if live := bool(step.requests):
                 self.shape = execution.shape
-                copies = {name: None if (one := getattr(step, name)) is None else one.clone() for name in _OF_STEP}
+                copies: dict[str, Any] = {
+                    name: None if (one := getattr(step, name)) is None else one.clone() for name in _OF_STEP
+                }
                 self.steps.append((replace(step, **copies), []))
             begin(execution, step)
 
@@ -149,7 +151,7 @@ class Nothing:
 class WithoutSums(PointerExecution):
     """Decides and copies; of its kernel the counts are left."""
 
-    def _launch(self, tables, layer, x, ids, weights, live, activation, out):  # type: ignore[no-untyped-def]
+    def _launch(self, tables, layer, x, ids, weights, live, activation, out):
         pairs = ids.flatten()[: int(live)].long()
         counts = torch.bincount(pairs[weights.flatten()[: len(pairs)] != 0], minlength=self.shape.experts)
         self._counts[layer].copy_(counts)

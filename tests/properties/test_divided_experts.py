@@ -215,10 +215,18 @@ def test_the_parts_of_ranks_whose_devices_decide_are_the_output(case, slots: int
         execution.close()
 
 
+class Foresight(SimpleNamespace):
+    """Names what it is told to."""
+
+    @classmethod
+    def looks_at_layers(cls) -> bool:
+        return True
+
+
 def test_a_rank_reads_ahead_its_own_of_the_experts_that_are_named() -> None:
     """A predictor names the model's experts, here those that the next layer chooses: whatever is read is used."""
     chosen = torch.zeros(2, 2, TOP_K, dtype=torch.long)  # of each layer
-    foresight = SimpleNamespace(
+    foresight = Foresight(
         sizes=Sizes(2, EXPERTS, TOP_K, 8, 1, 1),
         reach=1,
         on_device=True,
