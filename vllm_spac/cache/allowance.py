@@ -90,7 +90,7 @@ class Depths:
 
     Counts by place in the ranking how many names without a slot their layer used, whether they were read or not, so
     that nothing is read to learn it. Reads go down to the last place above which at most ``extra`` names were not used
-    for one that was, by one standard error. Layers differ: each has its own depth. It is 0 until some names were used.
+    for one that was, by half a standard error. Layers differ: each has its own depth. It is 0 until some names were used.
 
     Args:
         layers, experts: numbers of layers, and of experts per layer.
@@ -120,7 +120,7 @@ class Depths:
             counts *= self._FADING
             counts += np.bincount(found, minlength=counts.size).reshape(counts.shape)
         named, used_of = self._named.cumsum(1), self._used.cumsum(1)
-        doubt = np.sqrt(self._share * (1 - self._share) * named)  # a standard error: the deepest of many was lucky
+        doubt = np.sqrt(self._share * (1 - self._share) * named) / 2  # the deepest of many that pay was lucky
         pays = (used_of >= self._share * named + doubt) & (named > 0)
         self.depths = np.where(pays.any(1), experts - pays[:, ::-1].argmax(1), 0)
 
