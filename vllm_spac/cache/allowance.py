@@ -90,7 +90,7 @@ class Depths:
 
     Counts by place in the ranking how many names without a slot their layer used, whether they were read or not, so
     that nothing is read to learn it. Reads go down to the last place above which at most ``extra`` names were not used
-    for one that was, by half a standard error. Layers differ: each has its own depth. It is 0 until some names were used.
+    for one that was, by half a standard error. Layers differ: each has its own depth, 0 until some names were used.
 
     Args:
         layers, experts: numbers of layers, and of experts per layer.
