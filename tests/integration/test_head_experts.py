@@ -90,14 +90,14 @@ def test_each_forward_of_the_head_is_a_step_of_its_execution() -> None:
     runtime = _HeadRuntime([execution], model)
     given = torch.ones(3, 2), torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
     assert runtime.forward(execution, 0, *given, None) is given[0]
-    assert execution.asked == [[(0, 3, RowKind.DECODE)], (3, True, None), "end"]
+    assert execution.asked == [[(0, 3, RowKind.DECODE)], (3, True, None, False), "end"]
     with pytest.raises(RuntimeError):
         runtime.forward(execution, 0, *given, "fails")
     assert execution.asked[-1] == "end", "the next step begins as any other"
     execution.asked.clear()
     model.in_step = False  # profiling and warm-up
     runtime.forward(execution, 0, *given, None)
-    assert execution.asked == [(3, False, None)]
+    assert execution.asked == [(3, False, None, False)]
 
 
 @pytest.mark.parametrize("loading", ["_loading", "_loading_in_v2"])

@@ -267,7 +267,7 @@ def test_off_the_cpu_tiles_are_those_of_a_whole_layer(unhooked, monkeypatch) -> 
 def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:
     layer = Layer(EXPERTS, on_cpu=False)
     seen = []
-    layer.spac_execution.observe = lambda index, ids: seen.append(ids)
+    layer.spac_execution.observe = lambda index, ids, partly: seen.append(ids)
     ids = padded(2, [7, 7])
     layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.PREFILL),)))
     layer.spac_forward(torch.ones(5, WIDTH), torch.ones(5, TOP_K), ids)

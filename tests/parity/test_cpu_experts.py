@@ -66,7 +66,8 @@ def test_same_tokens_where_the_device_decides(spac, exact, checkpoint):
     assert_same_tokens(run, exact)
     stats = run.stats
     assert stats["mode"] == "exact up to rounding"
-    assert stats["cpu_rows"] >= stats["cpu_experts"] > 0
+    if spac["cpu_experts"] != "auto":  # which takes what was measured to pay on this machine, also none
+        assert stats["cpu_rows"] >= stats["cpu_experts"] > 0
     assert stats["bytes"]["host streamed"] == (stats["misses"] - stats["loads"]) * stats["expert_bytes"]
 
 

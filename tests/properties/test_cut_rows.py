@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_experts import TOP_K, make
-from test_cpu_experts import routed as routed_rows
+from test_cpu_divided import TOP_K, make
+from test_cpu_divided import routed as routed_rows
 from test_execution import EXPERTS as ADDRESSED
 from test_execution import TOP_K as CHOSEN
 from test_execution import D, made
 from test_lookahead import BUSY, EXPERTS, LAYERS, TOP
 from test_lookahead_away import Away, There, away
-from test_pointer_lookahead import predictor
+from test_pointer_lookahead import ahead_by, predictor
 from torch import Tensor
 
 from vllm_spac.core import NO_EXPERT, RequestRows, RowKind, Step
@@ -98,16 +98,20 @@ def test_a_predictor_reads_no_cut_row() -> None:
 
 
 def test_the_device_reads_nothing_ahead_for_a_cut_row(made) -> None:
-    """Its guess is no expert, as it has none itself."""
-    pool = made(12, predictor=predictor("gate"))
+    """Its guess is no expert, as it has none itself: what is named are its neighbours' names."""
+    pool = made(12, ahead=ahead_by(predictor("gate"), 1.0))
     rng = torch.Generator().manual_seed(0)
     pool.begin_step(Step((RequestRows(0, 3, RowKind.VERIFY, 2),)))
     x, weights = torch.randn(3, D, generator=rng), torch.rand(3, CHOSEN, generator=rng)
     ids = torch.rand(3, ADDRESSED, generator=rng).topk(CHOSEN).indices.int()
     ids[2] = NO_EXPERT
-    out = torch.full_like(ids, 99)
-    pool._ahead.name(0, x, ids, weights, out)
-    assert (out[2] == NO_EXPERT).all() and (out[:2] >= 0).all()
+    named, alone = torch.zeros(1, ADDRESSED), torch.zeros(1, ADDRESSED)
+    pool._ahead.name(0, x, ids, weights, torch.ones(3, 1), named)
+    pool._ahead.name(0, x[:2], ids[:2], weights[:2], torch.ones(2, 1), alone)
+    assert torch.equal(named, alone) and named.any()
+    x[2] += 9  # another row
+    pool._ahead.name(0, x, ids.clamp(min=0), weights, torch.ones(3, 1), named)
+    assert not torch.equal(named, alone), "the row has other names"
     found = pool.run(0, x, weights, ids, "silu", torch.full_like(x, float("nan")))
     assert not found[2].any() and found[:2].any(), "a cut row is finite, and adds nothing"
     assert pool._counts[0].sum() == 2 * CHOSEN

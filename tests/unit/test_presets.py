@@ -68,13 +68,14 @@ def test_a_preset_without_its_drafter_says_what_to_add(name: str) -> None:
 
 
 def test_what_a_preset_sets_is_refused_with_the_preset_as_a_way_out() -> None:
-    """Of its knobs two need the host: each is named when the other has been given."""
+    workers = {"preset": "moe-spac", "executor": "processes", "workers": 2}
+    with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*drop --spac-preset$") as caught:
+        SpacConfig.parse(workers)
+    assert [remedy.changes for remedy in caught.value.remedies] == [{"preset": None}]
     device = {"preset": "moe-spac", "decisions": "device"}
-    with pytest.raises(ConfigError, match=r"prefetch=utility .*drop --spac-preset$") as caught:
-        SpacConfig.parse(device)
-    assert [remedy.changes for remedy in caught.value.remedies][-1] == {"preset": None}
     with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*; use --spac-cpu-experts auto, or use --spac-dec"):
-        SpacConfig.parse({**device, "prefetch": "off"})
+        SpacConfig.parse(device)
+    SpacConfig.parse({**device, "cpu_experts": "auto"})
 
 
 def test_a_tuned_profile_beside_the_experts_is_not_mixed_with_a_preset(tmp_path, monkeypatch) -> None:

@@ -126,7 +126,7 @@ def ignored(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_knobs_that_do_not_go_together_are_named(folder: Path, here: Machine, caplog) -> None:
-    write(folder, here, knobs={"prefetch": "utility"})
+    write(folder, here, knobs={"policy": "layer_lru"})
     args = SimpleNamespace(
         model=str(TOY),
         additional_config={"spac": {"decisions": "device", "tuned": str(path_of(folder, tuned_profile.identity(TOY)))}},
@@ -134,7 +134,7 @@ def test_knobs_that_do_not_go_together_are_named(folder: Path, here: Machine, ca
         tensor_parallel_size=1,
     )
     assert tuned_start.apply(args, config := SpacConfig.parse(args.additional_config["spac"])) is config
-    assert re.search("its knobs do not go with yours.*drop --spac-prefetch.*--spac-tuned off", ignored(caplog))
+    assert re.search("its knobs do not go with yours.*--spac-policy.*--spac-tuned off", ignored(caplog))
 
 
 @pytest.mark.parametrize(("requests", "used"), [(None, False), (16, False), (8, True), (4, True)])

@@ -224,7 +224,7 @@ def test_what_contradicts_or_is_refused_is_left_out() -> None:
     ranked = [
         change("pointers", "decisions", store="host", decisions="device"),
         change("disk", "store", store="disk"),
-        change("ahead", "prefetch", prefetch="utility"),  # pointers refuse it
+        change("cpu", "cpu_experts", cpu_experts="threshold"),  # pointers refuse it
         change("lru", "policy", policy="lru"),
     ]
     found = combine(BASE, ranked)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO
 from vllm_spac.errors import ConfigError, printable
@@ -101,6 +102,8 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return "the device counts each row as one (--spac-budget-votes)"
     if config.uses_cpu_experts:
         return "CPU experts ran on no GPU with decisions=device (--spac-decisions device has them)"
+    if config.prefetch not in ("off", AUTO) and not components.find("predictors", config.prefetch).on_device:
+        return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with decisions=device"
     given = engine_args.additional_config["spac"]
     try:
         other = SpacConfig.parse({**given, "decisions": "device"})
