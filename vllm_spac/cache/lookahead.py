@@ -198,6 +198,7 @@ class Lookahead(Prefetcher):
         self._read_at: dict[int, int] = {}  # keys read ahead in steps under a budget -> their places
         self.expected = Expected(layers, layer_experts, settings.k or top_k, local_of, self._cutoff)
         self._phases = DraftPhases(settings.depth)
+        self._bounds: Sequence[int] | None = None  # of the last step that was guessed about, not of a prompt
         self._drafting = False  # the drafter has read tokens of a step that has not begun
         self._broken = False  # the predictor has failed
         self._payback = Payback() if settings.stops else None
@@ -251,7 +252,7 @@ class Lookahead(Prefetcher):
         if not self._drafting:
             self._drafting = True
             self.expected.begin()
-            self.expected.ration = Ration(self.expected.ration.bounds)  # of the step before; other rows
+            self.expected.ration = Ration(self._bounds)  # other rows, whose votes are not known
         self._hear(seen, names)
         self._cancel_unexpected()
         if self._bounded:
@@ -266,6 +267,8 @@ class Lookahead(Prefetcher):
     def begin_step(self, seen: Seen | None, ration: Ration = UNBOUNDED) -> None:
         self.reap()
         self.expected.ration = ration
+        if seen is not None:
+            self._bounds = ration.bounds
         self._phases.end(self._ahead.keys)
         drafted, self._drafting = self._drafting, False
         self._began, self._rows = self._link.clock(), 0
