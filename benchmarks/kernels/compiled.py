@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -111,9 +112,7 @@ class Recorder:
 
     def __getitem__(self, grid):
         assert all(isinstance(size, int) and 0 < size < 2**31 for size in grid)
-        self.programs = 1
-        for size in grid:
-            self.programs *= size
+        self.programs = math.prod(grid)
         return lambda *arguments, **named: self._report(arguments, named)
 
 
@@ -144,17 +143,11 @@ def record(function: Callable[[], object]) -> dict[str, Launch]:
         recorder = recorders[name]
         calls.setdefault(name, Launch(recorder.kernel, arguments, named, recorder.programs))
 
-    patches = []
-    for name, (module, attribute) in KERNELS.items():
-        recorders[name] = Recorder(getattr(module, attribute), partial(keep, name))
-        patches.append(patch.object(module, attribute, recorders[name]))
-    for each in patches:
-        each.start()
-    try:
+    with contextlib.ExitStack() as patches:
+        for name, (module, attribute) in KERNELS.items():
+            recorders[name] = Recorder(getattr(module, attribute), partial(keep, name))
+            patches.enter_context(patch.object(module, attribute, recorders[name]))
         function()
-    finally:
-        for each in patches:
-            each.stop()
     return calls
 
 

@@ -466,7 +466,8 @@ class PointerExecution(Execution):
                 self._ahead.compile(layer, padding, ids, weights)
             given = self._tables_of(layer), layer, padding, ids, weights, self._all, activation, out
             self._launch(*given)
-            self._launch_whole(*given)  # other forwards of the same variant may have too many rows for the CPU
+            if self._cpu is not None:  # other forwards of the same variant may have too many rows for it
+                self._launch(*given, whole=True)
         self._compiled.add(activation)
         if self._sizes:
             logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
@@ -481,30 +482,18 @@ class PointerExecution(Execution):
         live: Tensor,
         activation: str,
         out: Tensor,
+        *,
+        whole: bool = False,
     ) -> Tensor:
-        if self._cpu is None or len(x) > self._cpu.rows:
-            return self._launch_whole(tables, layer, x, ids, weights, live, activation, out)
+        """Launches what computes a layer; returns ``out``. ``whole``: the CPU has no share."""
 
         def gemm(weights: Tensor, out: Tensor, counts: Tensor) -> Tensor:
             shared = self._kernels, self.shape, tables, x, weights, ids, activation, out
             return grouped_gemm_over(*shared, counts=counts, live=live)
 
+        if whole or self._cpu is None or len(x) > self._cpu.rows:
+            return gemm(weights, out, self._counts[layer])
         return self._cpu.finish(layer, ids, self.admission.decisions["sources"], gemm, out)
-
-    def _launch_whole(
-        self,
-        tables: Mapping[str, Tensor],
-        layer: int,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        live: Tensor,
-        activation: str,
-        out: Tensor,
-    ) -> Tensor:
-        return grouped_gemm_over(
-            self._kernels, self.shape, tables, x, weights, ids, activation, out, counts=self._counts[layer], live=live
-        )
 
     def _enter(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
         post = None
