@@ -339,7 +339,6 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "cluster": "\0"}, "NUL"),
         ({"executor": "processes", "workers": 2, "decisions": "device"}, "drop --spac-decisions"),
         ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
-        ({"executor": "processes", "workers": 2, "prefetch": "utility"}, "drop --spac-prefetch"),
         ({"executor": "processes", "workers": 2, "prefetch": "auto"}, "use --spac-prefetch linear"),
         ({"executor": "processes", "workers": 2, "prefetch": "linear"}, "needs predictor_file"),
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),

@@ -14,6 +14,7 @@ from vllm_spac.decisions.policies.lru import LRU
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.exchange import Exchange
+from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.methods.od_moe.workers_execution import WorkerExecution
 
 LAYERS, EXPERTS, TOP_K = 3, 4, 2
@@ -123,6 +124,37 @@ def test_a_predictor_that_fails_tells_workers_nothing_and_is_not_asked_again(cap
     assert client.told == [(1, 0, "rows"), (2, 0, "rows")]
     [record] = caplog.records
     assert "failed; workers get no more hints" in record.getMessage() and record.exc_info is not None
+
+
+def test_after_a_step_workers_are_told_what_its_counts_are_worth() -> None:
+    """By the utility of what generates: the greatest score first, those that reach the threshold alone."""
+    client = Client()
+    estimator = UtilityEstimator(SHAPE.total, gamma=0)
+    execution = WorkerExecution(SHAPE, LRU(), SimpleNamespace(client=client), estimator, threshold=2)
+    assert execution.looks_at == frozenset()
+    rising = [[[2, 0]], [[2, 0], [2, 1]], [[2, 0], [2, 1], [2, 3]]]  # f_t of expert 2: 1, 2, 3; of 0: 1, 1, 1
+    for number, chosen in enumerate(rising):
+        rows = len(chosen)
+        prompt = RequestRows(rows, rows + 1, RowKind.PREFILL)
+        execution.begin_step(Step((RequestRows(0, rows, RowKind.DECODE), prompt)))
+        ids = torch.tensor([*chosen, [3, 1]], dtype=torch.int32)
+        given = torch.ones(rows + 1, 3), torch.ones(rows + 1, TOP_K)
+        execution.forward(1, *given, ids, None, Rows(rows + 1, as_routed=True))
+        assert client.told == [(number + 1, 1, "rows")], "before the step ended"
+        execution.end_forward()
+        told = [(number + 2, 1, [2])] if number else []
+        assert client.told[1:] == told, estimator.scores
+        client.told.clear()
+    execution.begin_step(Step((RequestRows(0, 1, RowKind.PREFILL),)))
+    layer(execution, 1)
+    execution.end_forward()
+    assert client.told == [(4, 1, "rows")], "a prompt says little about the next token"
+
+
+def test_of_a_layer_that_no_row_guesses_about_workers_are_told_nothing() -> None:
+    execution, client = serving(Named())
+    execution.draft(torch.tensor([5]), torch.full((1, EXPERTS), -torch.inf))
+    assert client.told == []
 
 
 def test_rows_of_a_device_come_to_the_host_with_their_routing_in_one_wait() -> None:

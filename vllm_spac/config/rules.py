@@ -169,12 +169,6 @@ def _check_workers(config: Any) -> None:
     named_prefetch = f"prefetch={config.prefetch} (--spac-prefetch)"
     if config.prefetch == AUTO:
         raise _refused(f"{named_prefetch} measures this process's loads, and {named} has none", use(prefetch="linear"))
-    if config.prefetch != "off" and not components.find("predictors", config.prefetch).looks_at_layers():
-        raise _refused(
-            f"{named_prefetch} guesses after a step, and with {named} workers are told within it",
-            use(prefetch="linear", predictor_file="FILE"),
-            drop("prefetch"),
-        )
     if config.store not in (None, "disk"):
         raise _refused(
             f"store={config.store} (--spac-store) is not for {named}: each worker packs its experts on its disk",

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import Predictor, Seen
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.execution.row_shares import runnable
+from vllm_spac.execution.step_routing import StepRouting
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.recording.metrics import Counters
@@ -88,8 +90,10 @@ class WorkerExecution(Execution):
     Args:
         policy: decides nothing here, where there are no slots; each worker has its own.
         store: the workers' experts; owned.
-        predictor: looks at layers; what it guesses of later ones is told to their workers, which load it ahead.
+        predictor: what it guesses of layers is told to their workers, which load it ahead. One that counts is asked
+            after each step.
         names: experts that a row names, and number of the first layers that they may be of; None: top-k, and all.
+        threshold: the lowest score of a predictor that counts of which workers are told.
         exchange: copies rows to the host and results to the device that runs the layers; None on a CPU.
     """
 
@@ -104,6 +108,7 @@ class WorkerExecution(Execution):
         predictor: Predictor | None = None,
         names: tuple[int, int] | None = None,
         exchange: Exchange | None = None,
+        threshold: int = 1,
     ) -> None:
         self._exchange = exchange
         self.shape, self.store, self._client = shape, store, store.client
@@ -117,16 +122,20 @@ class WorkerExecution(Execution):
         self._filled = False
         self._predictor, self._names = predictor, names or (shape.top_k, len(shape.layers))
         self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
-        self.looks_at = frozenset() if predictor is None else predictor.needs
+        self._counting, self._threshold = predictor is not None and not predictor.looks_at_layers(), threshold
+        self._step: Step | None = None  # whose selections are counted
+        self._routed = StepRouting(shape, partly=True)
+        self.looks_at = frozenset() if predictor is None or self._counting else predictor.needs
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
         config, shape, predictor = context.config, context.shape, None
-        settings = PrefetchSettings.configured(config, config.named_prefetch, context.predictor)
+        settings = PrefetchSettings.configured(config, config.named_prefetch, context.predictor, drafts=context.drafts)
         if config.prefetch != "off":
             predictor = settings.build(shape.total)
         names = settings.k or shape.top_k, len(shape.layers) if settings.cutoff is None else settings.cutoff
-        return cls(shape, context.policy, cast(WorkerStore, context.store), predictor, names, context.exchange)
+        store = cast(WorkerStore, context.store)
+        return cls(shape, context.policy, store, predictor, names, context.exchange, settings.threshold)
 
     @classmethod
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -143,7 +152,9 @@ class WorkerExecution(Execution):
         self._steps += 1
         self._forward = Forward(self._steps, step.prompts)
         self.counters.began(step.kind)
-        guessed = self._predictor is not None and step.requests and not step.prompts
+        self._routed.clear()  # of a forward that failed
+        self._step = step if self._counting else None
+        guessed = self._predictor is not None and not self._counting and step.requests and not step.prompts
         self._seen = self._at_start(step.tokens, step.draft) if guessed else None
         if self._seen is not None:
             self._hint(self._seen, self._steps)
@@ -153,6 +164,25 @@ class WorkerExecution(Execution):
 
     def end_forward(self) -> None:
         self._forward, self._seen = Forward(), None
+        step, self._step = self._step, None
+        if step is not None:
+            self._count(step)
+
+    def _count(self, step: Step) -> None:
+        """Tells workers what the counts of ``step`` are worth in the next one, the greatest score first."""
+        counts = self._routed.counts(step.generating, step.generating_weights) if self._routed else None
+        self._routed.clear()
+        if counts is None or self._predictor is None:
+            return
+        try:
+            self._predictor.observe_step(counts)
+            scores = self._predictor.scores.reshape(-1, self.shape.experts)
+        except Exception:
+            self._forget_predictor()
+            return
+        for layer, own in enumerate(scores):
+            order = np.argsort(-own, kind="stable")
+            self._tell(self._steps + 1, layer, order[: np.count_nonzero(own >= self._threshold)])
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         real = slice(0, rows.real)
@@ -163,6 +193,8 @@ class WorkerExecution(Execution):
             x, weights, ids = self._exchange.all_to_host([x[real], weights[real], ids[real]])
         if rows.record is not None:
             rows.record(layer, ids[real], weights[real])
+        if self._step is not None:
+            self._routed.add(layer, ids[real])
         if not rows.as_routed:
             ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
         meanwhile = None
@@ -192,14 +224,22 @@ class WorkerExecution(Execution):
             return
         try:
             guesses = list(self._predictor.guesses(seen))
-        except Exception:  # of any predictor, also of another package: it moves experts ahead of need, and no more
-            logger.exception("spac: the predictor of prefetch (--spac-prefetch) failed; workers get no more hints")
-            self._predictor = None
+        except Exception:
+            self._forget_predictor()
             return
         for guess in guesses:
             for layer, experts in named(guess, self.shape.experts, self._names[0]):
                 if layer != seen.layer and layer < self._names[1]:
-                    self._client.hint(step + (layer < seen.layer), layer, experts)
+                    self._tell(step + (layer < seen.layer), layer, experts)
+
+    def _tell(self, step: int, layer: int, experts: np.ndarray) -> None:
+        if len(experts):
+            self._client.hint(step, layer, experts)
+
+    def _forget_predictor(self) -> None:
+        """After an error of any predictor, also of another package: it moves experts ahead of need, and no more."""
+        logger.exception("spac: the predictor of prefetch (--spac-prefetch) failed; workers get no more hints")
+        self._predictor = None
 
     def snapshot(self) -> dict:
         """Returns the counters of all workers together and of each, their slots, and what became of the rows."""
