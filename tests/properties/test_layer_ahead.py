@@ -40,10 +40,11 @@ class Pool(SlotExecution):
     def run(self, layer: int, ids: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Runs a layer and looks at what its rows would read."""
         self.observe(layer, ids)
-        slots = self._layers.resident(layer, ids.numpy(), self._counted)
-        if slots is not None:
+        if (found := self._layers.together(layer, ids.numpy(), self._counted)) is not None:
+            slots, pinned = found
             meanwhile()
             self.look(layer, ids, torch.from_numpy(slots))
+            self._layers.release(pinned)
             return
         for wave in self.waves(layer, ids):
             meanwhile()

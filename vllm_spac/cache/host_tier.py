@@ -7,8 +7,8 @@ between, its rows of host memory belong to it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from vllm_spac.decisions.policies.base import Policy
 INCLUSIVE_FROM = 4  # rows per slot from which an expert in a slot keeps its row
 
 
-@dataclass(frozen=True, slots=True)
-class HostMove:
+class HostMove(NamedTuple):
     """A load of an expert into a slot.
 
     Attributes:

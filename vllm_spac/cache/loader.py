@@ -168,20 +168,20 @@ class ExpertLoader:
         self.residency.used()
         self.prefetcher.proceed(layer)
 
-    def ran(self, layer: int, rows: int, used: np.ndarray) -> None:
-        """The experts ``used`` (int [n]) of a layer are there for ``rows`` rows, and are about to run.
+    def ran(self, layer: int, rows: int, keys: np.ndarray) -> None:
+        """The ``keys`` (int [n]) of a layer's experts are there for ``rows`` rows, and are about to run.
 
         With many rows, what the next layer is expected to use is read meanwhile, unless the CPU may compute it.
         """
         use = self._use
         if not (self._streams and use.counts(rows) and self.prefetcher.balancer is None):
             return
-        use.observe(layer, rows, used)
+        use.observe(layer, rows, keys - layer * self._layer_experts)
         if (following := layer + 1) < use.layers:
             first = following * self._layer_experts
-            keys = range(first, first + self._layer_experts)
-            named = use.name(following, rows, self.residency.slot_of[keys.start : keys.stop] == NOWHERE)
-            self.prefetcher.stream((named + first).tolist(), keys)
+            behind = range(first, first + self._layer_experts)
+            named = use.name(following, rows, self.residency.slot_of[behind.start : behind.stop] == NOWHERE)
+            self.prefetcher.stream((named + first).tolist(), behind)
 
     def admit(self, keys: Iterable[int]) -> None:
         """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others.
@@ -242,10 +242,11 @@ class ExpertLoader:
 
     def _bring(self, placement: Placement, counters: Counters | None) -> None:
         """Loads the missing experts; prefetches that have not begun become loads on demand, others are waited for."""
-        begun = dict(placement.waits)
-        for key in self.prefetcher.take_over(list(begun)):
-            del begun[key]
-        loads = [*placement.loads, *((key, slot) for key, slot in placement.waits if key not in begun)]
+        loads, begun = placement.loads, dict(placement.waits)
+        if begun:
+            for key in self.prefetcher.take_over(list(begun)):
+                del begun[key]
+            loads += tuple((key, slot) for key, slot in placement.waits if key not in begun)
         failed = self._load(loads, counters)
         if begun:
             again = self.prefetcher.wait(list(begun), counters)

@@ -293,16 +293,18 @@ class Prefetcher:
 
     def placed(self, placement: Placement) -> None:
         """Records a placement: counts evicted unused prefetches."""
+        if not self.unused:
+            return
         wasted = self.unused.intersection(placement.victims)
         self.unused -= wasted
         self._guessed -= wasted
         self._counters.prefetch_wasted += len(wasted)
 
     def used(self, keys: Sequence[int] | np.ndarray) -> None:
-        """Records that a forward uses ``keys``, all READY, and starts further reads for the layers after them."""
+        """Records that a layer uses ``keys``, all READY, and starts further reads for the layers after it."""
         self.found(keys)
         if len(keys):
-            self.proceed(int(max(keys)) // self._layer_experts)
+            self.proceed(int(keys[-1]) // self._layer_experts)
 
     def found(self, keys: Sequence[int] | np.ndarray) -> None:
         """Records that a forward has found ``keys`` in their slots."""
@@ -353,8 +355,9 @@ class Prefetcher:
     def _demanded(self, keys: Sequence[int]) -> None:
         """Records that a layer needs ``keys`` from the store, some because of a read ahead that nothing has used."""
         harm = 0
-        for key in self._evicted_for.keys() & set(keys):
-            harm += self._evicted_for.pop(key) in self._guessed
+        if self._evicted_for:
+            for key in self._evicted_for.keys() & set(keys):
+                harm += self._evicted_for.pop(key) in self._guessed
         self._counters.prefetch_harmful += harm
         if self._allowance is not None:
             self._allowance.loaded(len(keys), harm)

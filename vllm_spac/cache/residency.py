@@ -15,11 +15,12 @@ import contextlib
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.system.compiled import compiled
 
 _FADING = 0.95  # per step: a step of 14 steps ago counts half
 
@@ -56,8 +57,10 @@ class SlotState(IntEnum):
     READY = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+_FREE, _LOADING, _READY = map(int, SlotState)  # numpy takes a microsecond for a member of an enumeration
+
+
+class Placement(NamedTuple):
     """Result of a call that assigns slots.
 
     Attributes:
@@ -106,6 +109,14 @@ class _Others:
         return key not in self.few
 
 
+def _all_ready(keys: np.ndarray, slot_of: np.ndarray, state: np.ndarray) -> bool:
+    for key in keys:
+        slot = slot_of[key]
+        if slot == NOWHERE or state[slot] != _READY:
+            return False
+    return True
+
+
 class Residency:
     """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
 
@@ -131,6 +142,7 @@ class Residency:
         self._free = list(range(slots - 1, -1, -1))
         self._pinned: set[int] = set()
         self._loading: set[int] = set()
+        self._all_ready = compiled(_all_ready)
         self._in_use: Sequence[int] | np.ndarray = ()  # keys that ``use`` named last, until that layer has run
 
     @property
@@ -160,7 +172,8 @@ class Residency:
         waits = [(key, int(self.slot_of[key])) for key in keys if key in self._loading] if self._loading else []
         pinned = self._pinned.union(keys)
         frozen = pinned | self._loading if self._loading else pinned
-        victims = self._evict(max(0, len(missing) - len(self._free)), frozen)
+        wanted = len(missing) - len(self._free)
+        victims = self._evict(wanted, frozen) if wanted > 0 else []
         for victim in victims:
             assert victim not in frozen, "the policy evicts a frozen expert"
             self._vacate(victim)
@@ -174,8 +187,7 @@ class Residency:
 
         They are frozen as if pinned until ``used``, or until ``use`` or ``prepare`` is called for another layer.
         """
-        slots = self.slot_of[keys]
-        if slots.min() == NOWHERE or (self._loading and (self.state[slots] != SlotState.READY).any()):
+        if not self._all_ready(keys, self.slot_of, self.state):
             return False
         self.policy.touch_all(keys)
         self._in_use = keys
@@ -257,7 +269,7 @@ class Residency:
         """Completes the load of ``key``: its slot may be read."""
         assert key in self._loading, f"expert {key} was not loading"
         self._loading.remove(key)
-        self.state[self.slot_of[key]] = SlotState.READY
+        self.state[self.slot_of[key]] = _READY
 
     def failed(self, key: int) -> None:
         """Undoes the load of ``key``: its slot is free again, and the key is neither resident nor pinned."""
@@ -358,11 +370,11 @@ class Residency:
 
     def _seat(self, key: int) -> int:
         slot = self._free.pop()
-        self.owner[slot], self.slot_of[key], self.state[slot] = key, slot, SlotState.LOADING
+        self.owner[slot], self.slot_of[key], self.state[slot] = key, slot, _LOADING
         self._loading.add(key)
         return slot
 
     def _vacate(self, key: int) -> None:
         slot = int(self.slot_of[key])
-        self.owner[slot], self.slot_of[key], self.state[slot] = NOWHERE, NOWHERE, SlotState.FREE
+        self.owner[slot], self.slot_of[key], self.state[slot] = NOWHERE, NOWHERE, _FREE
         self._free.append(slot)

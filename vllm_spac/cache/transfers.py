@@ -380,32 +380,51 @@ class Transfers:
         if self._device.type == "cuda":  # a kernel that was launched before may still read the slots
             torch.cuda.current_stream(self._device).synchronize()
         planned = [self._mover.plan(key, slot) for key, slot in loads]
-        left, results = deque(planned[1:]), dict[int, Moved | BaseException]()
-        failed: dict[int, BaseException] = {}
-        helped = not self._quick(len(left))
-        with self.ahead.paused() if helped else contextlib.nullcontext():
+        results: dict[int, Moved | BaseException] = {}
+        try:
+            if self._quick(len(planned) - 1):
+                self._perform(deque(planned), results)
+            else:
+                self._share(planned, results)
+        finally:
+            failed = self._end(planned, results, counters)
+        if counters is not None:
+            counters.stall_seconds += self.clock() - start
+        if planned and (timeline := self._mover.timeline) is not None:
+            timeline.add(Kind.WAIT, begun, len(planned))
+        return failed
+
+    def _share(self, planned: Sequence[HostMove], results: dict[int, Moved | BaseException]) -> None:
+        """Performs what is ``planned`` in this thread and others; reads ahead pause meanwhile."""
+        left = deque(planned[1:])
+        with self.ahead.paused():
             helpers: list[Future] = []
             try:
-                helpers = self._submit(min(self._threads, len(left)), left, results) if helped else []
+                helpers = self._submit(min(self._threads, len(left)), left, results)
                 self._perform(deque(planned[:1]), results)  # this thread would only wait otherwise
                 self._perform(left, results)
             finally:
                 left.clear()  # it was interrupted
                 if helpers:
                     _settle(helpers)
-                for move in planned:
-                    result = results.get(move.key) or given_up()
-                    self._mover.ended(move, result)
-                    if isinstance(result, BaseException):
-                        failed[move.key] = result
-                    elif counters is not None:
-                        counters.loads += 1
-                        counters.host_loads += result.path == HOST
-                        counters.moved(result.path, result.nbytes)
-        if counters is not None:
-            counters.stall_seconds += self.clock() - start
-        if planned and (timeline := self._mover.timeline) is not None:
-            timeline.add(Kind.WAIT, begun, len(planned))
+
+    def _end(
+        self,
+        planned: Sequence[HostMove],
+        results: Mapping[int, Moved | BaseException],
+        counters: Counters | None,
+    ) -> dict[int, BaseException]:
+        """Completes what was ``planned``, and counts it; returns what failed."""
+        failed: dict[int, BaseException] = {}
+        for move in planned:
+            result = results.get(move.key) or given_up()
+            self._mover.ended(move, result)
+            if isinstance(result, BaseException):
+                failed[move.key] = result
+            elif counters is not None:
+                counters.loads += 1
+                counters.host_loads += result.path == HOST
+                counters.moved(result.path, result.nbytes)
         return failed
 
     def _queue(

@@ -20,6 +20,7 @@ from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.decisions.guard.payback import Payback
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.recording.metrics import Counters
+from vllm_spac.system.compiled import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,6 +168,8 @@ class SlotLayers:
         self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
         self._balancer: Balancer | None = None  # also in steps in which the CPU is stopped
         self._check: CpuCheck | None = None
+        self._find = compiled(_find)
+        self._marks, self._found = np.zeros(experts, dtype=bool), np.zeros(experts, dtype=np.int64)
 
     def balance(self, balancer: Balancer, check: CpuCheck | None) -> None:
         """The CPU computes what ``balancer`` selects, in the steps in which ``check`` does not stop it."""
@@ -284,59 +287,46 @@ class SlotLayers:
             self.loader.admit(self._computed)
             self._computed = []
 
-    def resident(self, layer: int, routed: np.ndarray, counters: Counters | None) -> np.ndarray | None:
-        """Returns the slot of each pair, int32 [rows, top_k], if all experts are READY; else None and nothing changes.
+    def together(
+        self, layer: int, routed: np.ndarray, counters: Counters | None
+    ) -> tuple[np.ndarray, list[int]] | None:
+        """Makes the experts of a layer resident together: as ``waves`` with a single wave, without what several take.
 
-        As ``waves`` with a single wave, for the many layers that miss nothing. The caller runs the layer before it
-        asks for anything else.
-
-        Args:
-            layer, routed, counters: as in ``waves``.
-        """
-        if not len(routed):
-            return None
-        here, residency = self._keys(layer), self.loader.residency
-        used = _distinct(routed)
-        keys = used + here.start
-        self.loader.enter(range(here.start, here.stop))
-        if not self.loader.use(keys):
-            return None
-        if counters is not None:
-            counters.waves += 1
-            counters.hits += len(keys)
-            self.loader.ran(layer, len(routed), used)
-        return residency.slot_of[here][routed]
-
-    def bring(self, layer: int, routed: np.ndarray, counters: Counters | None) -> tuple[np.ndarray, list[int]] | None:
-        """Makes all experts resident together, where ``resident`` found that some are not.
-
-        As ``waves`` with a single wave, without what several take.
+        The caller runs the layer before it asks for anything else.
 
         Args:
             layer, routed, counters: as in ``waves``.
 
         Returns:
-            The slot of each pair, int32 [rows, top_k], and the keys to ``release`` when the layer has run; None if they
-            need more slots than there are, and nothing changes.
+            The slot of each pair, typed as ``routed`` [rows, top_k], and the keys to ``release`` when the layer has
+            run: none if nothing was missing. None if there are no rows, or they need more slots than there are: nothing
+            changes.
 
         Raises:
             StoreError: an expert could not be loaded.
         """
-        here, residency = self._keys(layer), self.loader.residency
-        used = _distinct(routed)
-        if not 0 < len(used) <= residency.slots:
+        loader, first = self.loader, layer * self.experts
+        slot_of, routed = loader.residency.slot_of, np.ascontiguousarray(routed)
+        slots = np.empty_like(routed)
+        found = self._find(routed, slot_of, first, self._marks, self._found, slots)
+        if not 0 < found <= loader.residency.slots:
             return None
-        keys = (used + here.start).tolist()
-        missed = self.loader.hold(keys, counters)
+        keys, missed = self._found[:found].copy(), 0
+        pinned: list[int] = []
+        loader.enter(range(first, first + self.experts))
+        if not loader.use(keys):
+            pinned = keys.tolist()
+            missed = len(loader.hold(pinned, counters))
+            self._find(routed, slot_of, first, self._marks, self._found, slots)
         if counters is not None:
             counters.waves += 1
-            counters.misses += len(missed)
-            counters.hits += len(keys) - len(missed)
-            self.loader.ran(layer, len(routed), used)
-        return residency.slot_of[here][routed], keys
+            counters.misses += missed
+            counters.hits += found - missed
+            loader.ran(layer, len(routed), keys)
+        return slots, pinned
 
     def release(self, keys: list[int]) -> None:
-        """Unpins what ``bring`` has pinned."""
+        """Unpins what ``together`` has pinned."""
         self.loader.release(keys)
 
     def waves(self, layer: int, routed: np.ndarray, counters: Counters | None) -> Generator[HeldRows, None, None]:
@@ -363,7 +353,7 @@ class SlotLayers:
                 if counters is not None:
                     counters.waves += 1
                     if isinstance(rows, slice):  # else no slot is free of this layer's experts
-                        self.loader.ran(layer, len(routed), chosen)
+                        self.loader.ran(layer, len(routed), chosen + here.start)
                 yield HeldRows(rows, arrived)
             finally:
                 self.loader.release(keys)
@@ -373,6 +363,34 @@ class SlotLayers:
 
     def _keys(self, layer: int) -> slice:
         return slice(layer * self.experts, (layer + 1) * self.experts)
+
+
+def _find(
+    routed: np.ndarray, slot_of: np.ndarray, first: int, marks: np.ndarray, keys: np.ndarray, slots: np.ndarray
+) -> int:
+    """Finds the keys that a layer's pairs need, and their slots; returns how many keys that are.
+
+    Args:
+        routed: int [rows, top_k], experts of the layer.
+        slot_of: int32 [keys of all layers]
+        first: key of the layer's first expert.
+        marks: bool [experts], all False; as it was when this returns.
+        keys: int64 [experts], receives the distinct keys in ascending order.
+        slots: as ``routed``, receives the slot of each pair; NOWHERE if it has none.
+    """
+    rows, top_k = routed.shape
+    for row in range(rows):
+        for pick in range(top_k):
+            expert = routed[row, pick]
+            marks[expert] = True
+            slots[row, pick] = slot_of[first + expert]
+    found = 0
+    for expert in range(len(marks)):
+        if marks[expert]:
+            marks[expert] = False
+            keys[found] = first + expert
+            found += 1
+    return found
 
 
 def _distinct(routed: np.ndarray) -> np.ndarray:

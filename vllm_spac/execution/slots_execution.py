@@ -396,17 +396,14 @@ class SlotExecution(Execution):
         Returns:
             [rows, hidden] like ``x``.
         """
-        routed, pinned = ids.numpy(), None
-        slots = self._layers.resident(layer, routed, self._counted)
-        if slots is None and (brought := self._layers.bring(layer, routed, self._counted)) is not None:
-            slots, pinned = brought
-        if slots is not None:
+        if (found := self._layers.together(layer, ids.numpy(), self._counted)) is not None:
+            slots, pinned = found
             try:
                 if loaded is not None:
                     loaded()
-                return self._run(kernel, x, weights, ids, typed_like(slots, ids), there, len(x))
+                return self._run(kernel, x, weights, ids, torch.from_numpy(slots), there, x.shape[0])
             finally:
-                if pinned is not None:
+                if pinned:
                     self._layers.release(pinned)
         if kernel.by_expert and len(np.unique(ids)) > self.residency.slots:
             return by_expert(x, weights, ids, kernel, partial(self.waves, layer), loaded)
