@@ -103,3 +103,20 @@ def test_quality(calibrated):
     assert generated["router", EXPERTS]["equal"] == 1 and generated[None, None]["distinct"] > TOP_K
     assert generated["router", 8]["distinct"] <= 8 and generated["router", 8]["dropped"] > 0
     assert len(results["sessions"]) == 1 and results["provenance"]["versions"]["vllm"] and f"{results['title']}" in said
+    assert {path.name for path in (calibrated / "out").iterdir()} == {"quality.json", "pareto.png", "figures.png"}
+
+
+@pytest.mark.full
+def test_quality_of_weighted_votes(calibrated):
+    """alpha = 0 has the scores of uniform votes, to the bit."""
+    command(
+        *("quality", TOY / "target", "--prompts", calibrated / "texts.jsonl", "--window", WINDOW),
+        *("--slots", "60%", "--disk-dir", calibrated, "--budgets", "12", "--alphas", "0,0.5"),
+        *("--rankings", "router", "--coverages", "truncation", "--output", calibrated / "votes"),
+        *("--text-tokens", "64", "--engine", '{"dtype": "bfloat16"}'),
+    )
+    results = json.loads((calibrated / "votes" / "quality.json").read_text())
+    uniform, same, weighted = results["points"]
+    assert [point.pop("votes_alpha") for point in results["points"]] == [None, 0, 0.5]
+    assert uniform == same
+    assert weighted["kl"] not in (0, uniform["kl"]) and weighted["distinct"] <= 12

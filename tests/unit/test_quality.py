@@ -1,10 +1,10 @@
-"""The points of a sweep and what follows from results; tables of made-up ones."""
+"""The points of a sweep and what follows from results; tables and pictures of made-up ones."""
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.machine import provenance
+from vllm_spac.tools.evaluation import figures, quality_report, reconstruction
 from vllm_spac.tools.evaluation import points as quality
-from vllm_spac.tools.evaluation import quality_report, reconstruction
 from vllm_spac.tools.evaluation.points import Point
 
 FACTS = {"experts": 16, "top_k": 4, "custom": False}
@@ -43,6 +43,14 @@ def test_points_are_all_combinations_that_the_model_can_run() -> None:
     assert skipped == ["substitution with B=2: every token gets 4 experts"]
 
 
+def test_points_are_repeated_with_weighted_votes() -> None:
+    found, _ = quality.points(["router"], ["truncation"], [8], [0.9], FACTS, alphas=[0.25, 1.0])
+    plain, _ = quality.points(["router"], ["truncation"], [8], [0.9], FACTS)
+    assert found == [replace(point, votes_alpha=alpha) for alpha in (None, 0.25, 1.0) for point in plain]
+    with pytest.raises(ConfigError, match="--alphas: 1.5: use numbers from 0"):
+        quality.points(["router"], ["truncation"], [8], [], FACTS, alphas=[0.5, 1.5])
+
+
 def test_a_model_that_routes_by_itself_is_only_truncated() -> None:
     found, skipped = quality.points(["router"], list(quality.COVERAGES), [8], [], FACTS | {"custom": True})
     assert [point.coverage for point in found] == ["truncation"] and "function of its own" in skipped[0]
@@ -66,7 +74,9 @@ def test_settings_are_those_of_the_control() -> None:
     settings = BudgetSettings.parse(point.settings("all", 9))
     assert (settings.budget, settings.mass, settings.mass_of) == (None, 0.9, "scores")
     assert settings.alpha is None
-    assert quality_report.point_of(asdict(point)) == point and point.label == "0.9 of scores"
+    point = Point("router", "truncation", budget=8, votes_alpha=0.25)
+    assert BudgetSettings.parse(point.settings("all", 9)).alpha == 0.25
+    assert point.label == "B=8, P^0.25" and quality_report.point_of({"mass": None} | asdict(point)) == point
 
 
 def test_speculated_execution_is_a_point_without_a_bound() -> None:
@@ -100,6 +110,7 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
         (("--budgets", "8,x"), "--budgets: invalid literal"),
         (("--mass", "most"), "--mass: could not convert"),
         (("--mass", "0.9", "--mass-of", "softmax"), "selected or scores"),
+        (("--budgets", "8", "--alphas", "half"), "--alphas: could not convert"),
         (("--budgets", "8", "--rankings", "best"), "there is no 'best'"),
         (("--budgets", "8", "--rankings", "router,router"), "names something twice"),
         (("--budgets", "8", "--rankings", "static"), "static needs --calibration FILE"),
@@ -194,7 +205,7 @@ def test_report(results: dict) -> None:
     assert "oracle <= router at every budget" in text and "static <= router does not hold at B=8" in text
 
 
-def test_report_of_speculated_execution(results: dict) -> None:
+def test_report_of_speculated_execution(results: dict, tmp_path: Path) -> None:
     """It has no bound; its bytes stand beside those of the exact model, also where there are no drafts."""
     point = scored(None, 0.97, 0.001, 12.0, ranking="speculated", coverage="restricted")
     exact = results["generation"][0] | {"bytes_per_token": 3 << 20, "distinct": None, "dropped": 0.0}
@@ -205,6 +216,8 @@ def test_report_of_speculated_execution(results: dict) -> None:
     assert "restricted: 1.0 MiB per token at 50% hits (exact: 3.0 MiB per token at 50% hits)" in text
     assert "2.4% of the routing weight dropped, 75% of the tokens" in text and "verify step; " not in text
     assert "acceptance length 2.500 " in text, "without drafts there is no verify step to count experts of"
+    figures.pareto(results, tmp_path / "pareto.png")
+    figures.figures(results, tmp_path / "figures.png")
 
 
 def test_report_without_a_budget_that_keeps_the_quality(results: dict) -> None:
@@ -218,6 +231,16 @@ def test_resident_that_ranks_like_router_is_said(results: dict) -> None:
     assert "resident ranked like router" in printed(results)
     results["points"][-1]["perplexity"] += 1
     assert "resident ranked like router" not in printed(results)
+
+
+def test_pictures(results: dict, tmp_path: Path) -> None:
+    results["points"] += [point | {"votes_alpha": 0.5} for point in results["points"]]
+    figures.pareto(results, tmp_path / "pareto.png")
+    figures.figures(results, tmp_path / "figures.png")
+    results |= {"generation": [], "reconstruction": None}
+    figures.pareto(results, tmp_path / "bare.png")
+    figures.figures(results, tmp_path / "bare-figures.png")
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
 def test_provenance_is_plain_data() -> None:

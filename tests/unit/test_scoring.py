@@ -11,7 +11,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import RoutingRule
-from vllm_spac.tools.evaluation.actions import Calibrating, Evaluation
+from vllm_spac.tools.evaluation.actions import Calibrating, Evaluation, WindowWeights
 from vllm_spac.tools.evaluation.reconstruction import combined
 from vllm_spac.tools.evaluation.routing_study import Study, fits
 from vllm_spac.tools.evaluation.scoring import Scoring
@@ -66,6 +66,27 @@ def test_each_text_is_compared_with_itself(chunk: int) -> None:
     assert found["accuracy"] == pytest.approx(sum(i % 3 == j for i, j in follows) / len(follows))
     assert found["kl"] > 1 and found["perplexity_change"] > 1
     assert not model._forward_hooks, "nothing is kept when nobody asks"
+
+
+def test_chances_are_the_reference_s_of_the_tokens_that_follow() -> None:
+    model = Parrot()
+    scoring, texts = Scoring(model), [[i % 11 for i in range(140)], [5, 6, 9]]
+    read(model, scoring, texts)
+    right, wrong = torch.tensor([10.0] + [0.0] * 10).softmax(0)[:2].tolist()
+    model.wrong = 1.5
+    scoring.begin(reference=False)
+    for ids, expected in zip(texts, ([right] * 139, [right, wrong]), strict=True):
+        assert scoring.chances(ids) == pytest.approx(expected)
+        model(torch.tensor(ids))
+        scoring.end_text(ids)
+    scoring.end()
+
+
+def test_rows_of_a_window_are_reached_by_all_before_them() -> None:
+    weights = WindowWeights([0.5, 0.25, 0.1, 0.2, 0.4, 0.3], 3)
+    assert weights.weights("text", (), 7) == pytest.approx((1, 0.5, 0.125, 1, 0.2, 0.08, 1))
+    with pytest.raises(AssertionError, match="one forward"):
+        weights.weights("text", (), 5)
 
 
 def test_rows_that_are_missing_are_noticed() -> None:

@@ -28,6 +28,11 @@ vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted
 """)
 
 SPECULATE = "Also evaluate speculated execution, as --spac-speculate: restricted, predicted, separated by commas."
+ALPHAS = (
+    "Also weigh votes, by these powers, separated by commas: a row counts P^alpha, with P the product of the "
+    "probabilities that the model without a budget gives the tokens of its window up to this row, as a perfectly "
+    "calibrated draft would."
+)
 
 
 def quality(
@@ -36,6 +41,7 @@ def quality(
     budgets: Annotated[str, typer.Option(help="Experts per layer (B), separated by commas.")] = "",
     mass: Annotated[str, typer.Option(help="Shares of the mass to keep, separated by commas.")] = "",
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
+    alphas: Annotated[str, typer.Option(help=ALPHAS)] = "",
     speculate: Annotated[str, typer.Option(help=SPECULATE)] = "",
     predictor: Annotated[
         Path | None, typer.Option(help="File from vllm-spac train-predictor, for --speculate.")
@@ -56,8 +62,8 @@ def quality(
     ] = None,
     generate: Annotated[int, typer.Option(help="Number of texts to generate after.", min=1)] = 4,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate after each text.", min=2)] = 64,
-    output: Annotated[Path, typer.Option(help="Folder for quality.json.")] = Path("quality"),
-    title: Annotated[str | None, typer.Option(help="Title of the table.", show_default="MODEL")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for quality.json and the pictures.")] = Path("quality"),
+    title: Annotated[str | None, typer.Option(help="Title of the pictures.", show_default="MODEL")] = None,
     slots: Slots = "auto",
     disk_dir: DiskDir = None,
     text_tokens: TextTokens = 512,
@@ -77,6 +83,7 @@ def quality(
         "budgets": sweeps.bounds(budgets, "--budgets", int),
         "masses": sweeps.bounds(mass, "--mass", float),
         "mass_of": mass_of,
+        "alphas": sweeps.bounds(alphas, "--alphas", float),
         "speculate": sweeps.modes(speculate, predictor is not None),
     }
     if not asked["budgets"] and not asked["masses"] and not asked["speculate"]:
@@ -109,7 +116,7 @@ def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, output: Path
 
 
 def _show(results: dict, output: Path) -> None:
-    from vllm_spac.tools.evaluation import quality_report
+    from vllm_spac.tools.evaluation import figures, quality_report
 
     console = Console()
     if not console.is_terminal:
@@ -119,7 +126,10 @@ def _show(results: dict, output: Path) -> None:
         say(console, f"left out: {shown(skipped)}")
     for sentence in quality_report.sentences(results):
         say(console, shown(sentence))
-    say(console, f"written: {shown(output / 'quality.json')}")
+    figures.pareto(results, output / "pareto.png")
+    figures.figures(results, output / "figures.png")
+    names = ", ".join(str(output / name) for name in ("quality.json", "pareto.png", "figures.png"))
+    say(console, f"written: {shown(names)}")
 
 
 def _digest(path: Path | None, option: str = "--calibration") -> str | None:

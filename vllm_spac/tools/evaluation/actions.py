@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from vllm_spac.decisions.guard.draft_states import DraftProbabilities
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.hooks.drafts import unread
 from vllm_spac.integration.loading.fingerprint import drafter_fingerprint
@@ -34,6 +37,26 @@ class Calibrating:
         self.recorder.observe(layer, self._layers[layer].rule.probs(logits), weights, ids)
 
 
+class WindowWeights(DraftProbabilities):
+    """Weights of all rows of a text whose windows are ranked as verify steps are.
+
+    Args:
+        chances: probability of each token but the first, given those before.
+        window: rows of a step; its first row is certain.
+    """
+
+    def __init__(self, chances: Sequence[float], window: int) -> None:
+        super().__init__()
+        rows = [1.0, *chances]
+        for start in range(0, len(rows), window):
+            rows[start : start + window] = accumulate([1.0, *rows[start + 1 : start + window]], mul)
+        self._rows = tuple(rows)
+
+    def weights(self, request: str, tokens: Sequence[int], rows: int) -> tuple[float, ...] | None:
+        assert rows == len(self._rows), "a text is one forward"
+        return self._rows
+
+
 class Evaluation:
     """The actions of ``EvaluatedWorker``: its public methods but ``call``; arguments and results are plain.
 
@@ -49,6 +72,7 @@ class Evaluation:
         self._study: Study | None = None
         self._collection: Collection | None = None
         self._scoring = Scoring(model)
+        self._drafted = experts.drafted
 
     def call(self, action: str, *arguments: Any) -> Any:
         """Runs one action by its name."""
@@ -107,12 +131,20 @@ class Evaluation:
         self._control.counters.reset()
         self._scoring.begin(reference)
 
+    def weigh(self, ids: list[int], window: int) -> None:
+        """Weighs the rows of the next text ``ids``, as if each ``window`` rows were a step that verifies drafts.
+
+        The drafts' probabilities are those of the unbudgeted model, whose scores are the reference.
+        """
+        self._experts.drafted = WindowWeights(self._scoring.chances(ids), window)
+
     def scored_text(self, ids: list[int]) -> None:
         """Ends the text ``ids``, which the model has processed."""
         self._scoring.end_text(ids)
 
     def scores(self) -> dict:
         """Ends scoring; returns the scores and the budget's counters."""
+        self._experts.drafted = self._drafted
         return self._scoring.end() | {"budget": self._control.counters.snapshot()}
 
     # -- routing -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ AGREEMENT, PERPLEXITY = 0.99, 0.01
 class Point:
     """One setting of the budget: ``budget`` experts per layer, or ``mass``, the share of the mass ``mass_of``.
 
+    With ``votes_alpha`` rows count P ** votes_alpha, where P is the probability that they are reached; None: uniformly.
     Or, with the ranking ``SPECULATED``, speculated execution: the coverage is one of ``MODES``, and there is no bound.
     """
 
@@ -29,6 +30,7 @@ class Point:
     budget: int | None = None
     mass: float | None = None
     mass_of: str | None = None
+    votes_alpha: float | None = None
 
     @property
     def speculated(self) -> bool:
@@ -39,14 +41,16 @@ class Point:
     def label(self) -> str:
         if self.speculated:
             return "-"
-        return f"{self.mass:g} of {self.mass_of}" if self.budget is None else f"B={self.budget}"
+        bound = f"{self.mass:g} of {self.mass_of}" if self.budget is None else f"B={self.budget}"
+        return bound if self.votes_alpha is None else f"{bound}, P^{self.votes_alpha:g}"
 
     def settings(self, when: str, window: int | None = None) -> dict:
         """Returns the arguments for ``spac_budget``."""
         if self.speculated:
             return {"speculate": self.coverage, "when": when, "window": window}
         bound = {name: value for name, value in asdict(self).items() if value is not None}
-        return bound | {"when": when, "window": window}
+        votes = {} if self.votes_alpha is None else {"votes": "path"}
+        return bound | votes | {"when": when, "window": window}
 
 
 def rankings(text: str | None, calibrated: bool) -> list[str]:
@@ -107,6 +111,7 @@ def points(
     masses: Sequence[float],
     facts: dict,
     mass_of: str = "selected",
+    alphas: Sequence[float] = (),
     speculate: Sequence[str] = (),
 ) -> tuple[list[Point], list[str]]:
     """Returns the points that a sweep runs, and sentences on those skipped because the model cannot run them.
@@ -114,6 +119,7 @@ def points(
     Args:
         rankings: those that need every expert's output are left to the reconstruction study.
         facts: ``experts``, ``top_k``, and ``custom``: whether the model routes by a function of its own.
+        alphas: each point is also run with votes weighted by these powers.
         speculate: modes of speculated execution to run as well.
 
     Raises:
@@ -123,6 +129,8 @@ def points(
         validate(budget, facts["experts"], facts["top_k"], "truncation")
     for mass in masses:
         check_mass(mass)
+    if wrong := [alpha for alpha in alphas if not 0 <= alpha <= 1]:
+        raise ConfigError(f"--alphas: {wrong[0]:g}: use numbers from 0, which equals uniform votes, to 1")
     found, skipped = [], []
     for coverage in coverages:
         if coverage == "substitution" and facts["custom"]:
@@ -131,8 +139,9 @@ def points(
         few = [b for b in budgets if coverage == "substitution" and b < facts["top_k"]]
         skipped += [f"substitution with B={b}: every token gets {facts['top_k']} experts" for b in few]
         for ranking in (r for r in rankings if not components.find("rankings", r).offline):
-            found += [Point(ranking, coverage, budget=b) for b in budgets if b not in few]
-            found += [Point(ranking, coverage, None, mass, mass_of) for mass in masses]
+            for alpha in (None, *alphas):
+                found += [Point(ranking, coverage, budget=b, votes_alpha=alpha) for b in budgets if b not in few]
+                found += [Point(ranking, coverage, None, mass, mass_of, alpha) for mass in masses]
     found += [Point(SPECULATED, mode) for mode in speculate]
     if not found:
         raise ConfigError(f"no budget is left to evaluate; {'; '.join(skipped) or 'name some with --budgets'}")

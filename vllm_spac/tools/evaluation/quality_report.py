@@ -16,7 +16,7 @@ from vllm_spac.tools.evaluation.points import AGREEMENT, PERPLEXITY, SPECULATED,
 def point_of(item: dict) -> Point:
     """Returns the point of one result; older results, without ``mass_of``, use a mass of the routers' scores."""
     mass_of = item.get("mass_of", None if item["mass"] is None else "scores")
-    return Point(item["ranking"], item["coverage"], item["budget"], item["mass"], mass_of)
+    return Point(item["ranking"], item["coverage"], item["budget"], item["mass"], mass_of, item.get("votes_alpha"))
 
 
 def table(results: dict) -> Table:

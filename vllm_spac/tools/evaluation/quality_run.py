@@ -72,6 +72,8 @@ class Sweep:
         self._set(settings)
         engine.ask(self.llm, "score", reference)
         for ids in self.texts:
+            if settings.get("votes") == "path":
+                engine.ask(self.llm, "weigh", ids, self.window)
             engine.read(self.llm, ids)
             engine.ask(self.llm, "scored_text", ids)
             if between is not None:
@@ -163,7 +165,7 @@ class QualityRun:
 
     Args:
         run: settings that all results of a file share: window, slots, drafts.
-        asked: rankings, coverages, budgets, masses, ``mass_of`` and ``speculate``.
+        asked: rankings, coverages, budgets, masses, ``mass_of``, alphas and ``speculate``.
         path: the file of results; those of the same model, texts and run are not run again.
     """
 
@@ -174,9 +176,9 @@ class QualityRun:
         sizes = {"count": len(texts), "tokens": sum(map(len, texts)), "checksum": checksum(texts)}
         self._run = run | {"fingerprint": self._facts["fingerprint"], "texts": sizes}
         self._points, skipped = points.points(**asked, facts=self._facts)
-        for point in self._points:
-            if point.speculated:
-                self._sweep.check(point)
+        weighted = [each for each in self._points if each.votes_alpha is not None]
+        for point in (*weighted[:1], *(each for each in self._points if each.speculated)):
+            self._sweep.check(point)
         self._results = self._earlier() | {"format": FORMAT, "run": self._run, "window": run["window"]}
         self._results |= {"facts": self._facts, "skipped": skipped}
         self._task: Any = None
@@ -250,8 +252,7 @@ class QualityRun:
             self._write()
 
     def _missing(self, part: str) -> list[Point]:
-        alike = [item for item in self._results[part] if item.get("votes_alpha") is None]  # as earlier files have
-        known = [{name: item.get(name) for name in Point.__dataclass_fields__} for item in alike]
+        known = [{name: item.get(name) for name in Point.__dataclass_fields__} for item in self._results[part]]
         return [point for point in self._points if asdict(point) not in known]
 
     def _show(self, what: str, total: int) -> None:

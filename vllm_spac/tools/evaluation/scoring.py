@@ -89,6 +89,7 @@ class Scoring:
         self._hook: Any = None
         self._hidden: list[Tensor] = []  # of the current text
         self._reference: list[Tensor] = []  # one per text
+        self._chances: dict[int, list[float]] = {}  # by number of the text
         self._scores = Scores()
 
     def begin(self, reference: bool) -> None:
@@ -96,6 +97,7 @@ class Scoring:
         assert self._hook is None, "the previous scores were not collected"
         if reference:
             self._reference.clear()
+            self._chances.clear()
         self._scores = Scores(reference)
         self._hook = self._model.register_forward_hook(self._keep)
 
@@ -117,6 +119,22 @@ class Scoring:
             ours, theirs = (self._model.compute_logits(states[rows]) for states in (hidden, other))
             self._scores.add(ours, theirs, following[rows])
         self._scores.texts += 1
+
+    def chances(self, ids: list[int]) -> list[float]:
+        """Returns the reference's probability of each token of the next text ``ids`` but the first, given those before.
+
+        It is computed once per text.
+        """
+        number = self._scores.texts
+        if number not in self._chances:
+            following = torch.tensor(ids[1:], device=self._reference[number].device)
+            parts = []
+            for start in range(0, len(following), _BLOCK):
+                rows = slice(start, min(start + _BLOCK, len(following)))
+                probabilities = self._model.compute_logits(self._reference[number][rows]).softmax(-1, torch.float32)
+                parts.append(probabilities.gather(1, following[rows, None])[:, 0])
+            self._chances[number] = torch.cat(parts).tolist() if parts else []
+        return self._chances[number]
 
     def end(self) -> dict:
         """Ends scoring; returns the scores of the texts since ``begin``."""
