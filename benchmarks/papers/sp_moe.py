@@ -301,7 +301,7 @@ def replayed(
     ahead = PrefetchSettings.of(prefetch) if prefetch.startswith("draft") else build_prefetch(prefetch, trace)
     chosen = build_policy(policy, trace, slots, prefetch=prefetch)
     kind = SlotsReplay if not prefetch.startswith("draft") else Drafted
-    replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead)
+    replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead, "none")
     if isinstance(replay, Drafted):
         replay.named, replay.by_layer = named, by_layer
     replay.fill(filling(trace, slots, chosen.first()))

@@ -78,7 +78,9 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
     outcome = Outcome(spac["policy"], balancer, slots, slots / facts.total)
     policy = build_policy(spac["policy"], trace, slots, balancer=balancer)  # which knows the drafts, as an engine's
     costs = Costs.read("rtx4090")
-    replay = SlotsReplay(trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(drafts=gamma))
+    replay = SlotsReplay(
+        trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(drafts=gamma), "none"
+    )
     before.repeat(replay.layers)
     replay.run(rows_of_records(trace))
     return replay

@@ -140,6 +140,9 @@ def test_a_reach_beyond_the_layers_is_refused() -> None:
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--json: .* cannot be written"):
         commands._write_json(tmp_path / "none" / "r", {})
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--pictures: .* cannot be written"):
+        commands._draw({}, "title", tmp_path / "file" / "folder")
 
 
 def test_predictors_of_a_drafter_are_measured_with_it(trained: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
+from vllm_spac.cli.simulate import swept
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import Trace, TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
@@ -36,14 +37,15 @@ def test_help_has_examples() -> None:
     assert "simulate" in run("--help") and "trace" in run("--help")
 
 
-def test_show(recorded: Path) -> None:
-    text = run("trace", "show", recorded)
+def test_show(recorded: Path, tmp_path: Path) -> None:
+    text = run("trace", "show", recorded, "--picture", tmp_path / "heat.png")
     for part in ("2 x 20 = 40", "30 verify", "30 verify, 60 draft", "is used again after", "hits of LRU"):
         assert part in text
     for part in ("nothing is hot", "as in the last step", "one LRU per layer"):
         assert part in text
     for part in ("of 90 rows: those known", "Qwen3-30B-A3B", "45.0%", "arXiv:2602.16052"):
         assert part in text
+    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_show_without_known_text(tmp_path: Path) -> None:
@@ -62,8 +64,8 @@ def test_show_without_known_text(tmp_path: Path) -> None:
 
 
 def test_simulate_prints_and_writes_what_the_library_says(recorded: Path, tmp_path: Path) -> None:
-    numbers = tmp_path / "o.json"
-    options = ("--policy", "lru,utility@boundaries=(3,1)", "--slots", "25%,7", "--json", numbers)
+    numbers, picture = tmp_path / "o.json", tmp_path / "o.png"
+    options = ("--policy", "lru,utility@boundaries=(3,1)", "--slots", "25%,7", "--json", numbers, "--picture", picture)
     text = run("simulate", recorded, "--profile", "h200", *options)
     assert "h200 (calculated)" in text and "data sheets" in text and "utility@boundaries=(3,1)" in text
     content = json.loads(numbers.read_text())
@@ -73,12 +75,13 @@ def test_simulate_prints_and_writes_what_the_library_says(recorded: Path, tmp_pa
     ]
     same = simulate(Trace.load(recorded), 10, Costs.read("h200"), policy="lru")
     assert (content["outcomes"][0]["hits"], content["outcomes"][0]["tpot"]) == (same.hits, same.tpot)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
-    numbers = tmp_path / "o.json"
+    numbers, picture = tmp_path / "o.json", tmp_path / "o.png"
     options = ("--profile", "h200", "--slots", "25%", "--execution", "slots,pointers")
-    said = "--policy", "reuse", "--json", numbers
+    said = "--policy", "reuse", "--json", numbers, "--picture", picture
     text = run("simulate", recorded, *options, *said)
     assert "pointers" in text
     found = json.loads(numbers.read_text())["outcomes"]
@@ -87,6 +90,7 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
         asked = {"execution": outcome["execution"], "policy": "reuse"}
         same = simulate(Trace.load(recorded), 10, Costs.read("h200"), **asked, layer_ahead=True)
         assert (outcome["hits"], outcome["bytes"], outcome["tpot"]) == (same.hits, same.bytes, same.tpot)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     both = run("simulate", recorded, *options)
     assert both.count("pointers") == 4 and both.count("belady") == 1, "a ceiling for slots only"
 
@@ -94,12 +98,16 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
 def test_the_next_layer_is_read_ahead_as_in_serving(tmp_path: Path) -> None:
     """With 64 requests a layer uses nearly all of its experts in each step. ``belady`` knows its future without."""
     synthetic_trace(layers=4, experts=8, top_k=2, steps=30, requests=64, skew=0).save(tmp_path / "many.trace")
-    options = ("--profile", "h200", "--slots", "75%", "--policy", "lru,belady", "--json", tmp_path / "o.json")
-    run("simulate", tmp_path / "many.trace", *options)
-    on, best = json.loads((tmp_path / "o.json").read_text())["outcomes"]
-    off = simulate(Trace.load(tmp_path / "many.trace"), on["slots"], Costs.read("h200"), policy="lru")
-    assert on["prefetch_hits"] > 50 and off.prefetches == best["prefetches"] == 0
-    assert on["seconds"] < off.seconds
+    found = {}
+    for option in ("--layer-ahead", "--no-layer-ahead"):
+        options = ("--profile", "h200", "--slots", "75%", "--policy", "lru,belady", "--json", tmp_path / "o.json")
+        run("simulate", tmp_path / "many.trace", *options, option)
+        content = json.loads((tmp_path / "o.json").read_text())
+        assert content["layer_ahead"] == (option == "--layer-ahead")
+        found[option] = content["outcomes"]
+    (on, best), (off, same) = found.values()
+    assert on["prefetch_hits"] > 50 and off["prefetches"] == best["prefetches"] == 0 and best == same
+    assert on["seconds"] < off["seconds"]
 
 
 def test_reads_ahead(recorded: Path, tmp_path: Path) -> None:
@@ -118,6 +126,16 @@ def test_no_upper_bound_where_uses_depend_on_decisions(recorded: Path, decides: 
     assert "reuse" in text and "belady" not in text
 
 
+def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
+    both = swept(["lru", "utility@forget=0.2"], ["gamma=2,4", "upper=1,8"])
+    assert both == ["lru", *(f"utility@forget=0.2@gamma={g}@upper={k}" for g in (2, 4) for k in (1, 8))]
+    options = ("--profile", "h200", "--slots", "25%", "--policy", "lru,utility")
+    text = run("simulate", recorded, *options, "--sweep", "boundaries=(3,1),(2,2)")
+    assert "utility@boundaries=(3,1)" in text and "utility@boundaries=(2,2)" in text
+    assert "none of lru, utility has a knob size" in run("simulate", recorded, *options, "--sweep", "size=1", code=1)
+    assert "use KNOB=VALUE" in run("simulate", recorded, *options, "--sweep", "gamma", code=1)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -130,6 +148,7 @@ def test_no_upper_bound_where_uses_depend_on_decisions(recorded: Path, decides: 
         (("--profile", "h200", "--execution", "pointer"), "--execution pointer: use slots, pointers"),
         (("--profile", "h200", "--execution", "pointers", "--policy", "belady"), "belady must know"),
         (("--profile", "h200", "--json", "/nowhere/o.json"), "cannot be written"),
+        (("--profile", "h200", "--slots", "50%", "--picture", "/tmp/o.unknown"), "cannot be written"),
     ],
 )
 def test_refusals_are_one_line(recorded: Path, options, named: str) -> None:
@@ -137,7 +156,8 @@ def test_refusals_are_one_line(recorded: Path, options, named: str) -> None:
     assert "error:" in text and named in text and "Traceback" not in text
 
 
-def test_show_refuses(tmp_path: Path) -> None:
+def test_show_refuses(tmp_path: Path, recorded: Path) -> None:
     assert "cannot be read as a routing trace" in run("trace", "show", tmp_path / "none", code=1)
+    assert "cannot be written" in run("trace", "show", recorded, "--picture", tmp_path / "no" / "p.png", code=1)
     empty = TraceWriter(tmp_path / "empty", TraceFacts(1, 2, 1)).finish()
     assert "holds no forward" in run("trace", "show", empty, code=1)

@@ -28,10 +28,11 @@ from vllm_spac.recording.timeline_file import (
     TimelineFacts,
     TimelineWriter,
     check_target,
+    median_step,
     split,
 )
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, capacity_of
-from vllm_spac.tools.traces import chrome_trace
+from vllm_spac.tools.traces import timeline_pictures
 
 FACTS = TimelineFacts("toy", "disk", ("layers.0", "layers.1"), (4, 6))
 DECODE, VERIFY, PREFILL = (STEP_KINDS.index(kind) for kind in ("decode", "verify", "prefill"))
@@ -312,6 +313,7 @@ def test_a_split_by_hand(clock) -> None:
     prompts = split(recording, PROMPTS)
     assert (prompts.steps, prompts.tokens, prompts.total) == (1, 1, 100)
     assert prompts.parts["experts"] == 40 and prompts.parts["between steps"] == 0
+    assert median_step(recording, GENERATING) == (107, 167) and median_step(recording, ("mixed",)) is None
 
 
 def test_the_engine_may_have_been_idle_before_a_prompt(clock) -> None:
@@ -390,7 +392,7 @@ def assert_nested(events: list[dict]) -> None:
 
 def test_a_chrome_trace(clock, tmp_path: Path) -> None:
     recording = Recording.of(two_steps(clock), FACTS, 5)
-    assert chrome_trace.write(recording, tmp_path / "run.json") == 14
+    assert timeline_pictures.write(recording, tmp_path / "run.json") == 14
     found = json.loads((tmp_path / "run.json").read_text())
     events = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 14 and all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
@@ -414,7 +416,7 @@ def test_a_chrome_trace(clock, tmp_path: Path) -> None:
     assert by_name["draft"] == {"tokens": 4, "requests": 1} and by_name["wait for loads"] == {"experts": 2}
 
 
-def test_the_command_prints_writes_and_refuses(clock, tmp_path: Path) -> None:
+def test_the_command_prints_draws_and_refuses(clock, tmp_path: Path) -> None:
     path = tmp_path / "run.timeline"
     Recording.of(two_steps(clock), FACTS, 5).save(path)
 
@@ -424,13 +426,14 @@ def test_the_command_prints_writes_and_refuses(clock, tmp_path: Path) -> None:
         assert result.exit_code == code, result.output
         return " ".join(result.output.split())
 
-    text = run(path, "--output", tmp_path / "run.json")
+    text = run(path, "--output", tmp_path / "run.json", "--picture", tmp_path / "run.png")
     assert "a token" in text and "2 in 1 steps" in text and "a step with prompts" in text and "14 events" in text
     assert re.search(r"waiting for loads │ 0.000 ms 16.4%", text), "11 of 67 nanoseconds"
     assert re.search(r"forward \(MainThread\) │ host memory │ 1 │ 0.5 KiB", text)
     assert re.search(r"spac-io_0 │ disk │ 1 │ 0.5 KiB", text)
-    assert (tmp_path / "run.json").exists()
+    assert (tmp_path / "run.png").stat().st_size > 10_000 and (tmp_path / "run.json").exists()
     assert "cannot be written" in run(path, "--output", tmp_path / "no" / "run.json", code=1)
+    assert "cannot be written" in run(path, "--picture", tmp_path / "no" / "run.png", code=1)
     assert "cannot be read as a timeline" in run(tmp_path / "none", code=1)
 
 

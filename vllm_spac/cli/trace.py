@@ -13,6 +13,7 @@ from rich.table import Table
 from vllm_spac.cli.tables import compact, examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +25,18 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples("""
 vllm-spac trace show run.trace
+vllm-spac trace show run.trace --picture heat.png
 """)
 
+_LARGEST = 100  # inches of a picture
 SHARES = (5, 10, 17, 25, 50, 75)
 
 
 def show(
     file: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw how often each expert of each layer is used, e.g. heat.png.")
+    ] = None,
 ) -> None:
     """Show which experts are popular, how soon they are used again, hits of LRU caches, and locality."""
     from vllm_spac.recording.trace_file import Trace
@@ -54,6 +60,9 @@ def show(
 
         half, most = np.percentile(again, [50, 90])
         console.print(f"an expert is used again after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
+    if picture is not None:
+        _draw(trace_statistics.uses(trace), picture, file.name)
+        say(console, f"picture: {shown(picture)}")
 
 
 def _facts(file: Path, trace: Trace) -> Table:
@@ -171,9 +180,23 @@ FIGURES = {
 }
 
 
+def _draw(uses: np.ndarray, path: Path, title: str) -> None:
+    import numpy as np
+
+    layers, experts = uses.shape
+    shares = uses / np.maximum(1, uses.sum(axis=1, keepdims=True)) * experts
+    size = (min(max(6, experts / 12), _LARGEST), min(max(2.5, layers / 5), _LARGEST))
+    figure, axes = begin_picture(figsize=size)
+    image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest")
+    figure.colorbar(image, label="uses, 1 = even")
+    axes.set(xlabel="expert", ylabel="layer", title=title)
+    save_picture(figure, path)
+
+
 TIMELINE_EXAMPLES = examples("""
 vllm-spac trace timeline run.timeline
 vllm-spac trace timeline run.timeline --output run.json   [dim]# open it in https://ui.perfetto.dev[/]
+vllm-spac trace timeline run.timeline --picture run.png
 """)
 
 
@@ -182,11 +205,14 @@ def timeline(
     output: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace, for ui.perfetto.dev or chrome://tracing, e.g. run.json.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw where the time went, and one step by thread, e.g. run.png.")
+    ] = None,
 ) -> None:
     """Show where the time of a token went: compute, waiting for loads, drafts, the host; by thread what it loaded."""
     from vllm_spac.recording.timeline_file import Recording
     from vllm_spac.recording.timeline_recorder import Kind
-    from vllm_spac.tools.traces import chrome_trace
+    from vllm_spac.tools.traces import timeline_pictures
 
     recording = Recording.load(file)
     if not (recording.kind == Kind.STEP).any():
@@ -196,8 +222,13 @@ def timeline(
     print_table(console, _split(recording))
     print_table(console, _threads(recording))
     if output is not None:
-        count = chrome_trace.write(recording, output)
+        count = timeline_pictures.write(recording, output)
         say(console, f"Chrome trace: {shown(output)}, {count:,} events")
+    if picture is not None:
+        from vllm_spac.tools.traces.timeline_pictures import draw
+
+        draw(recording, picture, file.name)
+        say(console, f"picture: {shown(picture)}")
 
 
 def _timeline_facts(file: Path, recording: Recording) -> Table:
@@ -247,7 +278,7 @@ def _threads(recording: Recording) -> Table:
     import numpy as np
 
     from vllm_spac.recording.timeline_recorder import Kind
-    from vllm_spac.tools.traces.chrome_trace import thread_order, thread_titles
+    from vllm_spac.tools.traces.timeline_pictures import thread_order, thread_titles
 
     table = Table(title="loads and CPU experts by thread", title_justify="left")
     for name in ("thread", "from", "events", "bytes", "median", "GB/s", "busy"):

@@ -248,6 +248,16 @@ def split(recording: Recording, kinds: Collection[str]) -> TimeSplit:
     return TimeSplit(int(chosen.sum()), None if (emitted == UNKNOWN).any() else int(emitted.sum()), parts)
 
 
+def median_step(recording: Recording, kinds: Collection[str]) -> tuple[int, int] | None:
+    """Returns (start, end) in nanoseconds of the step of median duration among those of ``kinds``; None without any."""
+    codes = [STEP_KINDS.index(kind) for kind in kinds]
+    steps = np.flatnonzero((recording.kind == Kind.STEP) & np.isin(recording.a, codes))
+    if not len(steps):
+        return None
+    chosen = steps[np.argsort(recording.duration[steps], kind="stable")[len(steps) // 2]]
+    return int(recording.start[chosen]), int(recording.end[chosen])
+
+
 def _sums(recording: Recording, start: np.ndarray, end: np.ndarray, chosen: np.ndarray) -> dict[Kind, int]:
     """Returns the nanoseconds of each kind on the forward thread, inside the ``chosen`` steps."""
     if not len(start):

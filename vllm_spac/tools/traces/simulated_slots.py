@@ -5,8 +5,7 @@
 - The time that a step spends outside its experts is divided equally and placed before its layers; reads ahead continue
   in it, while drafts are made, and while kernels run.
 - The CPU computes its experts from the beginning of a layer, concurrently with loads and kernels.
-- The host's own work in a layer (``Costs.host_work``) runs concurrently with nothing but reads ahead. A layer
-  computes nothing while it waits for its loads, as an engine.
+- The host's own work in a layer (``Costs.host_work``) runs concurrently with nothing but reads ahead.
 - An expert takes as long as its own rows need, on each side.
 """
 
@@ -34,6 +33,10 @@ from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Replay
 from vllm_spac.tools.traces.virtual_link import VirtualLink
 
+# What a layer computes while it waits for loads: nothing, as serving does; the rows whose experts all have slots, and
+# then the others, if that is sooner, though an expert that both need is computed twice; or all hits, other bits or not.
+OVERLAPS = ("none", "rows", "hits")
+
 
 class _Hot(NamedTuple):
     """The rows of a layer that need slots: ``ids`` int [rows, top_k], and which of these pairs count (None: all)."""
@@ -49,6 +52,7 @@ class SlotsReplay(Replay[np.ndarray]):
         outcome: with ``slots``.
         policy: decides which expert is evicted; owned.
         balancer: gives missing experts to the CPU, if given; owned.
+        overlap: one of ``OVERLAPS``.
         tier: host memory beside the store, if any; owned.
     """
 
@@ -61,10 +65,12 @@ class SlotsReplay(Replay[np.ndarray]):
         policy: Policy,
         balancer: Balancer | None,
         ahead: PrefetchSettings,
+        overlap: str,
         tier: HostTier | None = None,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         facts = trace.facts
+        self.overlap = overlap
         self.counters = Counters()
         self.residency = Residency(facts.total, outcome.slots, policy)
         io_threads = costs.load_at_once - 1  # the forward thread also reads
@@ -125,7 +131,7 @@ class SlotsReplay(Replay[np.ndarray]):
         self.link.take_waited()
         took = computed = 0.0
         for wave in self.layers.waves(layer, hot.ids, counters):
-            seconds, busy = self._run(hot, wave)
+            seconds, busy = self._run(layer, hot, wave)
             took, computed = took + seconds, computed + busy
         self.link.spend(max(0.0, on_cpu - took) + deciding)
         self.layers.admit()
@@ -162,13 +168,33 @@ class SlotsReplay(Replay[np.ndarray]):
         on_cpu = sum(self.cpu[count] for count in rows.tolist())
         return _Hot(hot.ids.numpy(), hot.own.numpy()), on_cpu, self._deciding + self.costs.host_work.divide
 
-    def _run(self, hot: _Hot, wave: HeldRows) -> tuple[float, float]:
+    def _run(self, layer: int, hot: _Hot, wave: HeldRows) -> tuple[float, float]:
         """Passes the time of a wave; returns (its seconds, those in which fast memory computed)."""
         rows = wave.rows
         ids = hot.ids[rows] if hot.own is None else hot.ids[rows][hot.own[rows]]
-        _, counts = np.unique(ids, return_counts=True)
-        computed = sum(self.fast[count] for count in counts.tolist())
+        experts, counts = np.unique(ids, return_counts=True)
+        late = {key - layer * self.trace.facts.experts for key in wave.missed}
+        computed = waiting = 0.0
+        for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
+            if expert in late:
+                waiting += self.fast[count]
+            else:
+                computed += self.fast[count]
         loading = self.link.take_waited()
-        took = loading + computed + (self.costs.host_work.load if wave.missed else 0.0)
+        took = (max(loading, computed) if self.overlap == "hits" else loading + computed) + waiting
+        if late and self.overlap == "rows":
+            took = min(took, self._rows_first(hot, rows, late, loading))
+        took += self.costs.host_work.load if late else 0.0
         self.link.spend(took - loading)
-        return took, computed
+        return took, computed + waiting
+
+    def _rows_first(self, hot: _Hot, rows: slice | np.ndarray, late: set[int], loading: float) -> float:
+        """Returns the seconds of a wave that computes the rows without an expert of ``late`` while it loads."""
+        ids = hot.ids[rows]
+        own = np.ones(ids.shape, dtype=bool) if hot.own is None else hot.own[rows]
+        first = ~(np.isin(ids, list(late)) & own).any(axis=1)
+        parts = []
+        for chosen in (first, ~first):
+            _, counts = np.unique(ids[chosen][own[chosen]], return_counts=True)
+            parts.append(sum(self.fast[count] for count in counts.tolist()))
+        return max(loading, parts[0]) + parts[1]
