@@ -68,9 +68,7 @@ setup(
         "typer",
         "xxhash",
     ],
-    # kt-kernel pins a torch of its own: `pip install --no-deps kt-kernel` where vLLM brings another.
     extras_require={
-        "kt": ["kt-kernel"],
         "ray": ["ray"],
         "peers": ["gguf", "xllamacpp"],
         "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"],

@@ -34,7 +34,6 @@ PREPARED = {  # folder of a model that a command names, or file beside it -> wha
     _LOCAL: "python benchmarks/toy/stored.py local",
     ".cache/toy/mid": f"{_FLAT}/target .cache/toy/mid --expert-bytes 1.2MB --eagle3 {_FLAT}/eagle3",
     ".cache/toy/local-mid": f"{_LOCAL}/target .cache/toy/local-mid --expert-bytes 1.2MB --eagle3 {_LOCAL}/eagle3",
-    ".cache/toy/quantised": f"{_FLAT}/target .cache/toy/quantised --hidden 512 --intermediate 384",
     ".cache/toy/large": f"{_FLAT}/target .cache/toy/large --expert-bytes 9.4MB",
     ".cache/toy/local-large": f"{_LOCAL}/target .cache/toy/local-large --expert-bytes 9.4MB",
     f"{_REAL}/target": f"python benchmarks/real/build.py --output {_REAL}",

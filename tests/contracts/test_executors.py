@@ -5,11 +5,9 @@ A new file in ``cpu_experts/`` is tested without a change here.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -126,7 +124,7 @@ def build(name: str, layer: Layer, threads: int = 1) -> tuple[CpuExperts, dict[s
     return kind(layer.shape, threads, layer.activation, kernel), experts
 
 
-NAMES = [*(name for name in components.names("cpu_kernels") if name != "kt"), "outside:RowByRow"]
+NAMES = [*components.names("cpu_kernels"), "outside:RowByRow"]
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -208,72 +206,3 @@ def test_results_that_differ_are_refused(wrong: str) -> None:
     else:
         with pytest.raises(ConfigError, match="here: results differ"):
             check_same(found, right, torch.bfloat16, HIDDEN, "here")
-
-
-# --- kt-kernel, which cannot run here: only what it refuses ----------------------------------------------------------
-
-
-def kt(layer: Layer) -> CpuExperts:
-    return components.build("cpu_kernels", "kt", shape=layer.shape, threads=1, activation=layer.activation)
-
-
-class FakeWrapper:
-    """Has the interface of kt-kernel and gives ``answer`` of the right output."""
-
-    answer = 1.0
-
-    def __init__(self, **facts) -> None:
-        self.facts = facts
-
-    def load_weights_from_tensors(self, gate, up, down, order) -> None:
-        assert gate.shape == up.shape == (EXPERTS, INTERMEDIATE, HIDDEN) and order.tolist() == list(range(EXPERTS))
-        self.experts = {"w13_weight": torch.cat([gate, up], dim=1), "w2_weight": down}
-
-    def forward(self, x, ids, weights, stream):
-        executor = components.build("cpu_kernels", "torch", shape=make("silu").shape, threads=1, activation="silu")
-        return (self.answer * executor.run(x, weights, ids, self.experts)).to(x.dtype)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that says it has one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-
-
-def test_kt_refuses_a_machine_that_cannot_pin() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this one can")
-    with pytest.raises(ConfigError, match="pinned memory.*--spac-cpu-kernel torch"):
-        kt(make("silu"))
-
-
-@pytest.mark.parametrize("case", ["silu, float32", "gelu_tanh", "swigluoai with biases"])
-def test_kt_refuses_experts_that_it_does_not_have(case: str, gpu) -> None:
-    with pytest.raises(ConfigError, match="only.*--spac-cpu-kernel torch"):
-        kt(make(case))
-
-
-@pytest.mark.parametrize("module", [None, ModuleType("kt_kernel")], ids=["not installed", "another interface"])
-def test_kt_refuses_when_it_cannot_be_imported(module, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kt_kernel", module)
-    with pytest.raises(ConfigError, match="cannot be imported.*pip install --no-deps kt-kernel"):
-        kt(make("silu"))
-
-
-@pytest.mark.parametrize("answer", [0.0, 1.1, float("nan"), 1.0])
-def test_kt_is_refused_when_it_differs_from_torch(answer: float, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("kt_kernel")
-    module.KTMoEWrapper = type("KTMoEWrapper", (FakeWrapper,), {"answer": answer})
-    monkeypatch.setitem(sys.modules, "kt_kernel", module)
-    layer = make("silu")
-    executor = kt(layer)
-    if answer == 1.0:
-        executor.prepare(layer.experts)
-        expected = components.build("cpu_kernels", "torch", shape=layer.shape, threads=1, activation="silu")
-        arguments = layer.x, layer.weights, layer.ids, layer.experts
-        assert torch.equal(executor.run(*arguments), expected.run(*arguments).bfloat16())
-    else:
-        with pytest.raises(ConfigError, match="kt compared with torch .use --spac-cpu-kernel torch.*results differ"):
-            executor.prepare(layer.experts)

@@ -106,7 +106,7 @@ def test_what_setup_py_requires_is_pinned(bootstrap):
 
     pins = {canonicalize_name(line.partition("==")[0]) for line in bootstrap.CONSTRAINTS.read_text().splitlines()}
     requirements = [Requirement(line) for line in requires("vllm-spac") or []]
-    asked = {"extra": "test"}  # what the set-up installs; kt-kernel, of another extra, is installed by hand
+    asked = {"extra": "test"}  # what the set-up installs
     needed = {canonicalize_name(r.name) for r in requirements if r.marker is None or r.marker.evaluate(asked)}
     assert needed <= pins and len(needed) > 10
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.places import ClusterFile, Place, RunningWorkers
-from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 
 def run(*arguments: object, code: int = 0) -> str:
@@ -71,23 +69,6 @@ def test_show_prints_what_workers_count(tmp_path: Path, monkeypatch: pytest.Monk
     for part in ("3 1,234 5,678 75.0% 42 1.00 GiB 3.00 GiB", "serves none", "512.0 MiB", "it has another secret"):
         assert part in text, part
     assert "\x1b" not in text and "abab" not in text
-
-
-def test_simulated_workers(tmp_path: Path) -> None:
-    """More workers have more memory; a slower network costs what two hops per layer more cost."""
-    trace = tmp_path / "run.trace"
-    synthetic_trace(layers=4, experts=16, top_k=2, steps=30, expert_bytes=1 << 20).save(trace)
-    options = (trace, "--profile", "rtx4090", "--workers", "1,4", "--slots", "25%")
-    assert "has no network; run vllm-spac profile --peer" in run("simulate", *options, code=1)
-    text = run("simulate", *options, "--latency", 1e-3, "--bandwidth", 1e9)
-    assert "calculated" in text and "1000 us one way, 1.00 GB per second" in text
-    found = [float(value) for value in re.findall(r" [\d.]+ s\W+([\d.]+)\W", text)]
-    slower = run("simulate", *options, "--latency", 2e-3, "--bandwidth", 1e9)
-    later = [float(value) for value in re.findall(r" [\d.]+ s\W+([\d.]+)\W", slower)]
-    assert len(found) == 2 and [b - a for a, b in zip(found, later, strict=True)] == pytest.approx([8, 8], abs=0.02)
-    for counts in ("5", "0", "", "two"):
-        assert "use numbers from 1 to 4" in run("simulate", *options[:3], "--workers", counts,
-                                                "--latency", 1, "--bandwidth", 1, code=1)  # fmt: skip
 
 
 def test_stop_ends_no_other_program_and_keeps_other_machines(tmp_path: Path) -> None:

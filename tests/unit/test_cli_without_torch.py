@@ -50,7 +50,6 @@ CALLS = {
     "cluster start": (["--workers", "65"], "less than or equal to 64"),  # it would start one
     "cluster show": (["--file", "cluster.json"], ""),
     "cluster stop": (["--file", "cluster.json"], "cluster.json"),
-    "cluster simulate": ([TRACE, "--profile", "rtx4090"], ""),
 }
 
 

@@ -89,7 +89,6 @@ _cluster = typer.Typer(help="Start, show, stop or simulate expert workers.", no_
 _cluster.command(epilog=cluster.START_EXAMPLES)(_reported(cluster.start))
 _cluster.command(epilog=cluster.EXAMPLES)(_reported(cluster.show))
 _cluster.command(epilog=cluster.STOP_EXAMPLES)(_reported(cluster.stop))
-_cluster.command(epilog=cluster.SIMULATE_EXAMPLES)(_reported(cluster.simulate))
 app.add_typer(_cluster, name="cluster")
 
 

@@ -141,8 +141,8 @@ class SpacConfig(BaseModel):
     )
     cpu_kernel: Annotated[str | None, ComponentName("cpu_kernels", "CPU kernel")] = Field(
         None,
-        description="Kernel of cpu_experts: vLLM's (native, the default on a CPU machine), torch (the default "
-        "elsewhere) or kt.",
+        description="Kernel of cpu_experts: vLLM's (native, the default on a CPU machine) or torch (the "
+        "default elsewhere).",
     )
     io_threads: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."
