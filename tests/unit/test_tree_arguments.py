@@ -171,12 +171,18 @@ def test_the_v2_runner_does_not_record_which_draft_follows_which() -> None:
         tree_arguments.check(SpacConfig(tree=16, trace="a.safetensors"), engine(use_v2_model_runner=True))
 
 
-def test_the_guard_of_trees_with_v2_cuts_their_nodes_on_the_device(monkeypatch) -> None:
+def test_the_guard_of_trees_with_v2_plans_them_and_cuts_their_nodes(monkeypatch) -> None:
     v2 = engine(use_v2_model_runner=True, distributed_executor_backend="uni")
     assert drafts.unguarded(v2) is None and drafts.unguarded(v2, trees=True) is None
     monkeypatch.setenv(patches.WITHOUT, f"{patches.SPECULATOR}.compute_draft_logits")
-    assert drafts.unguarded(v2) is None, "how many drafts are made is planned without it"
-    assert "compute_draft_logits" in str(drafts.unguarded(v2, trees=True))
+    for trees in (False, True):
+        assert drafts.unguarded(v2, trees) is None, "how many drafts are made is planned without it"
+    assert "compute_draft_logits" in str(drafts.uncut(v2))
+    v2.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
+    assert drafts.unguarded(v2) is None
+    assert "plans how many nodes are drafted; drop num_speculative_tokens_per_batch_size" in str(
+        drafts.unguarded(v2, trees=True)
+    )
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
