@@ -42,7 +42,7 @@ def forwards(rests: bool = True, ready: bool = True, loops: bool = True) -> tupl
 def test_a_drafter_that_rests_does_not_run() -> None:
     made, speculator = forwards()
     found = speculator.propose(batch(False, False), num_speculative_tokens=0)
-    assert found.tolist() == [[-1] * MOST] * 2 and not speculator.forwards and made.left_out == 1
+    assert found.shape == (2, MOST) and not speculator.forwards and made.left_out == 1, "vLLM writes -1 into it"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_draft_model_makes_the_drafts_that_are_planned(planned: int, runs: int
     """And vLLM gets all columns of its buffer: it writes -1 into those behind them."""
     _, speculator = forwards(rests=False)
     found = speculator.propose(batch(False), num_speculative_tokens=planned)
-    assert speculator.forwards == runs and found.shape == (1, MOST) and found.data_ptr() == found.data_ptr()
+    assert speculator.forwards == runs and found.shape == (1, MOST)
     assert found[0, :runs].tolist() == [10 + number for number in range(runs)]
     assert speculator.num_speculative_steps == MOST
     _, speculator = forwards(rests=False, ready=False)

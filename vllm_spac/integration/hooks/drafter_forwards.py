@@ -52,7 +52,7 @@ class DrafterForwards:
         real = self._ready() and not dummy_run and dp_sync_state is None and planned is not None
         if real and planned == 0 and self._rests() and not input_batch.is_prefilling_np.any():
             self.left_out += 1
-            return speculator.draft_tokens[: input_batch.num_reqs].fill_(-1)
+            return speculator.draft_tokens[: input_batch.num_reqs]  # vLLM writes -1 into what is not planned
         given = {"num_speculative_tokens": planned, "dummy_run": dummy_run, "dp_sync_state": dp_sync_state}
         if not real or not self._loops or planned is None:
             return self._propose(input_batch, *args, **given, **kwargs)

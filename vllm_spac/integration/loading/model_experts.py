@@ -249,6 +249,8 @@ class ModelExperts:
         counts |= {} if self.head is None else {"mtp_head": self.head.stats()}
         told = description.stats(serving.runtime, serving.budget, self.config, self.packing.store_name, serving.guard)
         told |= {} if serving.cuts is None else {"device_chooser": serving.cuts.facts()}
+        if self.forwards is not None:
+            told["guard"] = told["guard"] | {"rested_steps": self.forwards.left_out}
         return self.ranks.facts() | told | counts
 
     def close(self) -> None:
