@@ -80,8 +80,12 @@ class Rerouting(Protocol):
     def change(self, settings: Any) -> None:
         """Uses ``settings`` from the next step on; changes nothing if it raises."""
 
-    def begin_step(self, step: Step) -> Step:
-        """Begins a forward; returns ``step`` with the rows' votes."""
+    @property
+    def uncut(self) -> str:
+        """Why the device cannot cut drafts beside what is in force; empty if it can."""
+
+    def begin_step(self, step: Step, cut: Tensor | None = None) -> Step:
+        """Begins a forward; returns ``step`` with the rows' votes. Those of ``cut``, bool [rows, 1], have none."""
 
     def end_step(self) -> None:
         """Ends it."""
@@ -181,7 +185,7 @@ class Runtime:
             self._began = now()
         self._step, self._rows = step, step.rows
         self._timed, self._drafting = (step, self._clock(), 0 if self.chooser is None else self.missed), 0.0
-        votes = self.budget.begin_step(step)
+        votes = self.budget.begin_step(step, self.cut_rows if self.cutting else None)
         for execution in self.executions:
             execution.begin_step(votes)
         self.recordings.begin_step(step)
@@ -256,6 +260,8 @@ class Runtime:
         if settings.active and not self.budget.captured:
             self.require_host("a budget")
         self.budget.change(settings)
+        if self.cut_rows is not None and self.budget.uncut:
+            logger.info("spac: no draft is cut on the device while this budget is in force: %s", self.budget.uncut)
 
     def rows(self, forward: int) -> int:
         """Number of leading rows of a forward that belong to requests; ``forward`` itself in a dummy run."""

@@ -116,6 +116,70 @@ def test_the_same_as_on_the_host(rule, bound, ranking, coverage, votes, when, st
     same_counts(device, host)
 
 
+@st.composite
+def cut_steps(draw) -> tuple[Step, torch.Tensor]:
+    """A step, and which of its rows are cut, bool [ROWS, 1]: only drafts, which are behind a request's first row."""
+    step, cut = draw(steps()), torch.zeros(ROWS, 1, dtype=torch.bool)
+    for request in step.requests:
+        if request.kind is RowKind.VERIFY:
+            for row in range(request.start + 1, request.stop):
+                cut[row] = draw(st.booleans())
+    return step, cut
+
+
+@settings(max_examples=200)
+@given(
+    rule=st.sampled_from(RULES),
+    bound=st.sampled_from(BOUNDS),
+    ranking=st.sampled_from(RANKINGS),
+    coverage=st.sampled_from(COVERAGES),
+    when=st.sampled_from(["verify", "decode", "all"]),
+    given=cut_steps(),
+    seed=st.integers(0, 2**32),
+    held=st.booleans(),
+)
+def test_a_row_that_the_device_cuts_has_no_vote(rule, bound, ranking, coverage, when, given, seed, held) -> None:
+    """The others run what they run in a step that lacks it; so they do in a step without such rows afterwards."""
+    (step, cut), chosen = given, bound | coverage | {"ranking": ranking, "when": when}
+    short, device = control(rule, **chosen), control(rule, **chosen)
+    kept = [row for row in range(step.rows) if not cut[row]]
+    start, requests = 0, []
+    for request in step.requests:
+        rows = sum(row in kept for row in range(request.start, request.stop))
+        requests.append(RequestRows(start, start + rows, request.kind))
+        start += rows
+    if held:
+        device.hold_in_graphs(ROWS)
+    for index in range(LAYERS):
+        logits, weights, ids = routing(rule, seed + index, 1.0, False)
+        if held:
+            for layer in range(LAYERS):
+                device.compile(layer, logits, weights, ids)
+            device.capture(index, logits, weights, ids)
+        device.begin_step(step, cut)
+        launch = device.capture if held else lambda *layer: device.apply(*layer, step)
+        found = launch(index, logits, weights, ids)
+        left = [each[kept] for each in (logits, weights, ids)]
+        same([each[kept] for each in found], short.apply(index, *left, Step(tuple(requests))), len(kept))
+        device.end_step()
+        if not held:
+            device.begin_step(step)
+            whole = control(rule, **chosen).apply(index, logits, weights, ids, step)
+            same(device.apply(index, logits, weights, ids, step), whole)
+            device.end_step()
+    if not held:
+        assert device.counters.snapshot()["rows"] >= short.counters.snapshot()["rows"]
+
+
+def test_which_budgets_leave_drafts_whole() -> None:
+    """They rank where nobody knows which rows were cut, or parts of a request alone."""
+    assert not control(RULES[0], budget=5).uncut and not control(RULES[0]).uncut
+    made = control(RULES[0], budget=5)
+    made._ranking = SimpleNamespace(replayable=False)  # as coactivation, whose greedy choice is the host's
+    assert made.uncut == "ranking=selected (--spac-budget-ranking) ranks on the host, which cannot leave rows out"
+    assert "window=2" in control(RULES[0], budget=5, window=2).uncut
+
+
 class Replayed:
     """The routing of both layers as one graph, on buffers that stay where they are."""
 

@@ -94,9 +94,7 @@ class Told(DeviceChooser):
 
 
 def cutter(chooser: DeviceChooser, sure=((0.9, 0.9, 0.9),), trees=None) -> DraftCutter:
-    runtime = SimpleNamespace(
-        cut_rows=None, cutting=False, warms_up=False, missed=10, budget=SimpleNamespace(active=False)
-    )
+    runtime = SimpleNamespace(cut_rows=None, cutting=False, warms_up=False, missed=10, budget=SimpleNamespace(uncut=""))
     runner = SimpleNamespace(
         device=torch.device("cpu"),
         max_num_reqs=STATES,
@@ -183,7 +181,7 @@ def test_another_batch_is_never_sampled_as_if_nothing_was_cut() -> None:
 def test_nothing_is_cut_while(what: str) -> None:
     made = cutter(Told(1.0, 1.0, most=0))
     made.propose(batch([0], [0]))
-    made._runtime.budget.active, made._runtime.warms_up = what == "budget", what == "warming up"
+    made._runtime.budget.uncut, made._runtime.warms_up = "ranks" * (what == "budget"), what == "warming up"
     made.begin(step := plan(), batch([0], [3]))
     assert cut_rows(made) == []
     assert (draft_cutting.CUT in vars(step)) == (what == "budget"), "what is made up teaches nothing"
@@ -358,8 +356,10 @@ class Idle:
     """A budget that changes nothing."""
 
     active = captured = weighs = False
+    uncut = ""
 
-    def begin_step(self, step: Step) -> Step:
+    def begin_step(self, step: Step, cut: Tensor | None = None) -> Step:
+        self.cut = cut
         return step
 
     def end_step(self) -> None: ...
@@ -384,7 +384,11 @@ def test_a_cut_row_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> No
     found = runtime.route(0, hidden, logits, weights, ids)
     assert found[1].tolist() == expected and found[1].dtype == ids.dtype and found[0] is weights
     runtime.end_forward()
-    assert not runtime.cutting
+    assert not runtime.cutting and runtime.budget.cut is None
+    runtime.cutting = True
+    runtime.begin_step(Step((RequestRows(0, 4, RowKind.VERIFY, 3),)))
+    assert runtime.budget.cut is runtime.cut_rows, "a budget hears of them"
+    runtime.end_forward()
     monkeypatch.setattr("vllm_spac.runtime.capturing", lambda tensor: True)
     assert runtime.route(0, hidden, logits, weights, ids)[1].tolist() == expected, "a graph holds it"
 

@@ -169,7 +169,14 @@ def test_order_is_judged_by_the_same_windows() -> None:
 def results() -> dict:
     points = [scored(8, 0.9, 0.1, 8.0), scored(12, 0.995, 0.001, 11.0)]
     points += [scored(b, 0.99, 0.2, b - 1.0, coverage="substitution") for b in (8, 12)]
-    speeds = {"tokens_per_second": 10.0, "acceptance_length": 2.5, "hit_rate": 0.5, "distinct": 13.0, "equal": 1.0}
+    speeds = {
+        "bytes_per_token": 100.0,
+        "tokens_per_second": 10.0,
+        "acceptance_length": 2.5,
+        "hit_rate": 0.5,
+        "distinct": 13.0,
+        "equal": 1.0,
+    }
     made = [{name: point[name] for name in ("ranking", "coverage", "budget", "mass")} | speeds for point in points]
     studies = [study([0.0, 0.1, 0.3], [0.5, 0.7, 0.9])]
     order = reconstruction.ordered(studies, "oracle", "router", "truncation")
@@ -203,6 +210,18 @@ def test_report(results: dict) -> None:
     assert "agreement 99.50 +- 0.30%, perplexity +0.10 +- 0.20%" in text
     assert "saves 12.0% of the bytes (1.5 MiB of 12.5 MiB per step)" in text
     assert "oracle <= router at every budget" in text and "static <= router does not hold at B=8" in text
+
+
+def test_a_budget_that_costs_more_loads_than_it_saves_is_named(results: dict) -> None:
+    assert "cost more loads" not in printed(results) and "1.00 x" in printed(results)
+    assert quality.verdict(results["points"], results["generation"]) == results["points"][1]
+    results["generation"][2] |= {"bytes_per_token": 107.0, "acceptance_length": 1.7}
+    text = printed(results)
+    assert "so that tune refuses them: router, truncation, B=12 (1.07 x)" in text
+    assert quality.verdict(results["points"], results["generation"]) is None, "it is no advice either"
+    del results["generation"][0]["bytes_per_token"], results["generation"][1:]
+    results["generation"].clear()
+    assert quality.loads(results["points"][1], []) is None and "cost more loads" not in printed(results)
 
 
 def test_report_of_speculated_execution(results: dict, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.hooks import drafts, patches
+from vllm_spac.integration.loading import assembly
 from vllm_spac.integration.stepping import tree_arguments, tree_scheduler
 from vllm_spac.methods.trees.tensors import Scratch
 
@@ -171,12 +172,33 @@ def test_the_v2_runner_does_not_record_which_draft_follows_which() -> None:
         tree_arguments.check(SpacConfig(tree=16, trace="a.safetensors"), engine(use_v2_model_runner=True))
 
 
-def test_the_guard_of_trees_with_v2_cuts_their_nodes_on_the_device(monkeypatch) -> None:
+def test_the_guard_of_trees_with_v2_plans_them_and_cuts_their_nodes(monkeypatch) -> None:
     v2 = engine(use_v2_model_runner=True, distributed_executor_backend="uni")
     assert drafts.unguarded(v2) is None and drafts.unguarded(v2, trees=True) is None
     monkeypatch.setenv(patches.WITHOUT, f"{patches.SPECULATOR}.compute_draft_logits")
-    assert drafts.unguarded(v2) is None, "how many drafts are made is planned without it"
-    assert "compute_draft_logits" in str(drafts.unguarded(v2, trees=True))
+    for trees in (False, True):
+        assert drafts.unguarded(v2, trees) is None, "how many drafts are made is planned without it"
+    assert "compute_draft_logits" in str(drafts.uncut(v2))
+    v2.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
+    assert drafts.unguarded(v2) is None
+    assert "plans how many nodes are drafted; drop num_speculative_tokens_per_batch_size" in str(
+        drafts.unguarded(v2, trees=True)
+    )
+
+
+def test_what_a_tree_s_guard_plans_and_cuts_with_v2(caplog) -> None:
+    caplog.set_level("INFO", logger="vllm.spac")
+    v2 = engine(use_v2_model_runner=True, distributed_executor_backend="uni")
+    v2.speculative_config.num_speculative_tokens = 8
+    config, some = SpacConfig.parse({"tree": 8}), SimpleNamespace(holds_all=False)
+    guard, cuts = assembly.guard(config, v2), assembly.cuts(config, v2, [some])
+    assert guard.lengths == (0, 8) and cuts is not None, "also with expert workers, and under a budget"
+    assert assembly.cuts(config, v2, [SimpleNamespace(holds_all=True)]) is None
+    assert "none is cut on the device: each expert has its slot" in caplog.text
+    ranks = engine(use_v2_model_runner=True, tensor_parallel_size=2)
+    ranks.speculative_config.num_speculative_tokens = 8
+    assert assembly.guard(config, ranks) is None and assembly.cuts(config, ranks, [some]) is None
+    assert caplog.text.count("each of 2 ranks would choose the draft length by its own clock") == 2
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:

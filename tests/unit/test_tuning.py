@@ -285,7 +285,25 @@ def test_budgets_come_with_their_quality(toy: ServedModel) -> None:
         bound, knobs = SpacConfig.parse(dict(budget.knobs)).bound, budget.knobs
         point = points[knobs["budget_ranking"], knobs["budget_coverage"], bound.experts, bound.mass]
         assert point["agreement"] >= AGREEMENT and f"{100 * point['agreement']:.1f}%" in budget.quality
-        assert budget.quality.startswith("LOSSY")
+        assert budget.quality.startswith("LOSSY") and "bytes per token" in budget.quality
+
+
+def test_a_budget_that_costs_more_loads_than_it_saves_is_refused(toy: ServedModel, tmp_path: Path) -> None:
+    """The toy's own results have such: with 42 experts of ``selected`` fewer drafts were accepted."""
+    path, content = tmp_path / "q.json", json.loads(QUALITY.read_text())
+    dear = {("selected", 42), ("selected", 48)}
+    points = [p for p in content["points"] if p["coverage"] == "substitution" and (p["ranking"], p["budget"]) in dear]
+    assert all(point["agreement"] >= AGREEMENT for point in points) and len(points) == 2
+    path.write_text(json.dumps(content | {"points": points}))
+    (kept,) = budgets(path, toy)
+    assert kept.knobs["budget"] == 48 and "0.99 times the bytes per token" in kept.quality
+    path.write_text(json.dumps(content | {"points": points[:1]}))
+    with pytest.raises(
+        ConfigError, match="costs more loads than it saves .1.07 times the bytes per token.* drop --lossy"
+    ):
+        budgets(path, toy)
+    path.write_text(json.dumps(content | {"points": points[:1], "generation": []}))
+    assert "bytes per token not measured" in budgets(path, toy)[0].quality
 
 
 def test_an_evaluation_imports_nothing(toy: ServedModel, tmp_path: Path, monkeypatch) -> None:

@@ -184,6 +184,23 @@ def test_rows_of_a_device_come_to_the_host_with_their_routing_in_one_wait() -> N
     assert recorded[0][1].tolist() == [[2, -1]]
 
 
+def test_rows_of_cut_drafts_go_to_no_worker() -> None:
+    sent: list[tuple[Tensor, ...]] = []
+
+    class Remembers(Client):
+        def compute(self, forward, layer: int, x: Tensor, weights: Tensor, ids: Tensor, meanwhile: Callable | None):
+            sent.append((x, weights, ids))
+            return 2 * x
+
+    execution = WorkerExecution(SHAPE, LRU(), SimpleNamespace(client=Remembers()))
+    x, ids = torch.rand(5, 3), torch.tensor([[2, 0], [-1, -1], [1, -1], [-1, -1], [99, 99]], dtype=torch.int32)
+    out = execution.forward(0, x, torch.ones(5, TOP_K), ids, None, Rows(4, cut=True))
+    ((rows, weights, experts),) = sent
+    assert torch.equal(rows, x[[0, 2]]) and weights.tolist() == [[1, 1], [1, 0]]
+    assert experts.tolist() == [[2, 0], [1, 0]]
+    assert torch.equal(out, torch.cat([2 * x[:1], torch.zeros(1, 3), 2 * x[2:3], torch.zeros(2, 3)]))
+
+
 def test_nothing_is_said_about_prompts_or_without_a_predictor() -> None:
     for predictor, kind in ((Named(), RowKind.PREFILL), (None, RowKind.DECODE)):
         execution, client = serving(predictor)

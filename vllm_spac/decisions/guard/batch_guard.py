@@ -24,6 +24,7 @@ _ROUTINE, _PROBING = 0.3, 0.85  # share of ``loss`` for routine trials, and for 
 _SLACK, _ALARM = 0.3, 5.0  # of the Page test, in steps: the excess ignored per step, the sum that raises the alarm
 _SLOWEST = 3.0  # a step counts in it for at most this many times the typical seconds
 _CHARGED = 0.25  # share of what adopted drafts lost that must be earned before further trials
+REST = 256  # steps without drafts but for trials, after which the drafter is not kept ready between them
 _PRIOR = 1  # steps of the expected length, averaged with those since the change
 
 
@@ -83,11 +84,17 @@ class BatchGuard:
         self._again: int | None = None  # a length whose last trial was an outlier
         self._typical = math.inf  # seconds of a current step
         self._seconds = self._lost = 0.0
+        self._off = 0  # steps since drafts were dropped
         self.current = self.steps = self.explored = self.switches = 0
 
     @property
     def length(self) -> int:
         return self._trial.length if self._trial and not self._trial.over else self.current
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step has no drafts, because these have not paid for long."""
+        return self.length == 0 and self._off > REST
 
     def gains(self) -> list[float]:
         """Logarithm of tokens per second with d drafts relative to the current length, [K + 1].
@@ -108,6 +115,7 @@ class BatchGuard:
                 of that length.
         """
         self.steps += 1
+        self._off = self._off + 1 if self.current == 0 else 0
         counted = min(seconds, 4 * self._typical)  # so that one disturbed step does not count against a length
         self._seconds += counted
         trial = self._trial

@@ -15,7 +15,7 @@ how many drafts are made, and ``device_chooser`` which of them are worth their e
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -82,7 +82,7 @@ class Chooser:
         self.ignored = 0
         self._payback = Payback()
         self._odds = Odds()
-        self._costs: dict[int, StepCost] = {}  # by batch size, one for each power of two
+        self._costs = defaultdict[int, StepCost](StepCost)  # by batch size, one for each power of two
         self._now = StepCost()  # of the last batch size
         self._drafted: dict[str, Drafted] = {}  # those that the target has not answered yet
         self._making = 0.0  # seconds that a further draft takes the drafter
@@ -212,7 +212,7 @@ class Chooser:
         return self._steps.total() % _LOOK == 0 and self._now.known and self._now.unsure
 
     def _of(self, requests: int) -> StepCost:
-        self._now = self._costs.setdefault((requests - 1).bit_length(), StepCost())
+        self._now = self._costs[(requests - 1).bit_length()]
         return self._now
 
     def _worth(self, reached: float) -> float:

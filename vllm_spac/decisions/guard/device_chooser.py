@@ -9,7 +9,7 @@ So only what cutting spares, experts and their loads, is in what a rejected draf
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,7 +48,8 @@ class DeviceChooser:
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._odds = Odds()
-        self._costs: dict[tuple[int, int], StepCost] = {}  # by batch size, one for each power of two, and most drafts
+        # by batch size, one for each power of two, and most drafts
+        self._costs = defaultdict[tuple[int, int], StepCost](StepCost)
         self._steps = self._turn = 0
         self._counts = Counter[str]()
 
@@ -104,4 +105,4 @@ class DeviceChooser:
         return {name: self._counts[name] for name in ("drafts", "cut_drafts")}
 
     def _of(self, requests: Sequence[str], drafts: Sequence[int]) -> StepCost:
-        return self._costs.setdefault(((len(requests) - 1).bit_length(), max(drafts)), StepCost())
+        return self._costs[(len(requests) - 1).bit_length(), max(drafts)]

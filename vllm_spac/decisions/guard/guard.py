@@ -49,6 +49,16 @@ class Guard:
         self._batch = self._batch_of(1)
         self._last: tuple[int, BatchGuard] | None = None
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths that it may choose; empty: all."""
+        return self._settings.lengths
+
+    @property
+    def rests(self) -> bool:
+        """Whether steps like the last one have no drafts, because these have not paid for long."""
+        return self._batch.rests
+
     def restrict(self, lengths: Iterable[int]) -> None:
         """Chooses 0 or one of ``lengths`` only; called before any step."""
         assert not any(self.steps), "steps have run"

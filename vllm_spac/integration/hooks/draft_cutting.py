@@ -183,7 +183,7 @@ class DraftCutter:
             return
         states, tree = batch.idx_mapping, self._tree(batch)
         chances = self._chances[states]
-        packed = None if runtime.budget.active else self._chooser.numbers(batch.req_ids, drafts.tolist())
+        packed = None if runtime.budget.uncut else self._chooser.numbers(batch.req_ids, drafts.tolist())
         sent = [self._runner.req_states.draft_tokens[states].long(), chances]
         if packed is not None:
             numbers = CutNumbers.unpacked(_to_device(packed, rows.device), batch.num_reqs)

@@ -70,8 +70,9 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
         kept = "rejection_sample_method"
         return Reason(f"{kept}={way} is lossy, and tokens would depend on the length of drafts", without(kept))
     if plans_drafts(vllm_config):
-        if trees:  # how many nodes are drafted is not planned
-            return uncut(vllm_config)
+        asked = "num_speculative_tokens_per_batch_size"
+        if trees and getattr(speculation, asked, None):
+            return Reason(f"{asked} plans how many nodes are drafted", without(asked))
         if vllm_config.parallel_config.distributed_executor_backend != "uni":
             within = add(vllm_distributed_executor_backend="uni")
             return Reason("V2's scheduler plans drafts in another process", within)

@@ -83,7 +83,8 @@ _NO_CHOICE_V1 = (
 )
 _NO_CHOICE_V2 = "with V2, the guard is off and all drafts are verified"
 _NO_CUTS_V2 = "with V2, all drafts of a step run their experts, whatever these cost"
-_NO_STATES_V2 = "with V2, predictors that look at the drafter are refused"
+_NO_STATES_V2 = "with V2, predictors that look at the drafter are refused, and drafters run where no drafts are planned"
+_STATES_V2 = "hidden states that a drafter returns"
 _NO_ROUTING = "prefetch=shadow is refused, and the experts of an MTP head stay in fast memory"
 _NO_TREES_V1, _NO_TREES_V2 = (f"with {runner}, draft trees are refused" for runner in ("V1", "V2"))
 
@@ -272,7 +273,7 @@ PATCHES = (
     ),
     Patch(
         f"{RUNNER_V2}.initialize_kv_cache",
-        "draft trees set their hooks once the KV cache exists, and so does what cuts drafts on the device",
+        "draft trees set their hooks once the KV cache exists; so does what cuts drafts on the device, or makes none",
         "v2",
         ("kv_cache_config", "is_profiling"),
         until="draft trees",
@@ -365,17 +366,22 @@ PATCHES = (
         loses=_NO_ROUTING,
     ),
     *(
-        Patch(target, why, "v2", takes, until="hidden states that a drafter returns", on="object", loses=_NO_STATES_V2)
-        for target, why, takes in (
+        Patch(target, why, "v2", takes, until=until, on="object", does=does, loses=_NO_STATES_V2)
+        for target, does, why, takes, until in (
             (
                 f"{SPECULATOR}.propose",
-                "a predictor reads the drafter's states: of the token sampled last, then of each draft",
-                ("input_batch", "num_sampled", "num_rejected", "last_sampled", "dummy_run"),
+                _REPLACES,
+                "a predictor reads the drafter's states: of the token sampled last, then of each draft; a drafter runs "
+                "as often as drafts are planned, and not at all while the guard rests",
+                ("input_batch", "num_sampled", "num_rejected", "last_sampled", "dummy_run", "num_speculative_tokens"),
+                f"{_STATES_V2}, and drafters that follow num_spec_tokens_to_schedule",
             ),
             (
                 f"{SPECULATOR}.sample_draft",
+                _ENCLOSES,
                 "a forward of the drafter is over: its states, and which draft it makes",
                 ("hidden_states", "draft_step"),
+                _STATES_V2,
             ),
         )
     ),

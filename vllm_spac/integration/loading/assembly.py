@@ -168,8 +168,8 @@ def host_rows(
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None:
     """Builds what decides how many drafts a step has; None without speculation, or if that cannot be changed.
 
-    V2's scheduler plans a number for all requests (``Guard``), but not of trees; V1's runner has the drafts before a
-    step is planned (``Chooser``).
+    V2's scheduler plans a number for all requests (``Guard``), of trees all nodes or none; V1's runner has the drafts
+    before a step is planned (``Chooser``).
     """
     speculation = vllm_config.speculative_config
     if speculation is None or not config.guards_drafts:
@@ -180,7 +180,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None
     most = config.tree or speculation.num_speculative_tokens
     if not drafts.plans_drafts(vllm_config):
         return Chooser(most)
-    return None if config.tree else Guard(most)
+    return Guard(most, lengths=(0, most)) if config.tree else Guard(most)
 
 
 def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> DeviceChooser | None:
@@ -198,8 +198,6 @@ def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execu
 def _uncut(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> str:
     if config.trace is not None:
         return "a trace (--spac-trace) has the experts of all of them"
-    if config.has_workers:
-        return "expert workers compute all rows"
     if any(execution.holds_all for execution in executions):
         return "each expert has its slot, so that none is loaded for a draft"
     reason = drafts.uncut(vllm_config)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_spac.integration.hooks.draft_cutting import DraftCutter
+    from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
     from vllm_spac.integration.stepping.draft_routing import DraftChoices
     from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
     from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
@@ -90,6 +91,7 @@ class ModelExperts:
         serving: what runs the model; None until the weights are loaded.
         trees: None until the KV cache exists, or without draft trees.
         cutter: cuts drafts on the device; None until the KV cache exists, or where none are cut.
+        forwards: those of V2's drafter; None until the KV cache exists, or where no guard plans them.
         drafted: probabilities of the drafts that are being verified.
         draft_routing: None until a draft model is loaded by which experts are chosen for a predictor.
         head: None until an MTP head is loaded whose experts have slots.
@@ -108,6 +110,7 @@ class ModelExperts:
         self.serving: Serving | None = None
         self.trees: TreeDecoding | TreeDecodingV2 | None = None
         self.cutter: DraftCutter | None = None
+        self.forwards: DrafterForwards | None = None
         self.drafted = DraftProbabilities()
         self.draft_routing: DraftChoices | None = None
         self.head: ModelExperts | None = None
@@ -206,7 +209,7 @@ class ModelExperts:
             if caveat is not None:
                 logger.warning("spac: %s", caveat)
         (runner_v2 if plans else runner_v1).install()
-        if config.tree or cuts is not None:
+        if config.tree or cuts is not None or isinstance(guard, Guard):
             trees.install(vllm_config)
         runner_hooks.install()
         if self.on_cpu:
@@ -246,6 +249,8 @@ class ModelExperts:
         counts |= {} if self.head is None else {"mtp_head": self.head.stats()}
         told = description.stats(serving.runtime, serving.budget, self.config, self.packing.store_name, serving.guard)
         told |= {} if serving.cuts is None else {"device_chooser": serving.cuts.facts()}
+        if self.forwards is not None:
+            told["guard"] = told["guard"] | {"rested_steps": self.forwards.left_out}
         return self.ranks.facts() | told | counts
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 The scheduler looks up the draft length of a step by its number of requests (vLLM's
 ``num_speculative_tokens_per_batch_size``), and later stages follow it. The guard replaces this lookup, and observes the
-results that the scheduler receives. So does what cuts drafts on the device, also of trees, whose size is not planned.
+results that the scheduler receives, as does what cuts drafts on the device. A tree is drafted as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def offer(vllm_config: VllmConfig, guard: Guard | None, ended: Ended | None = No
 
     The scheduler is created after the worker, so they are kept until then; arguments as of ``PlannedDrafts``.
     """
-    most = None if guard is None else _lengths(vllm_config, guard)
+    most = None if guard is None or guard.lengths else _lengths(vllm_config, guard)
     _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most, ended=ended)
     patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
 

@@ -1,4 +1,4 @@
-"""Sets up draft trees for a model runner once its KV cache exists, and what cuts drafts on the device."""
+"""Sets up draft trees for a model runner once its KV cache exists, and what cuts and leaves out drafts on a device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_cutting import DraftCutter
 from vllm_spac.integration.hooks.draft_reading import DraftReading
+from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
 from vllm_spac.integration.hooks.drafts import plans_drafts
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
 from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
@@ -51,9 +53,24 @@ def _initializing(initialize: Callable):
             _plant(self, experts, kv_cache_config)
         if (chooser := experts.serving.cuts) is not None:
             experts.cutter = DraftCutter(self, chooser, experts.runtime, experts.trees)
+        _follow(self, experts)
         return result
 
     return initialized
+
+
+def _follow(runner: RunnerV2, experts: Any) -> None:
+    """Has a V2 drafter run as often as the guard plans; last, around what else is around it."""
+    guard = experts.serving.guard
+    if not isinstance(guard, Guard) or patches.is_off(f"{patches.SPECULATOR}.propose"):
+        return
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    drafter, runtime = runner.speculator, experts.runtime
+    if isinstance(drafter, DraftModelSpeculator):
+        loops = isinstance(drafter, StandaloneARSpeculator)
+        experts.forwards = DrafterForwards(drafter, lambda: guard.rests, lambda: not runtime.warms_up, loops)
 
 
 def _plant(runner: Any, experts: Any, kv_cache_config: KVCacheConfig) -> None:

@@ -62,7 +62,8 @@ class BudgetControl:
     """The budget of one model; ``change`` may be called between any two steps.
 
     Steps launched by the host go through ``apply``, which selects the rows that vote. A CUDA graph holds the launches
-    of ``capture`` instead: over all rows, with a mask of the voting rows in a buffer that is written between steps.
+    of ``capture`` instead: over all rows, with a mask of the voting rows in a buffer that is written between steps. So
+    does a step of which the device has cut rows (``draft_cutting``): these have no vote, which the host cannot know.
     Both compute the same shortlists and the same coverage with the same operations.
 
     Args:
@@ -102,6 +103,8 @@ class BudgetControl:
         self._compiled: set[int] = set()  # layers
         self._on_host = torch.device(device).type == "cpu"
         self._captured: Launches | None = None
+        self._own: ReplayBuffers | None = None  # what steps with rows cut on the device read, without a graph
+        self._masked: ReplayBuffers | None = None  # of this step, if it is one
 
     @property
     def active(self) -> bool:
@@ -134,6 +137,17 @@ class BudgetControl:
     def captured(self) -> bool:
         """Whether CUDA graphs hold the launches of a budget, whether it is in force or not."""
         return self._captured is not None
+
+    @property
+    def uncut(self) -> str:
+        """Why the device cannot cut drafts beside the budget in force; empty if it can, and without a budget."""
+        settings = self.settings
+        if not self.active or settings.speculate != "off":
+            return ""
+        if settings.window is not None:
+            return f"window={settings.window} ranks rows apart"
+        named = f"ranking={settings.ranking} (--spac-budget-ranking)"
+        return "" if self._used_ranking.replayable else f"{named} ranks on the host, which cannot leave rows out"
 
     def change(self, settings: BudgetSettings) -> None:
         """Applies ``settings`` from the next step on; if it raises, nothing is changed.
@@ -174,8 +188,9 @@ class BudgetControl:
             self._compiled.clear()
         self.settings, self._parts = settings, (None, [])
         self._mass.fill_(1.0 if settings.mass is None else settings.mass)
-        if self._graphs is not None:
-            self._graphs.bound([self._bound(layer) or layer.experts for layer in self.layers])
+        for buffers in (self._graphs, self._own):
+            if buffers is not None:
+                buffers.bound(self._experts())
 
     def _ranking_of(self, settings: BudgetSettings) -> Ranking:
         return _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
@@ -184,6 +199,10 @@ class BudgetControl:
         budget = self.settings.budget
         return budget[layer.name] if isinstance(budget, dict) else budget
 
+    def _experts(self) -> list[int]:
+        """Returns how many experts each layer may run."""
+        return [self._bound(layer) or layer.experts for layer in self.layers]
+
     def _bounds(self, step: Step) -> tuple[int, ...] | None:
         """Returns how many experts of each layer all rows of ``step`` together may run, if a number bounds them all."""
         settings = self.settings
@@ -191,7 +210,7 @@ class BudgetControl:
             return None
         if any(request.kind not in settings.kinds for request in step.requests):
             return None
-        return tuple(self._bound(layer) or layer.experts for layer in self.layers)
+        return tuple(self._experts())
 
     def apply(
         self,
@@ -216,6 +235,8 @@ class BudgetControl:
             assert self._speculation is not None and hidden is not None, "change has checked it"
             rows_of = [group.rows for group in self._groups(step)]
             return self._speculation.apply(index, hidden, logits, (weights, ids), step, rows_of, self.settings)
+        if self._masked is not None:
+            return self._launch(self._masked, index, logits, weights, ids)
         natural = weights
         for rows, votes in self._groups(step):
             part = weights[rows], ids[rows]
@@ -237,11 +258,12 @@ class BudgetControl:
         self.counters.count_on(self._device)
         self.change(self.settings)
 
-    def begin_step(self, step: Step) -> Step:
+    def begin_step(self, step: Step, cut: Tensor | None = None) -> Step:
         """Begins a forward of real requests, which may be a replay: writes the votes that it reads.
 
         Args:
             step: with the probabilities that rows are reached, where they are known.
+            cut: bool [rows, 1] on the device: rows that run no expert, and so have no vote; None: none are.
 
         Returns:
             ``step`` with the rows' votes in their place, see ``votes``, and its bounds.
@@ -251,12 +273,27 @@ class BudgetControl:
         votes = voted(step, self.settings.alpha)
         if (bounds := self._bounds(step)) is not None:
             votes = replace(votes, bounds=bounds)
-        if self._graphs is not None and self.captured and self.active:
-            self._graphs.begin_step(votes, self.settings.kinds)
+        buffers, self._masked = self._graphs if self.captured and self.active else None, None
+        if cut is not None and self.active and self.settings.speculate == "off":
+            buffers = self._masked = buffers or self._launched(len(cut))
+        if buffers is not None:
+            buffers.begin_step(votes, self.settings.kinds)
+            if cut is not None:
+                buffers.silence(cut[:, 0])
         return votes
+
+    def _launched(self, rows: int) -> ReplayBuffers:
+        """Returns the buffers of steps of up to ``rows`` rows that the host launches, with rows cut on the device."""
+        if self._own is None:
+            self._own = ReplayBuffers(rows, len(self.layers), self._device)
+            self._own.bound(self._experts())
+            if self.counters.on_device is None:
+                self.counters.count_on(self._device)
+        return self._own
 
     def end_step(self) -> None:
         """Ends a step; in replays until the next step no row votes."""
+        self._masked = None
         if self._graphs is not None and self.captured:
             self._graphs.end_step()
 

@@ -265,6 +265,11 @@ class ReplayBuffers:
         self.votes.copy_(votes, non_blocking=True)
         self._silent = False
 
+    def silence(self, rows: Tensor) -> None:
+        """Takes these rows of the step their votes, bool [rows] on the device: one launch."""
+        count = min(len(rows), len(self.votes))
+        self.votes[:count].masked_fill_(rows[:count], 0)
+
     def end_step(self) -> None:
         """Marks all rows as not voting; at most one launch."""
         if not self._silent:

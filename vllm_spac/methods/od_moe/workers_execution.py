@@ -6,7 +6,7 @@ Its store packs experts here and keeps them there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, cast
@@ -195,13 +195,14 @@ class WorkerExecution(Execution):
             rows.record(layer, ids[real], weights[real])
         if self._step is not None:
             self._routed.add(layer, ids[real])
+        runs = (ids[real] >= 0).any(1) if rows.cut else None
         if not rows.as_routed:
             ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
         meanwhile = None
         if self._seen is not None and self._predictor is not None and self._predictor.reach:
             seen = Seen(layer, self._seen.tokens, x[real], ids[real], weights[real])
             meanwhile = partial(self._hint, seen, self._steps)
-        found = self._client.compute(self._forward, layer, x[real], weights[real], ids[real], meanwhile)
+        found = self._computed(layer, x[real], weights[real], ids[real], runs, meanwhile)
         if self._exchange is not None:
             found = self._exchange.to_device(found)
         if rows.real == len(there):
@@ -209,6 +210,16 @@ class WorkerExecution(Execution):
         out = torch.zeros_like(there)  # padding is not used
         out[real] = found
         return out
+
+    def _computed(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, runs: Tensor | None, meanwhile: Callable | None
+    ) -> Tensor:
+        """Returns the workers' results; only rows of ``runs``, bool [rows], go to them, if given."""
+        if runs is None or runs.all():
+            return self._client.compute(self._forward, layer, x, weights, ids, meanwhile)
+        found = torch.zeros_like(x)
+        found[runs] = self._client.compute(self._forward, layer, x[runs], weights[runs], ids[runs], meanwhile)
+        return found
 
     def _at_start(self, tokens: Tensor | None, read: Tensor | None) -> Seen:
         """As ``Seen.at_start``, on the host, where the predictor is; waits for the device that has them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from vllm_spac import components
@@ -148,12 +148,30 @@ def points(
     return found, skipped
 
 
-def verdict(results: Sequence[dict]) -> dict | None:
+_SAME = {"ranking", "coverage", "budget", "mass", "mass_of", "votes_alpha"}  # what tells points of one file apart
+
+
+def loads(point: Mapping, generation: Sequence[Mapping]) -> float | None:
+    """Returns the bytes that a point reads per generated token over those without a budget; None: not measured.
+
+    Both with the same drafts. A budget that shortens the accepted paths may read more for a token.
+
+    Args:
+        generation: that of a file, also without a budget.
+    """
+    exact = next((float(each["bytes_per_token"]) for each in generation if not each.get("ranking")), 0.0)
+    same = [each for each in generation if all(each.get(name) == point.get(name) for name in _SAME)]
+    return float(same[0]["bytes_per_token"]) / exact if same and exact else None
+
+
+def verdict(results: Sequence[dict], generation: Sequence[Mapping] = ()) -> dict | None:
     """Returns the point with the fewest distinct experts among those that keep the quality, or None.
 
-    Quality is kept at a top-1 agreement of at least 99 % and a perplexity within 1 %.
+    Quality is kept at a top-1 agreement of at least 99 % and a perplexity within 1 %. A point that reads more for a
+    token than no budget does is none of them.
     """
     good = [r for r in results if r["agreement"] >= AGREEMENT and abs(r["perplexity_change"]) <= PERPLEXITY]
+    good = [r for r in good if (loads(r, generation) or 0.0) <= 1]
     return min(good, key=lambda r: (r["distinct"], -r["agreement"])) if good else None
 
 

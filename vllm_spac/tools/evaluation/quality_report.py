@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vllm_spac.errors import printable
 from vllm_spac.system.host_memory import gib
-from vllm_spac.tools.evaluation.points import AGREEMENT, PERPLEXITY, SPECULATED, Point
+from vllm_spac.tools.evaluation.points import AGREEMENT, PERPLEXITY, SPECULATED, Point, loads
 
 
 def point_of(item: dict) -> Point:
@@ -20,7 +20,10 @@ def point_of(item: dict) -> Point:
 
 
 def table(results: dict) -> Table:
-    """Returns a table of all points, with generation where it was run."""
+    """Returns a table of all points, with generation where it was run.
+
+    ``read``: bytes per generated token over those without a budget.
+    """
     reference, natural = results["reference"], results["natural"]
     caption = (
         f"no budget: perplexity {reference['perplexity']:.3f} over {reference['tokens']:,} tokens, "
@@ -35,7 +38,7 @@ def table(results: dict) -> Table:
     )
     speeds = {point_of(item): item for item in results["generation"] if item.get("ranking")}
     names = ["ranking", "coverage", "bound", "perplexity", "agreement", "KL", "dropped", "experts", "bytes saved"]
-    for name in names + (["accepted", "tokens/s", "hits"] if speeds else []):
+    for name in names + (["accepted", "tokens/s", "hits", "read"] if speeds else []):
         found.add_column(name, justify="left" if name in ("ranking", "coverage") else "right")
     last = None
     pairs = list(dict.fromkeys((item["ranking"], item["coverage"]) for item in results["points"]))
@@ -44,7 +47,8 @@ def table(results: dict) -> Table:
         if last not in (None, pair):
             found.add_section()
         last = pair
-        found.add_row(*pair, *_cells(item, natural), *_speed(speeds.get(point_of(item))))
+        read = loads(item, results["generation"])
+        found.add_row(*pair, *_cells(item, natural), *_speed(speeds.get(point_of(item)), read))
     return found
 
 
@@ -58,6 +62,7 @@ def sentences(results: dict) -> list[str]:
             f"generation without a budget: {exact['tokens_per_second']:.1f} tokens/s, acceptance length "
             f"{exact['acceptance_length']:.3f}{verified}"
         )
+        found += _dear(results)
         found += [_speculated(item, exact) for item in results["generation"] if item.get("ranking") == SPECULATED]
     found += [_order(pair) for pair in _pairs((results["reconstruction"] or {}).get("order", ()))]
     return found + _same(results["points"])
@@ -75,10 +80,12 @@ def _cells(item: dict, natural: dict) -> tuple[str, ...]:
     )
 
 
-def _speed(item: dict | None) -> tuple[str, ...]:
+def _speed(item: dict | None, read: float | None) -> tuple[str, ...]:
     if item is None:
         return ()
-    return f"{item['acceptance_length']:.2f}", f"{item['tokens_per_second']:.1f}", f"{100 * item['hit_rate']:.0f}%"
+    shown = "" if read is None else f"{read:.2f} x"
+    speed = f"{item['tokens_per_second']:.1f}"
+    return f"{item['acceptance_length']:.2f}", speed, f"{100 * item['hit_rate']:.0f}%", shown
 
 
 def saved(item: dict, natural: dict) -> float:
@@ -102,6 +109,15 @@ def _verdict(results: dict) -> str:
         f"bytes ({gib(step * (natural['distinct'] - chosen['distinct']))} of {gib(step * natural['distinct'])} "
         "per step)"
     )
+
+
+def _dear(results: dict) -> list[str]:
+    """Names the budgets that cost more loads than they save."""
+    read = [(item, loads(item, results["generation"])) for item in results["points"]]
+    named = ", ".join(f"{_named(item)} ({ratio:.2f} x)" for item, ratio in read if ratio is not None and ratio > 1)
+    if not named:
+        return []
+    return [f"cost more loads than they save, in bytes per token over no budget, so that tune refuses them: {named}"]
 
 
 def _speculated(item: dict, exact: dict) -> str:

@@ -199,7 +199,7 @@ class QualityRun:
         self._study()
         if self._run["drafts"] or any(point.speculated for point in self._points):
             self._generation()
-        results["verdict"] = points.verdict(results["points"])
+        results["verdict"] = points.verdict(results["points"], results["generation"])
         results["provenance"] = results["sessions"][-1]
         self._write()
         return results

@@ -14,6 +14,7 @@ from vllm_spac.config.tuned_profile import DEFAULT, LRU, Candidate, Departure, K
 from vllm_spac.config.types import SlotCount
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.untrusted import parse_json, read_text
+from vllm_spac.tools.evaluation.points import loads
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import NGRAM, Load, largest_percent, rows, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel
@@ -238,8 +239,12 @@ _FIRST = "evaluate some first: vllm-spac quality MODEL --prompts FILE --budgets 
 def budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
     """Returns up to ``MOST`` budgets with uniform votes that need no calibration, those with the fewest experts first.
 
+    One that was found to read more for a token than no budget reads is refused. Where that was not measured, because
+    ``quality`` had no drafts, its note says so.
+
     Raises:
-        ConfigError: the file cannot be read, is of another model, or has no budget that keeps the quality.
+        ConfigError: the file cannot be read, is of another model, or has no budget that keeps the quality and reads no
+            more.
     """
     try:
         found = parse_json(read_text(path), strict=False)
@@ -247,7 +252,9 @@ def budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
             raise ValueError(f"it is no result of format {_FORMAT}")
         facts, points = found["facts"], found["points"]
         shape = int(facts["experts"]), int(facts["top_k"]), len(facts["layers"])
-        kept = [_budget(point) for point in sorted(points, key=lambda point: point["distinct"]) if _keeps(point)]
+        good = [point for point in sorted(points, key=lambda point: point["distinct"]) if _keeps(point)]
+        read = [loads(point, found["generation"]) for point in good]
+        kept = [_budget(point, each) for point, each in zip(good, read, strict=True) if each is None or each <= 1]
     except FileNotFoundError as error:
         raise ConfigError(f"--lossy tries budgets whose quality is known, and there is no {path}; {_FIRST}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -258,6 +265,12 @@ def budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
         raise ConfigError(
             "--quality {} is of a model of {} experts, top-{}, in {} layers, and this one has {}, top-{}, in {}; "
             "evaluate this one".format(path, *shape, *mine)
+        )
+    if good and not kept:
+        raise ConfigError(
+            f"--quality {path}: each budget that keeps {AGREEMENT:.0%} of the tokens costs more loads than it saves "
+            f"({min(filter(None, read)):.2f} times the bytes per token without a budget, or more); drop --lossy, or "
+            "evaluate others with vllm-spac quality"
         )
     if not kept:
         raise ConfigError(
@@ -275,11 +288,12 @@ def _keeps(point: Mapping[str, Any]) -> bool:
     return usable and float(point["agreement"]) >= AGREEMENT
 
 
-def _budget(point: Mapping[str, Any]) -> Budget:
+def _budget(point: Mapping[str, Any], read: float | None) -> Budget:
     knobs: dict[str, Knob] = {"budget_ranking": str(point["ranking"]), "budget_coverage": str(point["coverage"])}
     of = "@of=scores" if point.get("mass_of") == "scores" else ""
     knobs["budget"] = int(point["budget"]) if point["budget"] is not None else f"{float(point['mass'])}{of}"
     name = f"budget={knobs['budget']} {point['ranking']}"
     change, agreement = 100 * float(point["perplexity_change"]), 100 * float(point["agreement"])
     name += "" if point["coverage"] == "substitution" else f" {point['coverage']}"
-    return Budget(name, knobs, f"LOSSY: {agreement:.1f}% of tokens agree, perplexity {change:+.2f}%")
+    cost = "bytes per token not measured" if read is None else f"{read:.2f} times the bytes per token"
+    return Budget(name, knobs, f"LOSSY: {agreement:.1f}% of tokens agree, perplexity {change:+.2f}%, {cost}")
