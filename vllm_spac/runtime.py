@@ -84,8 +84,13 @@ class Rerouting(Protocol):
     def uncut(self) -> str:
         """Why the device cannot cut drafts beside what is in force; empty if it can."""
 
-    def begin_step(self, step: Step, cut: Tensor | None = None) -> Step:
-        """Begins a forward; returns ``step`` with the rows' votes. Those of ``cut``, bool [rows, 1], have none."""
+    def begin_step(self, step: Step, cut: Tensor | None = None, reached: Tensor | None = None) -> Step:
+        """Begins a forward; returns ``step`` with the rows' votes, as far as the host knows them.
+
+        Args:
+            cut: bool [rows, 1] on the device, rows without a vote.
+            reached: float64 [rows] there, the probability that each row is reached.
+        """
 
     def end_step(self) -> None:
         """Ends it."""
@@ -121,6 +126,9 @@ class Runtime:
         cut_rows: bool [rows, 1] on the device, at a fixed address: rows of the step whose drafts were cut there and run
             no expert. None: nothing cuts any.
         cutting: whether some rows of the step may be among them.
+        reached: float64 [rows] on the device, at a fixed address: the probability that each row of the step is reached,
+            for weighted votes; None: it is known on the host, or votes are not weighted.
+        weighed: whether it is that of the step.
         turns: steps that some running requests did not share; how many did the last step, and how many did not.
     """
 
@@ -144,6 +152,8 @@ class Runtime:
         self.rerouted: Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self.cut_rows: Tensor | None = None
         self.cutting = False
+        self.reached: Tensor | None = None
+        self.weighed = False
         self.turns = {"steps": 0, "sharing": 0, "aside": 0}
         self._clock = clock
         self._failed = failed
@@ -185,7 +195,8 @@ class Runtime:
             self._began = now()
         self._step, self._rows = step, step.rows
         self._timed, self._drafting = (step, self._clock(), 0 if self.chooser is None else self.missed), 0.0
-        votes = self.budget.begin_step(step, self.cut_rows if self.cutting else None)
+        there = self.cut_rows if self.cutting else None, self.reached if self.weighed else None
+        votes = self.budget.begin_step(step, *there)
         for execution in self.executions:
             execution.begin_step(votes)
         self.recordings.begin_step(step)
@@ -250,7 +261,8 @@ class Runtime:
             ConfigError, UnsupportedError: as ``Rerouting.change``, because layers are replayed from CUDA graphs
                 that were captured without a budget, or because a policy would not count the votes.
         """
-        blind = [each for each in self.executions if settings.alpha is not None and not each.counts_votes]
+        weighed_there = self.reached is not None
+        blind = [e for e in self.executions if settings.alpha is not None and (weighed_there or not e.counts_votes)]
         if any(each.residency.policy.predictor is not None for each in blind):
             raise UnsupportedError(
                 "spac: votes=path (--spac-budget-votes) cannot work here: this engine's policy counts selections, and "
@@ -307,7 +319,8 @@ class Runtime:
     def end_forward(self) -> None:
         """Called when the layers have finished or failed; what runs until the next step (profiling, warm-up) is not
         counted."""
-        step, self._step, self.cutting = self._step, None, False
+        step, self._step = self._step, None
+        self.cutting = self.weighed = False
         timeline, start = (self.timeline if self._began and step is not None else None), 0
         if timeline is not None and step is not None:
             timeline.add(Kind.FORWARD, self._began, step.rows, len(step.requests))

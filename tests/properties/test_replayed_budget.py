@@ -171,6 +171,51 @@ def test_a_row_that_the_device_cuts_has_no_vote(rule, bound, ranking, coverage, 
         assert device.counters.snapshot()["rows"] >= short.counters.snapshot()["rows"]
 
 
+@settings(max_examples=200)
+@given(
+    rule=st.sampled_from(RULES),
+    bound=st.sampled_from(BOUNDS),
+    ranking=st.sampled_from(RANKINGS),
+    coverage=st.sampled_from(COVERAGES),
+    alpha=st.sampled_from([0.0, 0.5, 1.0]),
+    when=st.sampled_from(["verify", "decode", "all"]),
+    step=steps(),
+    seed=st.integers(0, 2**32),
+    held=st.booleans(),
+)
+def test_votes_that_the_device_knows_weigh_the_same(rule, bound, ranking, coverage, alpha, when, step, seed, held):
+    """The host has no weights of the step, and counts nobody as unweighted."""
+    chosen = bound | coverage | {"votes": "path", "votes_alpha": alpha, "ranking": ranking, "when": when}
+    host, device = control(rule, **chosen), control(rule, **chosen)
+    reached, requests = torch.ones(ROWS, dtype=torch.float64), []
+    for request in step.requests:
+        rows = request.stop - request.start
+        reached[request.start : request.stop] = torch.tensor(request.weights or [1.0] * rows, dtype=torch.float64)
+        requests.append(RequestRows(request.start, request.stop, request.kind))
+    blind = Step(tuple(requests))
+    if held:
+        device.hold_in_graphs(ROWS)
+    for index in range(LAYERS):
+        logits, weights, ids = routing(rule, seed + index, 1.0, False)
+        if held:
+            for layer in range(LAYERS):
+                device.compile(layer, logits, weights, ids)
+            device.capture(index, logits, weights, ids)
+        device.begin_step(blind, reached=reached)
+        launch = device.capture if held else lambda *layer: device.apply(*layer, blind)
+        same(launch(index, logits, weights, ids), host.apply(index, logits, weights, ids, step), step.rows)
+        device.end_step()
+    assert device.counters.snapshot()["unweighted"] == 0
+
+
+def test_votes_that_the_device_knows_are_not_of_parts_that_the_host_ranks() -> None:
+    layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RULES[0], lambda: RESIDENT)]
+    made = BudgetControl(layers, weighed_there=True)
+    made.change(BudgetSettings(budget=5, window=2))
+    with pytest.raises(UnsupportedError, match="window=2 ranks rows apart, and only the device knows how likely rows"):
+        made.change(BudgetSettings(budget=5, window=2, votes="path"))
+
+
 def test_which_budgets_leave_drafts_whole() -> None:
     """They rank where nobody knows which rows were cut, or parts of a request alone."""
     assert not control(RULES[0], budget=5).uncut and not control(RULES[0]).uncut

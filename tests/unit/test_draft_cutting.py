@@ -93,8 +93,9 @@ class Told(DeviceChooser):
         self.heard.append(step)
 
 
-def cutter(chooser: DeviceChooser, sure=((0.9, 0.9, 0.9),), trees=None) -> DraftCutter:
-    runtime = SimpleNamespace(cut_rows=None, cutting=False, warms_up=False, missed=10, budget=SimpleNamespace(uncut=""))
+def cutter(chooser: DeviceChooser | None, sure=((0.9, 0.9, 0.9),), trees=None, weighs: bool = False) -> DraftCutter:
+    budget = SimpleNamespace(uncut="", weighs=True)
+    runtime = SimpleNamespace(cut_rows=None, cutting=False, warms_up=False, missed=10, budget=budget, reached=None)
     runner = SimpleNamespace(
         device=torch.device("cpu"),
         max_num_reqs=STATES,
@@ -104,7 +105,7 @@ def cutter(chooser: DeviceChooser, sure=((0.9, 0.9, 0.9),), trees=None) -> Draft
         req_states=SimpleNamespace(draft_tokens=torch.arange(STATES * MOST).view(STATES, MOST)),
         rejection_sampler=lambda logits, batch, draft_logits, invalid: invalid,
     )
-    made = DraftCutter(runner, chooser, runtime, trees)
+    made = DraftCutter(runner, chooser, runtime, trees, weighs)
     made._exchange = Exchange(torch.device("cpu"), Lane())
     return made
 
@@ -200,6 +201,40 @@ def test_surest(dtype: torch.dtype) -> None:
     assert torch.allclose(
         surest(logits), logits.float().softmax(-1).amax(-1), rtol=0.02 if dtype != torch.float32 else 1e-6
     )
+
+
+def reached(made: DraftCutter, rows: int) -> list[float]:
+    return made._runtime.reached[:rows].tolist()
+
+
+def test_rows_are_reached_with_all_that_is_before_them() -> None:
+    """Also where nothing is cut; rows of prompts are certain, and so are drafts that the drafter said nothing about."""
+    made = cutter(None, ((0.8, 0.5, 0.5), (0.4, 0.9, 0.5)), weighs=True)
+    assert made._runtime.cut_rows is None, "nothing is ever cut"
+    made.propose(batch([4, 2], [0, 0]))
+    made.begin(step := plan(), batch([2, 4, 0, 5], [2, 3, 1], prompts=[3]))
+    assert made._runtime.weighed and draft_cutting.CUT not in vars(step)
+    assert reached(made, 12) == pytest.approx([1, 0.4, 0.36, 1, 0.8, 0.4, 0.2, 1, 1, 1, 1, 1])
+    made.begin(plan(), batch([2], [0]))
+    assert not made._runtime.weighed, "without drafts all rows are certain"
+    made.begin(plan(), batch([2], [1]))
+    assert reached(made, 4) == pytest.approx([1, 0.4, 1, 1]), "nothing is left of another step"
+    made._runtime.budget.weighs = False
+    made.begin(plan(), batch([2], [1]))
+    assert not made._runtime.weighed
+
+
+def test_nodes_are_reached_along_their_own_path() -> None:
+    parents = torch.tensor([[-1, 0, 0, 1, 3, FILLER]]).repeat(STATES, 1)
+    trees = SimpleNamespace(drafter=SimpleNamespace(chances=None))
+    trees.trees = lambda batch: TreeTensors.of(parents[:, : MOST + 1], 3).take(batch.idx_mapping)
+    made = cutter(None, trees=trees, weighs=True)
+    trees.drafter.chances(torch.tensor([1]), torch.tensor([[0.8, 0.5, 0.25]]))
+    made.begin(plan(), batch([1], [3]))
+    assert reached(made, 5) == pytest.approx([1, 0.8, 0.5, 0.2, 1])
+    chances = torch.tensor([[0.8, 0.5, 0.25, 0.5, 0.9]])
+    found = draft_cutting.paths(chances, (parents[:1, 1:], torch.zeros(1, 5, dtype=torch.int64)))
+    assert found.flatten().tolist() == pytest.approx([0.8, 0.5, 0.2, 0.1, 0])
 
 
 def test_a_tree_keeps_its_first_nodes() -> None:
@@ -358,8 +393,8 @@ class Idle:
     active = captured = weighs = False
     uncut = ""
 
-    def begin_step(self, step: Step, cut: Tensor | None = None) -> Step:
-        self.cut = cut
+    def begin_step(self, step: Step, cut: Tensor | None = None, reached: Tensor | None = None) -> Step:
+        self.cut, self.reached = cut, reached
         return step
 
     def end_step(self) -> None: ...

@@ -230,19 +230,21 @@ def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
 # --- where they are known ---------------------------------------------------------------------------------------------
 
 
-def engine(asynchronous: bool = False, v2: bool = False, **speculation) -> SimpleNamespace:
+def engine(asynchronous: bool = False, v2: bool = False, ranks: int = 1, **speculation) -> SimpleNamespace:
     known = {"method": "eagle3", "parallel_drafting": False}
     known |= {"use_local_argmax_reduction": False, "use_heterogeneous_vocab": False}
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**known | speculation),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         use_v2_model_runner=v2,
     )
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
 def test_chains_of_a_draft_model_can_be_weighted(method: str) -> None:
-    assert drafts.unweighted(engine(method=method)) is None
+    for v2 in (False, True):
+        assert drafts.unweighted(engine(method=method, v2=v2, asynchronous=v2)) is None
     assert drafts.unweighted(SimpleNamespace(speculative_config=None)) is None, "every row is certain"
 
 
@@ -256,7 +258,9 @@ def test_chains_of_a_draft_model_can_be_weighted(method: str) -> None:
         ({"parallel_drafting": True}, r"parallel drafting \(eagle3\)"),
         ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction.*drop use_local"),
         ({"use_heterogeneous_vocab": True, "method": "draft_model"}, "use_heterogeneous_vocab.*drop use_het"),
-        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"v2": True, "ranks": 2}, "not tried with several ranks"),
+        ({"v2": True, "method": "dspark"}, "dspark gives no probabilities"),
+        ({"v2": True, "enable_adaptive_verification": True}, "vLLM cuts drafts itself"),
         ({"asynchronous": True}, "--no-async-scheduling"),
     ],
     ids=str,

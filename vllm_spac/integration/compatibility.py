@@ -169,11 +169,14 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     if config.votes_alpha is None:
         return
     what = f"{_given(config, 'budget_votes')} cannot work here"
-    if (reason := drafts.unweighted(vllm_config, config.tree > 0)) is not None:
+    if (reason := drafts.unweighted(vllm_config)) is not None:
         yield True, f"{what}: {reason.problem}", (reason.remedy, use(budget_votes="uniform"))
-    if config.execution_class.counts_votes:
+    there = drafts.weighs_there(vllm_config)
+    if config.execution_class.counts_votes and not there:
         return
-    each, others = f"with {plane(config)} each row counts one", (use(decisions="host"), use(budget_votes="uniform"))
+    each, others = f"with {plane(config)} each row counts one", [use(decisions="host"), use(budget_votes="uniform")]
+    if there:
+        each, others = "V2 keeps the probabilities of drafts on the device", others[1:]
     yield (
         bool(components.find("policies", config.policy).predictor),
         f"{what}: policy={config.policy} counts selections, and {each}",

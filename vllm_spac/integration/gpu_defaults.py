@@ -99,7 +99,7 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     if config.parsed_slots.share == 1:
         return "each expert has a slot, and vLLM's own kernel runs"
     if config.votes_alpha is not None:
-        return "the device counts each row as one (--spac-budget-votes)"
+        return "weighted votes ran on no GPU with decisions=device (--spac-budget-votes)"
     if config.uses_cpu_experts:
         return "CPU experts ran on no GPU with decisions=device (--spac-decisions device has them)"
     if config.prefetch not in ("off", AUTO) and not components.find("predictors", config.prefetch).on_device:

@@ -1,10 +1,11 @@
-"""Cuts drafts of a step on the device, in V2's runner: rows that are not worth their experts.
+"""Cuts drafts of a step on the device, in V2's runner: rows that are not worth their experts. Weighs the others' votes.
 
 V2 keeps a drafter's probabilities no longer than it draws from them. Here they are kept until the step that verifies
 the drafts. Before its forward a few launches apply the rule of ``cut_rule`` to them: numbers come from the host, and
 nothing comes back that is waited for. Of a cut draft, the row stays in the forward and runs no expert
 (``Runtime.cut_rows``), and it is verified as one that a grammar excludes. So vLLM's own sampler ends the path before
-it, and draws the next token from the target's logits alone, as behind the last draft.
+it, and draws the next token from the target's logits alone, as behind the last draft. For a budget with weighted votes,
+the probability that each row is reached (``Runtime.reached``) follows from the same numbers.
 
 Greedy tokens are those of any other number of drafts. Sampled ones are distributed like the target's: a draft is cut by
 how sure the drafter was of its best token, a function of the tokens before it, and not by the one that it drew.
@@ -100,12 +101,20 @@ class DraftCutter:
 
     Args:
         runner: V2's, before CUDA graphs are captured: launches that keep probabilities become part of a drafter's.
-        chooser: has the numbers.
-        runtime: of the target model; gets ``cut_rows``.
+        chooser: has the numbers; None: none is cut.
+        runtime: of the target model; gets ``cut_rows`` and ``reached``.
         trees: of the runner, if it drafts trees.
+        weighs: the rows' votes may be weighted.
     """
 
-    def __init__(self, runner: GPUModelRunner, chooser: DeviceChooser, runtime: Runtime, trees: Any = None) -> None:
+    def __init__(
+        self,
+        runner: GPUModelRunner,
+        chooser: DeviceChooser | None,
+        runtime: Runtime,
+        trees: Any = None,
+        weighs: bool = False,
+    ) -> None:
         self._runner, self._chooser, self._runtime, self._trees = runner, chooser, runtime, trees
         speculator, device = runner.speculator, runner.device
         shape = runner.max_num_reqs, runner.num_speculative_steps
@@ -117,8 +126,13 @@ class DraftCutter:
         self._exchange = Exchange(device)
         self._report: CutReport | None = None
         self._step: Tensor | None = None  # that is being drafted
-        runtime.cut_rows = torch.zeros(len(runner.input_buffers.input_ids), 1, dtype=torch.bool, device=device)
-        runner.rejection_sampler = CutSampler(runner.rejection_sampler, self)
+        rows = len(runner.input_buffers.input_ids)
+        if weighs:
+            self._reached = torch.ones(shape[0], 1 + shape[1], dtype=torch.float64, device=device)  # by request state
+            runtime.reached = torch.ones(rows, dtype=torch.float64, device=device)
+        if chooser is not None:
+            runtime.cut_rows = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+            runner.rejection_sampler = CutSampler(runner.rejection_sampler, self)
         if trees is not None:
             trees.drafter.chances = self.keep
             return
@@ -169,21 +183,38 @@ class DraftCutter:
 
     def begin(self, scheduled: SchedulerOutput, batch: InputBatch) -> None:
         """A batch has been prepared, and its forward has not been launched. Cuts what is not worth its experts."""
-        runtime, rows = self._runtime, self._runtime.cut_rows
-        assert rows is not None
+        runtime = self._runtime
         if self._report is not None:
             self._report.after, self._report = runtime.missed, None
-        self._chooser.forget(scheduled.finished_req_ids)
-        self._cut, runtime.cutting = None, False
+        self._cut, runtime.cutting, runtime.weighed = None, False, False
+        drafted = bool(batch.num_draft_tokens) and not runtime.warms_up
+        if drafted and runtime.reached is not None and runtime.budget.weighs:
+            self._weigh(batch, runtime.reached)
+            runtime.weighed = True
+        if self._chooser is not None:
+            self._chooser.forget(scheduled.finished_req_ids)
+            self._choose(self._chooser, scheduled, batch, drafted)
+
+    def _weigh(self, batch: InputBatch, rows: Tensor) -> None:
+        """Writes the probability that each row of the step is reached: float64 [rows], 1 where no draft is."""
+        states = batch.idx_mapping
+        self._reached[states, 1:] = paths(self._chances[states], self._tree(batch))
+        rows.fill_(1.0)
+        rows[batch.logits_indices] = self._reached[batch.expanded_idx_mapping, batch.expanded_local_pos]
+
+    def _choose(self, chooser: DeviceChooser, scheduled: SchedulerOutput, batch: InputBatch, drafted: bool) -> None:
+        """Cuts what is not worth its experts, and has the host hear of it."""
+        runtime, rows = self._runtime, self._runtime.cut_rows
+        assert rows is not None
         if self._marked:
             rows.zero_()
             self._marked = False
         drafts = batch.num_draft_tokens_per_req
-        if drafts is None or not batch.num_draft_tokens or runtime.warms_up:
+        if drafts is None or not drafted:
             return
         states, tree = batch.idx_mapping, self._tree(batch)
         chances = self._chances[states]
-        packed = None if runtime.budget.uncut else self._chooser.numbers(batch.req_ids, drafts.tolist())
+        packed = None if runtime.budget.uncut else chooser.numbers(batch.req_ids, drafts.tolist())
         sent = [self._runner.req_states.draft_tokens[states].long(), chances]
         if packed is not None:
             numbers = CutNumbers.unpacked(_to_device(packed, rows.device), batch.num_reqs)
@@ -219,8 +250,28 @@ class DraftCutter:
     def ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
         """The step of ``plan`` has ended; arguments as of ``DeviceChooser.took``."""
         report: CutReport | None = vars(plan).get(CUT)
-        if report is not None and (step := report.arrived(self._runtime.missed)) is not None:
+        if report is None or self._chooser is None:
+            return
+        if (step := report.arrived(self._runtime.missed)) is not None:
             self._chooser.took(step, said, len(report.requests), seconds)
+
+
+def paths(chances: Tensor, tree: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Returns the probability that each draft is reached, float64 [R, n]: its own and those of what it follows.
+
+    Args:
+        chances: given its parent, [R, n]; NaN, where the drafter gave none, counts as certain.
+        tree: as of ``cut_rule.kept``; what is no draft is not reached.
+    """
+    own = chances.double().nan_to_num(1.0)
+    if tree is None:
+        return own.cumprod(1)
+    reached = own = own.masked_fill(tree[0] < 0, 0.0)
+    parents = tree[0].clamp(min=0)
+    for _ in range(own.shape[1] - 1):  # one level more is right after each; no level is read on the host
+        before = torch.cat([torch.ones_like(reached[:, :1]), reached], 1)
+        reached = own * before.gather(1, parents)
+    return reached
 
 
 def surest(logits: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ def uncut(vllm_config: VllmConfig) -> Reason | None:
     return switched_off(vllm_config, (), CUTTING)
 
 
-def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
-    """Why votes cannot be weighted by the draft's probabilities, in ``trees`` or not, and what helps; None if they can.
+def unweighted(vllm_config: VllmConfig) -> Reason | None:
+    """Why votes cannot be weighted by the draft's probabilities, and what helps; None if they can.
 
     Without speculation every row is certain.
     """
@@ -107,11 +107,25 @@ def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     if off := switched_off(vllm_config, (_PROPOSING_V1,)):
         return off
     if plans_drafts(vllm_config):
-        chains = Remedy(f"drop --spac-tree and {V1.text}", {**V1.changes, "tree": None})  # V1 has no trees on a GPU
-        return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else V1)
+        return _unweighted_there(vllm_config)
     if vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans a step before its drafts are known on the host", IN_ORDER)
     return None
+
+
+def weighs_there(vllm_config: VllmConfig) -> bool:
+    """Whether only the device knows the probabilities of drafts, and the host counts each row as one."""
+    return vllm_config.speculative_config is not None and plans_drafts(vllm_config)
+
+
+def _unweighted_there(vllm_config: VllmConfig) -> Reason | None:
+    """As ``unweighted``, with V2, which keeps the probabilities on the device."""
+    if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+        return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        one = use(vllm_tensor_parallel_size=1)
+        return Reason("V2 keeps the probabilities on the device, which was not tried with several ranks", one)
+    return switched_off(vllm_config, (), CUTTING)
 
 
 def unread(vllm_config: VllmConfig) -> Reason | None:

@@ -83,11 +83,16 @@ def budget(
             bound = read_budgets(config.bound.file, name, names, experts)
     several = vllm_config.parallel_config.tensor_parallel_size > 1
     counters = BudgetCounters()
+    there, unweighted = drafts.weighs_there(vllm_config), drafts.unweighted(vllm_config)
+    why = None if unweighted is None else str(unweighted)
+    if there and why is None and config.votes_alpha is None:
+        why = "V2 keeps the probabilities of drafts for engines alone that start with it; restart with this flag"
     control = BudgetControl(
         known,
         calibration,
         device=device,
-        unweighted=None if (reason := drafts.unweighted(vllm_config)) is None else str(reason),
+        unweighted=why,
+        weighed_there=there,
         ranks_differ=several,
         speculation=SpeculatedExecution(known, predictor, counters) if predictor and predictor.reach else None,
         counters=counters,

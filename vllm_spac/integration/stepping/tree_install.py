@@ -12,7 +12,7 @@ from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_cutting import DraftCutter
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
-from vllm_spac.integration.hooks.drafts import plans_drafts
+from vllm_spac.integration.hooks.drafts import plans_drafts, weighs_there
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
 from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
 from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
@@ -51,8 +51,9 @@ def _initializing(initialize: Callable):
             return result
         if experts.config.draft_tree is not None:
             _plant(self, experts, kv_cache_config)
-        if (chooser := experts.serving.cuts) is not None:
-            experts.cutter = DraftCutter(self, chooser, experts.runtime, experts.trees)
+        weighs = experts.config.votes_alpha is not None and weighs_there(self.vllm_config)
+        if (chooser := experts.serving.cuts) is not None or weighs:
+            experts.cutter = DraftCutter(self, chooser, experts.runtime, experts.trees, weighs)
         _follow(self, experts)
         return result
 

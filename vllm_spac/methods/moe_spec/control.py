@@ -35,6 +35,14 @@ NO_DRAFTS = (
 )
 
 
+def _apart(settings: BudgetSettings, ranking: Ranking) -> str:
+    """Why a step's rows cannot have votes that the device knows alone; empty if they can."""
+    if settings.window is not None:
+        return f"window={settings.window} ranks rows apart"
+    named = f"ranking={settings.ranking} (--spac-budget-ranking)"
+    return "" if ranking.replayable else f"{named} ranks on the host, which cannot leave rows out"
+
+
 class Speculation(Protocol):
     """Replaces the choice of routers by one that follows from predictions (``methods.speculating_experts``)."""
 
@@ -63,12 +71,14 @@ class BudgetControl:
 
     Steps launched by the host go through ``apply``, which selects the rows that vote. A CUDA graph holds the launches
     of ``capture`` instead: over all rows, with a mask of the voting rows in a buffer that is written between steps. So
-    does a step of which the device has cut rows (``draft_cutting``): these have no vote, which the host cannot know.
+    does a step of which the device has cut rows or knows how likely each is reached (``draft_cutting``), which the host
+    does not know.
     Both compute the same shortlists and the same coverage with the same operations.
 
     Args:
         offline: allow rankings that run all experts.
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
+        weighed_there: the probabilities by which they are weighted are known on the device alone.
         ranks_differ: several processes compute the model, and each has other experts in fast memory.
         speculation: runs experts by prediction, where the settings ask for that.
         drafts: the engine verifies drafts; without them a budget of verify steps cuts nothing.
@@ -81,6 +91,7 @@ class BudgetControl:
         offline: bool = False,
         device: torch.device | str = "cpu",
         unweighted: str | None = None,
+        weighed_there: bool = False,
         ranks_differ: bool = False,
         speculation: Speculation | None = None,
         counters: BudgetCounters | None = None,
@@ -92,7 +103,7 @@ class BudgetControl:
         self._calibration = calibration
         self._offline = offline
         self._device = device
-        self._unweighted = unweighted
+        self._unweighted, self._weighed_there = unweighted, weighed_there
         self._ranks_differ = ranks_differ
         self._drafts = drafts
         self._speculation = speculation
@@ -141,13 +152,9 @@ class BudgetControl:
     @property
     def uncut(self) -> str:
         """Why the device cannot cut drafts beside the budget in force; empty if it can, and without a budget."""
-        settings = self.settings
-        if not self.active or settings.speculate != "off":
+        if not self.active or self.settings.speculate != "off":
             return ""
-        if settings.window is not None:
-            return f"window={settings.window} ranks rows apart"
-        named = f"ranking={settings.ranking} (--spac-budget-ranking)"
-        return "" if self._used_ranking.replayable else f"{named} ranks on the host, which cannot leave rows out"
+        return _apart(self.settings, self._used_ranking)
 
     def change(self, settings: BudgetSettings) -> None:
         """Applies ``settings`` from the next step on; if it raises, nothing is changed.
@@ -176,6 +183,12 @@ class BudgetControl:
                 raise UnsupportedError(
                     f"spac: ranking={settings.ranking} (--spac-budget-ranking) cannot work with several ranks, each of "
                     "which has other experts in fast memory and would cut others; use selected"
+                )
+            weighed_there = self._weighed_there and settings.votes == "path"
+            if weighed_there and (problem := _apart(settings, ranking)):
+                raise UnsupportedError(
+                    f"spac: votes=path (--spac-budget-votes) cannot work here: {problem}, and only the device knows "
+                    "how likely rows are reached; use uniform votes"
                 )
             if settings.mass is not None:
                 check_mass(settings.mass)
@@ -258,26 +271,34 @@ class BudgetControl:
         self.counters.count_on(self._device)
         self.change(self.settings)
 
-    def begin_step(self, step: Step, cut: Tensor | None = None) -> Step:
+    def begin_step(self, step: Step, cut: Tensor | None = None, reached: Tensor | None = None) -> Step:
         """Begins a forward of real requests, which may be a replay: writes the votes that it reads.
 
         Args:
             step: with the probabilities that rows are reached, where they are known.
             cut: bool [rows, 1] on the device: rows that run no expert, and so have no vote; None: none are.
+            reached: float64 [rows] on the device, the probability that each row is reached, where the host does not
+                know it.
 
         Returns:
             ``step`` with the rows' votes in their place, see ``votes``, and its bounds.
         """
-        if self.weighs:
+        alpha = self.settings.alpha
+        if alpha is None:
+            reached = None
+        elif reached is None:
             self.counters.unweighted += unknown(step)
-        votes = voted(step, self.settings.alpha)
+        votes = voted(step, alpha)
         if (bounds := self._bounds(step)) is not None:
             votes = replace(votes, bounds=bounds)
         buffers, self._masked = self._graphs if self.captured and self.active else None, None
-        if cut is not None and self.active and self.settings.speculate == "off":
-            buffers = self._masked = buffers or self._launched(len(cut))
+        there = cut if cut is not None else reached
+        if there is not None and self.active and self.settings.speculate == "off":
+            buffers = self._masked = buffers or self._launched(len(there))
         if buffers is not None:
             buffers.begin_step(votes, self.settings.kinds)
+            if reached is not None and alpha is not None:
+                buffers.weigh(reached, alpha)
             if cut is not None:
                 buffers.silence(cut[:, 0])
         return votes

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.methods.moe_spec.rankings import router_mass, selected_mass, weighted
-from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
+from vllm_spac.methods.moe_spec.settings import STEPS, BudgetSettings, RoutingRule
 
 _PENDING = 64  # shortlists that are counted together
 
@@ -264,6 +264,12 @@ class ReplayBuffers:
             rows.copy_(torch.tensor(request.weights or [1.0] * len(rows), dtype=torch.float64))
         self.votes.copy_(votes, non_blocking=True)
         self._silent = False
+
+    def weigh(self, reached: Tensor, alpha: float) -> None:
+        """Multiplies the votes by those that follow from ``reached``, float64 [rows] on the device, by ``vote``."""
+        count = min(len(reached), len(self.votes))
+        steps = (reached[:count].pow(alpha) * STEPS).round_().clamp_(1, STEPS)
+        self.votes[:count].mul_(steps.div_(STEPS))
 
     def silence(self, rows: Tensor) -> None:
         """Takes these rows of the step their votes, bool [rows] on the device: one launch."""
