@@ -1,14 +1,14 @@
 """MoE-Spec's table 4: experts one after the other, or all in one batched product. Calculated, or with --time measured.
 
     python benchmarks/papers/moe_spec_matmuls.py
-    python benchmarks/papers/moe_spec_matmuls.py --time --output benchmarks/results/moe_spec_matmuls_cpu.json
+    python benchmarks/papers/moe_spec_matmuls.py --time
 
 *Sequential*: for each expert its rows are gathered, run, weighted and added, as in the EAGLE code that the paper began
 with. *Batched*: the weights of the active experts are stacked, and all run as one product (the paper's appendix C).
 *Grouped*: rows sorted by expert, one product per group and no copies of weights, as fused kernels do in one launch. The
 launches of both are counted, operation by operation. CALCULATED for a GPU: launches in turn, each as
 long as --launch-us says, and the bytes of the active experts over the memory's bandwidth; batched, they are read,
-written and read again.
+written and read again. A CPU without AVX-512 emulates products in bf16: hence --dtype float32.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def routed(active: int, hidden: int, neurons: int) -> tuple[Tensor, ...]:
+def routed(active: int, hidden: int, neurons: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     """Inputs of a layer ``active`` of whose experts are selected, all of them, by ``ROWS`` rows."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(active, generator=generator)[:TOP_K] for _ in range(ROWS)])
     ids[:, 0] = torch.arange(ROWS) % active
     ids = torch.stack([(row[0] + torch.arange(TOP_K) * (active // TOP_K)) % active for row in ids])
     x, w13, w2 = (
-        torch.randn(*shape, generator=generator).bfloat16() * 0.02
+        torch.randn(*shape, generator=generator).mul_(0.02).to(dtype)
         for shape in ((ROWS, hidden), (EXPERTS, 2 * neurons, hidden), (EXPERTS, hidden, neurons))
     )
     return x, torch.full((ROWS, TOP_K), 1 / TOP_K, dtype=x.dtype), ids, w13, w2
@@ -105,6 +105,7 @@ def main(
     profile: Annotated[str, typer.Option(help="Profile of the GPU.")] = "a100",
     timed: Annotated[bool, typer.Option("--time", help="Measure on this CPU as well.")] = False,
     turns: Annotated[int, typer.Option(min=2, help="Of each way, in turn.")] = 15,
+    dtype: Annotated[str, typer.Option(help="Of what is measured: float32 or bfloat16.")] = "float32",
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "moe_spec_matmuls.json",
 ) -> None:
     origin, costs, rows = provenance(), Costs.read(profile), []
@@ -130,16 +131,16 @@ def main(
     steps = {name: [1e3 * length / speed for speed, length in both] for name, both in PAPER.items()}
     result: dict[str, Any] = {"provenance": origin, "calculated": rows, "profile": profile, "paper_step_ms": steps}
     if timed:
-        result["timed"] = [measured(count, turns) for count in map(int, active.split(","))]
+        result["timed"] = [measured(count, turns, dtype) for count in map(int, active.split(","))]
     write_result(output, result)
     show("calculated", rows, "active", "launch_us", "way", "launches", "bytes_ms", "step_ms")
     if timed:
         show("measured, ms per layer", result["timed"], "active", "threads", *(f"{name}.median" for name in WAYS))
 
 
-def measured(active: int, turns: int) -> dict[str, Any]:
+def measured(active: int, turns: int, dtype: str) -> dict[str, Any]:
     """Milliseconds of a layer on this CPU, the ways in turn; all must agree."""
-    given = routed(active, HIDDEN, NEURONS)
+    given = routed(active, HIDDEN, NEURONS, getattr(torch, dtype))
     first = sequential(*given).float()
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     with torch.inference_mode():
@@ -151,7 +152,7 @@ def measured(active: int, turns: int) -> dict[str, Any]:
                     seconds[name].append(1e3 * (time.perf_counter() - begin))
                 assert float((found.float() - first).norm() / first.norm()) < 0.02, f"{name} computes something else"
     spreads = {name: vars(Spread.of(each)) for name, each in seconds.items()}
-    return {"active": active, "threads": torch.get_num_threads()} | spreads
+    return {"active": active, "threads": torch.get_num_threads(), "dtype": dtype} | spreads
 
 
 if __name__ == "__main__":

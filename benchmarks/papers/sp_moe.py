@@ -10,16 +10,17 @@ the experts, its attention and norms are the model's. Three parts:
   experts of neighbouring tokens (2a, 2b); entropy of scores (2c).
 - served: counters of engines with reads ahead and without.
 - replays: the serving code on a virtual clock (vllm_spac/tools/traces), SIMULATED, with the names that an engine's
-  predictor gave for the same steps: time by cutoff layer (14, 3), by slots (11), by k, and hit rates (table 3). A
-  draft takes what the profile says, or so long that drafting takes the paper's share of a step. Each forward of the
-  draft model names what it has read when it ends, as in engines, or (by layer) each of its layers does, as in the
-  paper.
+  predictor gave for the same steps: time by cutoff layer (14, 3), by slots (11), by k, by draft length (13), and hit
+  rates (table 3). A draft takes what the profile says, or so long that drafting takes the paper's share of a step. Each
+  forward of the draft model names what it has read when it ends, as in engines, or (by layer) each of its layers does,
+  as in the paper.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -49,6 +50,14 @@ from vllm_spac.tools.traces.simulation import build_policy, build_prefetch
 MODELS, WORK = Path(".cache") / "real", Path(".cache") / "sp_moe"  # from the checkout's root
 NAMES = 16  # ranks: twice top-k
 NEIGHBOURS = (1, 2, 4, 8, 16)
+LENGTHS = (1, 2, 4, 6, 8)  # drafts of a step
+OTHERS = (  # ways of a replay: its name, --spac-prefetch, --spac-policy
+    ("off", "off", "lru"),
+    ("utility", "utility", "lru"),
+    ("layer ahead", "oracle@reach=1@recall=0.8", "lru"),
+    ("reuse", "off", "reuse"),
+    ("reuse, draft_gate", "draft_gate@k=8", "reuse"),
+)
 SHARE = 0.162  # of the time of a step, what the paper's drafting takes (section 2.2)
 EXPERT = 16_500_000  # bytes: DeepSeek-Lite's, which has 64 experts a layer too
 INPUTS = {
@@ -355,15 +364,18 @@ def replays(trace: Trace, named: list, profile: str) -> dict[str, Any]:
         {"share": share, "way": name} | facts(replayed(trace, named, drafts["paper"], share, way, policy), base)
         for share in (0.125, 0.25, 0.5)
         for base in [replayed(trace, named, drafts["paper"], share)]
-        for name, way, policy in (
-            ("off", "off", "lru"),
-            ("utility", "utility", "lru"),
-            ("layer ahead", "oracle@reach=1@recall=0.8", "lru"),
-            ("reuse", "off", "reuse"),
-            ("reuse, draft_gate", "draft_gate@k=8", "reuse"),
-        )
+        for name, way, policy in OTHERS
     ]
     return found
+
+
+def of_length(trace: Trace, named: list, costs: Costs) -> Iterator[dict[str, Any]]:
+    """Yields the ways of ``OTHERS`` and the paper's, with a quarter of the experts in slots."""
+    base = replayed(trace, named, costs, 0.25)
+    tokens = float(trace.step_tokens[trace.step_tokens > 0].mean())
+    for name, way, policy in (*OTHERS, ("draft_gate", "draft_gate@k=8", "lru")):
+        point = {"way": name, "tokens_a_step": tokens}
+        yield point | facts(replayed(trace, named, costs, 0.25, way, policy), base)
 
 
 @app.command(help=__doc__)
@@ -389,8 +401,15 @@ def main(
             stats, said, _ = apart.submit(serve, {"slots": "25%", "prefetch": prefetch}, *asked).result()
             counters = ("hits", "misses", "loads", "prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted")
             served[name] = {each: stats[each] for each in counters} | {"same_tokens": said == recorded}
-    trace = Trace.load(path)
-    assert len(named) == trace.steps, "a step of the trace is not one that was watched"
+        trace = Trace.load(path)
+        assert len(named) == trace.steps, "a step of the trace is not one that was watched"
+        simulated = {name: replays(trace, named, name) for name in profiles.split(",")}
+        for drafted in LENGTHS:
+            _, said, names = apart.submit(serve, recording, drafted, *asked[1:]).result()
+            steps, same = Trace.load(path), {"drafts": drafted, "same_tokens": said == recorded}
+            for name, each in simulated.items():
+                costs = Costs.read(name).model_copy(update={"draft": each["draft_ms"]["paper"] / 1e3})
+                each.setdefault("lengths", []).extend(same | way for way in of_length(steps, names, costs))
     tokens = float(trace.step_tokens[trace.step_tokens > 0].mean())
     result: dict[str, Any] = {
         "provenance": origin,
@@ -402,7 +421,7 @@ def main(
             "tokens_a_step": tokens,
             "drafts": drafts,
         },
-        "simulated": {name: replays(trace, named, name) for name in profiles.split(",")},
+        "simulated": simulated,
         "expert_bytes": EXPERT,
         "draft_share": SHARE,
     }

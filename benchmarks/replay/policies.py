@@ -37,10 +37,6 @@ POLICIES = (
     "lfu",
     "pinned",
     "utility",
-    "utility@variant=literal",
-    "utility@variant=released",
-    "utility@upper=1",
-    "utility@recycle=True",
     "reuse",
     "reuse@half_lives=(1,4,16)",
     "belady",
@@ -62,7 +58,7 @@ def main(
         typer.Argument(help="Traces, or folders of them.", exists=True, show_default="benchmarks/traces"),
     ] = None,
     policy: Annotated[str, typer.Option(help="Policies, optionally with knobs: name@knob=value.")] = " ".join(POLICIES),
-    shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "5 10 17 25 35 50",
+    shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10 17 25 50",
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_policies.json",
 ) -> None:
     traces = trace_files(traces)

@@ -17,6 +17,7 @@ from run import Settings
 from scale import RESIDENT
 
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.presets import PRESETS
 from vllm_spac.decisions.comparison import interval
 from vllm_spac.errors import ConfigError
 
@@ -27,6 +28,8 @@ WATERFILL = {"cpu_experts": "waterfill", "cpu_kernel": "executors:PacedExperts"}
 
 NODES = 16
 TREE = {"guard": "off", "tree": str(NODES), "budget": "16"}  # its drafts are verified in every step
+_SPAC = ("policy", "prefetch", "cpu_experts", "guard")  # of the preset moe-spac; slots and store are the ladder's
+MOE_SPAC = {name: PRESETS["moe-spac"].knobs[name] for name in _SPAC} | {"cpu_kernel": WATERFILL["cpu_kernel"]}
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Rung:
 def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> list[Rung]:
     """Returns the rungs called ``names``, in the ladder's order.
 
+    Two papers' arrangements are no steps of a ladder: ``moe_spac`` is that preset with 8 drafts of a draft model, and
+    ``drop`` and ``executed`` with 2k slots are Speculating Experts' two buffers, on demand and with what was predicted.
+
     Args:
         predictor, file: that of the prefetcher, and the file that it is read from if it is trained.
 
@@ -59,10 +65,13 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
     """
     prefetch = {"prefetch": predictor} | ({"predictor_file": str(file)} if file else {})
     every = [
+        Rung("drop", {"policy": "drop"}),
         Rung("layer_lru", {"policy": "layer_lru"}),
         Rung("reuse", {"policy": "reuse"}),
         Rung("prefetch", prefetch, beside=True),
+        Rung("executed", prefetch | {"speculate": "predicted"}, rounds=True, lossy=True, beside=True),
         Rung("cpu", WATERFILL, rounds=True),
+        Rung("moe_spac", MOE_SPAC, speculation="draft", draft_tokens=8, rounds=True, beside=True),
         Rung("drafts", {"guard": "on"}, speculation="eagle3", rounds=True),
         Rung("tree", TREE, speculation="eagle3", draft_tokens=NODES, rounds=True, lossy=True),
     ]
@@ -80,9 +89,10 @@ def sides(ladder: Sequence[Rung], slots: str) -> list[Side]:
     knobs, speculation, found = {"slots": slots, **PACED}, "none", []
     for rung in ladder:
         mine = {**knobs, **rung.adds}
-        speculation = rung.speculation if rung.speculation != "none" else speculation
-        found.append(Side(rung.name, mine, speculation, rung.draft_tokens))
-        knobs = knobs if rung.beside else mine
+        drafts = rung.speculation if rung.speculation != "none" else speculation
+        found.append(Side(rung.name, mine, drafts, rung.draft_tokens))
+        if not rung.beside:
+            knobs, speculation = mine, drafts
     return found
 
 

@@ -53,6 +53,10 @@ python benchmarks/scaled/run.py .cache/toy/mid --machine h200-int4 --slots 25% -
 python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25% --dtype float32
 
 python benchmarks/scaled/run.py .cache/toy/mid --rungs reuse,prefetch --predictor linear --predictor-file FILE
+
+python benchmarks/scaled/run.py MODEL --slots 17%,25% --rungs layer_lru,reuse,cpu,moe_spac --draft PARENT
+
+python benchmarks/scaled/run.py MODEL --slots 2k --rungs drop,executed --predictor quasi_hidden --predictor-file FILE
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -83,6 +87,7 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model of moe_spac. Default: draft beside MODEL.")] = None,
     disk_dir: PackedFolder = PACKED,
     dtype: Annotated[str, typer.Option(help="Of all engines; float32 where rounding changes tokens.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
@@ -91,7 +96,8 @@ def main(
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(160, Console().width))
-    drafts = plan.Drafts(draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model.with_name("draft"))
+    folders = eagle3 or model.with_name(f"{model.name}-eagle3"), draft or model.with_name("draft")
+    drafts = plan.Drafts(draft_tokens, *folders)
     try:
         cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
         steps = ladders.rungs(plan.split(rungs), predictor, predictor_file)

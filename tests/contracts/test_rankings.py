@@ -263,6 +263,27 @@ def test_router_by_hand() -> None:
     assert Router().rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
 
 
+@settings(max_examples=400, **BUSY)
+@given(seed=seeds, rows=st.integers(1, 12), uniform=st.booleans())
+def test_sums_are_added_row_by_row(seed: int, rows: int, uniform: bool) -> None:
+    """``router`` (Eq. 5), ``static`` (Eq. 4) and ``selected``, whose equals are in the order of ``router``."""
+    generator = torch.Generator().manual_seed(seed)
+    probs, votes = scores(rows, generator), torch.rand(rows, generator=generator).double()
+    ids = probs.topk(TOP_K).indices
+    counts = torch.stack([torch.randperm(EXPERTS, generator=generator) for _ in range(LAYERS)])
+    context = LayerContext(1, ids=ids)
+    weights = [1.0] * rows if uniform else votes.tolist()
+    every, own = [0.0] * EXPERTS, [0.0] * EXPERTS
+    for weight, row, chosen in zip(weights, probs.double().tolist(), ids.tolist(), strict=True):
+        for expert, score in enumerate(row):
+            every[expert] += weight * score
+            own[expert] += weight * score * (expert in chosen)
+    wanted = {"router": every, "static": counts[1].tolist(), "selected": list(zip(own, every, strict=True))}
+    for name, ranking in (("router", Router()), ("static", Static(counts=counts)), ("selected", Selected())):
+        found = ranking.rank(probs, None if uniform else votes, EXPERTS, context).tolist()
+        assert found == sorted(range(EXPERTS), key=lambda i: wanted[name][i], reverse=True), name
+
+
 def test_selected_by_hand() -> None:
     """Expert 2 has most of all scores, and nobody selects it; 3 and 4 are nobody's either."""
     probs = torch.tensor([[0.4, 0.1, 0.3, 0.2, 0.0], [0.05, 0.4, 0.3, 0.15, 0.1], [0.4, 0.1, 0.3, 0.2, 0.0]])
@@ -301,7 +322,7 @@ def test_resident_refuses_a_wrong_bonus(bonus: float) -> None:
         Resident(bonus=bonus)
 
 
-@settings(max_examples=40, **BUSY)
+@settings(max_examples=400, **BUSY)
 @given(seed=seeds)
 def test_oracle_is_greedy_by_the_definition(seed: int) -> None:
     """Those that change nothing, because no row's top-k has them, go by the router's mass."""

@@ -126,7 +126,7 @@ def expected(rows: list[dict[int, float]], experts: int) -> Tensor:
     return torch.tensor([[row.get(i, 0.0) for i in range(experts)] for row in rows], dtype=torch.float64)
 
 
-@settings(max_examples=300, **BUSY)
+@settings(max_examples=400, **BUSY)
 @given(cases())
 def test_substitution_is_its_twin(case: Case) -> None:
     weights, ids = case.substitute()
@@ -136,7 +136,7 @@ def test_substitution_is_its_twin(case: Case) -> None:
     assert weights.dtype == torch.float32 and ids.dtype == torch.int64
 
 
-@settings(max_examples=300, **BUSY)
+@settings(max_examples=400, **BUSY)
 @given(cases(least=1), st.sampled_from([torch.int32, torch.int64]))
 def test_truncation_is_its_twin(case: Case, dtype: torch.dtype) -> None:
     natural, chosen = case.natural()

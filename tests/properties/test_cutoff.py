@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.decisions.cutoff import DraftPhases, cutoff
@@ -13,6 +13,7 @@ LAYERS = st.lists(
 MANY = 10_000
 
 
+@settings(max_examples=400)
 @given(LAYERS, st.integers(0, 40), st.integers(0, 40))
 def test_it_is_the_largest_that_fits_into_memory_and_time(
     layers: list[tuple[int, int]], slots: int, reads: int

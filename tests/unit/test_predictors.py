@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
@@ -55,12 +57,19 @@ def test_gate_ranks_as_the_later_router_on_the_earlier_residual(bias: float) -> 
         torch.testing.assert_close(scores, expected, rtol=0.05, atol=0.1)  # maps are in bf16
 
 
-def test_the_quasi_hidden_state_splits_into_residual_and_default_vectors() -> None:
-    """gate(norm(r + D)) = (rms(r) * h @ F + m @ P) / rms(r + D), so both rank alike."""
-    residual, outputs = random(40, 16), random(12, 16, seed=1)
-    gate, norm, own = random(12, 16, seed=2), random(16, seed=3), random(16, seed=4)
-    mixed = random(40, 12, seed=5).softmax(1)
-    moved = residual + mixed @ outputs
+@settings(max_examples=400)
+@given(seed=st.integers(0, 2**32), rows=st.integers(1, 6), experts=st.integers(2, 12), width=st.integers(2, 16))
+def test_the_quasi_hidden_state_splits_into_residual_and_default_vectors(
+    seed: int, rows: int, experts: int, width: int
+) -> None:
+    """gate(norm(r + D)) = (rms(r) * h @ F + m @ P) / rms(r + D), so both rank alike; D expert by expert (Eq. 2)."""
+    residual, outputs = random(rows, width, seed=seed), random(experts, width, seed=seed + 1)
+    gate, norm, own = random(experts, width, seed=seed + 2), *random(2, width, seed=seed + 3)
+    mixed = random(rows, experts, seed=seed + 4).softmax(1)
+    moved = residual.clone()
+    for row, weights in enumerate(mixed.tolist()):
+        for expert, weight in enumerate(weights):
+            moved[row] += weight * outputs[expert]
     size = residual.square().mean(-1, keepdim=True).sqrt()
     parts = size * (made.normed(residual, own) @ folded(gate, norm, own)) + mixed @ through_norm(outputs, gate, norm)
     expected = made.normed(moved, norm) @ gate.T

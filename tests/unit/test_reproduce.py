@@ -34,7 +34,9 @@ PEERS = "{% set peers = result('peers_8gb_toy').rows[0].peers %}"
 BATCHES = """{% set found = [] %}{% for one in result('stock_batches').dtypes.values() %}{% set rows = [] %}
 {% for name, row in one.by_batch.items() if name != 'alone once more' %}{% do rows.append(row) %}{% endfor %}
 {% do found.append(rows|sum(attribute='with_other_tokens') ~ ' of ' ~ rows|sum(attribute='requests')) %}{% endfor %}"""
-HITS = "{% set flat, real = result('toy_policies').mean_hit_rates, result('real_policies').mean_hit_rates %}"
+HITS = """{% set flat, real = result('toy_policies').mean_hit_rates, result('real_policies').mean_hit_rates %}
+{% set at = result('toy_policies').shares_percent.index(25) %}"""
+MATMULS = "{% set found = result('moe_spec_matmuls').calculated %}"
 RECALL = """{% set flat, real = result('toy_predictors').models.flat, result('real_predictors').models.real %}
 {% set found = [] %}{% for name in ('gate', 'quasi_hidden', 'linear') %}
 {% do found.append('`' ~ name ~ '` ' ~ flat[name].recall_at_k|pct ~ ' / ' ~ real[name].recall_at_k|pct) %}
@@ -59,6 +61,9 @@ STREAMS = """{% set streams = result('real_streams').rows %}
 {% set link = streams|selectattr('share_percent', 'eq', 25)|rejectattr('machine', 'in', ['rtx4090 + CPU experts',
  'rtx4090-int4 + CPU experts'])|map(attribute='best.gain')|list %}"""
 SENTENCES = (
+    MATMULS + "[{{ found[0].launches }} launches per layer become {{ found[1].launches }}]"
+    "(../../../benchmarks/results/moe_spec_matmuls.md), {{ (found[0].step_ms - found[1].step_ms)|f(0) }} to"
+    " {{ (found[3].step_ms - found[4].step_ms)|f(0) }} ms less per step",
     OWN + "slots emits {{ own['rtx4090'].at_four.tokens_per_step|f }} tokens. *Calculated*, that is"
     " {{ own['rtx4090'].gain['4']|f }} times the tokens/s on an RTX 4090, and"
     " {{ own['rtx4090 + CPU experts'].gain['4']|f }} times where",
@@ -94,9 +99,9 @@ SENTENCES = (
     " {{ saved[0] }} and {{ saved[1] }} % fewer bytes",
     BUDGETS + "perplexity {{ points[('coactivation', 24)] }} and {{ points[('coactivation', 16)] }}",
     RECALL + "flat toy / real model: {{ found|join(', ') }} %",
-    HITS + "`lru` {{ flat.lru[3]|pct }} and {{ real.lru[2]|pct }} %, `layer_lru` {{ flat.layer_lru[3]|pct }} and"
-    " {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[3]|pct }} and {{ real.reuse[2]|pct }} %",
-    HITS + "{{ flat.utility[3]|pct }} and {{ flat.reuse[3]|pct }} % (flat), {{ real.utility[2]|pct }} and"
+    HITS + "`lru` {{ flat.lru[at]|pct }} and {{ real.lru[2]|pct }} %, `layer_lru` {{ flat.layer_lru[at]|pct }} and"
+    " {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[at]|pct }} and {{ real.reuse[2]|pct }} %",
+    HITS + "{{ flat.utility[at]|pct }} and {{ flat.reuse[at]|pct }} % (flat), {{ real.utility[2]|pct }} and"
     " {{ real.reuse[2]|pct }} % (real model)",
     LADDER + "`policy=reuse` gives {{ (rows|selectattr('rung', 'eq', 'reuse')|first).speedup|f }} times the tokens/s",
     LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"

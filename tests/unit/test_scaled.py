@@ -256,6 +256,24 @@ def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
         ladder.rungs(["prefetch"], "oracle")
 
 
+def test_the_papers_arrangements_stay_beside_the_ladder(tmp_path: Path) -> None:
+    of = ladder.sides(ladder.rungs(["layer_lru", "cpu", "moe_spac", "drafts"], "off"), "17%")
+    lru, cpu, spac, drafts = (SpacConfig.parse(side.knobs) for side in of)
+    preset = SpacConfig.parse({"preset": "moe-spac"})
+    same = ("slots", "policy", "prefetch", "cpu_experts", "guard", "tree", "budget")
+    assert [getattr(spac, name) for name in same] == [getattr(preset, name) for name in same]
+    assert (drafts.policy, drafts.prefetch, drafts.cpu_experts) == (lru.policy, "off", cpu.cpu_experts)
+    assert [(side.speculation, side.draft_tokens) for side in of[1:]] == [
+        ("none", None),
+        ("draft", 8),
+        ("eagle3", None),
+    ]
+    steps = ladder.rungs(["drop", "executed"], "quasi_hidden", tmp_path / "file")
+    drop, executed = (SpacConfig.parse(side.knobs) for side in ladder.sides(steps, "2k"))
+    assert (drop.slots, drop.policy, drop.lossy) == (executed.slots, executed.policy, False) == ("2k", "drop", False)
+    assert (executed.prefetch, executed.speculate) == ("quasi_hidden", "predicted") and steps[1].lossy
+
+
 def test_engines_take_turns_in_groups_with_the_first_two() -> None:
     assert ladder.groups(6, 9) == [[0, 1, 2, 3, 4, 5]]
     assert ladder.groups(6, 4) == [[0, 1, 2, 3], [0, 1, 4, 5]]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
@@ -42,6 +42,7 @@ def test_cacheless_decoding_settles_at_the_formula(groups: int, load: float) -> 
     assert (runs[1].stalls == 0) == (cycle.stall(groups) == 0)
 
 
+@settings(max_examples=400)
 @given(
     st.builds(Cycle, *[st.floats(1e-4, 1.0)] * 3),
     st.integers(1, 16),
