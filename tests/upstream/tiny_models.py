@@ -375,8 +375,10 @@ TINY |= {
         | dict(layer_types=["full_attention", "sliding_attention", "full_attention"], use_head_wise_attn_gate=True)
         | dict(moe_router_activation="sigmoid", moe_router_scaling_factor=2.0, rope_theta=[10000.0] * 3)
         | dict(partial_rotary_factors=[0.5, 1.0, 0.5], use_rope_layers=[], rope_parameters=None)
-        | dict(attention_other_setting=_STEP_SLIDING),
+        | dict(attention_other_setting=_STEP_SLIDING, use_moe_router_bias=True, need_fp32_gate=True)
+        | dict(norm_expert_weight=True, swiglu_limits=[], swiglu_limits_shared=[]),
         built=True,
+        renamed={".moe.share_expert.": ".share_expert."},
     ),
     "Step3TextForCausalLM": Tiny(
         "step3_text",
@@ -504,14 +506,15 @@ def _built_wrapper(
     return Tiny(model_type, sizes, options=_TEXT_ONLY, built=True, wrapper=True, renamed=renamed or {})
 
 
+_FOPE = dict(rope_type="default", rope_theta=10000.0, fope_init_factor=0.5, fope_sep_head=True, num_inv_freq=None)
 _QWEN_TEXT = _QWEN_NEXT | dict(model_type="qwen3_5_moe_text")
 TINY |= {
     "InternS1ProForConditionalGeneration": _built_wrapper(
         "interns1_pro",
         _QWEN_MOE
         | _COMMON
-        | dict(model_type="interns1_pro_text", decoder_sparse_step=1, mlp_only_layers=[], rope_scaling=None)
-        | dict(router_n_groups=4),
+        | dict(model_type="interns1_pro_text", decoder_sparse_step=1, mlp_only_layers=[])
+        | dict(router_n_groups=4, rope_parameters=_FOPE, rope_scaling=_FOPE),
         _QWEN_EYE | _DEEPSTACK,
         **_TOKENS,
     ),
