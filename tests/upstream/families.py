@@ -161,7 +161,8 @@ def document(found: list[Architecture], content: dict) -> str:
         "",
         *(f"- {count}" for count in counts if not count.startswith("0 ")),
         "",
-        f"The last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA, {exactly} served exactly. {ran['how']}",
+        f"The last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA, {exactly} served exactly. "
+        f"{ran['how']}",
     ]
     heads = f"| architecture | verdict | | vLLM {ran['vllm']}, emulated |", "|---|---|---|---|"
     for group, heading in _HEADINGS.items():
