@@ -164,6 +164,7 @@ def _environment() -> jinja2.Environment:
     functions = (
         zip,
         ran,
+        architectures,
         over_exact,
         tokens_per_step,
         ceilings,
@@ -240,6 +241,18 @@ def ran() -> dict[tuple[str, str, str], dict[str, str]]:
         for kind in kinds:
             found.setdefault((version, *kind), {})
     return dict(sorted(found.items()))
+
+
+def architectures() -> dict[tuple[str, str, str], int]:
+    """Returns how many MoE architectures were served exactly, by keys as of ``ran``: of ``make families``, and of those
+    that ran under emulation."""
+    found = {}
+    for name, *where in (("families", "V1", "CPU"), ("families_emulated", "V2", "CUDA path, emulated")):
+        content = json.loads((ROOT / "tests" / "upstream" / f"{name}.json").read_text(encoding="utf-8"))
+        verdicts = (row if isinstance(row, str) else row["verdict"] for row in content["rows"].values())
+        version = content["vllm"].rpartition(".")[0]
+        found[version, where[0], where[1]] = sum(verdict.startswith("served") for verdict in verdicts)
+    return found
 
 
 def tokens_per_step(side: Row) -> float:

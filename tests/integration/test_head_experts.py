@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import RowKind
 from vllm_spac.integration.hooks import model_host
 from vllm_spac.integration.loading.head_experts import _HeadRuntime, target_of
-from vllm_spac.integration.stepping import draft_routing
+from vllm_spac.integration.stepping.v1 import draft_loading_v1
+from vllm_spac.integration.stepping.v2 import runner_v2
 
 DRAFT = SimpleNamespace(model="/model", runner_type="draft")
 
@@ -100,13 +101,13 @@ def test_each_forward_of_the_head_is_a_step_of_its_execution() -> None:
     assert execution.asked == [(3, False, None, False)]
 
 
-@pytest.mark.parametrize("loading", ["_loading", "_loading_in_v2"])
-def test_both_runners_say_whose_head_they_load(loading: str) -> None:
+@pytest.mark.parametrize("hooks", [draft_loading_v1, runner_v2])
+def test_both_runners_say_whose_head_they_load(hooks: ModuleType) -> None:
     experts = SimpleNamespace(looks_at=frozenset())
     layer = torch.nn.Module()
     layer.spac_kernel, layer.spac = None, experts
     drafter = SimpleNamespace(model=torch.nn.Module(), vllm_config=SimpleNamespace(speculative_config=None))
     seen: list = []
-    load = getattr(draft_routing, loading)(lambda self, target: seen.append(model_host.drafted_for()))
+    load = hooks._loading(lambda self, target: seen.append(model_host.drafted_for()))
     load(drafter, torch.nn.Sequential(layer))
     assert seen == [experts] and model_host.drafted_for() is None

@@ -27,6 +27,8 @@ ORDER = (
     "integration",
     "integration.serving",
     "integration.loading",
+    "integration.stepping.v1",
+    "integration.stepping.v2",
     "integration.stepping",
     "integration.layers",
     "integration.hooks",

@@ -137,6 +137,29 @@ def test_only_the_interface_and_tools_import_vllm() -> None:
     assert [str(i) for i in found if place(i.importer).split(".")[0] not in ("integration", "tools")] == []
 
 
+@pytest.mark.parametrize(
+    ("runner", "known"),
+    [
+        ("v1", {"integration.loading.runner_choice.AdapterV1", "integration.plugin.draft_handover"}),
+        ("v2", {"integration.loading.runner_choice.AdapterV2"}),
+    ],
+)
+def test_a_model_runner_is_known_to_its_adapter_only(runner: str, known: set[str]) -> None:
+    """So that V1 goes with its folder, its rows of ``patches`` and these imports."""
+    folder = f"vllm_spac.integration.stepping.{runner}"
+    found = {(i, i.name or i.target.rpartition(".")[2]) for i in inside() if i.target.startswith(folder)}
+    outside = {f"{i.importer}.{name}" for i, name in found if not i.importer.startswith(folder)}
+    assert {name.removeprefix("vllm_spac.") for name in outside} == known
+
+
+def test_what_is_of_vllms_v1_runner_is_in_its_folder() -> None:
+    """Types counted; ``tools`` collect a drafter's states offline."""
+    own = "vllm.v1.worker.gpu_model_runner", "vllm.v1.spec_decode.llm_base", "vllm.v1.sample.rejection_sampler"
+    found = [i for i in imports() if i.target.startswith(own) and ours(i.importer)]
+    places = {place(i.importer) for i in found}
+    assert places <= {"integration.stepping.v1", "tools.evaluation"}, [str(i) for i in found]
+
+
 def test_only_kernels_import_triton_and_nothing_of_ours() -> None:
     kernels = "vllm_spac.kernels"
     compiling = kernels, "benchmarks.kernels"

@@ -18,7 +18,7 @@ from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.decisions.guard.odds import UNKNOWN, Odds
 from vllm_spac.decisions.guard.step_cost import StepCost
-from vllm_spac.integration.stepping import runner_v1
+from vllm_spac.integration.stepping.v1 import runner_v1
 
 chance = st.floats(0.02, 0.98)
 cost = st.floats(0.0, 2.0)
@@ -293,7 +293,7 @@ def test_drafting_ends_where_it_does_not_pay(sure, greedy: bool, drafts) -> None
         method="eagle3", parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
     )
     runner = SimpleNamespace(
-        _spac_experts=SimpleNamespace(runtime=runtime, own_drafts=None),
+        _spac_experts=SimpleNamespace(runtime=runtime),
         drafter=loop,
         input_batch=batch,
         speculative_config=speculation,

@@ -19,7 +19,7 @@ from vllm_spac.execution.exchange import Exchange
 from vllm_spac.integration.hooks import draft_cutting
 from vllm_spac.integration.hooks.draft_cutting import CutReport, DraftCutter, surest
 from vllm_spac.integration.stepping.draft_planning import PlannedDrafts
-from vllm_spac.integration.stepping.tree_decoding_v2 import given_parents
+from vllm_spac.integration.stepping.v2.tree_decoding_v2 import given_parents
 from vllm_spac.methods.trees.tensors import FILLER, TreeTensors
 from vllm_spac.runtime import Runtime
 

@@ -11,7 +11,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_spac.integration.hooks import patches
-from vllm_spac.integration.stepping import draft_handover
+from vllm_spac.integration.stepping.v1 import draft_handover
 
 ASKED = DraftTokenIds(["asked"], [[7]])
 

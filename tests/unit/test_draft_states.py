@@ -13,8 +13,8 @@ from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.loading import ahead
-from vllm_spac.integration.stepping import runner_v1
-from vllm_spac.integration.stepping.runner_v1 import observed
+from vllm_spac.integration.stepping.v1 import runner_v1
+from vllm_spac.integration.stepping.v1.runner_v1 import observed
 from vllm_spac.tools.evaluation.collection import DraftReader
 
 WIDTH = 3
@@ -176,7 +176,6 @@ def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() ->
         drafted=drafted,
         serving=SimpleNamespace(draft_states=DraftStates(WIDTH)),
         draft_routing=None,
-        own_drafts=None,
     )
     drafter = Drafter()
     runner = SimpleNamespace(_spac_experts=experts, drafter=drafter, input_batch=SimpleNamespace(req_ids=["a", "b"]))

@@ -214,6 +214,16 @@ def test_what_ran_where_is_what_results_name(shelf: Path) -> None:
         assert {(version, *key[1:]) for version in device.TESTED} <= set(found)
 
 
+def test_architectures_that_were_served_are_counted_where_they_ran(shelf: Path) -> None:
+    upstream = shelf / "tests" / "upstream"
+    upstream.mkdir(parents=True)
+    rows = {"A": {"verdict": "served", "detail": ""}, "B": {"verdict": "refused", "detail": "served"}}
+    (upstream / "families.json").write_text(json.dumps({"vllm": "0.98.1", "rows": rows}))
+    emulated = {"A": "served exactly: x", "B": "served exactly, and y", "C": "not emulated: served"}
+    (upstream / "families_emulated.json").write_text(json.dumps({"vllm": "0.99.0", "rows": emulated}))
+    assert pages.architectures() == {("0.98", "V1", "CPU"): 1, ("0.99", "V2", "CUDA path, emulated"): 2}
+
+
 def written(folder: Path, seconds: float) -> None:
     (folder / "benchmarks" / "results" / "toy_one.json").write_text(json.dumps({"x": seconds}))
     pages.forget()

@@ -12,9 +12,9 @@ import torch
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.integration.hooks.runner_hooks import tokens_of
-from vllm_spac.integration.stepping import runner_v2
-from vllm_spac.integration.stepping.runner_v1 import sampled_plainly, unless_plain
-from vllm_spac.integration.stepping.runner_v2 import step_of
+from vllm_spac.integration.stepping.v1.runner_v1 import sampled_plainly, unless_plain
+from vllm_spac.integration.stepping.v2 import runner_v2
+from vllm_spac.integration.stepping.v2.runner_v2 import step_of
 
 
 def batch(lengths: list[int], prefilling: list[bool], drafts: list[int] | None, padding: int = 0):

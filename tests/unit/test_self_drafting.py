@@ -14,8 +14,8 @@ from vllm_spac.kernels.reference.cover import Chosen
 
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import drafts
-from vllm_spac.integration.stepping import self_drafting
-from vllm_spac.integration.stepping.self_drafting import SelfDrafting
+from vllm_spac.integration.stepping.v1 import self_drafting
+from vllm_spac.integration.stepping.v1.self_drafting import SelfDrafting
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, RoutingRule
 
 EXPERTS, TOP_K = 8, 3

@@ -19,8 +19,8 @@ from vllm_spac.decisions.predictors.base import START, Seen, Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.loading import ahead
-from vllm_spac.integration.stepping import draft_routing, runner_v1
 from vllm_spac.integration.stepping.draft_routing import DraftGates, DraftRouting
+from vllm_spac.integration.stepping.v1 import draft_loading_v1, runner_v1
 from vllm_spac.methods.od_moe.shadow_predictor import Shadow
 
 EXPERTS, TOP_K = 5, 2
@@ -95,7 +95,7 @@ def loaded() -> tuple[DraftRouting, Drafter]:
 
 def test_the_rows_that_are_drafted_from_with_the_heaviest_expert_first() -> None:
     routing, drafter = loaded()
-    with routing.reading(drafter):  # type: ignore[arg-type]
+    with draft_loading_v1.reading(routing, drafter):  # type: ignore[arg-type]
         drafter.set_inputs_first_pass()
         drafter.forward([[0, 1], [1, 2], [2, 3]], [[0.9, 0.1], [0.5, 0.5], [0.1, 0.9]])
         assert routing.take(2).tolist() == [[[3, 2], [4, 3]], [[0, 1], [1, 2]]]
@@ -107,19 +107,19 @@ def test_the_rows_that_are_drafted_from_with_the_heaviest_expert_first() -> None
 def test_forwards_outside_of_drafting_are_not_kept() -> None:
     """Such as those that warm up, or of a draft length of 0."""
     routing, drafter = loaded()
-    with routing.reading(drafter):  # type: ignore[arg-type]
+    with draft_loading_v1.reading(routing, drafter):  # type: ignore[arg-type]
         drafter.set_inputs_first_pass()
         drafter.forward([[0, 1], [1, 2], [2, 3]], [[0.9, 0.1]] * 3)
-    with routing.reading(drafter):  # type: ignore[arg-type]
+    with draft_loading_v1.reading(routing, drafter):  # type: ignore[arg-type]
         assert routing.take(1).tolist() == [[[-1, -1], [-1, -1]]], "what was not taken is of an earlier proposal"
     drafter.forward([[0, 1]], [[0.9, 0.1]])
-    with routing.reading(drafter):  # type: ignore[arg-type]
+    with draft_loading_v1.reading(routing, drafter):  # type: ignore[arg-type]
         assert routing.take(1).tolist() == [[[-1, -1], [-1, -1]]]
 
 
 def test_a_layer_that_was_not_observed_is_logged_once_and_names_nothing(caplog: pytest.LogCaptureFixture) -> None:
     routing, drafter = loaded()
-    with routing.reading(drafter), caplog.at_level(logging.ERROR, "vllm.spac"):  # type: ignore[arg-type]
+    with draft_loading_v1.reading(routing, drafter), caplog.at_level(logging.ERROR, "vllm.spac"):  # type: ignore[arg-type]
         for _ in range(2):
             drafter.forward([[0, 1]], [[0.9, 0.1]], slice(1))
             assert routing.take(1).tolist() == [[[-1, -1], [-1, -1]]]
@@ -150,7 +150,7 @@ def test_a_draft_model_is_hooked_when_it_is_loaded_and_looked_at(looks: bool, mo
     target = torch.nn.Sequential(torch.nn.Module())
     runtime = SimpleNamespace(executions=[SimpleNamespace(shape=SHAPE)])
     seen = frozenset({Signal.DRAFT_ROUTING} if looks else ())
-    experts = SimpleNamespace(looks_at=seen, draft_routing=None, own_drafts=None, runtime=runtime)
+    experts = SimpleNamespace(looks_at=seen, draft_routing=None, runtime=runtime)
     target[0].spac_kernel, target[0].spac = None, experts
     config = SimpleNamespace(speculative_config=None, model_config=None)
     drafter, router = SimpleNamespace(model=None, vllm_config=config), Router._compute_routing
@@ -158,12 +158,12 @@ def test_a_draft_model_is_hooked_when_it_is_loaded_and_looked_at(looks: bool, mo
     def load(self, target_model: torch.nn.Module) -> None:
         self.model = torch.nn.Sequential(*map(Layer, NAMES))
 
-    draft_routing._loading(load)(drafter, target_model=target)
+    draft_loading_v1._loading(load)(drafter, target_model=target)
     assert (experts.draft_routing is not None) == looks
     hooked = [layer.router._compute_routing.__func__ is not router for layer in drafter.model] if not looks else []
     assert not any(hooked)
     stock = torch.nn.Sequential(torch.nn.Module())
-    draft_routing._loading(load)(drafter, target_model=stock)  # of an engine without the plugin
+    draft_loading_v1._loading(load)(drafter, target_model=stock)  # of an engine without the plugin
 
 
 def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
@@ -176,9 +176,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
         drafting=lambda tokens, read: told.append((tokens.tolist(), read[:, 1].tolist())),
     )
     states = DraftStates(2, TOP_K, unread=-1)
-    experts = SimpleNamespace(
-        runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing, own_drafts=None
-    )
+    experts = SimpleNamespace(runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing)
     drafter.input_ids = torch.zeros(4, dtype=torch.int32)
     drafter.model.compute_logits = lambda hidden: hidden
     batch = SimpleNamespace(req_ids=["a", "b"])
@@ -256,7 +254,7 @@ def test_the_gates_of_the_model_choose_by_what_the_mlp_of_the_draft_layer_reads(
     model = dense(drafts)
     gates = DraftGates(model, weight, bias, ([1, 2], 3), 3, rows=8)
     drafter = Drafter(model)
-    with gates.reading(drafter):  # type: ignore[arg-type]
+    with draft_loading_v1.reading(gates, drafter):  # type: ignore[arg-type]
         drafter.set_inputs_first_pass()
         for rows in ([2, 0], [0, 1]):  # of the first forward, those that it drafts from; then the first ones
             hidden = torch.randn(drafts, 3, 4, generator=generator)

@@ -441,7 +441,9 @@ def test_the_command_prints_draws_and_refuses(clock, tmp_path: Path) -> None:
 
 
 def test_the_drafters_time_is_recorded(clock) -> None:
-    runner_v1 = pytest.importorskip("vllm_spac.integration.stepping.runner_v1", reason="the hooks are vLLM's runner's")
+    runner_v1 = pytest.importorskip(
+        "vllm_spac.integration.stepping.v1.runner_v1", reason="the hooks are vLLM's runner's"
+    )
     timeline = Timeline(8)
     told: list[tuple[int, float]] = []
     runtime = SimpleNamespace(
@@ -449,7 +451,8 @@ def test_the_drafters_time_is_recorded(clock) -> None:
         budget=SimpleNamespace(weighs=False), looks_at_drafts=False,
     )  # fmt: skip
     runner = SimpleNamespace(
-        _spac_experts=SimpleNamespace(runtime=runtime, own_drafts=None),
+        _spac_experts=SimpleNamespace(runtime=runtime),
+        drafter=SimpleNamespace(),
         input_batch=SimpleNamespace(req_ids=["a", "b", "c"]),
     )
 

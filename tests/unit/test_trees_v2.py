@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.integration.stepping import tree_attention, tree_decoding_v2
-from vllm_spac.integration.stepping.tree_decoding_v2 import Sampled
+from vllm_spac.integration.stepping import tree_attention
+from vllm_spac.integration.stepping.v2 import tree_decoding_v2
+from vllm_spac.integration.stepping.v2.tree_decoding_v2 import Sampled
 from vllm_spac.methods.trees.tensors import Layout, StepTrees, TensorRows, TreeTensors
 from vllm_spac.methods.trees.tree_counters import TreeCounters
 

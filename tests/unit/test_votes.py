@@ -15,7 +15,7 @@ from vllm_spac.core import RequestRows, RowKind, Step, weights_of
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.draft_states import PADDING, DraftProbabilities
 from vllm_spac.integration.hooks import drafts
-from vllm_spac.integration.stepping import runner_v1
+from vllm_spac.integration.stepping.v1 import runner_v1
 from vllm_spac.methods.moe_spec.rankings import weighted
 from vllm_spac.methods.moe_spec.settings import STEPS, unknown, vote, voted
 
@@ -196,7 +196,7 @@ def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     runtime = SimpleNamespace(budget=budget, draft_length=lambda: 2, in_prompt=False, looks_at_tokens=weighs)
     runtime.chooser, runtime.timeline, runtime.drafted = Chooser(4), None, lambda drafts, seconds: None
     runtime.looks_at_drafts = False
-    experts = SimpleNamespace(runtime=runtime, own_drafts=None, drafted=DraftProbabilities())
+    experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
     runner = Runner(_spac_experts=experts, drafter=Drafter(list(logits)))
     runner.input_batch = SimpleNamespace(req_ids=["a", "b"], sampling_metadata=SimpleNamespace(all_greedy=False))

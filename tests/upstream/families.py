@@ -148,6 +148,7 @@ def rows(found: list[Architecture], content: dict) -> list[tuple[Architecture, s
 def document(found: list[Architecture], content: dict) -> str:
     """Returns the table in Markdown."""
     lines, ran = rows(found, content), emulated()
+    exactly = sum(told.startswith("served exactly") for told in ran["rows"].values())
     counts = [f"{sum(verdict == name for _, verdict, _ in lines)} {text}" for name, text in VERDICTS.items()]
     text = [
         "# MoE architectures",
@@ -160,7 +161,8 @@ def document(found: list[Architecture], content: dict) -> str:
         "",
         *(f"- {count}" for count in counts if not count.startswith("0 ")),
         "",
-        f"The last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA. {ran['how']}",
+        f"The last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA, {exactly} served exactly. "
+        f"{ran['how']}",
     ]
     heads = f"| architecture | verdict | | vLLM {ran['vllm']}, emulated |", "|---|---|---|---|"
     for group, heading in _HEADINGS.items():

@@ -202,6 +202,30 @@ def test_the_command(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fine.exit_code == 0 and "0 missing" in fine.stdout and "|" not in fine.stdout
 
 
+def test_the_command_finds_a_changed_body_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel of the installed module, and a copy of it in which one wrapped body is another."""
+    name = "vllm/v1/executor/multiproc_executor.py"
+    text = (VLLM.parent / name).read_text(encoding="utf-8")
+    at = text.index(f"def {DRAFTS.rpartition('.')[2]}(")
+    changed_there = text[:at] + text[at:].replace("return self.collective_rpc(", "return self.collective_call(", 1)
+    for version, source in (("0.32.0", text), ("0.34.0", changed_there)):
+        with zipfile.ZipFile(tmp_path / f"vllm-{version}.whl", "w") as file:
+            for module, code in (("vllm/_C.so", "no source"), ("vllm/__init__.py", ""), (name, source)):
+                file.writestr(module, code)
+    monkeypatch.setattr(
+        wheels, "_resolve", lambda asked: ((v := asked.partition("==")[2]), (tmp_path / f"vllm-{v}.whl").as_uri())
+    )
+    for module, attribute, value in ((wheels, "CACHE", "kept"), (compat, "PAGES", "pages"), (compat, "ROOT", "")):
+        monkeypatch.setattr(module, attribute, tmp_path / value)
+    monkeypatch.setattr(compat, "imported", dict)
+    monkeypatch.setattr(patches, "PATCHES", (ROWS[TOKENS], ROWS[DRAFTS]))
+    app = typer.Typer()
+    app.command()(compat.main)
+    done = CliRunner().invoke(app, ["0.34.0", "--proved", "0.32.0"])
+    assert done.exit_code == 0 and f"### `{DRAFTS}`" in done.stdout and f"### `{TOKENS}`" not in done.stdout
+    assert re.search(r"^\+ +return self\.collective_call\(", done.stdout, re.MULTILINE)
+
+
 NONE = (
     "ERROR: Could not find a version that satisfies the requirement vllm==0.34.0 (from versions: {})\n"
     "ERROR: No matching distribution found for vllm==0.34.0"

@@ -7,6 +7,7 @@ from the model that vLLM builds (``from_vllm``), with the names that vLLM's load
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class Tiny:
         options: of ``vllm.LLM``.
         renamed: parts of weights' names that transformers writes, or that vLLM uses -> those of published checkpoints.
         transposed: published with the matrices of all experts transposed, as transformers stored them when it came out.
+        stacked: published with one tensor of all experts of a layer, under the layer's name.
         built: written from the model that vLLM builds; ``sizes`` are then what ``config.json`` says.
         wrapper: a language model with what sees and hears: its sizes are in ``text_config``.
         head: for an MTP head, how checkpoints name it (see ``mtp_heads``); ``target``: the architecture that has it.
@@ -86,6 +88,7 @@ class Tiny:
     options: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     transposed: bool = False
+    stacked: bool = False
     built: bool = False
     wrapper: bool = False
     head: str = ""
@@ -375,14 +378,17 @@ TINY |= {
         | dict(layer_types=["full_attention", "sliding_attention", "full_attention"], use_head_wise_attn_gate=True)
         | dict(moe_router_activation="sigmoid", moe_router_scaling_factor=2.0, rope_theta=[10000.0] * 3)
         | dict(partial_rotary_factors=[0.5, 1.0, 0.5], use_rope_layers=[], rope_parameters=None)
-        | dict(attention_other_setting=_STEP_SLIDING),
+        | dict(attention_other_setting=_STEP_SLIDING, use_moe_router_bias=True, need_fp32_gate=True)
+        | dict(norm_expert_weight=True, swiglu_limits=[], swiglu_limits_shared=[]),
         built=True,
+        renamed={".moe.share_expert.": ".share_expert."},
     ),
     "Step3TextForCausalLM": Tiny(
         "step3_text",
         _COMMON
         | dict(intermediate_size=256, num_attention_groups=1, moe_intermediate_size=64, moe_num_experts=16, moe_top_k=4)
         | dict(share_expert_dim=64, share_q_dim=64, moe_layers_enum="1,2", max_position_embedding=1024),
+        stacked=True,
         built=True,
     ),
     "LongcatFlashForCausalLM": Tiny(
@@ -504,14 +510,15 @@ def _built_wrapper(
     return Tiny(model_type, sizes, options=_TEXT_ONLY, built=True, wrapper=True, renamed=renamed or {})
 
 
+_FOPE = dict(rope_type="default", rope_theta=10000.0, fope_init_factor=0.5, fope_sep_head=True, num_inv_freq=None)
 _QWEN_TEXT = _QWEN_NEXT | dict(model_type="qwen3_5_moe_text")
 TINY |= {
     "InternS1ProForConditionalGeneration": _built_wrapper(
         "interns1_pro",
         _QWEN_MOE
         | _COMMON
-        | dict(model_type="interns1_pro_text", decoder_sparse_step=1, mlp_only_layers=[], rope_scaling=None)
-        | dict(router_n_groups=4),
+        | dict(model_type="interns1_pro_text", decoder_sparse_step=1, mlp_only_layers=[])
+        | dict(router_n_groups=4, rope_parameters=_FOPE, rope_scaling=_FOPE),
         _QWEN_EYE | _DEEPSTACK,
         **_TOKENS,
     ),
@@ -674,6 +681,8 @@ def _build(architecture: str, tiny: Tiny, folder: Path, seed: int) -> dict[str, 
     options = tiny.options if known else tiny.options | {"trust_remote_code": True}
     from_vllm.write_config(folder, config, known)
     from_vllm.write_weights(folder, options, tiny.renamed, tiny.head_names, seed)
+    if tiny.stacked:
+        _stack_experts(folder / "model.safetensors")
     return options
 
 
@@ -689,6 +698,15 @@ def _transpose_experts(path: Path) -> None:
     tensors = load_file(path)
     merged = {name: tensor for name, tensor in tensors.items() if "experts." in name and tensor.ndim == 3}
     save_file(tensors | {name: tensor.mT.contiguous() for name, tensor in merged.items()}, path)
+
+
+def _stack_experts(path: Path) -> None:
+    tensors = load_file(path)
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]):
+        if (match := re.fullmatch(r"(.*\.)experts\.\d+\.(.*)", name)) is not None:
+            stacked.setdefault(match[1] + match[2], []).append(tensors.pop(name))
+    save_file(tensors | {name: torch.stack(experts) for name, experts in stacked.items()}, path)
 
 
 def _fill_zeros(model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from vllm_spac.config.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
 from vllm_spac.integration import arguments
 from vllm_spac.integration.hooks import patches
-from vllm_spac.integration.stepping import draft_handover
+from vllm_spac.integration.stepping.v1 import draft_handover
 from vllm_spac.system import machine
 
 if TYPE_CHECKING:
@@ -97,10 +97,11 @@ def _managed(load_model: Callable):
         config = config_of(vllm_config.additional_config)
         if config is None:
             return load_model(self, vllm_config, model_config, *args, **kwargs)
-        from vllm_spac.integration.hooks import device, drafts
+        from vllm_spac.integration.hooks import device
         from vllm_spac.integration.loading import managed_load
         from vllm_spac.integration.loading.head_experts import HeadExperts, target_of
         from vllm_spac.integration.loading.model_experts import ModelExperts
+        from vllm_spac.integration.loading.runner_choice import adapter_of
 
         build: Callable[[], ModelExperts] = partial(ModelExperts, config, vllm_config)
         draft = model_config.runner_type == "draft"
@@ -110,7 +111,7 @@ def _managed(load_model: Callable):
             build = partial(HeadExperts, target)
         else:
             device.request_amx()
-            patches.require_names("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
+            patches.require_names("worker", adapter_of(vllm_config).where)
         model = _load(self, partial(load_model, self, vllm_config, model_config, *args, **kwargs), model_config, build)
         if not draft:
             managed_load.install(vllm_config, model)

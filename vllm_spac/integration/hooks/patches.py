@@ -173,6 +173,7 @@ PATCHES = (
         )
         for target in ALIGN
     ),
+    # -- from here on those of V1's runner --
     Patch(
         f"{RUNNER_V1}._prepare_inputs", "a step begins: its rows by kind", "v1", ("scheduler_output",), until=_STEP_HOOK
     ),
@@ -272,6 +273,34 @@ PATCHES = (
         )
     ),
     Patch(
+        "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration.compute_logits",
+        "a budget weighs draft rows by the draft's probabilities, and a predictor reads the drafter's states; set on "
+        "the draft model while it drafts",
+        "v1",
+        ("hidden_states",),
+        until="probabilities of greedy drafts, and hidden states, that a drafter returns",
+        on="object",
+        loses=_NO_CHOICE_V1,
+    ),
+    Patch(
+        f"{PROPOSER}.load_model",
+        "a predictor reads a draft model's routers",
+        "v1",
+        ("target_model",),
+        until=_ROUTING,
+        loses=_NO_ROUTING,
+    ),
+    Patch(
+        f"{PROPOSER}.set_inputs_first_pass",
+        "tells the rows to draft from; a model that drafts for itself reads the token sampled last alone",
+        "v1",
+        ("next_token_ids", "target_positions", "cad", "num_rejected_tokens_gpu"),
+        until=_ROUTING,
+        does="replaces",
+        loses=_NO_ROUTING,
+    ),
+    # -- so far those of V1's runner, which go with ``stepping/v1`` --
+    Patch(
         f"{RUNNER_V2}.initialize_kv_cache",
         "draft trees set their hooks once the KV cache exists; so does what cuts drafts on the device, or makes none",
         "v2",
@@ -340,24 +369,6 @@ PATCHES = (
         )
     ),
     Patch(
-        "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration.compute_logits",
-        "a budget weighs draft rows by the draft's probabilities, and a predictor reads the drafter's states; set on "
-        "the draft model while it drafts",
-        "v1",
-        ("hidden_states",),
-        until="probabilities of greedy drafts, and hidden states, that a drafter returns",
-        on="object",
-        loses=_NO_CHOICE_V1,
-    ),
-    Patch(
-        f"{PROPOSER}.load_model",
-        "a predictor reads a draft model's routers",
-        "v1",
-        ("target_model",),
-        until=_ROUTING,
-        loses=_NO_ROUTING,
-    ),
-    Patch(
         f"{SPECULATOR}.load_model",
         "a predictor reads a draft model's routers",
         "v2",
@@ -393,15 +404,6 @@ PATCHES = (
         until="probabilities of greedy drafts that a drafter keeps on the device",
         on="object",
         loses=_NO_CUTS_V2,
-    ),
-    Patch(
-        f"{PROPOSER}.set_inputs_first_pass",
-        "tells the rows to draft from; a model that drafts for itself reads the token sampled last alone",
-        "v1",
-        ("next_token_ids", "target_positions", "cad", "num_rejected_tokens_gpu"),
-        until=_ROUTING,
-        does="replaces",
-        loses=_NO_ROUTING,
     ),
     Patch(
         f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK

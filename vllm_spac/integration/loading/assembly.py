@@ -31,6 +31,7 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.integration.hooks import drafts, graphs
 from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.integration.loading.runner_choice import adapter_of
 from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
 from vllm_spac.methods.moe_spec.control import NO_DRAFTS, BudgetControl
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
@@ -183,9 +184,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
     most = config.tree or speculation.num_speculative_tokens
-    if not drafts.plans_drafts(vllm_config):
-        return Chooser(most)
-    return Guard(most, lengths=(0, most)) if config.tree else Guard(most)
+    return adapter_of(vllm_config).guard(most, config.tree > 0)
 
 
 def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> DeviceChooser | None:

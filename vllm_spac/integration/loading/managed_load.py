@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.hooks import drafts, model_host, patches
+from vllm_spac.integration.hooks import model_host, patches
 from vllm_spac.integration.hooks.model_host import experts_of
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading.model_experts import ModelExperts
+from vllm_spac.integration.loading.runner_choice import adapter_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,8 +73,7 @@ _SAVES = "spac: {what} would save what is in the slots and not the experts; save
 
 def install(vllm_config: VllmConfig, model: Any) -> None:
     """Wraps the runner, the worker and the loaded ``model`` to refuse updates; a second call does nothing."""
-    runner = patches.RUNNER_V2 if drafts.plans_drafts(vllm_config) else patches.RUNNER_V1
-    _refuse(runner, "reload_weights", lambda runner: runner, _UPDATES)
+    _refuse(adapter_of(vllm_config).runner, "reload_weights", lambda runner: runner, _UPDATES)
     for name in ("save_sharded_state", "save_tensorized_model"):
         _refuse(patches.WORKER, name, lambda worker: worker.model_runner, _SAVES)
     model.load_weights = _refused  # on this object only

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from vllm.platforms import current_platform
 
 from vllm_spac.config.config import SpacConfig
@@ -29,7 +28,8 @@ from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading import ahead, assembly, description, fast_memory
 from vllm_spac.integration.loading.fingerprint import drafter_fingerprint, model_fingerprint
 from vllm_spac.integration.loading.packing import Packing
-from vllm_spac.integration.stepping import draft_handover, draft_planning, runner_v1, runner_v2, self_drafting
+from vllm_spac.integration.loading.runner_choice import adapter_of
+from vllm_spac.integration.stepping import draft_planning
 from vllm_spac.integration.stepping import tree_install as trees
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording.timeline_file import TimelineFacts
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from vllm_spac.integration.hooks.draft_cutting import DraftCutter
     from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
     from vllm_spac.integration.stepping.draft_routing import DraftChoices
-    from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
-    from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
+    from vllm_spac.integration.stepping.runner_adapter import PlantedTrees
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
@@ -95,7 +94,6 @@ class ModelExperts:
         drafted: probabilities of the drafts that are being verified.
         draft_routing: None until a draft model is loaded by which experts are chosen for a predictor.
         head: None until an MTP head is loaded whose experts have slots.
-        own_drafts: None unless the model drafts for itself.
     """
 
     def __init__(self, config: SpacConfig, vllm_config: VllmConfig) -> None:
@@ -108,15 +106,19 @@ class ModelExperts:
         self.execution = config.execution_class
         self.packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
         self.serving: Serving | None = None
-        self.trees: TreeDecoding | TreeDecodingV2 | None = None
+        self.trees: PlantedTrees | None = None
         self.cutter: DraftCutter | None = None
         self.forwards: DrafterForwards | None = None
         self.drafted = DraftProbabilities()
         self.draft_routing: DraftChoices | None = None
         self.head: ModelExperts | None = None
-        self.own_drafts: self_drafting.SelfDrafting | None = None
         self._layers: list[ManagedExperts] = []
         self._plan: LoadPlan | None = None  # between ``prepare`` and ``finish``
+
+    @property
+    def layers(self) -> tuple[ManagedExperts, ...]:
+        """In the order of the model."""
+        return tuple(self._layers)
 
     @property
     def runtime(self) -> Runtime | None:
@@ -194,7 +196,6 @@ class ModelExperts:
         facts = assembly.timeline_facts(vllm_config, executions, self.packing.store_name)
         saved = assembly.timeline(config, facts) if first else None
         guard, cuts = assembly.guard(config, vllm_config), assembly.cuts(config, vllm_config, executions)
-        plans = drafts.plans_drafts(vllm_config)
         chooser = guard if isinstance(guard, Chooser) else None
         runtime = Runtime(executions, plan.budget, trace, chooser, saved, failed=self.ranks.failed)
         self.serving = Serving(runtime, plan.budget, guard, cuts, facts, plan.draft_states, plan.other_weights)
@@ -208,13 +209,12 @@ class ModelExperts:
         for caveat in dict.fromkeys(execution.caveat() for execution in executions):
             if caveat is not None:
                 logger.warning("spac: %s", caveat)
-        (runner_v2 if plans else runner_v1).install()
-        if config.tree or cuts is not None or isinstance(guard, Guard):
-            trees.install(vllm_config)
+        (adapter := adapter_of(vllm_config)).install()
+        if vllm_config.speculative_config is not None:
+            trees.install(adapter)
         runner_hooks.install()
         if self.on_cpu:
             fast_memory.install()
-        draft_handover.install_in_worker()
 
     @property
     def looks_at(self) -> frozenset[Signal]:
@@ -233,13 +233,6 @@ class ModelExperts:
     def _ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
         if self.cutter is not None:
             self.cutter.ended(plan, said, seconds)
-
-    def drafts_itself(self, chose: Callable[[int, Tensor, Tensor], None] | None) -> None:
-        """The model is its own draft model; ``chose`` as of ``SelfDrafting``."""
-        assert self.runtime is not None
-        layers = [self_drafting.in_slots(layer) for layer in self._layers]
-        self.own_drafts = self_drafting.SelfDrafting(self.runtime, layers, chose)
-        logger.info("spac: the model drafts for itself, with the experts in slots; no draft model is loaded")
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""

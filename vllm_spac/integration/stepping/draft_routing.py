@@ -9,11 +9,11 @@ import contextlib
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,66 +21,14 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.hooks import drafts, model_host, patches
 from vllm_spac.integration.layers import custom_ops, routers
-from vllm_spac.integration.stepping import self_drafting
 from vllm_spac.storage.checkpoint import router_weights
 from vllm_spac.storage.checkpoint.headers import find_folder
-
-if TYPE_CHECKING:
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 logger = logging.getLogger("vllm.spac")
 
 
-def install() -> None:
-    """Hooks the loading of V1's draft model: of its routers, if a predictor looks at them, and of an MTP head; once."""
-    patches.wrap(f"{patches.PROPOSER}.load_model", _loading)
-    self_drafting.install()
-
-
-def install_in_v2() -> None:
-    """Hooks the loading of V2's draft model, for its routers and a head's experts; a second call does nothing."""
-    patches.wrap(f"{patches.SPECULATOR}.load_model", _loading_in_v2)
-
-
-def _loading(load_model: Callable):
-    def loaded(self: SpecDecodeBaseProposer, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        experts = model_host.experts_in(target_model)
-        if experts is not None and drafts.of_itself(self.vllm_config):
-            _share(experts, self, target_model)
-            return
-        with model_host.drafting_for(experts):
-            load_model(self, target_model, *args, **kwargs)
-        _hook(experts, self.model)
-
-    return loaded
-
-
-def _share(experts: Any, drafter: SpecDecodeBaseProposer, target_model: torch.nn.Module) -> None:
-    """Lets the target draft for itself; a predictor is told what its routers choose, whether it runs or not."""
-    self_drafting.take(drafter, target_model)
-    chose = None
-    if Signal.DRAFT_ROUTING in experts.looks_at:
-        [execution] = experts.runtime.executions
-        shape = execution.shape
-        experts.draft_routing = routing = DraftRouting(len(shape.layers), shape.top_k, experts.device)
-        chose = routing.chose
-    experts.drafts_itself(chose)
-
-
-def _loading_in_v2(load_model: Callable):
-    def loaded(self: DraftModelSpeculator, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        experts = model_host.experts_in(target_model)
-        with model_host.drafting_for(experts):
-            load_model(self, target_model, *args, **kwargs)
-        _hook(experts, self.model)
-
-    return loaded
-
-
-def _hook(experts: Any, model: torch.nn.Module) -> None:
+def hook(experts: Any, model: torch.nn.Module) -> None:
     """Hooks the layers of a draft ``model``, if a predictor of ``experts``, those of its target, looks at them."""
     looks = frozenset() if experts is None else experts.looks_at
     if Signal.DRAFT_ROUTING in looks:
@@ -114,22 +62,9 @@ class DraftChoices(ABC):
         finally:
             self._rows = None
 
-    @contextlib.contextmanager
-    def reading(self, drafter: SpecDecodeBaseProposer) -> Iterator[None]:
-        """As ``observing``, of V1's ``drafter``, which tells the rows that its first forward drafts from."""
-        prepare: Any = drafter.set_inputs_first_pass
-
-        def prepared(*args: Any, **kwargs: Any) -> tuple:
-            found = prepare(*args, **kwargs)
-            self._rows = found[1]  # the last token of each request, among all that the forward reads
-            return found
-
-        drafter.set_inputs_first_pass = prepared
-        try:
-            with self.observing():
-                yield
-        finally:
-            del drafter.set_inputs_first_pass  # from this object; its class has it
+    def begins_at(self, rows: Tensor) -> None:
+        """The first forward drafts from ``rows``, int [requests], the last token of each request."""
+        self._rows = rows
 
     def take(self, requests: int, drafted_from: Tensor | None = None) -> Tensor:
         """Returns the experts of the tokens that the last forward drafted from, int64 [requests, layers, k].
@@ -137,7 +72,7 @@ class DraftChoices(ABC):
         The expert with the greatest weight is first.
 
         Args:
-            drafted_from: int [requests], their rows; None: those that ``reading`` was told of, or else the first ones.
+            drafted_from: int [requests], their rows; None: those of ``begins_at``, or else the first ones.
         """
         found, self._rows = self._rows if drafted_from is None else drafted_from, None
         return self._taken(slice(requests) if found is None else found.long(), requests)

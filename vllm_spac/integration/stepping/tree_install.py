@@ -4,77 +4,46 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import patches
-from vllm_spac.integration.hooks.draft_cutting import DraftCutter
-from vllm_spac.integration.hooks.draft_reading import DraftReading
-from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
-from vllm_spac.integration.hooks.drafts import plans_drafts, weighs_there
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
-from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
-from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
+from vllm_spac.integration.stepping.runner_adapter import RunnerAdapter
 from vllm_spac.methods.trees.tensors import Scratch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 logger = logging.getLogger("vllm.spac")
 
 
-def install(vllm_config: VllmConfig) -> None:
+def install(adapter: RunnerAdapter) -> None:
     """Wraps ``initialize_kv_cache`` of the model runner that an engine uses; a second call does nothing."""
-    runner = patches.RUNNER_V2 if plans_drafts(vllm_config) else patches.RUNNER_V1
-    patches.wrap(f"{runner}.initialize_kv_cache", _initializing)
+    patches.wrap(f"{adapter.runner}.initialize_kv_cache", partial(_initializing, adapter))
 
 
-def trees_of(runner: RunnerV1) -> TreeDecoding | None:
-    """The trees of a V1 runner; None if it drafts chains, or has not been initialised."""
+def trees_of(runner: Any) -> Any:
+    """What ``RunnerAdapter.plant`` returned for a runner; None if it drafts chains, or has not been initialised."""
     return getattr(runner, "_spac_trees", None)
 
 
-def device_trees_of(runner: RunnerV2) -> TreeDecodingV2 | None:
-    """The trees of a V2 runner; None as of ``trees_of``."""
-    return getattr(runner, "_spac_trees", None)
-
-
-def _initializing(initialize: Callable):
+def _initializing(adapter: RunnerAdapter, initialize: Callable):
     def initialized(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any):
         result = initialize(self, kv_cache_config, is_profiling, *args, **kwargs)
         experts = managed_experts(self)
         if is_profiling or experts is None:
             return result
         if experts.config.draft_tree is not None:
-            _plant(self, experts, kv_cache_config)
-        weighs = experts.config.votes_alpha is not None and weighs_there(self.vllm_config)
-        if (chooser := experts.serving.cuts) is not None or weighs:
-            experts.cutter = DraftCutter(self, chooser, experts.runtime, experts.trees, weighs)
-        _follow(self, experts)
+            _plant(adapter, self, experts, kv_cache_config)
+        adapter.follow_drafts(self, experts)
         return result
 
     return initialized
 
 
-def _follow(runner: RunnerV2, experts: Any) -> None:
-    """Has a V2 drafter run as often as the guard plans; last, around what else is around it."""
-    guard = experts.serving.guard
-    if not isinstance(guard, Guard) or patches.is_off(f"{patches.SPECULATOR}.propose"):
-        return
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
-
-    drafter, runtime = runner.speculator, experts.runtime
-    if isinstance(drafter, DraftModelSpeculator):
-        loops = isinstance(drafter, StandaloneARSpeculator)
-        experts.forwards = DrafterForwards(drafter, lambda: guard.rests, lambda: not runtime.warms_up, loops)
-
-
-def _plant(runner: Any, experts: Any, kv_cache_config: KVCacheConfig) -> None:
+def _plant(adapter: RunnerAdapter, runner: Any, experts: Any, kv_cache_config: KVCacheConfig) -> None:
     _check(runner, kv_cache_config)
     shape, block_size = experts.config.draft_tree, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     scratch = Scratch(shape, runner.vllm_config.scheduler_config.max_num_seqs, block_size, runner.device)
@@ -87,15 +56,10 @@ def _plant(runner: Any, experts: Any, kv_cache_config: KVCacheConfig) -> None:
         kv_cache_config.num_blocks,
         share,
     )
-    if plans_drafts(runner.vllm_config):
-        runner._spac_trees = TreeDecodingV2(runner, shape, scratch)
-    else:
-        runtime = experts.runtime
-        runner._spac_trees = TreeDecoding(runner, shape, scratch, lambda: runtime.chooser, DraftReading(experts))
-    experts.trees = runner._spac_trees
+    runner._spac_trees = experts.trees = adapter.plant(runner, experts, shape, scratch)
 
 
-def _check(runner: RunnerV1 | RunnerV2, kv_cache_config: KVCacheConfig) -> None:
+def _check(runner: Any, kv_cache_config: KVCacheConfig) -> None:
     """Raises ``UnsupportedError`` if the model's attention cannot verify trees."""
     from vllm.platforms import current_platform
 

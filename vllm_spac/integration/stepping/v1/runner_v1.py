@@ -20,8 +20,8 @@ from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.drafts import shows_logits
 from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
-from vllm_spac.integration.stepping import draft_routing
 from vllm_spac.integration.stepping.tree_install import trees_of
+from vllm_spac.integration.stepping.v1 import draft_loading_v1, self_drafting
 from vllm_spac.recording.timeline_recorder import Kind, now
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def install() -> None:
     )
     patches.wrap(f"{patches.RUNNER_V1}._calc_spec_decode_metadata", unless_plain)
     patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
-    draft_routing.install()
 
 
 class _Enough(Exception):  # noqa: N818 - control flow through vLLM's loop over forwards, no error
@@ -164,8 +163,8 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
     Returns what vLLM's own method returns, and the drafter's probability of each draft given those before it, float32
     [requests, drafts]; None where it has none or nothing asks for it.
     """
-    experts, logits, routing = managed_experts(self), None, contextlib.nullcontext()
-    alone = contextlib.nullcontext() if experts.own_drafts is None else experts.own_drafts.drafting()
+    experts, logits = managed_experts(self), None
+    routing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     chooser = experts.runtime.chooser
     observers: list[Callable[[Tensor, Tensor], None]] = []
     if trees_of(self) is None:
@@ -175,11 +174,12 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
         if experts.runtime.looks_at_drafts:
             observers.append(_reading(self, experts, sampled=args[0]))
             if experts.draft_routing is not None:
-                routing = experts.draft_routing.reading(self.drafter)
+                routing = draft_loading_v1.reading(experts.draft_routing, self.drafter)
         if chooser is not None and logits is not None:
             observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule))
     try:
-        with alone, routing, observed(self.drafter, observers) if observers else contextlib.nullcontext():
+        seen = observed(self.drafter, observers) if observers else contextlib.nullcontext()
+        with self_drafting.drafting(self.drafter), routing, seen:
             drafts = propose(self, scheduler_output, *args, **kwargs)
     except _Enough as stopped:
         drafts = stopped.drafts

@@ -6,32 +6,47 @@ What the drafter computes stays on the device, where a predictor reads it, and w
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from vllm_spac.core import Step
-from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks import model_host, patches
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping import draft_routing
-from vllm_spac.integration.stepping.tree_install import device_trees_of
+from vllm_spac.integration.stepping.tree_install import trees_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 
 def install() -> None:
     """Wraps the methods of V2's runner; a second call does nothing."""
     hook_steps(patches.RUNNER_V2, "prepare_inputs", _step)
-    draft_routing.install_in_v2()
+    patches.wrap(f"{patches.SPECULATOR}.load_model", _loading)
+
+
+def _loading(load_model: Callable):
+    """Hooks the loading of V2's draft model, for its routers and a head's experts."""
+
+    def loaded(self: DraftModelSpeculator, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        experts = model_host.experts_in(target_model)
+        with model_host.drafting_for(experts):
+            load_model(self, target_model, *args, **kwargs)
+        draft_routing.hook(experts, self.model)
+
+    return loaded
 
 
 def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch) -> Step:
-    if (trees := device_trees_of(runner)) is not None:
+    if (trees := trees_of(runner)) is not None:
         trees.begin(batch)
     experts = managed_experts(runner)
     if experts.cutter is not None:

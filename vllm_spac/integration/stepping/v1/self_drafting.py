@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_spac.runtime import Runtime
 
 _PADDING = -1  # the KV slot of a row that writes nothing
-_OWN = "_spac_own"  # attribute of a drafter whose model is the target
+_OWN = "_spac_own"  # attribute of a drafter whose model is the target: its ``SelfDrafting``
 
 
 class SelfDrafting:
@@ -104,8 +104,17 @@ def install() -> None:
     patches.wrap(f"{patches.PROPOSER}.set_inputs_first_pass", _first_rows)
 
 
-def take(drafter: SpecDecodeBaseProposer, target: torch.nn.Module) -> None:
+def drafting(drafter: Any) -> contextlib.AbstractContextManager[None]:
+    """Context of what ``drafter`` drafts; of one with a model of its own, it does nothing."""
+    own = getattr(drafter, _OWN, None)
+    return contextlib.nullcontext() if own is None else own.drafting()
+
+
+def take(drafter: SpecDecodeBaseProposer, target: torch.nn.Module, drafts: SelfDrafting) -> None:
     """Makes ``target`` the model of ``drafter``, in place of a second copy.
+
+    Args:
+        drafts: routes rows meanwhile.
 
     Raises:
         UnsupportedError: its layers keep more than one kind of KV cache.
@@ -124,12 +133,12 @@ def take(drafter: SpecDecodeBaseProposer, target: torch.nn.Module) -> None:
         )
     drafter.model = target
     drafter._draft_attn_layer_names = set(cached)
-    setattr(drafter, _OWN, True)
+    setattr(drafter, _OWN, drafts)
 
 
 def _first_rows(prepare: Callable):
     def prepared(self: SpecDecodeBaseProposer, *args: Any, **kwargs: Any):
-        if not getattr(self, _OWN, False):
+        if getattr(self, _OWN, None) is None:
             return prepare(self, *args, **kwargs)
         return _sampled_last(self, **kwargs)
 

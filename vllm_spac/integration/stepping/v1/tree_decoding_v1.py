@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 from vllm_spac.integration.hooks.draft_reading import DraftReading
-from vllm_spac.integration.stepping import tree_attention
+from vllm_spac.integration.stepping.v1 import tree_attention_v1
 from vllm_spac.methods.trees.growth import Chosen, Growth
 from vllm_spac.methods.trees.levels import Level, Start, grow
 from vllm_spac.methods.trees.tensors import (
@@ -251,7 +251,7 @@ def _caches(drafter: EagleProposer) -> list[Tensor]:
 class TreeDecoding:
     """The trees of one model runner.
 
-    In each step: ``begin`` when vLLM has prepared the batch, the hooks of ``tree_attention`` during the forward,
+    In each step: ``begin`` when vLLM has prepared the batch, the hooks of ``tree_attention_v1`` during the forward,
     ``verify`` in place of its rejection sampler, ``restore`` before its drafter, ``propose`` in place of its drafter's.
 
     Args:
@@ -286,7 +286,7 @@ class TreeDecoding:
         drafter = runner.drafter
         names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
         self._layers = [name for name in names if name not in drafter._draft_attn_layer_names]
-        tree_attention.install(runner, self._layers, self)
+        tree_attention_v1.install(runner, self._layers, self)
         self._verify_plainly = runner.rejection_sampler.forward
         runner.rejection_sampler.forward = self.verify
         self._propose = drafter.propose

@@ -1,0 +1,52 @@
+"""What the plugin asks of a model runner of vLLM: the one interface over V1's and V2's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol
+
+from vllm_spac.config.tree_shape import TreeShape
+from vllm_spac.decisions.guard.chooser import Chooser
+from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.integration.hooks.patches import Where
+from vllm_spac.methods.trees.tensors import Scratch
+from vllm_spac.methods.trees.tree_counters import TreeCounters
+
+
+class PlantedTrees(Protocol):
+    """The draft trees of one runner, as all others see them."""
+
+    counters: TreeCounters
+
+
+class RunnerAdapter(ABC):
+    """One of vLLM's model runners.
+
+    Attributes:
+        runner: ``module:Class`` of it.
+        where: of the rows of ``patches`` that are its own.
+    """
+
+    runner: ClassVar[str]
+    where: ClassVar[Where]
+
+    @abstractmethod
+    def install(self) -> None:
+        """Wraps the methods of the runner and of what drafts for it; a second call does nothing."""
+
+    @abstractmethod
+    def guard(self, most: int, trees: bool) -> Guard | Chooser | None:
+        """Builds what chooses the number of drafts; None if nothing on the host does.
+
+        Args:
+            most: drafts of a request.
+            trees: whether they branch.
+        """
+
+    @abstractmethod
+    def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> PlantedTrees:
+        """Sets the hooks of draft trees on objects of ``runner``, whose KV cache exists; ``experts``: its target's."""
+
+    @abstractmethod
+    def follow_drafts(self, runner: Any, experts: Any) -> None:
+        """Sets what cuts, weighs and leaves out drafts on objects of ``runner``; arguments as of ``plant``."""

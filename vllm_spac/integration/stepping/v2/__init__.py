@@ -1,0 +1,1 @@
+"""What is of vLLM's V2 model runner only."""
