@@ -19,6 +19,7 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.decisions.guard.payback import Payback
 from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.errors import SpacError
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.system.compiled import compiled
 
@@ -303,12 +304,15 @@ class SlotLayers:
             changes.
 
         Raises:
+            SpacError: the layer has no such expert.
             StoreError: an expert could not be loaded.
         """
         loader, first = self.loader, layer * self.experts
         slot_of, routed = loader.residency.slot_of, np.ascontiguousarray(routed)
         slots = np.empty_like(routed)
         found = self._find(routed, slot_of, first, self._marks, self._found, slots)
+        if found < 0:
+            raise SpacError(f"spac: rows with experts that layer {layer} does not have")
         if not 0 < found <= loader.residency.slots:
             return None
         keys, missed = self._found[:found].copy(), 0
@@ -368,7 +372,7 @@ class SlotLayers:
 def _find(
     routed: np.ndarray, slot_of: np.ndarray, first: int, marks: np.ndarray, keys: np.ndarray, slots: np.ndarray
 ) -> int:
-    """Finds the keys that a layer's pairs need, and their slots; returns how many keys that are.
+    """Finds the keys that a layer's pairs need, and their slots; returns how many keys that are, -1 of other experts.
 
     Args:
         routed: int [rows, top_k], experts of the layer.
@@ -382,6 +386,9 @@ def _find(
     for row in range(rows):
         for pick in range(top_k):
             expert = routed[row, pick]
+            if not 0 <= expert < len(marks):  # compiled code would read what is beside the array
+                marks[:] = False
+                return -1
             marks[expert] = True
             slots[row, pick] = slot_of[first + expert]
     found = 0
