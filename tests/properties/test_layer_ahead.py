@@ -18,10 +18,8 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.execution.slot_layers import _find
+from vllm_spac.errors import StoreError
 from vllm_spac.execution.slots_execution import SlotExecution
-from vllm_spac.system.compiled import compiled
 
 ROWS = 12  # 36 pairs for 8 experts
 PROMPT = Step((RequestRows(0, ROWS, RowKind.PREFILL),))
@@ -78,30 +76,6 @@ def all_experts(rows: int = ROWS) -> Tensor:
     """Rows that use every expert."""
     start = torch.arange(rows)[:, None] * SHAPE.top_k
     return ((start + torch.arange(SHAPE.top_k)) % SHAPE.experts).int()
-
-
-@settings(**BUSY)
-@given(
-    st.sampled_from([np.int32, np.int64]),
-    st.lists(st.lists(st.integers(0, 7), min_size=3, max_size=3), max_size=5),
-    st.lists(st.sampled_from([-1, *range(40)]), min_size=24, max_size=24),
-    st.integers(0, 2),
-)
-def test_what_a_layer_needs_is_found_as_numpy_finds_it(kind: type, rows: list, slot_of: list, layer: int) -> None:
-    routed, held, first = np.array(rows, dtype=kind).reshape(-1, 3), np.array(slot_of, dtype=np.int32), 8 * layer
-    marks, keys, slots = np.zeros(8, dtype=bool), np.zeros(8, dtype=np.int64), np.empty_like(routed)
-    found = compiled(_find)(routed, held, first, marks, keys, slots)
-    assert keys[:found].tolist() == (np.unique(routed) + first).tolist() and not marks.any()
-    assert slots.tolist() == held[first : first + 8][routed].tolist()
-
-
-@pytest.mark.parametrize("wrong", [-1, 8, 1 << 30])
-def test_an_expert_that_a_layer_does_not_have_is_refused(make, wrong: int) -> None:
-    """Compiled code would read what is beside the array, and another expert's slot would be taken for its own."""
-    pool = make(4)
-    with pytest.raises(SpacError, match="experts that layer 1 does not have"):
-        pool._layers.together(1, np.array([[0, 1, 2], [3, wrong, 4]], dtype=np.int32), None)
-    pool.run(1, torch.tensor([[0, 1, 2]], dtype=torch.int32))
 
 
 def test_the_next_layer_is_read_while_a_layer_runs(make) -> None:

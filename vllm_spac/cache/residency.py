@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.system.compiled import compiled
 
 _FADING = 0.95  # per step: a step of 14 steps ago counts half
 
@@ -109,14 +108,6 @@ class _Others:
         return key not in self.few
 
 
-def _all_ready(keys: np.ndarray, slot_of: np.ndarray, state: np.ndarray) -> bool:
-    for key in keys:
-        slot = slot_of[key]
-        if slot == NOWHERE or state[slot] != _READY:
-            return False
-    return True
-
-
 class Residency:
     """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
 
@@ -142,7 +133,6 @@ class Residency:
         self._free = list(range(slots - 1, -1, -1))
         self._pinned: set[int] = set()
         self._loading: set[int] = set()
-        self._all_ready = compiled(_all_ready)
         self._in_use: Sequence[int] | np.ndarray = ()  # keys that ``use`` named last, until that layer has run
 
     @property
@@ -187,7 +177,8 @@ class Residency:
 
         They are frozen as if pinned until ``used``, or until ``use`` or ``prepare`` is called for another layer.
         """
-        if not self._all_ready(keys, self.slot_of, self.state):
+        slots = self.slot_of[keys]
+        if slots.min() == NOWHERE or (self._loading and (self.state[slots] != _READY).any()):
             return False
         self.policy.touch_all(keys)
         self._in_use = keys

@@ -19,9 +19,7 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.decisions.guard.payback import Payback
 from vllm_spac.decisions.predictors.base import START, Seen
-from vllm_spac.errors import SpacError
 from vllm_spac.recording.metrics import Counters
-from vllm_spac.system.compiled import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,8 +167,6 @@ class SlotLayers:
         self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
         self._balancer: Balancer | None = None  # also in steps in which the CPU is stopped
         self._check: CpuCheck | None = None
-        self._find = compiled(_find)
-        self._marks, self._found = np.zeros(experts, dtype=bool), np.zeros(experts, dtype=np.int64)
 
     def balance(self, balancer: Balancer, check: CpuCheck | None) -> None:
         """The CPU computes what ``balancer`` selects, in the steps in which ``check`` does not stop it."""
@@ -299,35 +295,30 @@ class SlotLayers:
             layer, routed, counters: as in ``waves``.
 
         Returns:
-            The slot of each pair, typed as ``routed`` [rows, top_k], and the keys to ``release`` when the layer has
+            The slot of each pair, int32 [rows, top_k], and the keys to ``release`` when the layer has
             run: none if nothing was missing. None if there are no rows, or they need more slots than there are: nothing
             changes.
 
         Raises:
-            SpacError: the layer has no such expert.
             StoreError: an expert could not be loaded.
         """
         loader, first = self.loader, layer * self.experts
-        slot_of, routed = loader.residency.slot_of, np.ascontiguousarray(routed)
-        slots = np.empty_like(routed)
-        found = self._find(routed, slot_of, first, self._marks, self._found, slots)
-        if found < 0:
-            raise SpacError(f"spac: rows with experts that layer {layer} does not have")
-        if not 0 < found <= loader.residency.slots:
+        slot_of = loader.residency.slot_of[first : first + self.experts]
+        used = _distinct(routed)
+        if not 0 < len(used) <= loader.residency.slots:
             return None
-        keys, missed = self._found[:found].copy(), 0
+        keys, missed = used + first, 0
         pinned: list[int] = []
         loader.enter(range(first, first + self.experts))
         if not loader.use(keys):
             pinned = keys.tolist()
             missed = len(loader.hold(pinned, counters))
-            self._find(routed, slot_of, first, self._marks, self._found, slots)
         if counters is not None:
             counters.waves += 1
             counters.misses += missed
-            counters.hits += found - missed
+            counters.hits += len(keys) - missed
             loader.ran(layer, len(routed), keys)
-        return slots, pinned
+        return slot_of[routed], pinned
 
     def release(self, keys: list[int]) -> None:
         """Unpins what ``together`` has pinned."""
@@ -367,37 +358,6 @@ class SlotLayers:
 
     def _keys(self, layer: int) -> slice:
         return slice(layer * self.experts, (layer + 1) * self.experts)
-
-
-def _find(
-    routed: np.ndarray, slot_of: np.ndarray, first: int, marks: np.ndarray, keys: np.ndarray, slots: np.ndarray
-) -> int:
-    """Finds the keys that a layer's pairs need, and their slots; returns how many keys that are, -1 of other experts.
-
-    Args:
-        routed: int [rows, top_k], experts of the layer.
-        slot_of: int32 [keys of all layers]
-        first: key of the layer's first expert.
-        marks: bool [experts], all False; as it was when this returns.
-        keys: int64 [experts], receives the distinct keys in ascending order.
-        slots: as ``routed``, receives the slot of each pair; NOWHERE if it has none.
-    """
-    rows, top_k = routed.shape
-    for row in range(rows):
-        for pick in range(top_k):
-            expert = routed[row, pick]
-            if not 0 <= expert < len(marks):  # compiled code would read what is beside the array
-                marks[:] = False
-                return -1
-            marks[expert] = True
-            slots[row, pick] = slot_of[first + expert]
-    found = 0
-    for expert in range(len(marks)):
-        if marks[expert]:
-            marks[expert] = False
-            keys[found] = first + expert
-            found += 1
-    return found
 
 
 def _distinct(routed: np.ndarray) -> np.ndarray:

@@ -401,7 +401,7 @@ class SlotExecution(Execution):
             try:
                 if loaded is not None:
                     loaded()
-                return self._run(kernel, x, weights, ids, torch.from_numpy(slots), there, x.shape[0])
+                return self._run(kernel, x, weights, ids, typed_like(slots, ids), there, x.shape[0])
             finally:
                 if pinned:
                     self._layers.release(pinned)

@@ -15,13 +15,11 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from vllm_spac.decisions.policies.base import Policy, Standing
-from vllm_spac.system.compiled import compiled
 
 _MEMORY = 0.5 ** (1 / 200)  # the fit forgets half in 200 steps
 _LEAST_VARIANCE = 1e-3  # of a prediction in the Hessian, which bounds the correction of a confident wrong one
 _LONGEST_STEP = 1.0  # norm of one update of the weights
 _LARGEST = 20.0  # log-odds
-_FEW = 16  # victims that are found without sorting
 _SAMPLE = 1024  # experts fitted per step, others in the next one: enough, and bounds the time
 
 
@@ -100,43 +98,6 @@ class NextUse:
         return 1 / (1 + np.exp(-odds.clip(-_LARGEST, _LARGEST), dtype=np.float64))
 
 
-def _stamp(used: np.ndarray, keys: np.ndarray, clock: int) -> None:
-    """Notes in ``used`` that ``keys`` are used after ``clock``, one after another."""
-    for number in range(len(keys)):
-        used[keys[number]] = clock + 1 + number
-
-
-def _last(held: np.ndarray, due: np.ndarray, used: np.ndarray, stop: int, count: int) -> np.ndarray:
-    """Returns the ``count`` of the ``held`` keys that are due last, in descending order; of equals the least recent.
-
-    Args:
-        held, due, used: bool, float64 and int64 [keys].
-        stop: keys below it are due a step later.
-    """
-    if count > _FEW:
-        keys = np.flatnonzero(held)
-        keys = keys[np.argsort(used[keys])]
-        ahead = due[keys] + (keys < stop)
-        return keys[np.argsort(-ahead, kind="mergesort")][:count]
-    keys, found = np.empty(count, dtype=np.int64), 0
-    for key in range(len(held)):
-        if not held[key]:
-            continue
-        ahead, place = due[key] + (key < stop), found
-        while place:  # a better one moves down
-            before = keys[place - 1]
-            other = due[before] + (before < stop)
-            if ahead < other or (ahead == other and used[key] > used[before]):
-                break
-            if place < count:
-                keys[place] = before
-            place -= 1
-        if place < count:
-            keys[place] = key
-            found = min(found + 1, count)
-    return keys
-
-
 class Reuse(Policy):
     """Evicts the expert whose expected next use is furthest ahead, among equals the least recently used one.
 
@@ -165,7 +126,6 @@ class Reuse(Policy):
         self._size = 0
         self._clock = 0
         self._layer = range(0)
-        self._last, self._stamp = compiled(_last), compiled(_stamp)
 
     @property
     def likely(self) -> np.ndarray:
@@ -192,7 +152,7 @@ class Reuse(Policy):
 
     def touch_all(self, keys: Sequence[int] | np.ndarray) -> None:
         before, self._clock = self._clock, self._clock + len(keys)
-        self._stamp(self._used, np.asarray(keys, dtype=np.int64), before)
+        self._used[keys] = np.arange(before + 1, self._clock + 1)
 
     def remove(self, key: int) -> None:
         assert key in self, f"{key} is not resident"
@@ -202,12 +162,13 @@ class Reuse(Policy):
     def evict(self, count: int, pinned: Container[int]) -> list[int]:
         victims: list[int] = []
         if count:
+            keys = np.flatnonzero(self._held)
+            due = self._due[keys] + (keys < self._layer.stop)
             looked = count
             while len(victims) < count:
-                if looked >= 2 * self._size:
+                if looked >= 2 * len(keys):
                     raise LookupError(f"{count} victims wanted, {len(victims)} are not in use")
-                last = self._last(self._held, self._due, self._used, self._layer.stop, min(looked, self._size))
-                victims = [key for key in last.tolist() if key not in pinned][:count]
+                victims = [key for key in self._last(keys, due, looked) if key not in pinned][:count]
                 looked *= 2
         self._held[victims] = False
         self._size -= len(victims)
@@ -257,6 +218,13 @@ class Reuse(Policy):
             keys, experts = len(probabilities), max(1, len(self._layer))
             self._before = np.arange(keys) // experts * (experts / keys) if self._layer else np.zeros(keys)
         return 1 / probabilities + self._before
+
+    def _last(self, keys: np.ndarray, due: np.ndarray, count: int) -> list[int]:
+        """Returns at least ``count`` of ``keys``, if there are that many: those due last, in descending order."""
+        if count < len(keys):
+            late = np.flatnonzero(due >= np.partition(due, -count)[-count])
+            keys, due = keys[late], due[late]
+        return keys[np.lexsort((self._used[keys], -due))].tolist()
 
     def _reach(self, size: int) -> None:
         """Grows the arrays to hold keys below ``size``."""
