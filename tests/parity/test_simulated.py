@@ -36,7 +36,7 @@ class Uncounted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple] = []
         self.layers: SlotLayers | None = None
-        fill, cold, resident, waves = SlotLayers.fill, SlotLayers.cold, SlotLayers.resident, SlotLayers.waves
+        fill, cold, together, waves = SlotLayers.fill, SlotLayers.cold, SlotLayers.together, SlotLayers.waves
 
         def kept_fill(layers, keys):
             self.layers = layers
@@ -48,17 +48,17 @@ class Uncounted:
                 self.calls.append(("cold", layer, routed.copy(), None, real))
             return cold(layers, layer, routed, counters, real)
 
-        def kept_resident(layers, layer, routed, counters):
+        def kept_together(layers, layer, routed, counters):
             if counters is None:
-                self.calls.append(("resident", layer, routed.copy(), None))
-            return resident(layers, layer, routed, counters)
+                self.calls.append(("together", layer, routed.copy(), None))
+            return together(layers, layer, routed, counters)
 
         def kept_waves(layers, layer, routed, counters):
             if counters is None:
                 self.calls.append(("waves", layer, routed.copy(), None))
             return waves(layers, layer, routed, counters)
 
-        kept = {"fill": kept_fill, "cold": kept_cold, "resident": kept_resident, "waves": kept_waves}
+        kept = {"fill": kept_fill, "cold": kept_cold, "together": kept_together, "waves": kept_waves}
         for name, function in kept.items():
             patch.setattr(SlotLayers, name, function)
 
@@ -67,6 +67,8 @@ class Uncounted:
             result = getattr(layers, name)(*arguments)
             if name in ("fill", "waves"):
                 list(result)
+            elif name == "together" and result is not None:
+                layers.release(result[1])
 
 
 def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, before: Uncounted) -> SlotsReplay:
