@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_spac.core import NO_EXPERT, RequestRows, RowKind, Step
 from vllm_spac.decisions.guard import device_chooser
 from vllm_spac.decisions.guard.chooser import Drafted
-from vllm_spac.decisions.guard.cut_rule import pack
+from vllm_spac.decisions.guard.cut_rule import along, pack
 from vllm_spac.decisions.guard.device_chooser import LOOK, DeviceChooser, StepDrafts
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.integration.hooks import draft_cutting
@@ -233,7 +233,7 @@ def test_nodes_are_reached_along_their_own_path() -> None:
     made.begin(plan(), batch([1], [3]))
     assert reached(made, 5) == pytest.approx([1, 0.8, 0.5, 0.2, 1])
     chances = torch.tensor([[0.8, 0.5, 0.25, 0.5, 0.9]])
-    found = draft_cutting.paths(chances, (parents[:1, 1:], torch.zeros(1, 5, dtype=torch.int64)))
+    found = along(chances, parents[:1, 1:], 3)
     assert found.flatten().tolist() == pytest.approx([0.8, 0.5, 0.2, 0.1, 0])
 
 

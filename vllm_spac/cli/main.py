@@ -85,7 +85,7 @@ _trace = typer.Typer(help="Inspect what an engine recorded: the routers' choices
 _trace.command(epilog=trace.EXAMPLES)(_reported(trace.show))
 _trace.command(epilog=trace.TIMELINE_EXAMPLES)(_reported(trace.timeline))
 app.add_typer(_trace, name="trace")
-_cluster = typer.Typer(help="Start, show, stop or simulate expert workers.", no_args_is_help=True)
+_cluster = typer.Typer(help="Start, show or stop expert workers.", no_args_is_help=True)
 _cluster.command(epilog=cluster.START_EXAMPLES)(_reported(cluster.start))
 _cluster.command(epilog=cluster.EXAMPLES)(_reported(cluster.show))
 _cluster.command(epilog=cluster.STOP_EXAMPLES)(_reported(cluster.stop))

@@ -61,20 +61,30 @@ def kept(numbers: CutNumbers, chances: Tensor, tree: tuple[Tensor, Tensor] | Non
     return ((total >= best) * number).amax(1)
 
 
+def along(own: Tensor, parents: Tensor | None, levels: int) -> Tensor:
+    """Returns the product of each draft's number and of those that it follows, [R, n].
+
+    Args:
+        own: [R, n]; that of what is no draft counts as 0.
+        parents: what each draft follows, as of ``kept``; None: chains.
+        levels: of the deepest tree.
+    """
+    if parents is None:
+        return own.cumprod(1)
+    found = own = own.masked_fill(parents < 0, 0.0)
+    for _ in range(levels):  # one level more is right after each
+        before = torch.cat([torch.ones_like(found[:, :1]), found], 1)
+        found = own * before.gather(1, parents.clamp(min=0))
+    return found
+
+
 def _saved(numbers: CutNumbers, chances: Tensor, tree: tuple[Tensor, Tensor] | None) -> Tensor:
     """Seconds that each draft saves, [R, n]; -inf for those that a request must not keep."""
     count = chances.shape[1]
     sure = chances.to(numbers.places.dtype).nan_to_num(0.5).logit(CERTAIN)
     at = numbers.places[:count] if tree is None else numbers.places[tree[1].clamp(0, len(numbers.places) - 1)]
     accepted = (numbers.slope * sure + at + numbers.requests[:, None]).clamp(-FARTHEST, FARTHEST).sigmoid()
-    if tree is None:
-        reached = accepted.cumprod(1)
-    else:
-        parents, reached = tree[0], accepted
-        accepted = accepted.masked_fill(parents < 0, 0.0)
-        for _ in range(len(numbers.places)):  # one level more is right after each
-            before = torch.cat([torch.ones_like(reached[:, :1]), reached], 1)
-            reached = accepted * before.gather(1, parents.clamp(min=0))
+    reached = along(accepted, None if tree is None else tree[0], len(numbers.places))
     saved = reached * numbers.gain - (1 - reached) * numbers.loss
     beyond = torch.arange(count, device=chances.device) >= numbers.most[:, None]
     return saved.masked_fill(beyond, -torch.inf)

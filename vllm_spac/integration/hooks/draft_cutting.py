@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.decisions.guard.chooser import Drafted
-from vllm_spac.decisions.guard.cut_rule import CutNumbers, kept
+from vllm_spac.decisions.guard.cut_rule import CutNumbers, along, kept
 from vllm_spac.decisions.guard.device_chooser import DeviceChooser, StepDrafts
 from vllm_spac.execution.exchange import Exchange, Sent
 from vllm_spac.runtime import Runtime
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    from vllm_spac.methods.trees.tensors import TreeTensors
 
 CUT = "spac_cut"  # attribute of a SchedulerOutput: what its step verifies
 
@@ -188,21 +190,35 @@ class DraftCutter:
             self._report.after, self._report = runtime.missed, None
         self._cut, runtime.cutting, runtime.weighed = None, False, False
         drafted = bool(batch.num_draft_tokens) and not runtime.warms_up
+        trees = None if self._trees is None or not drafted else self._trees.trees(batch)
         if drafted and runtime.reached is not None and runtime.budget.weighs:
-            self._weigh(batch, runtime.reached)
+            self._weigh(batch, trees, runtime.reached)
             runtime.weighed = True
         if self._chooser is not None:
             self._chooser.forget(scheduled.finished_req_ids)
-            self._choose(self._chooser, scheduled, batch, drafted)
+            self._choose(self._chooser, scheduled, batch, drafted, trees)
 
-    def _weigh(self, batch: InputBatch, rows: Tensor) -> None:
-        """Writes the probability that each row of the step is reached: float64 [rows], 1 where no draft is."""
+    def _weigh(self, batch: InputBatch, trees: TreeTensors | None, rows: Tensor) -> None:
+        """Writes the probability that each row of the step is reached: float64 [rows], 1 where no draft is.
+
+        A draft that the drafter gave no probability counts as certain.
+        """
         states = batch.idx_mapping
-        self._reached[states, 1:] = paths(self._chances[states], self._tree(batch))
+        own, parents, levels = self._chances[states].double().nan_to_num(1.0), None, 0
+        if trees is not None:
+            parents, levels = trees.parents[:, 1:], trees.lineage.shape[2] - 1
+        self._reached[states, 1:] = along(own, parents, levels)
         rows.fill_(1.0)
         rows[batch.logits_indices] = self._reached[batch.expanded_idx_mapping, batch.expanded_local_pos]
 
-    def _choose(self, chooser: DeviceChooser, scheduled: SchedulerOutput, batch: InputBatch, drafted: bool) -> None:
+    def _choose(
+        self,
+        chooser: DeviceChooser,
+        scheduled: SchedulerOutput,
+        batch: InputBatch,
+        drafted: bool,
+        trees: TreeTensors | None,
+    ) -> None:
         """Cuts what is not worth its experts, and has the host hear of it."""
         runtime, rows = self._runtime, self._runtime.cut_rows
         assert rows is not None
@@ -212,7 +228,8 @@ class DraftCutter:
         drafts = batch.num_draft_tokens_per_req
         if drafts is None or not drafted:
             return
-        states, tree = batch.idx_mapping, self._tree(batch)
+        states = batch.idx_mapping
+        tree = None if trees is None else (trees.parents[:, 1:], trees.depths[:, 1:] - 1)  # as ``cut_rule.kept`` has it
         chances = self._chances[states]
         packed = None if runtime.budget.uncut else chooser.numbers(batch.req_ids, drafts.tolist())
         sent = [self._runner.req_states.draft_tokens[states].long(), chances]
@@ -238,13 +255,6 @@ class DraftCutter:
         assert begun is batch, "a step is sampled before the next one is prepared"
         return cut
 
-    def _tree(self, batch: InputBatch) -> tuple[Tensor, Tensor] | None:
-        """As ``cut_rule.kept`` takes it."""
-        if self._trees is None:
-            return None
-        trees = self._trees.trees(batch)
-        return trees.parents[:, 1:], trees.depths[:, 1:] - 1
-
     # -- when it has ended -----------------------------------------------------------------------------------
 
     def ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
@@ -254,24 +264,6 @@ class DraftCutter:
             return
         if (step := report.arrived(self._runtime.missed)) is not None:
             self._chooser.took(step, said, len(report.requests), seconds)
-
-
-def paths(chances: Tensor, tree: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Returns the probability that each draft is reached, float64 [R, n]: its own and those of what it follows.
-
-    Args:
-        chances: given its parent, [R, n]; NaN, where the drafter gave none, counts as certain.
-        tree: as of ``cut_rule.kept``; what is no draft is not reached.
-    """
-    own = chances.double().nan_to_num(1.0)
-    if tree is None:
-        return own.cumprod(1)
-    reached = own = own.masked_fill(tree[0] < 0, 0.0)
-    parents = tree[0].clamp(min=0)
-    for _ in range(own.shape[1] - 1):  # one level more is right after each; no level is read on the host
-        before = torch.cat([torch.ones_like(reached[:, :1]), reached], 1)
-        reached = own * before.gather(1, parents)
-    return reached
 
 
 def surest(logits: Tensor) -> Tensor:
