@@ -24,12 +24,12 @@ pictures = importlib.import_module("pictures")
 # sentence moves it is found again, where it goes its line here goes.
 LADDER = "{% set rows = result('scaled_rtx4090_toy_local').rows|selectattr('slots', 'eq', '25%')|list %}"
 SOAK = "{% set soak = result('soak_toy') %}"
-GPU = """{% set ms = {} %}{% for row in result('gpu_h100').serving if row.run == 4 and row.speculation == "none" %}
+GPU = """{% set times, slots, over, faster = [[], [], []], [], [], [] %}{% for run in (4, 8, 11) %}{% set ms = {} %}
+{% for row in result('gpu_h100').serving if row.run == run and row.speculation == "none" %}
 {% do ms.update({row.name: row.decode|map(attribute='ms_per_token')|list}) %}{% endfor %}
-{% set times, slots, over, faster = [], [], [], [] %}
 {% for uva, ptr, by_slots in zip(ms['stock uva'], ms.ptr, ms.slots) %}
-{% do times.append((ptr / uva)|f) %}{% do slots.append(by_slots / uva) %}{% do over.append(by_slots / ptr) %}
-{% do faster.append(uva / ptr) %}{% endfor %}"""
+{% do times[loop.index0].append(ptr / uva) %}{% do slots.append(by_slots / uva) %}{% do over.append(by_slots / ptr) %}
+{% do faster.append(uva / ptr) %}{% endfor %}{% endfor %}"""
 PEERS = "{% set peers = result('peers_8gb_toy').rows[0].peers %}"
 BATCHES = """{% set found = [] %}{% for one in result('stock_batches').dtypes.values() %}{% set rows = [] %}
 {% for name, row in one.by_batch.items() if name != 'alone once more' %}{% do rows.append(row) %}{% endfor %}
@@ -122,7 +122,7 @@ SENTENCES = (
     BATCHES + "{{ found[0] }} in bf16 and {{ found[1] }} in float32 differed",
     "{% set methods = (result('real_acceptance').methods.values()|list)[1:] %}"
     "{{ methods|map(attribute='requests_equal_to_no_speculation')|span }} of {{ methods[0].requests }} answers",
-    GPU + "pointers took {{ times|join(', ') }} of the time of stock's best offloader",
+    GPU + "pointers took {% for each in times %}{{ each|span(2) }}{{ ', ' if not loop.last }}{% endfor %} of the time of stock's best offloader",
     GPU + "Slots took {{ slots|span(1) }} times as long as it",
     GPU + "slots took {{ over|span(1) }} times as long as pointers",
     GPU + "{{ faster|span(1) }} times the speed of stock's offloaders",

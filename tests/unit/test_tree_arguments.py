@@ -179,6 +179,11 @@ def test_the_guard_of_trees_with_v2_plans_them_and_cuts_their_nodes(monkeypatch)
     for trees in (False, True):
         assert drafts.unguarded(v2, trees) is None, "how many drafts are made is planned without it"
     assert "compute_draft_logits" in str(drafts.uncut(v2))
+    from vllm.config import CUDAGraphMode
+
+    v2.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    assert "full CUDA graphs hold the steps" in str(drafts.uncut(v2)), "a GPU stood still in them"
+    v2.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     v2.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
     assert drafts.unguarded(v2) is None
     assert "plans how many nodes are drafted; drop num_speculative_tokens_per_batch_size" in str(

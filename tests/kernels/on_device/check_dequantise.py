@@ -194,8 +194,9 @@ def test_every_tile(device, name, rows):
 
 
 # Of the greatest number of an answer. A GPU's tensor cores add products of FP8 with 14 bits or so, which moves codes of
-# h; an H100 differed from the twin in 20 to 80 % of the numbers, and from vLLM's kernel in none.
-ADDED = {True: 2.0**-6, False: 2.0**-5}
+# h; an H100 differed from the twin in 20 to 80 % of the numbers, once by 0.033 of the greatest, and by channel from
+# vLLM's kernel in none. No bound of that is known: 2^-4 is twice what was seen.
+ADDED = {True: 2.0**-6, False: 2.0**-4}
 # Rows are rounded to FP8, too: no layer of dequantised weights computes the same.
 ROUNDED = {"by block": Format("e4m3", 128, 128, activations=128), "by channel": Format("e4m3", activations=0)}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.errors import Remedy, add, drop, use
 from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.graphs import has_decode_graphs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -31,6 +32,7 @@ OTHER_DRAFT_MODEL = Remedy("name a copy of it in another folder, or another draf
 V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 _PARENT = {"--speculative-config": {"method": "draft_model", "model": "PARENT", "num_speculative_tokens": 4}}
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
+EAGER = Remedy("add --enforce-eager to have them cut, at the price of the graphs", {"--enforce-eager": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
 _PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
 CUTTING = (
@@ -91,6 +93,8 @@ def uncut(vllm_config: VllmConfig) -> Reason | None:
         return hidden
     if getattr(speculation, "enable_adaptive_verification", False):
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
+    if has_decode_graphs(vllm_config):
+        return Reason("full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still", EAGER)
     return switched_off(vllm_config, (), CUTTING)
 
 
