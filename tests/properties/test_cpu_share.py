@@ -156,6 +156,21 @@ def test_what_the_balancer_says_by_the_number_that_is_missing() -> None:
         cpu_share.shares_of(threshold, 4)
 
 
+def test_the_thread_sleeps_in_steps_that_miss_too_few_experts(shared, monkeypatch) -> None:
+    """One row misses TOP_K experts at most; the CPU takes one only of more."""
+    monkeypatch.setattr(cpu_share, "shares_of", lambda balancer, n: [max(0, m - TOP_K) for m in range(n + 1)])
+    pool, rng, woken = shared(TOP_K, policy="reuse"), torch.Generator().manual_seed(0), []
+    pool.step(rng, 1)
+    wake = pool._cpu._box.wake
+    monkeypatch.setattr(pool._cpu._box, "wake", lambda: woken.append(1) or wake())
+    for _ in range(4):
+        pool.step(rng, 1)
+    assert not woken and pool.snapshot()["cpu_experts"] == 0
+    for _ in range(4):
+        pool.step(rng, 5)
+    assert woken and pool.snapshot()["cpu_experts"] > 0
+
+
 def test_an_executor_that_needs_layers_to_stop_is_refused() -> None:
     pool = Pool(TOP_K)
     executor = Watched(pool.shape)

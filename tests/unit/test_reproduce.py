@@ -122,7 +122,8 @@ SENTENCES = (
     BATCHES + "{{ found[0] }} in bf16 and {{ found[1] }} in float32 differed",
     "{% set methods = (result('real_acceptance').methods.values()|list)[1:] %}"
     "{{ methods|map(attribute='requests_equal_to_no_speculation')|span }} of {{ methods[0].requests }} answers",
-    GPU + "pointers took {% for each in times %}{{ each|span(2) }}{{ ', ' if not loop.last }}{% endfor %} of the time of stock's best offloader",
+    GPU
+    + "pointers took {% for each in times %}{{ each|span(2) }}{{ ', ' if not loop.last }}{% endfor %} of the time of stock's best offloader",
     GPU + "Slots took {{ slots|span(1) }} times as long as it",
     GPU + "slots took {{ over|span(1) }} times as long as pointers",
     GPU + "{{ faster|span(1) }} times the speed of stock's offloaders",

@@ -114,7 +114,9 @@ class CpuShare:
             return torch.zeros(size, dtype=dtype, device=device)
 
         pairs = [made(torch.float32, rows, shape.top_k) for _ in range(3)]
-        shares = torch.tensor(shares_of(balancer, shape.experts), dtype=torch.int32, device=device)
+        taken = shares_of(balancer, shape.experts)
+        self._fewest = next((missing for missing, share in enumerate(taken) if share), shape.experts + 1)
+        shares = torch.tensor(taken, dtype=torch.int32, device=device)
         number, state = made(torch.int64, 1), made(torch.int32, 2)
         self._division = Division(number, made(torch.int32, 1), state, shares, *pairs)
         self._unread = made(torch.int32, shape.experts)  # counts that nobody reads
@@ -136,14 +138,20 @@ class CpuShare:
     # -- between steps -------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Called before a step is launched: lets the CPU take part in it, or not."""
-        compared = step.rows if not step.prompts and 0 < step.rows <= self.rows else 0
+        """Called before a step is launched: lets the CPU take part in it, or not.
+
+        It does not where no layer can miss as many experts as it would take one of: its thread then stays asleep, which
+        shares the interpreter with the one that launches.
+        """
+        pairs = step.rows * self._shape.top_k
+        may = not step.prompts and 0 < step.rows <= self.rows and min(pairs, self._shape.experts) >= self._fewest
+        compared = step.rows if may else 0
         if self._check is not None:
             self._compare(self._check, compared)
         self._left, waits = max(0, self._left - 1), self._left > 0
         stopped = self._check is not None and self._check.stopped
         takes_part = compared and self._works() and not waits and not stopped
-        self._compute.submit(self._division.pairs.fill_, step.rows * self._shape.top_k if takes_part else 0)
+        self._compute.submit(self._division.pairs.fill_, pairs if takes_part else 0)
         if takes_part and self._box is not None:
             self._box.wake()
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.errors import Remedy, add, drop, use
 from vllm_spac.integration.hooks import patches
-from vllm_spac.integration.hooks.graphs import has_decode_graphs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -93,7 +92,8 @@ def uncut(vllm_config: VllmConfig) -> Reason | None:
         return hidden
     if getattr(speculation, "enable_adaptive_verification", False):
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
-    if has_decode_graphs(vllm_config):
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.has_full_cudagraphs():
         return Reason("full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still", EAGER)
     return switched_off(vllm_config, (), CUTTING)
 

@@ -171,14 +171,6 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape, ranks: int = 1) -> N
         )
 
 
-def has_decode_graphs(vllm_config: VllmConfig) -> bool:
-    """Whether steps that only generate run in full graphs that are captured for one draft length each."""
-    from vllm.config import CUDAGraphMode
-
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return mode is not None and mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
-
-
 def most_rows(vllm_config: VllmConfig) -> int:
     """Maximum number of rows of a forward, including the padding for a graph."""
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_spac.decisions.guard.batch_guard import halved
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.integration.hooks import patches
-from vllm_spac.integration.hooks.graphs import has_decode_graphs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,7 +115,7 @@ def _lengths(vllm_config: VllmConfig, guard: Guard) -> Sequence[int] | None:
         most = build_dynamic_sd_schedule_lookup(asked, requests, guard.max_drafts)
     elif requests > 1:
         speculation.num_speculative_tokens_per_batch_size = schedule(guard.max_drafts, requests)
-    if has_decode_graphs(vllm_config):
+    if _has_decode_graphs(vllm_config):
         _restrict(guard, [guard.max_drafts] if requests == 1 and most is None else _scheduled(vllm_config, guard))
     return most
 
@@ -136,6 +135,14 @@ def schedule(most: int, requests: int) -> list[tuple[int, int, int]]:
     """
     *fewer, last = [0, *halved(most)[1:][-(requests - 1) :]]
     return [*((size, size, length) for size, length in enumerate(fewer, 1)), (len(fewer) + 1, requests, last)]
+
+
+def _has_decode_graphs(vllm_config: VllmConfig) -> bool:
+    """Whether steps that only generate run in full graphs that are captured for one draft length each."""
+    from vllm.config import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
 
 
 def _scheduled(vllm_config: VllmConfig, guard: Guard) -> list[int]:
