@@ -123,7 +123,12 @@ SENTENCES = (
     "{% set methods = (result('real_acceptance').methods.values()|list)[1:] %}"
     "{{ methods|map(attribute='requests_equal_to_no_speculation')|span }} of {{ methods[0].requests }} answers",
     GPU
-    + "pointers took {% for each in times %}{{ each|span(2) }}{{ ', ' if not loop.last }}{% endfor %} of the time of stock's best offloader",
+    + "pointers took {% for each in times %}{{ each|span(2) }}{{ ', ' if not loop.last }}{% endfor %} of the time of",
+    "{% set rows = result('paired_recipe_toy').rows %}{{ rows[0].ratio|f }} and {{ rows[1].ratio|f }}"
+    " times `layer_lru` on a CPU",
+    "{% set rows = result('moe_spec_matmuls').timed %}{% set found = [] %}{% for row in rows %}"
+    "{% do found.append(row.batched.median / row.sequential.median) %}{% endfor %}"
+    "batched takes {{ found|span(1) }} times as long",
     GPU + "Slots took {{ slots|span(1) }} times as long as it",
     GPU + "slots took {{ over|span(1) }} times as long as pointers",
     GPU + "{{ faster|span(1) }} times the speed of stock's offloaders",
