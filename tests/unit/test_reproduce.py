@@ -126,6 +126,8 @@ SENTENCES = (
     + "pointers took {% for each in times %}{{ each|span(2) }}{{ ', ' if not loop.last }}{% endfor %} of the time of",
     "{% set rows = result('paired_recipe_toy').rows %}{{ rows[0].ratio|f }} and {{ rows[1].ratio|f }}"
     " times `layer_lru` on a CPU",
+    "{% set x = {} %}{% for row in result('scaled_moe_spac_real').rows %}{% do x.update({row.rung: row.speedup|f}) %}"
+    "{% endfor %}{{ x.moe_spac }} times `layer_lru`, `reuse` with `waterfill` {{ x.cpu }} times",
     "{% set rows = result('moe_spec_matmuls').timed %}{% set found = [] %}{% for row in rows %}"
     "{% do found.append(row.batched.median / row.sequential.median) %}{% endfor %}"
     "batched takes {{ found|span(1) }} times as long",
