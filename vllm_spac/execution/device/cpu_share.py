@@ -114,9 +114,10 @@ class CpuShare:
             return torch.zeros(size, dtype=dtype, device=device)
 
         pairs = [made(torch.float32, rows, shape.top_k) for _ in range(3)]
-        taken = shares_of(balancer, shape.experts)
-        self._fewest = next((missing for missing, share in enumerate(taken) if share), shape.experts + 1)
-        shares = torch.tensor(taken, dtype=torch.int32, device=device)
+        table = shares_of(balancer, shape.experts)
+        # missing experts of a layer, of which the CPU takes one
+        self._fewest = next((missing for missing, share in enumerate(table) if share), shape.experts + 1)
+        shares = torch.tensor(table, dtype=torch.int32, device=device)
         number, state = made(torch.int64, 1), made(torch.int32, 2)
         self._division = Division(number, made(torch.int32, 1), state, shares, *pairs)
         self._unread = made(torch.int32, shape.experts)  # counts that nobody reads

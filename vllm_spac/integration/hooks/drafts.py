@@ -31,7 +31,7 @@ OTHER_DRAFT_MODEL = Remedy("name a copy of it in another folder, or another draf
 V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 _PARENT = {"--speculative-config": {"method": "draft_model", "model": "PARENT", "num_speculative_tokens": 4}}
 IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
-EAGER = Remedy("add --enforce-eager to have them cut, at the price of the graphs", {"--enforce-eager": True})
+EAGER = Remedy("add --enforce-eager", {"--enforce-eager": True})
 CHAINS = drop("tree").but(", and the drafter proposes chains")
 _PROPOSING_V1 = f"{patches.RUNNER_V1}.propose_draft_token_ids"
 CUTTING = (
@@ -94,7 +94,8 @@ def uncut(vllm_config: VllmConfig) -> Reason | None:
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is not None and mode.has_full_cudagraphs():
-        return Reason("full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still", EAGER)
+        problem = "full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still"
+        return Reason(problem, EAGER.but(" to have them cut, at the price of the graphs"))
     return switched_off(vllm_config, (), CUTTING)
 
 

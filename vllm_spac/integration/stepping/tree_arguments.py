@@ -21,7 +21,6 @@ logger = logging.getLogger("vllm.spac")
 SCHEDULER = "vllm_spac.integration.stepping.tree_scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_spac.integration.stepping.tree_scheduler.AsyncTreeScheduler"
 _V2 = Remedy("drop VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": None})
-_EAGER = Remedy("add --enforce-eager", {"--enforce-eager": True})
 _BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
 _HEAD = {"method": "eagle3", "model": "HEAD"}
 _EAGLE = Remedy(f"add --speculative-config '{json.dumps(_HEAD)}'", {"--speculative-config": _HEAD})
@@ -131,7 +130,7 @@ def _refusals_of_v2(config: SpacConfig, vllm_config: VllmConfig, chains: tuple[R
     """As ``_refusals``, what is in the way with V2's runner only."""
     speculation, backend = vllm_config.speculative_config, vllm_config.attention_config.backend
     mode, named = vllm_config.compilation_config.cudagraph_mode, getattr(backend, "name", "vLLM's choice of attention")
-    yield mode is not None and mode.name != "NONE", f"CUDA graphs ({mode and mode.name})", (_EAGER,)
+    yield mode is not None and mode.name != "NONE", f"CUDA graphs ({mode and mode.name})", (drafts.EAGER,)
     yield named != "TRITON_ATTN", f"{named}, which it was not tried with", (add(vllm_attention_backend="TRITON_ATTN"),)
     untraced = (drop("trace"), *chains)
     yield config.trace is not None, "--spac-trace, for V2 keeps on the device which draft follows which", untraced
