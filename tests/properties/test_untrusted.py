@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tracemalloc
@@ -31,7 +32,7 @@ from vllm_spac.tools.traces.synthetic import synthetic_trace
 SLACK = 16 << 20  # what 2^20 experts take, and the interpreter's own
 HUGE = st.sampled_from([-1, 0, 1, 255, 256, 257, 1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 1 << 64, 10**30])
 ODD = [None, True, [], {}, 1.5, "\x1b[31m", "\ud800", "F32", "U8", "BF16", "F4", "[" * 2000, [[]], [0, 8]]
-VALUES = HUGE | HUGE.map(str) | st.text(max_size=8) | st.sampled_from(ODD)
+VALUES = HUGE | HUGE.map(str) | st.text(max_size=8) | st.sampled_from(ODD).map(copy.deepcopy)  # ``spoil`` changes them
 
 
 def split(content: bytes) -> tuple[dict, bytes]:

@@ -127,7 +127,7 @@ def test_what_tcmalloc_keeps_is_returned_too(monkeypatch: pytest.MonkeyPatch) ->
 def test_this_process_takes_memory() -> None:
     before = host_memory.own_memory()
     kept = torch.ones(64 << 20, dtype=torch.uint8)
-    assert host_memory.own_memory() - before > 60 << 20 and kept.all()
+    assert host_memory.own_memory() - before > 48 << 20 and kept.all()  # threads of other tests may free some
 
 
 @pytest.mark.parametrize(
