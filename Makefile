@@ -22,14 +22,17 @@ PARALLEL = $(if $(wildcard .venv/lib/python*/site-packages/xdist),-n $(JOBS) --d
 LARGE_LIKE := qwen3-30b-a3b
 LARGE := .cache/toy/$(LARGE_LIKE)
 
+# vLLM's V2 runner on a CPU, see tests/v2_on_cpu.
+V2 := PYTHONPATH=$(CURDIR)/tests/v2_on_cpu VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 TORCH_COMPILE_DISABLE=1
+
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo demo-cluster test test-full test-gpu test-gpu-full soak lock families compat recipes results results-timed
+.PHONY: help setup demo demo-cluster test test-full test-v2 test-gpu test-gpu-full soak lock families compat recipes results results-timed
 .PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu|gpu, SPAC_SITE=system: use this Python's vLLM)
 	@if [ -z "$(PYTHON)" ]; then \
@@ -46,9 +49,14 @@ demo-cluster: setup ## serve it from three expert workers, kill one on the way, 
 
 test: setup ## unit, property and contract tests and the short engine tests, two at a time (JOBS=N)
 	@$(PYTEST) $(PARALLEL) -m "not full and not gpu" -rs
+	@$(V2) $(PYTEST) $(PARALLEL) -m v2 -rs tests/parity
 
 test-full: setup ## all tests that need no GPU, also the slow ones
 	@$(PYTEST) $(PARALLEL) -m "not gpu" -rs
+	@$(MAKE) --no-print-directory test-v2
+
+test-v2: setup ## the engine tests with vLLM's V2 runner, a GPU's default, on this CPU: some 25 minutes
+	@$(V2) $(PYTEST) $(PARALLEL) -m "not gpu and (v2 or not full)" -rs tests/parity
 
 test-gpu: setup ## the tests that need a CUDA device, with three engines: some minutes
 	@$(PYTEST) -m "gpu and not full" -rs $(GPU_TESTS)

@@ -222,7 +222,7 @@ def ran() -> dict[tuple[str, str, str], dict[str, str]]:
     """Returns (vLLM's version, model runner, platform) -> page -> its title, of all results in the tree.
 
     Each version that the plugin supports is there, with V1 and V2, on every platform that a result is from. vLLM's CPU
-    build has V1's runner only; what ran elsewhere ran with V2's.
+    build takes V1's runner; what ran elsewhere ran with V2's.
     """
     found: defaultdict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     for name in names():

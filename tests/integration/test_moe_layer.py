@@ -15,7 +15,7 @@ from vllm_spac import components, runtime
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.device.pointers_execution import PointerExecution
-from vllm_spac.execution.exchange import CallerStream, Exchange
+from vllm_spac.execution.exchange import Exchange
 from vllm_spac.execution.row_shares import runnable
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.integration.hooks.graphs import with_moe_layer
@@ -42,23 +42,13 @@ class Kernel:
         return x * (topk_weights * scale).sum(1, keepdim=True)
 
 
-class CallerLane:
-    """Where the emulated device's copies run: at once."""
-
-    def copy(self, target, source) -> None:
-        target.copy_(source)
-
-    def record(self):
-        return CallerStream().record()
-
-
 class Layer(ManagedExperts, Kernel):
     def __init__(self, slots: int, on_cpu: bool = True, layers: int = 1) -> None:
         shape = replace(SHAPE, layers=tuple(f"layer {i}" for i in range(layers)))
         store = MemoryStore(shape, "")
         for key in range(shape.total):
             store.put(key, {"w": torch.tensor([key + 1.0])})
-        self.exchange = None if on_cpu else Exchange(torch.device("cpu"), CallerLane())
+        self.exchange = None if on_cpu else Exchange(torch.device("cpu"))
         execution = SlotExecution(
             shape,
             slots,

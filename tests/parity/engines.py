@@ -15,6 +15,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # `make test-v2`
 DTYPE = "bfloat16"
 BLOCKS = 256  # of the KV cache, which vLLM fills with zeros: more than the requests here need
 # Lengths from one token to several chunks of prefill (64 tokens a forward).

@@ -113,6 +113,7 @@ def test_moe_spac_as_the_paper_arranges_it() -> None:
     assert stats["prefetches"] >= stats["prefetch_hits"] > 0 and stats["hits"] > 0
 
 
+@pytest.mark.skipif(engines.V2, reason="it compares seconds of steps, and Triton's interpreter fills these")
 def test_auto_stops_where_steps_are_longer_than_its_rates_promise(checkpoint, monkeypatch) -> None:
     """The rates let the CPU compute all that is missing; served, each of its computations takes 4 ms more."""
     rates = Rates(fast=1e-4, stream=1.0, cpu=1e-6, cpu_row=1e-9)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import engines
 import forked
 import psutil
 import pytest
@@ -38,6 +39,7 @@ print(json.dumps([*found, "decimal" in sys.modules, os.getcwd()]))
 """
 
 
+@pytest.mark.skipif(engines.V2, reason="v2_on_cpu has imported what these ask for")
 def test_a_program_is_as_in_an_interpreter_of_its_own(server, tmp_path: Path, monkeypatch) -> None:
     """Except that a module is there before it is imported."""
     monkeypatch.chdir(tmp_path)
@@ -156,6 +158,7 @@ def test_the_program_of_a_session_that_is_gone_ends(tmp_path: Path) -> None:
             psutil.Process(pid).wait(30)
 
 
+@pytest.mark.skipif(engines.V2, reason="v2_on_cpu has imported what these ask for")
 @pytest.mark.parametrize(("changes", "forks"), [({"COLUMNS": "9"}, True), ({"VLLM_LOGGING_LEVEL": "INFO"}, False)])
 def test_what_vllm_reads_while_it_is_imported_needs_a_fresh_interpreter(monkeypatch, server, changes, forks) -> None:
     monkeypatch.setattr(forked, "_server", lambda: server)

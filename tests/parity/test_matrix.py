@@ -1,5 +1,7 @@
 """Engines drawn from all combinations that ``vllm-spac compatibility`` accepts on a CPU, in float32.
 
+With V2's runner (``make test-v2``), from those that it accepts on a GPU, which has this runner.
+
 Exact ones say what stock vLLM of as many ranks says. Lossy ones say what an engine with a slot for each expert says,
 which reads nothing ahead and leaves nothing to the CPU: what is dropped depends on no cache. Hypothesis draws the same
 combinations in each run. ``SPAC_MATRIX=FILE`` keeps what came of each: a run that was interrupted goes on, and one that
@@ -34,7 +36,8 @@ DRAFTS = {"none": None, "chain": METHODS["eagle3"], "tree": HEAD, "copy": COPY}
 ROOM = {"max_num_batched_tokens": 256, "max_num_seqs": 2, "block_size": 32, "num_gpu_blocks_override": None}
 ASKED = {"prompts": engines.PROMPTS[2:5], "max_tokens": 12, "kv_cache_memory_bytes": 128 << 20, **ROOM, **FLOAT32}
 
-accepted = [cell for cell in cells() if cell.platform == "cpu" and cell.refusal is None]
+PLATFORM = "gpu" if engines.V2 else "cpu"
+accepted = [cell for cell in cells() if cell.platform == PLATFORM and cell.refusal is None]
 drawn = settings(
     derandomize=True,
     database=None,
@@ -153,6 +156,7 @@ def test_whatever_is_accepted_says_what_it_should(ranks: int, trained, tmp_path:
     try_some(ENGINES // 2, [cell for cell in accepted if cell.ranks.count == ranks], trained, tmp_path)
 
 
+@pytest.mark.v2
 @pytest.mark.full
 def test_the_parts_together(trained, tmp_path: Path) -> None:
     """Experts ranked over a draft tree by the votes of paths, in slots for our kernel, read while drafts are made.
@@ -171,7 +175,7 @@ def test_the_parts_together(trained, tmp_path: Path) -> None:
         "cpu_experts": "2",
         "guard": "off",
     }
-    tree = Cell("cpu", "host", (), "tree", RankCount())
+    tree = Cell(PLATFORM, "host", (), "tree", RankCount())
     exact, cut = run(tree, every), run(tree, every | {"budget": 16})
     assert_same_tokens(exact, stock(1))
     for found in (exact, cut):

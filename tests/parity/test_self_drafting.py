@@ -24,6 +24,7 @@ def slots(folder: Path, **knobs) -> dict:
     return {"slots": "25%", "store": "disk", "disk_dir": str(folder), "guard": "off"} | knobs
 
 
+@pytest.mark.skipif(engines.V2, reason="a model drafts for itself with V1's runner only")
 def test_stock_s_tokens_from_one_copy_of_the_model(tmp_path: Path) -> None:
     """What its routers would choose is read meanwhile; several requests, prompts in chunks, and shared prefixes."""
     [stock] = compare(TARGET, [None], **ASKED, **CACHED)

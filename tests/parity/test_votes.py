@@ -7,6 +7,7 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+import engines
 import forked
 import pytest
 from compare import METHODS, TOY, copied
@@ -25,6 +26,7 @@ def said(tmp_path: Path, settings: list[dict], drafts: dict, prompts: int, max_t
     return forked.answer(forked.run([Path(__file__).with_name("votes.py"), json.dumps(asked)]))
 
 
+@pytest.mark.skipif(engines.V2, reason="V2 weighs votes of engines that start with path votes, and these change them")
 def test_alpha_decides_and_0_is_uniform(tmp_path: Path) -> None:
     """EAGLE-3 drafts of several requests, some beside prompts."""
     budget = {"budget": 10}
@@ -44,6 +46,7 @@ def test_alpha_decides_and_0_is_uniform(tmp_path: Path) -> None:
     assert len({weight for weights in verified for weight in weights}) > 50, "probabilities, not constants"
 
 
+@pytest.mark.skipif(engines.V2, reason="V2 weighs votes of engines that start with path votes, and these change them")
 def test_weights_are_the_draft_s_probabilities(tmp_path: Path) -> None:
     """A copy of the target drafts: its own log-probabilities of the tokens, one request at a time."""
     draft = {"method": "draft_model", "model": copied(TOY / "target"), "num_speculative_tokens": 3}

@@ -35,15 +35,15 @@ def requests() -> dict[str, list[tuple[list[int], dict]]]:
 
     Structured output of any 40 characters: drafts are valid, and a mask depends on how many came before its row.
     """
-    texts = prompts()
+    texts, few = prompts(), 2 if engines.V2 else 6  # Triton's interpreter takes a second for a row that is sampled
     common = sorted(set(sum(texts, [])), key=lambda token: -sum(texts, []).count(token))[:STOPS]
     sampled, limits = {"temperature": 1.0, "max_tokens": 32}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}
     stopping = {"max_tokens": 32, "stop_token_ids": common}
     return {
         "greedy": [(text, {"max_tokens": 32, "logprobs": 2 if i % 2 else None}) for i, text in enumerate(texts)],
         "to the end": [(texts[7], {"max_tokens": 200})],
-        "seeds": [(text, sampled | {"seed": i}) for i, text in enumerate(texts[:6])],
-        "seeds and limits": [(text, sampled | limits | {"seed": i}) for i, text in enumerate(texts[:6])],
+        "seeds": [(text, sampled | {"seed": i}) for i, text in enumerate(texts[:few])],
+        "seeds and limits": [(text, sampled | limits | {"seed": i}) for i, text in enumerate(texts[:few])],
         "penalties": [
             (texts[2], {"max_tokens": 32, "repetition_penalty": 1.2}),
             (texts[3], {"max_tokens": 32, "presence_penalty": 0.7, "frequency_penalty": 0.4}),
@@ -205,7 +205,8 @@ def main(asked: dict) -> dict:
         answers = {kind: said(llm, given) for kind, given in requests().items() if kind in asked["kinds"]}
         for name, trick in (("without compaction", without_compaction), ("without positions", without_positions)):
             if name in asked["tricks"]:
-                cure(runner_of(llm))  # attending to NaN, they would have no answers to compare
+                if "poison" in asked["tricks"]:
+                    cure(runner_of(llm))  # attending to NaN, they would have no answers to compare
                 trick(runner_of(llm))
                 answers[name] = said(llm, requests()["greedy"])
         stats = vllm_spac.stats(llm)["workers"][0] if asked["spac"] is not None else {}

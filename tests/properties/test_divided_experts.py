@@ -59,18 +59,6 @@ class MapKernel(Kernel):
         return super().__call__(x, weights.masked_fill(slots < 0, 0), slots.clamp(min=0))
 
 
-class AtOnce:
-    """Copies, as the caller's stream does."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-
-    def record(self):
-        return self
-
-    def wait(self) -> None: ...
-
-
 def rank_of(number: int, owners: list[int], slots: int, exchange: Exchange | None = None) -> SlotExecution:
     """Rank ``number``, with the experts that ``owners`` gives it; expert e of layer l multiplies by 100 l + e + 1."""
     own = [expert for expert, owner in enumerate(owners) if owner == number]
@@ -115,7 +103,7 @@ def test_the_parts_of_all_ranks_are_the_output(case, slots: int, layer: int, map
     step = Step((RequestRows(0, rows, RowKind.VERIFY, rows - 1),))
     total, chosen = torch.zeros(rows, WIDTH, dtype=torch.float64), ids[:rows]
     for number in range(ranks):
-        exchange = Exchange(torch.device("cpu"), AtOnce()) if mapped else None
+        exchange = Exchange(torch.device("cpu")) if mapped else None
         execution = rank_of(number, owners, slots, exchange)
         kernel = (MapKernel if mapped else Kernel)(execution, layer)
         if mapped and execution.holds_all:

@@ -12,18 +12,8 @@ from vllm_spac.kernels.reference import grouped_gemm as reference
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.exchange import CallerStream, Exchange
+from vllm_spac.execution.exchange import Exchange
 from vllm_spac.execution.table_execution import TableExecution, TableKernel
-
-
-class Now:
-    """Copies when it is asked."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def record(self):
-        return CallerStream().record()
 
 
 class Silu:
@@ -45,7 +35,7 @@ def test_a_map_leads_to_the_same_experts_as_slots(monkeypatch: pytest.MonkeyPatc
     for key, expert in enumerate(experts):
         store.put(key, expert)
     tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in layout.tensors.items()}
-    exchange = Exchange(torch.device("cpu"), Now())
+    exchange = Exchange(torch.device("cpu"))
     policy = components.build("policies", "lru")
     made = TableExecution(layout, slots, policy, store, tensors, io_threads=1, path="host", exchange=exchange)
     with closing(made):

@@ -211,8 +211,7 @@ def test_the_first_forward_of_a_text_reads_its_tokens(shifted: bool) -> None:
     """EAGLE reads each token with the target's state before it, so not the first; a draft model reads all."""
     drafter = Drafter()
     drafter.draft_model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH)
-    drafter.pass_hidden_states_to_model = shifted
-    reader = DraftReader(drafter)
+    reader = DraftReader(drafter, shifted)
     for ids in ([3, 4, 5], [6], [7, 8]):
         consumed = [*(ids[1:] if shifted else ids), 99]
         drafter.model(input_ids=torch.tensor(consumed), positions=torch.arange(len(consumed)))

@@ -145,8 +145,6 @@ def mode(name: str) -> SimpleNamespace:
     [
         ({"cudagraph_mode": mode("PIECEWISE")}, "PIECEWISE.*; add --enforce-eager"),
         ({"cudagraph_mode": mode("FULL_AND_PIECEWISE")}, "FULL_AND_PIECEWISE.*; add --enforce-eager"),
-        ({"backend": mode("FLASH_ATTN")}, "FLASH_ATTN, .*; add --attention-backend TRITON_ATTN"),
-        ({"backend": None}, "add --attention-backend TRITON_ATTN"),
         ({"use_ubatching": True}, "--enable-dbo; drop --enable-dbo"),
         ({"rejection_sample_method": "block"}, "rejection_sample_method=block; drop rejection"),
         ({"logits_processors": ["a.B"]}, "--logits-processors"),
@@ -158,6 +156,17 @@ def test_engines_with_the_v2_runner_that_cannot_serve_trees_are_refused(change: 
     tree_arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, cudagraph_mode=mode("NONE")))
     with pytest.raises(UnsupportedError, match=problem):
         tree_arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, **change))
+
+
+@pytest.mark.parametrize("backend, named", [(mode("FLASH_ATTN"), "FLASH_ATTN"), (None, "vLLM's choice of attention")])
+def test_on_a_gpu_attention_is_what_trees_were_tried_with(backend, named: str, monkeypatch) -> None:
+    from vllm.platforms import current_platform
+
+    chosen = engine(use_v2_model_runner=True, cudagraph_mode=mode("NONE"), backend=backend)
+    tree_arguments.check(SpacConfig(tree=16), chosen)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    with pytest.raises(UnsupportedError, match=f"{named}, .*; add --attention-backend TRITON_ATTN"):
+        tree_arguments.check(SpacConfig(tree=16), chosen)
 
 
 @pytest.mark.parametrize("ahead, scheduler", [(False, None), (True, tree_arguments.ASYNC_SCHEDULER)])

@@ -77,6 +77,12 @@ class ThreadEvent:
             raise self._error
 
 
+def _reached() -> ThreadEvent:
+    event = ThreadEvent()
+    event.reach()
+    return event
+
+
 class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -95,9 +101,7 @@ class CallerStream(Stream[ThreadEvent]):
         work(*arguments)
 
     def record(self) -> ThreadEvent:
-        event = ThreadEvent()
-        event.reach()
-        return event
+        return _reached()
 
     def wait(self, event: ThreadEvent) -> None:
         event.wait()
@@ -221,6 +225,16 @@ class CurrentStream:
         return _CudaEvent(event)
 
 
+class CallerLane:
+    """The calling thread, where the device is the CPU: a copy has arrived when ``copy`` returns."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def record(self) -> ThreadEvent:
+        return _reached()
+
+
 class Sent(NamedTuple):
     """Tensors on their way to the CPU.
 
@@ -242,7 +256,7 @@ class Exchange:
 
     def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
         self._device = device
-        self._lane = lane or CurrentStream(device)
+        self._lane = lane or (CurrentStream(device) if device.type == "cuda" else CallerLane())
         self._in = _grown(None, 0)
         self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
         self._next = 0

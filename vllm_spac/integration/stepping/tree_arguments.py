@@ -128,10 +128,13 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 def _refusals_of_v2(config: SpacConfig, vllm_config: VllmConfig, chains: tuple[Remedy, ...]) -> Iterator[Refusal]:
     """As ``_refusals``, what is in the way with V2's runner only."""
+    from vllm.platforms import current_platform
+
     speculation, backend = vllm_config.speculative_config, vllm_config.attention_config.backend
     mode, named = vllm_config.compilation_config.cudagraph_mode, getattr(backend, "name", "vLLM's choice of attention")
     yield mode is not None and mode.name != "NONE", f"CUDA graphs ({mode and mode.name})", (drafts.EAGER,)
-    yield named != "TRITON_ATTN", f"{named}, which it was not tried with", (add(vllm_attention_backend="TRITON_ATTN"),)
+    tried = current_platform.is_cpu() or named == "TRITON_ATTN"
+    yield not tried, f"{named}, which it was not tried with", (add(vllm_attention_backend="TRITON_ATTN"),)
     untraced = (drop("trace"), *chains)
     yield config.trace is not None, "--spac-trace, for V2 keeps on the device which draft follows which", untraced
     yield vllm_config.parallel_config.use_ubatching, "--enable-dbo", (drop("vllm_enable_dbo"),)

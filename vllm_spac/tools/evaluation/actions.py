@@ -177,7 +177,9 @@ class Evaluation:
     def collect(self, rows: int) -> None:
         """Starts to keep what routers read and choose, of at most ``rows`` rows; see ``Collection``."""
         layers, config = self._control.layers, self._experts.vllm_config
-        reader = None if unread(config) else DraftReader(self._drafter)
+        reader = None
+        if unread(config) is None:
+            reader = DraftReader(self._drafter, shifted=config.speculative_config.method != "draft_model")
         self._collection = Collection(config, layers, _managed(self._model), rows, reader)
         self._runtime.listeners.append(self._collection)
 
@@ -229,6 +231,7 @@ class EvaluatedWorker(SpacWorker):
         """Runs one action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
         self._spac_experts().runtime.require_host("an evaluation")
         if not hasattr(self, "_spac_evaluation"):
-            drafter = getattr(self.model_runner, "drafter", None)
-            self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model(), drafter)
+            runner = self.model_runner
+            drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # V1's, V2's
+            self._spac_evaluation = Evaluation(self._spac_experts(), runner.get_model(), drafter)
         return self._spac_evaluation.call(action, *arguments)

@@ -1,13 +1,13 @@
 """Collects what routers read and chose for the tokens of texts, in memory, for training and judging predictors.
 
-``DraftReader`` keeps what a V1 drafter computes of the same text.
+``DraftReader`` keeps what a drafter computes of the same text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +22,17 @@ from vllm_spac.storage.checkpoint.headers import find_folder
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.tools.evaluation import engine
 
-if TYPE_CHECKING:
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
 
 class DraftReader:
     """Observes the forwards of a drafter by a hook of its module; the first one of a text reads all of its tokens.
 
     Args:
-        drafter: EAGLE, EAGLE-3 or a draft model.
+        drafter: V1's ``SpecDecodeBaseProposer`` or V2's ``DraftModelSpeculator``.
+        shifted: whether it reads each token with the target's state before it, and so not the first (EAGLE).
     """
 
-    def __init__(self, drafter: SpecDecodeBaseProposer) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Any, shifted: bool) -> None:
+        self._drafter, self._shifted = drafter, shifted
         self._found: tuple[Tensor, Tensor] | None = None
         self._hook = drafter.model.register_forward_hook(self._forward, with_kwargs=True)
 
@@ -50,7 +48,7 @@ class DraftReader:
             SpacError: its last forwards were not of this text.
         """
         found, self._found = self._found, None
-        skipped = 1 if self._drafter.pass_hidden_states_to_model else 0  # EAGLE begins with the second token
+        skipped = int(self._shifted)
         wanted = torch.tensor(list(ids[skipped:]))
         if found is None or not torch.equal(found[0][: len(wanted)].cpu().long(), wanted):
             raise SpacError("spac: the drafter has not read the text in one forward; this is a bug")
