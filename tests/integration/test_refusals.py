@@ -707,6 +707,7 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
         speculative_config=None if method is None else drafts,
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
     compatibility.check(SpacConfig(**knobs), config, gpu=False)
     if remedy is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import engines  # noqa: E402
 import zoo  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def v2_on_cpu() -> None:
+    """Tests with V2's runner by Triton's interpreter are for machines without a GPU."""
+    if engines.V2 and os.environ.get("TRITON_INTERPRET") == "1":
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            pytest.skip("Triton's interpreter runs V2's kernels on a CPU only; a GPU's tests are `make test-gpu`")
 
 
 @pytest.fixture(scope="session")

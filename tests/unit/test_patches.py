@@ -165,6 +165,7 @@ def engine(v2: bool, method: str = "eagle3") -> SimpleNamespace:
         parallel_config=SimpleNamespace(tensor_parallel_size=1, distributed_executor_backend="uni"),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         model_config=SimpleNamespace(),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
         speculative_config=SimpleNamespace(
             method=method, parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
         ),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.config import CUDAGraphMode
 
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
 from vllm_spac.decisions.guard.chooser import Chooser
@@ -230,13 +231,16 @@ def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
 # --- where they are known ---------------------------------------------------------------------------------------------
 
 
-def engine(asynchronous: bool = False, v2: bool = False, ranks: int = 1, **speculation) -> SimpleNamespace:
+def engine(
+    asynchronous: bool = False, v2: bool = False, ranks: int = 1, graphs: str = "PIECEWISE", **speculation
+) -> SimpleNamespace:
     known = {"method": "eagle3", "parallel_drafting": False}
     known |= {"use_local_argmax_reduction": False, "use_heterogeneous_vocab": False}
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**known | speculation),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs]),
         use_v2_model_runner=v2,
     )
 
@@ -259,6 +263,7 @@ def test_chains_of_a_draft_model_can_be_weighted(method: str) -> None:
         ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction.*drop use_local"),
         ({"use_heterogeneous_vocab": True, "method": "draft_model"}, "use_heterogeneous_vocab.*drop use_het"),
         ({"v2": True, "ranks": 2}, "not tried with several ranks"),
+        ({"v2": True, "graphs": "FULL_AND_PIECEWISE"}, "an H100 .* stood still; add --enforce-eager"),
         ({"v2": True, "method": "dspark"}, "dspark gives no probabilities"),
         ({"v2": True, "enable_adaptive_verification": True}, "vLLM cuts drafts itself"),
         ({"asynchronous": True}, "--no-async-scheduling"),

@@ -92,11 +92,18 @@ def uncut(vllm_config: VllmConfig) -> Reason | None:
         return hidden
     if getattr(speculation, "enable_adaptive_verification", False):
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs():
-        problem = "full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still"
-        return Reason(problem, EAGER.but(" to have them cut, at the price of the graphs"))
+    if reason := _in_full_graphs(vllm_config, " to have them cut"):
+        return reason
     return switched_off(vllm_config, (), CUTTING)
+
+
+def _in_full_graphs(vllm_config: VllmConfig, gain: str) -> Reason | None:
+    """Why the drafter's logits are not read; None if they are. No cause was found for what the H100 did."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return None
+    problem = "full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still"
+    return Reason(problem, EAGER.but(f"{gain}, at the price of the graphs"))
 
 
 def unweighted(vllm_config: VllmConfig) -> Reason | None:
@@ -130,6 +137,8 @@ def _unweighted_there(vllm_config: VllmConfig) -> Reason | None:
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         one = use(vllm_tensor_parallel_size=1)
         return Reason("V2 keeps the probabilities on the device, which was not tried with several ranks", one)
+    if reason := _in_full_graphs(vllm_config, ""):
+        return reason
     return switched_off(vllm_config, (), CUTTING)
 
 
