@@ -24,6 +24,8 @@ from vllm_spac.execution.device import cpu_share
 from vllm_spac.execution.device.mailbox import Mailbox
 from vllm_spac.integration.loading import assembly
 
+FOR_THE_CPU = Rates(fast=1e-4, stream=1.0, cpu=1e-6, cpu_row=1e-9)  # it is to compute all that is missing
+
 
 @pytest.fixture(scope="module")
 def exact(checkpoint) -> engines.Run:
@@ -63,8 +65,7 @@ def test_same_tokens_where_the_device_decides(spac, exact, checkpoint, monkeypat
     """Layers of the twins hand experts to a thread, and compute the others meanwhile."""
     spac = {**spac, "decisions": "device@staging=off"}
     if spac["cpu_experts"] == "waterfill":  # by measured rates it may leave the CPU none
-        rates = Rates(fast=1e-4, stream=1.0, cpu=1e-6, cpu_row=1e-9)
-        monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: rates)
+        monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: FOR_THE_CPU)
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
     assert_same_tokens(run, exact)
     stats = run.stats
@@ -119,8 +120,7 @@ def test_moe_spac_as_the_paper_arranges_it() -> None:
 @pytest.mark.skipif(engines.V2, reason="it compares seconds of steps, and Triton's interpreter fills these")
 def test_auto_stops_where_steps_are_longer_than_its_rates_promise(checkpoint, monkeypatch) -> None:
     """The rates let the CPU compute all that is missing; served, each of its computations takes 4 ms more."""
-    rates = Rates(fast=1e-4, stream=1.0, cpu=1e-6, cpu_row=1e-9)
-    monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: FOR_THE_CPU)
     spac = {"slots": "50%", "store": "host", "cpu_experts": "auto", "cpu_kernel": "late_experts:LateExperts"}
     compared = 2 * slot_layers.BLOCK * LEAST
     prompts, steps = [[5], [6], [7]], (compared + 80) // 2  # of the second one the last 80 are after the verdict

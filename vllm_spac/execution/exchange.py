@@ -77,12 +77,6 @@ class ThreadEvent:
             raise self._error
 
 
-def _reached() -> ThreadEvent:
-    event = ThreadEvent()
-    event.reach()
-    return event
-
-
 class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -101,7 +95,9 @@ class CallerStream(Stream[ThreadEvent]):
         work(*arguments)
 
     def record(self) -> ThreadEvent:
-        return _reached()
+        event = ThreadEvent()
+        event.reach()
+        return event
 
     def wait(self, event: ThreadEvent) -> None:
         event.wait()
@@ -225,14 +221,11 @@ class CurrentStream:
         return _CudaEvent(event)
 
 
-class CallerLane:
+class CallerLane(CallerStream):
     """The calling thread, where the device is the CPU: a copy has arrived when ``copy`` returns."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
-
-    def record(self) -> ThreadEvent:
-        return _reached()
 
 
 class Sent(NamedTuple):
