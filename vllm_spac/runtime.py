@@ -100,11 +100,17 @@ class Rerouting(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Returns the weights and ids [rows, k] to run in layer ``index``; see ``Listener.route``."""
 
-    def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def capture(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """``apply`` as launches that a CUDA graph can hold."""
 
-    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor) -> None:
         """Launches in a dummy forward what will be captured."""
+
+    @property
+    def guess(self) -> Tensor | None:
+        """float [rows, N]: scores of the layer behind the one that was routed last, which decide what it will run."""
 
 
 class Runtime:
@@ -220,8 +226,8 @@ class Runtime:
             if self.rerouted is not None:
                 return self.rerouted(layer, hidden, logits, weights, ids)
             if capturing(ids):
-                return self.budget.capture(layer, logits, weights, ids)
-            self.budget.compile(layer, logits, weights, ids)
+                return self.budget.capture(layer, logits, weights, ids, hidden)
+            self.budget.compile(layer, logits, weights, ids, hidden)
             return weights, ids
         if not (self.listeners or self.budget.active):
             return weights, ids
@@ -298,7 +304,8 @@ class Runtime:
         real = self.rows(len(x))
         whole = real == len(x) and not (self.budget.active or self.cutting)
         as_routed = (self._step is not None or self.rerouted is not None) and whole
-        rows = Rows(real, as_routed, None if self.recordings.trace is None else self._record, self.cutting)
+        record = None if self.recordings.trace is None else self._record
+        rows = Rows(real, as_routed, record, self.cutting, self.budget.guess)
         timeline = None if self._step is None else self.timeline
         start = 0 if timeline is None else now()
         try:

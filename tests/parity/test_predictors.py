@@ -173,6 +173,21 @@ def test_speculated_execution(trained: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("when", ["decode", "all"])
+def test_speculated_execution_where_the_device_decides(trained: Path, when: str) -> None:
+    """It runs what runs where the host decides, and counts it; where experts are makes no difference to either."""
+    spac = {"slots": "25%", "store": "host", "speculate": "predicted", "budget_when": when, "prefetch": "linear"}
+    spac |= {"kernel": "table", "predictor_file": str(trained / "p.safetensors")}
+    device, host = compare(
+        MODELS / "target", [spac | {"decisions": where} for where in ("device", "host")], max_tokens=16, **FLOAT32
+    )
+    assert device.tokens == host.tokens and device.stats["misses"] > 0 < device.stats["prefetch_hits"]
+    ours, theirs = device.stats["budget"], host.stats["budget"]
+    assert all(ours[name] == theirs[name] for name in ("setting", "rows", "shortlists", "experts", "emptied"))
+    assert ours["dropped_weight"] == pytest.approx(theirs["dropped_weight"], rel=1e-3) and ours["dropped_weight"] > 0
+
+
+@pytest.mark.full
 def test_speculated_execution_of_draft_trees(trained: Path) -> None:
     """What is predicted decides alone which experts run, wherever they are. In float32: the same bits in each slot."""
     head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}

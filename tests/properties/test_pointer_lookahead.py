@@ -248,6 +248,9 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
         ahead.name(layer, x, ids, weights, torch.ones(4, 1), out)
         ask(Seen(layer, tokens=tokens, hidden=x, ids=ids, weights=weights))
         assert set(out[0].nonzero().flatten().tolist()) == set(scores[layer + 1].topk(TOP_K).indices.flatten().tolist())
+        known = scores[layer + 1].flip(1).contiguous()  # what was computed already is not computed again
+        ahead.name(layer, x, ids, weights, torch.ones(4, 1), out, known)
+        assert set(out[0].nonzero().flatten().tolist()) == set(known.topk(TOP_K).indices.flatten().tolist())
 
 
 def test_what_warms_up_moves_nothing(made) -> None:

@@ -523,7 +523,10 @@ SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file":
             r"and budget=8 \(--spac-budget\) both choose .*; drop --spac-speculate, or drop --spac-budget",
         ),
         (SPECULATES | {"budget": 0.9}, r"and budget=0.9 \(--spac-budget\) both choose"),
-        ({"speculate": "predicted", "decisions": "device"}, "decisions=device .*; drop --spac-speculate"),
+        (
+            SPECULATES | {"executor": "processes", "workers": 2},
+            r"rows are sent by what it chose; drop --spac-speculate",
+        ),
     ],
     ids=str,
 )

@@ -22,8 +22,8 @@ _OF_EXECUTION = {
     ),
     "speculate": (
         ("off",),
-        "speculate (--spac-speculate) decides before a layer's experts are loaded, and with {plane} none is loaded "
-        "before it runs",
+        "speculate (--spac-speculate) decides before a layer's router has chosen, and with {plane} rows are sent by "
+        "what it chose",
     ),
 }
 _PREDICTED = add(prefetch="linear", predictor_file="FILE")

@@ -91,12 +91,15 @@ class Rows(NamedTuple):
         as_routed: every row belongs to a request and runs what its router chose: no expert is -1.
         record: called with (layer, ids, weights) of the real rows, both [real, top_k], before they run; may be None.
         cut: some of them may run no expert: all their ids are -1, and their result is not used. The first row runs.
+        guess: float [rows, N], scores of the experts of the next layer, where they decide what it will run; may be
+            None.
     """
 
     real: int
     as_routed: bool = False
     record: Callable[[int, Tensor, Tensor], None] | None = None
     cut: bool = False
+    guess: Tensor | None = None
 
 
 class Room(NamedTuple):

@@ -32,6 +32,10 @@ class OnDevice(Trained):
             depend on tokens.
         """
 
+    def foresees(self, layer: int) -> bool:
+        """Whether ``of_next`` says of ``layer`` what its router's logits will be; by its tokens alone it does not."""
+        return self.reach > 0
+
     def of_next(self, seen: Seen, known: Tensor) -> Tensor:
         """Returns float32 [rows, N], the scores of the layer behind ``seen``; by default they are ``known``.
 

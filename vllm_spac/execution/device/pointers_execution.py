@@ -111,7 +111,9 @@ class DeviceLookahead:
         self._top_k = sizes.top_k
         self._step: tuple[list[float], list[int]] | None = None  # in ``_said``; None: forwards warm up
         self._arrives: Event | None = None
-        self._kept: tuple[Tensor, ...] = ()  # inputs that the copy stream reads, which must not be freed meanwhile
+        self._kept: tuple[
+            Tensor | None, ...
+        ] = ()  # what the copy stream reads, not to be freed meanwhile
         self._by_token = Signal.TOKENS in predictor.needs
         if not self._by_token and self._last:
             self._know(None)
@@ -139,7 +141,16 @@ class DeviceLookahead:
             self._launch(min(layer, self._last - 1), x, ids, weights, self._nobody)
             self.join()
 
-    def start(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, *, captured: bool) -> None:
+    def start(
+        self,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        guess: Tensor | None = None,
+        *,
+        captured: bool,
+    ) -> None:
         """Called between a layer's admission and its kernel; arguments as of ``PointerExecution.run``.
 
         Forwards before the first step do the same for no row: vLLM runs one of each size before it captures it.
@@ -148,12 +159,14 @@ class DeviceLookahead:
             captured: whether launches are captured into a graph, whose replays may read ahead.
         """
         if layer < self._last and len(x) <= self.rows and (captured or self._step is None or self._step[0]):
-            self._launch(layer, x, ids, weights, self._votes)
+            self._launch(layer, x, ids, weights, self._votes, guess)
 
-    def _launch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor) -> None:
+    def _launch(
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None = None
+    ) -> None:
         self._copy.wait(self._compute.record())
-        self._copy.submit(self._look, layer, x, ids, weights, votes[: len(x)])
-        self._arrives, self._kept = self._copy.record(), (x, ids, weights)
+        self._copy.submit(self._look, layer, x, ids, weights, votes[: len(x)], guess)
+        self._arrives, self._kept = self._copy.record(), (x, ids, weights, guess)
 
     def join(self) -> None:
         """What is launched from now on runs after what was started. Called before a layer, and when a step ends."""
@@ -170,11 +183,20 @@ class DeviceLookahead:
             self._known[: len(tokens)] = self._predictor.of_step(there).unflatten(1, self._known.shape[1:])
 
     @torch.inference_mode()
-    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor) -> None:
-        self.name(layer, x, ids, weights, votes, self._named)
+    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None) -> None:
+        self.name(layer, x, ids, weights, votes, self._named, guess)
         self._admission.ahead(layer + 1, self._experts, self._named)
 
-    def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, out: Tensor) -> None:
+    def name(
+        self,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        votes: Tensor,
+        out: Tensor,
+        guess: Tensor | None = None,
+    ) -> None:
         """Writes 1 for the experts of layer ``layer + 1`` that are read if they have no slot into ``out``, else 0.
 
         Each row names its likeliest top-k, and none if its draft was cut. Those of this process are ranked by their
@@ -184,10 +206,13 @@ class DeviceLookahead:
         Args:
             votes: float32 [rows, 1]; whatever a row with 0 holds, it names nothing.
             out: float32 [1, N], by the numbers of this process.
+            guess: the predictor's scores, if they were computed already; as in ``Rows``.
         """
-        there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
-        seen = Seen(layer, hidden=x, ids=there, weights=weights)
-        scores = self._predictor.of_next(seen, self._known[: len(x), layer])
+        if guess is None:
+            there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
+            seen = Seen(layer, hidden=x, ids=there, weights=weights)
+            guess = self._predictor.of_next(seen, self._known[: len(x), layer])
+        scores = guess
         heard = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(self._top_k).indices, True)
         heard &= (votes > 0) & (ids[:, :1] >= 0)
         own = torch.where(heard, self._predictor.weights_of(layer + 1, scores) * votes, 0).sum(0, dtype=torch.float64)
@@ -227,7 +252,7 @@ class PointerExecution(Execution):
     needs_addressable_store: ClassVar[bool] = True
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch", "speculate"})
 
     def __init__(
         self,
@@ -419,9 +444,18 @@ class PointerExecution(Execution):
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         if rows.record is not None:
             rows.record(layer, ids[: rows.real], weights[: rows.real])
-        return self.run(layer, x, weights, ids, kernel.activation, torch.empty_like(x))
+        return self.run(layer, x, weights, ids, kernel.activation, torch.empty_like(x), rows.guess)
 
-    def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        activation: str,
+        out: Tensor,
+        guess: Tensor | None = None,
+    ) -> Tensor:
         """Computes the routed experts of one layer without host synchronisation; returns ``out``.
 
         May be captured into a CUDA graph, which is never staged. Rows after those of the step are padding and run
@@ -434,6 +468,7 @@ class PointerExecution(Execution):
             ids: [T, k] int32 or int64, experts of the model; whatever else they contain is padding and skipped.
             activation: one of ``address_table.ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
+            guess: as in ``Rows``.
         """
         captured = capturing(ids)
         if activation not in self._compiled:
@@ -443,7 +478,7 @@ class PointerExecution(Execution):
         own = ids if self._numbers is None else numbered_there(ids, self._numbers)
         if self._prompt is not None and len(ids) >= self._prompt.stop and not captured:
             self._chosen.append((layer, own[self._prompt]))
-        with self._reading(layer, x, ids, own, weights, live, captured) as tables:
+        with self._reading(layer, x, ids, own, weights, live, captured, guess) as tables:
             return self._launch(tables, layer, x, own, weights, live, activation, out)
 
     def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
@@ -506,7 +541,15 @@ class PointerExecution(Execution):
 
     @contextlib.contextmanager
     def _reading(
-        self, layer: int, x: Tensor, ids: Tensor, own: Tensor, weights: Tensor, live: Tensor, captured: bool
+        self,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        own: Tensor,
+        weights: Tensor,
+        live: Tensor,
+        captured: bool,
+        guess: Tensor | None,
     ) -> Iterator[Mapping[str, Tensor]]:
         """Yields the tables that the launch of a layer reads, name -> int64 [experts].
 
@@ -519,7 +562,7 @@ class PointerExecution(Execution):
                 self._ahead.join()
             self._enter(layer, x, own, weights, live)
             if self._ahead is not None:
-                self._ahead.start(layer, x, ids, weights, captured=captured)
+                self._ahead.start(layer, x, ids, weights, guess, captured=captured)
             yield self._tables_of(layer)
             return
         slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step

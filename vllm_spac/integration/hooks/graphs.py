@@ -59,7 +59,7 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
 
 def hold_budget(config: SpacConfig) -> bool:
     """Whether full graphs of this engine hold the launches of a budget that is in force or may be set later."""
-    asked = config.control or config.budget is not None
+    asked = config.control or config.budget is not None or config.speculate != "off"
     return not config.execution_class.needs_host and asked and needs_host(config) is None
 
 

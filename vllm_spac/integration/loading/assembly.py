@@ -26,6 +26,7 @@ from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.device_chooser import DeviceChooser
 from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors.base import Predictor
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
@@ -35,8 +36,8 @@ from vllm_spac.integration.loading.runner_choice import adapter_of
 from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
 from vllm_spac.methods.moe_spec.control import NO_DRAFTS, BudgetControl
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
-from vllm_spac.methods.moe_spec.settings import BudgetSettings
-from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
+from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
+from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution, SpeculatedLaunches
 from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
@@ -95,7 +96,7 @@ def budget(
         unweighted=why,
         weighed_there=there,
         ranks_differ=several,
-        speculation=SpeculatedExecution(known, predictor, counters) if predictor and predictor.reach else None,
+        speculation=_speculation(config, vllm_config, known, predictor, counters, device),
         counters=counters,
         drafts=vllm_config.speculative_config is not None,
     )
@@ -105,6 +106,25 @@ def budget(
     if control.idle:
         logger.warning("spac: %s", NO_DRAFTS)
     return control
+
+
+def _speculation(
+    config: SpacConfig,
+    vllm_config: VllmConfig,
+    layers: Sequence[BudgetedLayer],
+    predictor: Predictor | None,
+    counters: BudgetCounters,
+    device: torch.device,
+) -> SpeculatedExecution | None:
+    """Builds what runs experts by prediction, also if it is switched on later; None without such a predictor."""
+    if predictor is None or not predictor.reach:
+        return None
+    launches = None
+    if not config.execution_class.needs_host:
+        assert isinstance(predictor, OnDevice), "of others, a device that decides reads nothing ahead"
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        launches = SpeculatedLaunches(layers, predictor, graphs.most_rows(vllm_config), captured, device)
+    return SpeculatedExecution(layers, predictor, counters, launches)
 
 
 def policy(config: SpacConfig, shape: MoEShape, slots: int, most_drafts: int, local_of: Tensor | None = None) -> Policy:

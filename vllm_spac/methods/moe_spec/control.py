@@ -65,6 +65,41 @@ class Speculation(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Returns weights and ids [rows, k]; see ``BudgetControl.apply``. Only rows of ``groups`` are changed."""
 
+    @property
+    def launches(self) -> SpeculationLaunches | None:
+        """What takes the place of ``apply`` where the device decides."""
+
+
+class SpeculationLaunches(Protocol):
+    """A ``Speculation`` over all rows of a forward, as launches that a CUDA graph can hold.
+
+    Attributes:
+        rows, captured: most rows of a forward, and of one that a graph holds.
+        guess: float [rows, N], scores of the layer behind the one that was launched last, if there are any.
+    """
+
+    rows: int
+    captured: int
+    guess: Tensor | None
+
+    def begin(self, step: Step) -> None:
+        """Called before the layers of a step."""
+
+    def end(self) -> None:
+        """Called when they have run, or failed."""
+
+    def apply(
+        self,
+        index: int,
+        hidden: Tensor,
+        logits: Tensor,
+        natural: tuple[Tensor, Tensor],
+        votes: Tensor,
+        settings: BudgetSettings,
+        counted: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns weights and ids [rows, k]; rows without a vote keep theirs. Adds to ``counted`` what it changed."""
+
 
 class BudgetControl:
     """The budget of one model; ``change`` may be called between any two steps.
@@ -170,6 +205,8 @@ class BudgetControl:
                 f"spac: votes=path (--spac-budget-votes) cannot work here: {self._unweighted}, or use uniform votes"
             )
         ranking = None
+        if settings.active and self._captured is not None:
+            self._captured.check_settings(settings)
         if settings.speculate != "off":
             if self._speculation is None:
                 raise ConfigError(
@@ -194,8 +231,6 @@ class BudgetControl:
                 check_mass(settings.mass)
             for layer in self.layers:
                 check_layer(layer, settings)
-            if self._captured is not None:
-                self._captured.check_settings(settings)
         if self._captured is None:  # otherwise the graphs read the tensors of the present ranking
             self._ranking = ranking
             self._compiled.clear()
@@ -244,12 +279,12 @@ class BudgetControl:
             outputs: float [rows, N, d] for the oracle.
             hidden: float [rows, d], input of the router, for speculated execution.
         """
+        if self._masked is not None:
+            return self._launch(self._masked, index, logits, weights, ids, hidden)
         if self.settings.speculate != "off":
             assert self._speculation is not None and hidden is not None, "change has checked it"
             rows_of = [group.rows for group in self._groups(step)]
             return self._speculation.apply(index, hidden, logits, (weights, ids), step, rows_of, self.settings)
-        if self._masked is not None:
-            return self._launch(self._masked, index, logits, weights, ids)
         natural = weights
         for rows, votes in self._groups(step):
             part = weights[rows], ids[rows]
@@ -292,8 +327,11 @@ class BudgetControl:
         if (bounds := self._bounds(step)) is not None:
             votes = replace(votes, bounds=bounds)
         buffers, self._masked = self._graphs if self.captured and self.active else None, None
-        there = cut if cut is not None else reached
-        if there is not None and self.active and self.settings.speculate == "off":
+        there, launches = cut if cut is not None else reached, self._launches
+        if launches is not None and any(request.kind in self.settings.kinds for request in step.requests):
+            buffers = self._masked = buffers or self._launched(launches.rows)
+            launches.begin(step)
+        elif there is not None and self.active and self.settings.speculate == "off":
             buffers = self._masked = buffers or self._launched(len(there))
         if buffers is not None:
             buffers.begin_step(votes, self.settings.kinds)
@@ -315,10 +353,26 @@ class BudgetControl:
     def end_step(self) -> None:
         """Ends a step; in replays until the next step no row votes."""
         self._masked = None
+        if (launches := self._launches) is not None:
+            launches.end()
         if self._graphs is not None and self.captured:
             self._graphs.end_step()
 
-    def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _launches(self) -> SpeculationLaunches | None:
+        """What speculates in launches, if experts are speculated so."""
+        speculation = None if self.settings.speculate == "off" else self._speculation
+        return None if speculation is None else speculation.launches
+
+    @property
+    def guess(self) -> Tensor | None:
+        """Scores of the layer behind the one that was routed last, float [rows, N], if they decide what it runs."""
+        launches = self._launches
+        return None if launches is None else launches.guess
+
+    def capture(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """``apply`` as launches that a CUDA graph can hold: fixed shapes, no read and no decision on the host.
 
         Sums over rows have a term of 0 for each row that does not vote, so the order of additions may differ. They are
@@ -334,23 +388,36 @@ class BudgetControl:
         assert index in self._compiled, "a forward must run before one is captured"
         self._captured = self._captured or Launches.of(self.settings)
         assert self._captured == Launches.of(self.settings), "captured again, under another budget"
-        return self._launch(self._graphs, index, logits, weights, ids)
+        return self._launch(self._graphs, index, logits, weights, ids, hidden)
 
-    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None = None) -> None:
         """Launches in a dummy forward what will be captured, once per layer: no row votes, and nothing is changed.
 
         This compiles the kernels, which is not possible while a graph is captured.
         """
-        if self._graphs is not None and index not in self._compiled:
-            self._ranking = self._ranking or self._ranking_of(self.settings)
-            self._launch(self._graphs, index, logits, weights, ids)
-            self._compiled.add(index)
+        if self._graphs is None or index in self._compiled:
+            return
+        if (launches := self._launches) is not None and len(ids) > launches.captured:
+            return  # a smaller forward runs before one is captured
+        self._ranking = self._ranking or self._ranking_of(self.settings)
+        self._launch(self._graphs, index, logits, weights, ids, hidden)
+        self._compiled.add(index)
 
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _launch(
-        self, buffers: ReplayBuffers, index: int, logits: Tensor, weights: Tensor, ids: Tensor
+        self,
+        buffers: ReplayBuffers,
+        index: int,
+        logits: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if (launches := self._launches) is not None:
+            assert hidden is not None and self.counters.on_device is not None
+            given = index, hidden, logits, (weights, ids), buffers.votes[: len(ids)]
+            return launches.apply(*given, self.settings, self.counters.on_device)
         kernels, layer, votes = self._kernels, self.layers[index], buffers.votes[: len(ids)]
         silent, counts, experts = (votes == 0)[:, None], votes[:, None], layer.experts
         probs = layer.rule.probs(logits).masked_fill_(silent, 0)

@@ -202,18 +202,24 @@ class Launches:
 
     Attributes:
         mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
+        speculate: as in ``BudgetSettings``; if it is not off, nothing else counts.
     """
 
     ranking: str
     coverage: str
     mass_of: str | None
+    speculate: str = "off"
 
     @classmethod
     def of(cls, settings: BudgetSettings) -> Launches:
+        if settings.speculate != "off":
+            return cls("", "", None, settings.speculate)
         mass_of = None if settings.mass is None else settings.mass_of
         return cls(settings.ranking, settings.coverage, mass_of)
 
     def describe(self) -> str:
+        if self.speculate != "off":
+            return f"speculate={self.speculate}"
         bound = "budget" if self.mass_of is None else f"mass, mass_of={self.mass_of}"
         return f"{bound}, ranking={self.ranking}, coverage={self.coverage}"
 

@@ -76,6 +76,9 @@ class Hybrid(OnDevice):
         assert isinstance(predictor, OnDevice)
         return predictor.of_next(seen, known)
 
+    def foresees(self, layer: int) -> bool:
+        return self._used[self.chosen[layer]].reach > 0
+
     def weights_of(self, layer: int, scores: Tensor) -> Tensor:
         predictor = self._used[self.chosen[layer]]
         assert isinstance(predictor, OnDevice)

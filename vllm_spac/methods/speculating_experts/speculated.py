@@ -6,20 +6,26 @@ chooses (Speculating Experts, section 3.2: execute predicted experts and their a
 first for the row and those that are in fast memory.
 
 A layer without a prediction, such as the first one, runs its router's choice.
+
+Where the device decides (``SpeculatedLaunches``), nothing of this is read on the host: the launches are over all rows,
+and a CUDA graph can hold them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_spac.core import Step
+from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors.base import Predictor, Seen, Signal
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.kernels.reference.cover import Chosen, substituted, where, within_groups
-from vllm_spac.methods.moe_spec.replay import BudgetCounters
+from vllm_spac.methods.moe_spec.replay import BudgetCounters, members
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
 
 _WIDE = 2  # times k: the predicted experts that ``restricted`` admits
@@ -32,11 +38,18 @@ class SpeculatedExecution:
         layers: in the order of execution, all of one shape.
         predictor: looks at layers and reaches one ahead; its scores stand for the router's logits.
         counters: count the rows and the routing weight of experts that were chosen and are not run.
+        launches: takes the place of ``apply``, where the device decides.
     """
 
-    def __init__(self, layers: Sequence[BudgetedLayer], predictor: Predictor, counters: BudgetCounters) -> None:
+    def __init__(
+        self,
+        layers: Sequence[BudgetedLayer],
+        predictor: Predictor,
+        counters: BudgetCounters,
+        launches: SpeculatedLaunches | None = None,
+    ) -> None:
         assert predictor.reach > 0, "it sees no layer ahead"
-        self._layers, self._predictor, self._counters = layers, predictor, counters
+        self._layers, self._predictor, self._counters, self.launches = layers, predictor, counters, launches
         self._guess: tuple[Step, int, Tensor] | None = None  # step, layer, scores [rows, N]
 
     @property
@@ -90,28 +103,13 @@ class SpeculatedExecution:
             weights, ids = weights.clone(), ids.clone()
             for rows in groups:
                 own = natural[0][rows], natural[1][rows]
-                chosen = self._chosen(self._layers[index], self._guess[2][rows], logits[rows], own, settings)
+                chosen = chosen_by(self._layers[index], self._guess[2][rows], logits[rows], own, settings)
                 run = (own[1][:, :, None] == chosen[1][:, None]).any(2)
                 self._counters.add(own[0], run, *chosen)
                 weights[rows], ids[rows] = chosen
         real = step.rows
         self._predict(index + 1, Seen(index, step.tokens, hidden[:real], ids[:real], weights[:real]), step)
         return weights, ids
-
-    def _chosen(
-        self, layer: BudgetedLayer, scores: Tensor, logits: Tensor, natural: Chosen, settings: BudgetSettings
-    ) -> Chosen:
-        """Returns weights and ids [rows, k] of rows with predicted ``scores`` and the router's ``logits`` [rows, N]."""
-        every = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-        if settings.speculate == "predicted":
-            weights, ids = best_of(layer, scores, every)
-            return weights.to(natural[0].dtype), ids.to(natural[1].dtype)
-        likely = scores.sort(dim=1, descending=True, stable=True).indices[:, : _WIDE * layer.top_k]
-        inside = torch.zeros_like(every).scatter_(1, likely, True)
-        if layer.resident is not None and settings.when != "all":
-            inside |= layer.resident()
-        covered = inside.gather(1, natural[1].long()).all(1)
-        return where(covered, natural, best_of(layer, logits, inside))
 
     def _predict(self, target: int, seen: Seen, step: Step) -> None:
         """Keeps the scores of layer ``target``, if there is such a layer and the predictor knows anything about it."""
@@ -123,6 +121,114 @@ class SpeculatedExecution:
             if guess.first == target * experts:
                 self._guess = step, target, guess.scores[:, :experts].expand(step.rows, -1)
                 return
+
+
+class SpeculatedLaunches:
+    """What ``SpeculatedExecution`` does, as launches of fixed shapes over all rows of a forward.
+
+    Args:
+        layers, predictor: as of ``SpeculatedExecution``; on the device.
+        rows: most rows of a forward.
+        captured: most rows of one that a CUDA graph holds.
+        device: that runs the layers.
+
+    Attributes:
+        guess: float32 [rows, N], the scores of the layer behind the one that was launched last; None behind the last.
+    """
+
+    def __init__(
+        self, layers: Sequence[BudgetedLayer], predictor: OnDevice, rows: int, captured: int, device: torch.device
+    ) -> None:
+        self._layers, self._predictor, self.rows, self.captured = layers, predictor, rows, captured
+        self._experts, self._device = layers[0].experts, device
+        self._by_token = Signal.TOKENS in predictor.needs
+        self._known: Tensor | None = None  # of the step, with all of its rows; None between steps
+        self.guess: Tensor | None = None
+
+    @cached_property
+    def _held(self) -> Tensor:
+        """float32 [rows, L - 1, N] at an address that graphs read: what is known of a step before its layers."""
+        return torch.zeros(self.captured, len(self._layers) - 1, self._experts, device=self._device)
+
+    @torch.inference_mode()
+    def begin(self, step: Step) -> None:
+        """Called before the layers of a step; of rows behind its own, which are padding, nothing is known."""
+        tokens = step.tokens if self._by_token else None
+        assert tokens is not None or not self._by_token
+        if tokens is not None:  # of V1's runner on the host, of V2's on the device
+            tokens = tokens.to(self._device, non_blocking=True)
+        known = self._predictor.of_step(tokens).unflatten(1, (-1, self._experts))
+        self._known, rows = known, self.captured if tokens is None else len(known)
+        if rows <= self.captured:  # it may be a replay
+            self._held[:rows] = known
+
+    def end(self) -> None:
+        """Called when the layers of a step have run, or failed: what is captured now refers to what graphs read."""
+        self._known = self.guess = None
+
+    def apply(
+        self,
+        index: int,
+        hidden: Tensor,
+        logits: Tensor,
+        natural: Chosen,
+        votes: Tensor,
+        settings: BudgetSettings,
+        counted: Tensor,
+    ) -> Chosen:
+        """Returns weights and ids [rows, k] of layer ``index``, and predicts the next layer from them.
+
+        Args:
+            index, hidden, logits, natural, settings: as of ``SpeculatedExecution.apply``.
+            votes: float64 [rows]; a row with 0 keeps what its router chose, whatever else it holds.
+            counted: float64 [5], to which the effect is added, as of ``BudgetCounters.on_device``.
+        """
+        (weights, ids), guess = natural, self.guess if index else None
+        there = ids.clamp(0, self._experts - 1)  # padding may have any
+        if guess is not None:
+            layer, speaks = self._layers[index], (votes > 0)[:, None]
+            chosen = chosen_by(layer, guess, logits, (weights, there), settings)
+            counted += _effect(speaks, (weights, there), chosen, self._experts)
+            weights, ids = torch.where(speaks, chosen[0], weights), torch.where(speaks, chosen[1], ids)
+            there = ids.clamp(0, self._experts - 1)
+        self.guess = None
+        if index + 1 < len(self._layers) and self._predictor.foresees(index + 1):
+            known = (self._held if self._known is None else self._known)[: len(ids), index]
+            if 1 < len(known) < len(ids):
+                known = functional.pad(known, (0, 0, 0, len(ids) - len(known)))
+            self.guess = self._predictor.of_next(Seen(index, hidden=hidden, ids=there, weights=weights), known)
+        return weights, ids
+
+
+def _effect(speaks: Tensor, natural: Chosen, chosen: Chosen, experts: int) -> Tensor:
+    """What ``BudgetCounters`` adds for one layer, float64 [5] in the order of its ``snapshot``.
+
+    Args:
+        speaks: bool [rows, 1], rows that are counted.
+        natural, chosen: weights and ids [rows, k], of the router, and of what is run.
+    """
+    kept = (natural[1][:, :, None] == chosen[1][:, None]).any(2)
+    lost = natural[0].masked_fill(kept, 0).sum(1) / natural[0].sum(1).clamp_min(1e-30)
+    used = members(chosen[1].where(speaks & (chosen[0] != 0), experts), experts + 1)[:experts]
+    rows, real = speaks[:, 0], speaks.sum()
+    dropped, emptied = lost.where(rows, 0).sum(dtype=torch.float64), (rows & ~kept.any(1)).sum()
+    return torch.stack([real.double(), dropped, (real > 0).double(), used.sum().double(), emptied.double()])
+
+
+def chosen_by(
+    layer: BudgetedLayer, scores: Tensor, logits: Tensor, natural: Chosen, settings: BudgetSettings
+) -> Chosen:
+    """Returns weights and ids [rows, k] of rows with predicted ``scores`` and the router's ``logits`` [rows, N]."""
+    every = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    if settings.speculate == "predicted":
+        weights, ids = best_of(layer, scores, every)
+        return weights.to(natural[0].dtype), ids.to(natural[1].dtype)
+    likely = scores.sort(dim=1, descending=True, stable=True).indices[:, : _WIDE * layer.top_k]
+    inside = torch.zeros_like(every).scatter_(1, likely, True)
+    if layer.resident is not None and settings.when != "all":
+        inside |= layer.resident()
+    covered = inside.gather(1, natural[1].long()).all(1)
+    return where(covered, natural, best_of(layer, logits, inside))
 
 
 def best_of(layer: BudgetedLayer, logits: Tensor, inside: Tensor) -> Chosen:
