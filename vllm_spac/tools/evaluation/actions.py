@@ -15,6 +15,7 @@ from vllm_spac.decisions.guard.draft_states import DraftProbabilities
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.hooks.drafts import unread
 from vllm_spac.integration.loading.fingerprint import drafter_fingerprint
+from vllm_spac.integration.loading.runner_choice import adapter_of
 from vllm_spac.integration.serving.worker_extension import SpacWorker
 from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetedLayer
@@ -232,6 +233,6 @@ class EvaluatedWorker(SpacWorker):
         self._spac_experts().runtime.require_host("an evaluation")
         if not hasattr(self, "_spac_evaluation"):
             runner = self.model_runner
-            drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # V1's, V2's
+            drafter = adapter_of(runner.vllm_config).drafter(runner)
             self._spac_evaluation = Evaluation(self._spac_experts(), runner.get_model(), drafter)
         return self._spac_evaluation.call(action, *arguments)

@@ -28,6 +28,9 @@ class AdapterV1(RunnerAdapter):
     def guard(self, most: int, trees: bool) -> Chooser:
         return Chooser(most)
 
+    def drafter(self, runner: Any) -> Any:
+        return getattr(runner, "drafter", None)
+
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecoding:
         runtime = experts.runtime
         return TreeDecoding(runner, shape, scratch, lambda: runtime.chooser, DraftReading(experts))

@@ -27,6 +27,9 @@ class AdapterV2(RunnerAdapter):
     def guard(self, most: int, trees: bool) -> Guard:
         return Guard(most, lengths=(0, most)) if trees else Guard(most)
 
+    def drafter(self, runner: Any) -> Any:
+        return runner.speculator
+
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecodingV2:
         return TreeDecodingV2(runner, shape, scratch)
 
