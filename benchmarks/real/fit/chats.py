@@ -82,7 +82,7 @@ def main(
         texts = [start + answer + END for start, answer in zip(starts, answers, strict=True)]
         ids = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         tensors[f"chat.{side}"] = torch.tensor(ids, dtype=torch.int32)
-        console.print(f"chat {side:5} {len(texts):5} chats {len(ids):8,} tokens; one of them:\n{texts[1]}")
+        console.print(f"chat {side:5} {len(texts):5} chats {len(ids):8,} tokens; one of them:\n{texts[-1]}")
     save_file(tensors, output)
 
 
