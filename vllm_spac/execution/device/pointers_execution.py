@@ -111,9 +111,7 @@ class DeviceLookahead:
         self._top_k = sizes.top_k
         self._step: tuple[list[float], list[int]] | None = None  # in ``_said``; None: forwards warm up
         self._arrives: Event | None = None
-        self._kept: tuple[
-            Tensor | None, ...
-        ] = ()  # what the copy stream reads, not to be freed meanwhile
+        self._kept: tuple[Tensor | None, ...] = ()  # what the copy stream reads, not to be freed meanwhile
         self._by_token = Signal.TOKENS in predictor.needs
         if not self._by_token and self._last:
             self._know(None)

@@ -47,7 +47,6 @@ class Ranking(ABC):
 
     offline: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
-    needs_ids: ClassVar[bool] = False
     needs_mixing: ClassVar[bool] = False
     needs_resident: ClassVar[bool] = False
     replayable: ClassVar[bool] = False

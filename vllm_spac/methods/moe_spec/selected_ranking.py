@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ class Selected(Scored):
     Experts with equal sums, such as all that no row selected, are in the order of ``router``, the sum over all rows.
     That sum alone lets an expert that many rows score a little, and none selects, displace one that a row needs.
     """
-
-    needs_ids: ClassVar[bool] = True
 
     def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
         assert context.ids is not None, "the ranking selected needs context.ids"
