@@ -128,8 +128,8 @@ SENTENCES = (
     " times `layer_lru` on a CPU",
     "{% set x = {} %}{% for row in result('scaled_moe_spac_real').rows %}{% do x.update({row.rung: row.speedup|f}) %}"
     "{% endfor %}{{ x.moe_spac }} times `layer_lru`, `reuse` with `waterfill` {{ x.cpu }} times",
-    "{% set rows = result('scaled_two_buffers_real').rows %}{{ (1 - 1/rows[3].speedup)|pct(1) }} % less executed,"
-    " {{ (1 - 1/rows[2].speedup)|pct(1) }} % exact",
+    "{% set times = result('scaled_two_buffers_real').rows|map(attribute='tpot_median')|list %}"
+    "{{ (1 - times[3]/times[1])|pct(1) }} % less executed, {{ (1 - times[2]/times[1])|pct(1) }} % exact",
     "{% set rows = result('moe_spec_matmuls').timed %}{% set found = [] %}{% for row in rows %}"
     "{% do found.append(row.batched.median / row.sequential.median) %}{% endfor %}"
     "batched takes {{ found|span(1) }} times as long",
