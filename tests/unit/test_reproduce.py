@@ -130,6 +130,9 @@ SENTENCES = (
     "{% endfor %}{{ x.moe_spac }} times `layer_lru`, `reuse` with `waterfill` {{ x.cpu }} times",
     "{% set times = result('scaled_two_buffers_real').rows|map(attribute='tpot_median')|list %}"
     "{{ (1 - times[3]/times[1])|pct(1) }} % less executed, {{ (1 - times[2]/times[1])|pct(1) }} % exact",
+    "{% macro of(name) %}{{ result('paired_workers_' ~ name ~ '_toy').rows[0].ratio|f }}{% endmacro %}"
+    "by `linear`, {{ of('linear') }} times as fast as without; with a quarter in slots {{ of('linear_slots') }}, and by"
+    " `shadow` with drafts {{ of('shadow') }},",
     "{% set rows = result('moe_spec_matmuls').timed %}{% set found = [] %}{% for row in rows %}"
     "{% do found.append(row.batched.median / row.sequential.median) %}{% endfor %}"
     "batched takes {{ found|span(1) }} times as long",
