@@ -11,6 +11,7 @@ from vllm.config import CUDAGraphMode
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import RowKind
+from vllm_spac.execution.base import Rows
 from vllm_spac.integration.hooks import model_host
 from vllm_spac.integration.loading.head_experts import _HeadRuntime, target_of
 from vllm_spac.integration.stepping.v1 import draft_loading_v1
@@ -91,14 +92,14 @@ def test_each_forward_of_the_head_is_a_step_of_its_execution() -> None:
     runtime = _HeadRuntime([execution], model)
     given = torch.ones(3, 2), torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
     assert runtime.forward(execution, 0, *given, None) is given[0]
-    assert execution.asked == [[(0, 3, RowKind.DECODE)], (3, True, None, False), "end"]
+    assert execution.asked == [[(0, 3, RowKind.DECODE)], Rows(3, as_routed=True), "end"]
     with pytest.raises(RuntimeError):
         runtime.forward(execution, 0, *given, "fails")
     assert execution.asked[-1] == "end", "the next step begins as any other"
     execution.asked.clear()
     model.in_step = False  # profiling and warm-up
     runtime.forward(execution, 0, *given, None)
-    assert execution.asked == [(3, False, None, False)]
+    assert execution.asked == [Rows(3)]
 
 
 @pytest.mark.parametrize("hooks", [draft_loading_v1, runner_v2])

@@ -401,7 +401,7 @@ class Idle:
 
     def compile(self, *layer) -> None: ...
 
-    def capture(self, layer, logits, weights, ids):
+    def capture(self, layer, logits, weights, ids, hidden):
         return weights, ids
 
 
