@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import corpus
 import typer
-from quantize import int8_copy
+from quantize import rounded_copy
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,20 +34,21 @@ MODELS = HERE / "models"
 CACHE = ROOT / ".cache" / "toy"
 RESULT = RESULTS / "toy_acceptance.json"
 TARGET = "target"
+COPIES = {"int8": 8, "int4": 4}  # of the target, to their bits
 _TIMEOUT = 1800.0  # seconds of a start, and of the answers of a kind
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
-def methods(models: Path, int8: Path) -> dict[str, dict | None]:
-    """Returns name -> vLLM's ``speculative_config``, for the folder of the models and that of the INT8 copy."""
+def methods(models: Path, copies: Path) -> dict[str, dict | None]:
+    """Returns name -> vLLM's ``speculative_config``, for the folder of the models and that of their rounded copies."""
     ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     table: dict[str, dict | None] = {"none": None, "ngram-5": ngram}
     for k in (3, 5, 8):
         table[f"eagle3-{k}"] = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": k}
-    drafters = {"draft": models / "draft", "dense": models / "dense", "int8": int8}
+    drafters = {"draft": models / "draft", "dense": models / "dense"} | {name: copies / name for name in COPIES}
     for name, folder in drafters.items():
-        for k in (3, 5) if name == "int8" or folder.is_dir() else ():
+        for k in (3, 5) if name in COPIES or folder.is_dir() else ():
             table[f"{name}-{k}"] = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": k}
     return table
 
@@ -135,13 +136,14 @@ def run_all(
 ) -> None:
     """Measure every method and write the table."""
     origin = provenance()
-    int8 = CACHE / "int8"
-    table = methods(models, int8)
+    copies = CACHE if is_toy(models / TARGET) else models
+    table = methods(models, copies)
     unknown = set(only or ()) - table.keys()
     if unknown:
         raise typer.BadParameter(f"unknown methods {sorted(unknown)}; there are {', '.join(table)}")
-    if not only or any(name.startswith("int8") for name in only):
-        int8_copy(models / TARGET, int8)
+    for name, bits in COPIES.items():
+        if any(method.startswith(name) for method in only or table):
+            rounded_copy(models / TARGET, copies / name, bits)
     toy = is_toy(models / TARGET)
     asked = held_out(models / TARGET, count, length)
     options = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False, "dtype": dtype}

@@ -22,7 +22,7 @@ def copy(tmp_path_factory) -> Path:
     """The toy model with its weights rounded to INT8, as bf16: vLLM has no INT8 experts on every CPU."""
     sys.path.insert(0, str(TARGET.parents[1]))
     folder = tmp_path_factory.mktemp("copy")
-    importlib.import_module("quantize").int8_copy(TARGET, folder / "int8")
+    importlib.import_module("quantize").rounded_copy(TARGET, folder / "int8")
     return folder / "int8"
 
 

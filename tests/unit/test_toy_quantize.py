@@ -23,17 +23,18 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
-def test_rounding_is_within_half_a_step():
-    weight = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("bits", "groups", "most"), [(8, 1, 127), (4, 2, 7)])
+def test_rounding_is_within_half_a_step(bits, groups, most):
+    weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
-    codes, scale = quantize.round_to_int8(weight)
-    assert codes.dtype == torch.int8 and scale.shape == (7, 1)
-    assert ((codes * scale - weight).abs() <= scale / 2 * 1.001).all()
-    assert (codes.abs().amax(-1)[[0, 1, 2, 4, 5, 6]] == 127).all()
+    codes, scale = quantize.rounded(weight, bits)
+    assert codes.dtype == torch.int8 and scale.shape == (7, groups, 1)
+    assert ((codes * scale - weight.view(codes.shape)).abs() <= scale / 2 * 1.001).all()
+    assert (codes.abs().amax(-1)[[0, 1, 2, 4, 5, 6]] == most).all()
 
 
 def test_copy_rounds_experts_and_attention_only(source, tmp_path):
-    facts = quantize.int8_copy(source, tmp_path / "copy")
+    facts = quantize.rounded_copy(source, tmp_path / "copy")
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "copy" / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -46,6 +47,6 @@ def test_copy_rounds_experts_and_attention_only(source, tmp_path):
 
 def test_copy_is_deterministic(source, tmp_path):
     for name in ("a", "b"):
-        quantize.int8_copy(source, tmp_path / name)
+        quantize.rounded_copy(source, tmp_path / name)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
     assert files[0] == files[1]

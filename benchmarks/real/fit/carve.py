@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from artefact import Experts
-from llama import BF16, Layer, Llama
+from llama import COMPUTE, Layer, Llama
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class CarvedLayer:
         self._holders = holders_of(experts.sets, experts.neurons)
         self._always = torch.zeros(experts.neurons)
         self._always[experts.shared] = 1
-        self._router = experts.router.to(BF16)
+        self._router = experts.router.to(COMPUTE)
         self.update()
 
     def update(self) -> None:
         """Takes the experts' ``left`` and ``right`` as they are now."""
-        self._down = self.experts.corrected(self._layer.down).to(BF16)
+        self._down = self.experts.corrected(self._layer.down).to(COMPUTE)
 
     def neurons(self, h: torch.Tensor, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``down'`` multiplies, float32 [tokens, neurons], and the router's logits [tokens, experts]."""
@@ -92,7 +92,7 @@ class CarvedLayer:
         return self.output(self.neurons(h)[0])
 
     def output(self, neurons: torch.Tensor) -> torch.Tensor:
-        return F.linear(neurons.to(BF16), self._down)
+        return F.linear(neurons.to(COMPUTE), self._down)
 
 
 def energies(layer: Layer, h: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from carve import CarvedLayer, weights_of
 from eagle import DEPTHS, Head, attended, rolled_out
-from llama import BF16, FFN, Llama, normed, rotated
+from llama import COMPUTE, FFN, Llama, normed, rotated
 from torch import Tensor
 
 UNKNOWN = -1  # in place of a draft where n-grams find none
@@ -41,7 +41,7 @@ class Chains(NamedTuple):
 
 
 @dataclass
-class _Text:
+class Text:
     """A text as one of the two models reads it: keys and values of each layer, and the residual streams."""
 
     keys: list[Tensor]
@@ -49,7 +49,7 @@ class _Text:
     streams: Tensor
 
     @classmethod
-    def read(cls, model: Llama, ids: Tensor, ffn: FFN) -> _Text:
+    def read(cls, model: Llama, ids: Tensor, ffn: FFN) -> Text:
         shape, (batch, tokens) = model.shape, ids.shape
         cosines, sines = model.rotations(tokens)
         x, found = F.embedding(ids, model.embedding), cls([], [], torch.empty(0))
@@ -76,7 +76,7 @@ class _Text:
 class _Rows:
     """Chains behind each of ``places`` [P] of a text, read one row at a time."""
 
-    def __init__(self, model: Llama, text: _Text, places: Tensor, ffn: FFN) -> None:
+    def __init__(self, model: Llama, text: Text, places: Tensor, ffn: FFN) -> None:
         self._model, self._text, self._places, self._ffn = model, text, places, ffn
         self._own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
         self._later = torch.arange(text.keys[0].shape[1]) > places[:, None]
@@ -102,7 +102,7 @@ class _Rows:
         before = torch.einsum("phgd,htd->phgt", groups, self._text.keys[number]).float()
         before = before.masked_fill(self._later[:, None, None], -torch.inf)
         behind = torch.stack([(groups * k[:, :, None]).sum(-1) for k, _ in own], -1).float()
-        weights = (torch.cat([before, behind], -1) * shape.head**-0.5).softmax(-1).to(BF16)
+        weights = (torch.cat([before, behind], -1) * shape.head**-0.5).softmax(-1).to(COMPUTE)
         length = before.shape[-1]
         mixed = torch.einsum("phgt,htd->phgd", weights[..., :length], self._text.values[number])
         for step, (_, v) in enumerate(own):
@@ -120,7 +120,7 @@ def chains(
         most: K, drafts of a chain.
         shares: percent of the experts that are in slots while the target drafts for itself with these alone.
     """
-    router = {number: layer.experts.router.to(BF16) for number, layer in enumerate(layers)}
+    router = {number: layer.experts.router.to(COMPUTE) for number, layer in enumerate(layers)}
     top_k, chosen = layers[0].top_k, []
 
     def carved(number: int, h: Tensor) -> Tensor:
@@ -129,14 +129,14 @@ def chains(
 
     length = len(prompt) + tokens + most + 1
     ids = rolled_out(model, layers, prompt[None], length, torch.ones(1, dtype=torch.bool), 1.0).ids
-    target, dense = _Text.read(model, ids, carved), _Text.read(model, ids, model.ffn)
+    target, dense = Text.read(model, ids, carved), Text.read(model, ids, model.ffn)
     routed = torch.stack([experts[0] for experts in chosen], 1)
     places = torch.arange(len(prompt) - 1, length - most - 2)
     said = torch.stack([ids[0, places + 2 + step] for step in range(most)], 1)
     found = {
         "ngram": _looked_up(ids[0], places, most),
         "eagle3": _by_head(head, model, ids, target.streams, places, most),
-        "dense": _by_model(model, model.ffn, dense, ids[0, places + 1], places, most),
+        "dense": drafted(model, model.ffn, dense, ids[0, places + 1], places, most),
     }
     names = dict[str, Tensor]()
     for share in shares:
@@ -147,7 +147,7 @@ def chains(
             return _restricted(layers[number], h, held[:, number])
 
         chosen.clear()
-        found[f"self{share}"] = _by_model(model, restricted, target, ids[0, places + 1], places, most)
+        found[f"self{share}"] = drafted(model, restricted, target, ids[0, places + 1], places, most)
         names[f"self{share}"] = torch.stack(chosen, 1).unflatten(1, (most, -1))
     every = {}
     for name, (drafts, chances) in found.items():
@@ -187,7 +187,8 @@ def _restricted(layer: CarvedLayer, h: Tensor, held: Tensor) -> Tensor:
     return layer.output(layer.neurons(h, lambda logits, k: weights_of(logits.masked_fill(~held, -torch.inf), k))[0])
 
 
-def _by_model(model: Llama, ffn: FFN, text: _Text, tokens: Tensor, places: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def drafted(model: Llama, ffn: FFN, text: Text, tokens: Tensor, places: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """What a model drafts behind ``tokens`` [P], which follow ``places`` [P], and its probabilities: both [P, most]."""
     rows, best = _Rows(model, text, places, ffn), []
     for _ in range(most):
         best.append(model.logits(rows.read(tokens)).softmax(-1).max(-1))

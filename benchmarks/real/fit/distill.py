@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from artefact import Experts
 from carve import holders_of, weights_of
-from llama import BF16, Llama
+from llama import COMPUTE, Llama
 
 EVERY = 2  # the divergence is taken at one position in so many
 Report = Callable[[int, float, float], None]
@@ -37,7 +37,7 @@ class Student:
             self.parameters.append((left, right))
             always = torch.zeros(experts.neurons)
             always[experts.shared] = 1
-            self._masks.append((experts.router.to(BF16), holders_of(experts.sets, experts.neurons), always))
+            self._masks.append((experts.router.to(COMPUTE), holders_of(experts.sets, experts.neurons), always))
 
     def correction(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """left [hidden, rank] and right [rank, neurons] of a layer, float32."""
@@ -49,9 +49,9 @@ class Student:
         router, holders, always = self._masks[number]
         with torch.no_grad():
             logits = F.linear(h, router).float()
-            mask = (always + weights_of(logits.flatten(0, 1), self.top_k) @ holders).view(*h.shape[:2], -1).to(BF16)
+            mask = (always + weights_of(logits.flatten(0, 1), self.top_k) @ holders).view(*h.shape[:2], -1).to(COMPUTE)
         neurons = F.silu(F.linear(h, layer.gate)) * F.linear(h, layer.up) * mask
-        left, right = (part.to(BF16) for part in self.correction(number))
+        left, right = (part.to(COMPUTE) for part in self.correction(number))
         return F.linear(neurons, layer.down) + F.linear(F.linear(neurons, right), left)
 
     def result(self) -> list[Experts]:

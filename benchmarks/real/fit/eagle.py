@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from carve import CarvedLayer
-from llama import BF16, Llama, normed, rotated
+from llama import COMPUTE, Llama, normed, rotated
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Rollouts:
     """What the target said, and its streams."""
 
     ids: Tensor  # int64 [count, length]
-    streams: Tensor  # bfloat16 [count, length, depths, hidden]
+    streams: Tensor  # [count, length, depths, hidden], bfloat16 in files
     greedy: Tensor  # bool [count]
     begun: int
     """Tokens of a prompt; the others are the target's."""
@@ -58,8 +58,10 @@ def rolled_out(
     count, prompt = prompts.shape
     shape = model.shape
     ids = F.pad(prompts, (0, length - prompt))
-    keys, values = (torch.zeros(shape.layers, count, shape.kv_heads, length, shape.head, dtype=BF16) for _ in range(2))
-    streams = torch.zeros(count, length, len(DEPTHS), shape.hidden, dtype=BF16)
+    keys, values = (
+        torch.zeros(shape.layers, count, shape.kv_heads, length, shape.head, dtype=COMPUTE) for _ in range(2)
+    )
+    streams = torch.zeros(count, length, len(DEPTHS), shape.hidden, dtype=COMPUTE)
     cosines, sines = model.rotations(length)
     generator = torch.Generator().manual_seed(int(prompts.sum()) % 2**31)
     begin = 0
@@ -82,14 +84,14 @@ def rolled_out(
 
 
 def save(rollouts: Rollouts, path: Path) -> None:
-    tensors = {"ids": rollouts.ids.int(), "streams": rollouts.streams, "greedy": rollouts.greedy}
+    tensors = {"ids": rollouts.ids.int(), "streams": rollouts.streams.bfloat16(), "greedy": rollouts.greedy}
     save_file(tensors, path, {"begun": str(rollouts.begun)})
 
 
 def load(path: Path) -> Rollouts:
     with safe_open(path, "pt") as file:
         ids, streams, greedy = (file.get_tensor(name) for name in ("ids", "streams", "greedy"))
-        return Rollouts(ids.long(), streams, greedy, int(file.metadata()["begun"]))
+        return Rollouts(ids.long(), streams.to(COMPUTE), greedy, int(file.metadata()["begun"]))
 
 
 def joined(parts: list[Rollouts]) -> Rollouts:
@@ -148,17 +150,17 @@ class Head(nn.Module):
         self._rotations = model.rotations(512)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return normed(x, weight.to(BF16), self.shape.epsilon)
+        return normed(x, weight.to(COMPUTE), self.shape.epsilon)
 
     def combined(self, streams: Tensor) -> Tensor:
         """streams [batch, tokens, depths, hidden] -> the residual stream that the head starts from."""
-        return F.linear(self._normed(streams, self.fc_norms).flatten(-2), self.fc.to(BF16))
+        return F.linear(self._normed(streams, self.fc_norms).flatten(-2), self.fc.to(COMPUTE))
 
     def projected(self, embedded: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [batch, heads, rows, head] at positions ``rows`` [rows]."""
         shape = self.shape
         joined = torch.cat([self._normed(embedded, self.embedding_norm), self._normed(x, self.hidden_norm)], -1)
-        heads = F.linear(joined, self.qkv.to(BF16)).unflatten(-1, (-1, shape.head)).transpose(1, 2)
+        heads = F.linear(joined, self.qkv.to(COMPUTE)).unflatten(-1, (-1, shape.head)).transpose(1, 2)
         q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
         cos, sin = (table[rows] for table in self._rotations)
         groups = shape.heads // shape.kv_heads
@@ -170,10 +172,10 @@ class Head(nn.Module):
 
     def finished(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The next residual stream, of x [batch, rows, hidden] and what was attended [batch, heads, rows, head]."""
-        x = x + F.linear(mixed.transpose(1, 2).flatten(2), self.o.to(BF16))
+        x = x + F.linear(mixed.transpose(1, 2).flatten(2), self.o.to(COMPUTE))
         h = self._normed(x, self.ffn_norm)
-        active = F.silu(F.linear(h, self.gate.to(BF16))) * F.linear(h, self.up.to(BF16))
-        return x + F.linear(active, self.down.to(BF16))
+        active = F.silu(F.linear(h, self.gate.to(COMPUTE))) * F.linear(h, self.up.to(COMPUTE))
+        return x + F.linear(active, self.down.to(COMPUTE))
 
     def finals(self, x: Tensor) -> Tensor:
         """What output rows are multiplied with."""
@@ -278,7 +280,7 @@ def tokens_a_step(head: Head, model: Llama, rollouts: Rollouts) -> float:
     """As an engine counts them that drafts STEPS tokens, on what the target said greedily."""
     length = rollouts.ids.shape[1] - 1 - STEPS
     bases = torch.arange(rollouts.begun - 1, length)
-    steps = tokens = 0
+    found = []
     for ids, streams in zip(rollouts.ids.split(16), rollouts.streams.split(16), strict=True):
         right = torch.ones(len(ids), len(bases), dtype=torch.long)
         accepted = torch.zeros_like(right)
@@ -287,8 +289,18 @@ def tokens_a_step(head: Head, model: Llama, rollouts: Rollouts) -> float:
             drafts = head.vocabulary[head.logits(x if number else x[:, bases]).argmax(-1)]
             right = right * (drafts == ids[:, bases + number + 2])
             accepted += right
-        for row in accepted.tolist():
-            place = 0
-            while place < len(row):  # an easy stretch is passed in few steps, so a mean over places would be too good
-                steps, tokens, place = steps + 1, tokens + 1 + row[place], place + 1 + row[place]
+        found.append(accepted)
+    return passed(torch.cat(found))
+
+
+def passed(accepted: Tensor) -> float:
+    """Tokens a step, where each of a text's places [texts, places] says how many drafts behind it are right.
+
+    An easy stretch is passed in few steps, so a mean over places would be too good.
+    """
+    steps = tokens = 0
+    for row in accepted.tolist():
+        place = 0
+        while place < len(row):
+            steps, tokens, place = steps + 1, tokens + 1 + row[place], place + 1 + row[place]
     return tokens / steps

@@ -8,13 +8,15 @@
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
     python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
+    python benchmarks/real/fit/fit.py prune --dense DIR/dense --texts … --rolls rolls.safetensors --held held.st
     python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
     python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
 ``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
 in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
-``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``vocabulary`` chooses the
-tokens that the head drafts. ``chains`` records what each drafter would draft behind every token (for
+``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``prune`` trains a
+draft model of a third of the parent's layers, which nothing is built of. ``vocabulary`` chooses the tokens that the
+head drafts. ``chains`` records what each drafter would draft behind every token (for
 ``benchmarks/replay/drafts.py``).
 """
 
@@ -43,6 +45,7 @@ import artefact
 import chains
 import eagle
 import held
+import prune
 from artefact import ModelChange
 from carve import CarvedLayer, Plan, carved, corrected
 from distill import Student, distilled
@@ -85,10 +88,10 @@ def by_frequency(texts: list[torch.Tensor], tokens: int) -> torch.Tensor:
     return torch.stack(counts).sum(0).argsort(descending=True, stable=True)
 
 
-def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int) -> torch.Tensor:
-    """Windows of all kinds, as many of each, in random order: int64 [windows, LENGTH]."""
+def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int, length: int = LENGTH) -> torch.Tensor:
+    """Windows of all kinds, as many of each, in random order: int64 [windows, length]."""
     share = -(-count // len(texts))
-    ids = torch.cat([windows(text, share, LENGTH, seed + i) for i, text in enumerate(texts.values())])
+    ids = torch.cat([windows(text, share, length, seed + i) for i, text in enumerate(texts.values())])
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
 
 
@@ -229,6 +232,47 @@ def head(
 
     eagle.trained(trainee, model, found, common, minutes * 60, rate, batch, said)
     finish()
+
+
+@app.command("prune")
+def prune_command(
+    dense: Dense,
+    texts: Texts,
+    rolls: Annotated[list[Path], typer.Option(help="files of roll; may be given several times")],
+    held: Annotated[Path, typer.Option(help="a file of roll on held texts, to judge by")],
+    kept: Annotated[str, typer.Option(help="layers of the parent that stay")] = "0,1,2,6,10,14,18,22,27,29",
+    minutes: Annotated[float, typer.Option(help="how long to learn")] = 50.0,
+    rate: Annotated[float, typer.Option(help="learning rate")] = 6e-4,
+    batch: Annotated[int, typer.Option(help="windows of a step")] = 5,
+    every: Annotated[int, typer.Option(help="steps between judgements")] = 200,
+    artefact_path: Artefact = artefact.PATH,
+) -> None:
+    """Trains a draft model of some layers of the parent, and says how well it drafts; keeps nothing."""
+    model = Llama(dense)
+    layers = carved_layers(model, artefact_path)
+    found, said = read_texts(texts, "fit"), eagle.joined([eagle.load(path) for path in rolls])
+    common = by_frequency([*found.values(), said.ids[:, said.begun :].flatten()], len(model.embedding))[: eagle.COMMON]
+    ids = torch.cat([shuffled(found, 6000, 2000, eagle.ROLL), said.ids])
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(4))]
+    judged_by, trainee = eagle.load(held), prune.Pruned(model, [int(number) for number in kept.split(",")])
+    begun, tokens = time.monotonic(), batch * eagle.ROLL
+
+    def report(step: int, loss: float, agreed: float) -> None:
+        if step % 20 == 0:
+            seconds = time.monotonic() - begun
+            console.print(
+                f"step {step:5}  {step * tokens:8} tokens  loss {loss:.3f}  agreed {agreed:.3f}  {seconds:.0f} s"
+            )
+        if step % every == every - 1:
+            judge_it()
+
+    def judge_it() -> None:
+        with torch.no_grad():
+            console.print(f"tokens a step on held prompts: {prune.tokens_a_step(trainee.model(), judged_by):.3f}")
+
+    judge_it()
+    prune.trained(trainee, model, layers, ids, common, minutes * 60, rate, batch, report)
+    judge_it()
 
 
 @app.command()
