@@ -8,7 +8,7 @@
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
     python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
-    python benchmarks/real/fit/fit.py prune --dense DIR/dense --texts … --rolls rolls.safetensors --held held.st
+    python benchmarks/real/fit/fit.py prune --dense DIR/dense --texts … --rolls rolls.safetensors --held held.st …
     python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
     python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
@@ -240,6 +240,7 @@ def prune_command(
     texts: Texts,
     rolls: Annotated[list[Path], typer.Option(help="files of roll; may be given several times")],
     held: Annotated[Path, typer.Option(help="a file of roll on held texts, to judge by")],
+    output: Annotated[Path, typer.Option(help="folder for the draft model")],
     kept: Annotated[str, typer.Option(help="layers of the parent that stay")] = "0,1,2,6,10,14,18,22,27,29",
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 50.0,
     rate: Annotated[float, typer.Option(help="learning rate")] = 6e-4,
@@ -247,7 +248,7 @@ def prune_command(
     every: Annotated[int, typer.Option(help="steps between judgements")] = 200,
     artefact_path: Artefact = artefact.PATH,
 ) -> None:
-    """Trains a draft model of some layers of the parent, and says how well it drafts; keeps nothing."""
+    """Trains a draft model of some layers of the parent, and says how well it drafts."""
     model = Llama(dense)
     layers = carved_layers(model, artefact_path)
     found, said = read_texts(texts, "fit"), eagle.joined([eagle.load(path) for path in rolls])
@@ -268,6 +269,7 @@ def prune_command(
 
     def judge_it() -> None:
         with torch.no_grad():
+            prune.write(trainee.model(), dense, output)
             console.print(f"tokens a step on held prompts: {prune.tokens_a_step(trainee.model(), judged_by):.3f}")
 
     judge_it()

@@ -7,17 +7,22 @@ What it reaches in an hour is a bound for what a correction of few bytes could.
 from __future__ import annotations
 
 import copy
+import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from carve import CarvedLayer
 from chains import Text, drafted
 from eagle import RANDOM, STEPS, Rollouts, passed
+from export import TOKENIZER
 from llama import COMPUTE, Layer, Llama, normed
+from safetensors.torch import save_file
 from torch import Tensor
 
 BETWEEN = 1.0  # weight of the relative error of streams, at first: it falls to nothing
@@ -47,6 +52,28 @@ class Pruned:
         model.layers = [Layer(*(part.to(COMPUTE) for part in layer)) for layer in self._layers]
         model.norm = self._norm.to(COMPUTE)
         return model
+
+
+def write(model: Llama, dense: Path, folder: Path) -> None:
+    """A checkpoint of the draft model for vLLM's ``LlamaForCausalLM``."""
+    shape = model.shape
+    keys = shape.head * shape.kv_heads
+    new = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.norm}
+    for number, layer in enumerate(model.layers):
+        prefix = f"model.layers.{number}."
+        for part, weight in zip("qkv", layer.qkv.split([shape.hidden, keys, keys]), strict=True):
+            new[f"{prefix}self_attn.{part}_proj.weight"] = weight
+        new[f"{prefix}self_attn.o_proj.weight"] = layer.o
+        new |= {f"{prefix}mlp.{part}_proj.weight": getattr(layer, part) for part in ("gate", "up", "down")}
+        new[f"{prefix}input_layernorm.weight"] = layer.attention_norm
+        new[f"{prefix}post_attention_layernorm.weight"] = layer.ffn_norm
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((dense / "config.json").read_text()) | {"num_hidden_layers": shape.layers}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for name in TOKENIZER:
+        shutil.copy(dense / name, folder / name)
 
 
 @torch.no_grad()
