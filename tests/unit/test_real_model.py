@@ -115,7 +115,7 @@ def test_an_exported_layer_computes_what_was_fitted(tmp_path: Path) -> None:
     change = artefact.ModelChange([found], {"top_k": TOP_K})
     export.write_target(tmp_path / "dense", change, tmp_path / "target")
     model = llama.Llama(tmp_path / "dense")
-    h = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    h = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2)).to(llama.COMPUTE)
     wanted = carve.CarvedLayer(model.layers[0], found, TOP_K)(h).float()
 
     tensors = {name: value.float() for name, value in load_file(tmp_path / "target" / "model.safetensors").items()}

@@ -41,7 +41,7 @@ class Rollouts:
     """What the target said, and its streams."""
 
     ids: Tensor  # int64 [count, length]
-    streams: Tensor  # [count, length, depths, hidden], bfloat16 in files
+    streams: Tensor  # [count, length, depths, hidden]
     greedy: Tensor  # bool [count]
     begun: int
     """Tokens of a prompt; the others are the target's."""
@@ -84,7 +84,7 @@ def rolled_out(
 
 
 def save(rollouts: Rollouts, path: Path) -> None:
-    tensors = {"ids": rollouts.ids.int(), "streams": rollouts.streams.bfloat16(), "greedy": rollouts.greedy}
+    tensors = {"ids": rollouts.ids.int(), "streams": rollouts.streams, "greedy": rollouts.greedy}
     save_file(tensors, path, {"begun": str(rollouts.begun)})
 
 
