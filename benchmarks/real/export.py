@@ -50,7 +50,7 @@ def write_target(dense: Path, change: ModelChange, folder: Path) -> None:
         "scoring_func": "softmax",
         "routed_scaling_factor": 1.0,
     }
-    _write(new, dense, numbers, folder)
+    write_checkpoint(new, dense, numbers, folder)
 
 
 def _moe(old: dict[str, torch.Tensor], number: int, layer: Experts, top_k: int) -> dict[str, torch.Tensor]:
@@ -98,10 +98,11 @@ def write_eagle(dense: Path, head: Head, vocabulary: torch.Tensor, folder: Path)
         "fc_norm": True,
         "eagle_aux_hidden_state_layer_ids": head.numbers["depths"],
     }
-    _write(tensors, dense, numbers, folder)
+    write_checkpoint(tensors, dense, numbers, folder)
 
 
-def _write(tensors: dict[str, torch.Tensor], dense: Path, numbers: dict[str, Any], folder: Path) -> None:
+def write_checkpoint(tensors: dict[str, torch.Tensor], dense: Path, numbers: dict[str, Any], folder: Path) -> None:
+    """Writes ``tensors`` with the dense parent's config, changed by ``numbers``, and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((dense / "config.json").read_text()) | numbers

@@ -265,14 +265,19 @@ def trained(
             total += DECAY**number
             same = float((goal.argmax(-1) == got.argmax(-1)).float().mean())
             mean[number] = 0.98 * mean[number] + 0.02 * same if step else same
-        optimiser.zero_grad()
-        (loss / total).backward()
-        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1, (step + 1) / 50) * (0.05 + 0.95 * (0.5 + 0.5 * math.cos(math.pi * done)))
-        optimiser.step()
+        descended(optimiser, loss / total, rate, step, done)
         report(step, float(loss.detach()) / total, mean)
         step += 1
+
+
+def descended(optimiser: torch.optim.Optimizer, loss: Tensor, rate: float, step: int, done: float) -> None:
+    """One step down the loss: 50 steps to the full rate, then along a cosine to a twentieth of it at ``done`` = 1."""
+    optimiser.zero_grad()
+    loss.backward()
+    for group in optimiser.param_groups:
+        nn.utils.clip_grad_norm_(group["params"], 1.0)
+        group["lr"] = rate * min(1, (step + 1) / 50) * (0.05 + 0.95 * (0.5 + 0.5 * math.cos(math.pi * done)))
+    optimiser.step()
 
 
 @torch.inference_mode()

@@ -7,9 +7,6 @@ What it reaches in an hour is a bound for what a correction of few bytes could.
 from __future__ import annotations
 
 import copy
-import json
-import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
@@ -19,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from carve import CarvedLayer
 from chains import Text, drafted
-from eagle import RANDOM, STEPS, Rollouts, passed
-from export import TOKENIZER
+from eagle import RANDOM, STEPS, Rollouts, descended, passed
+from export import write_checkpoint
 from llama import COMPUTE, Layer, Llama, normed
-from safetensors.torch import save_file
 from torch import Tensor
 
 BETWEEN = 1.0  # weight of the relative error of streams, at first: it falls to nothing
@@ -67,13 +63,8 @@ def write(model: Llama, dense: Path, folder: Path) -> None:
         new |= {f"{prefix}mlp.{part}_proj.weight": getattr(layer, part) for part in ("gate", "up", "down")}
         new[f"{prefix}input_layernorm.weight"] = layer.attention_norm
         new[f"{prefix}post_attention_layernorm.weight"] = layer.ffn_norm
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((dense / "config.json").read_text()) | {"num_hidden_layers": shape.layers}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    for name in TOKENIZER:
-        shutil.copy(dense / name, folder / name)
+    write_checkpoint(tensors, dense, {"num_hidden_layers": shape.layers}, folder)
 
 
 @torch.no_grad()
@@ -132,12 +123,7 @@ def trained(
         got = F.linear(final, output).float()
         entropy = -(right * got.log_softmax(-1)).sum(-1).mean()
         loss = entropy + LAST * apart(final, aim) + BETWEEN * (1 - done) * between / len(goals)
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainee.parameters, 1.0)
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1, (step + 1) / 50) * (0.05 + 0.95 * (0.5 + 0.5 * math.cos(math.pi * done)))
-        optimiser.step()
+        descended(optimiser, loss, rate, step, done)
         same = float((right.argmax(-1) == got.argmax(-1)).float().mean())
         mean = 0.98 * mean + 0.02 * same if step else same
         report(step, float(loss.detach()), mean)
