@@ -38,7 +38,7 @@ import held
 from carve import CarvedLayer, weights_of
 from common import RESULTS, ROOT, provenance, show, write_result
 from eagle import DEPTHS, Head
-from llama import BF16, Llama, normed, rotated
+from llama import COMPUTE, Llama, normed, rotated
 from proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.kernels.reference.shortlist import selected_first, shortlist, sorted_by
 
@@ -88,7 +88,7 @@ class Target:
         pairs = zip(self.model.layers, found.layers, strict=True)
         self.carved = [CarvedLayer(layer, experts, found.numbers["top_k"]) for layer, experts in pairs]
         self.experts, self.rows = len(found.layers[0].router), ROWS
-        self._holders = [each._holders.to(BF16) for each in self.carved]
+        self._holders = [each._holders.to(COMPUTE) for each in self.carved]
         self.arm: Arm | None = None
         self.counts = torch.zeros(len(self.carved), self.experts, dtype=torch.long)  # of the calibration
         self.watch: Callable[[int, Tensor, Tensor, Tensor], None] | None = None  # sees layers: h, logits and weights
@@ -175,7 +175,7 @@ class Reader:
 
     def __init__(self, model: Llama, ffn: Callable[[int, Tensor], Tensor]) -> None:
         self._model, self._ffn, self._rotations = model, ffn, model.rotations(512)
-        empty = torch.zeros(model.shape.kv_heads, 0, model.shape.head, dtype=BF16)
+        empty = torch.zeros(model.shape.kv_heads, 0, model.shape.head, dtype=COMPUTE)
         self._keys, self._values = [empty] * model.shape.layers, [empty] * model.shape.layers
 
     @property
