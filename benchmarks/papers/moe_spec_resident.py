@@ -2,7 +2,8 @@
 
     python benchmarks/papers/moe_spec_resident.py
 
-Computed in torch from the model's artefact, greedily, in bfloat16. A prompt and its context are never budgeted.
+Computed in torch from the model's artefact, greedily, in bfloat16 (float32 where a CPU has none). A prompt and its
+context are never budgeted.
 
 - trees: answers to held-out prompts of several kinds of text. In each step a drafter, the EAGLE-3 head or the dense
   parent, grows a tree; the model verifies it with each layer's experts cut to a budget, and its keys stay as they

@@ -27,11 +27,11 @@ def model() -> object:
     generator, shape = torch.Generator().manual_seed(0), llama.Shape(2, 16, 24, 2, 1, 1e-5, 1e4)
 
     def random(*size: int) -> torch.Tensor:
-        return (torch.randn(*size, generator=generator) * 0.3).bfloat16()
+        return (torch.randn(*size, generator=generator) * 0.3).to(llama.COMPUTE)
 
     found = llama.Llama.__new__(llama.Llama)
-    found.shape, found.embedding, found.norm = shape, random(50, 16), torch.ones(16).bfloat16()
-    ones = torch.ones(16).bfloat16()
+    found.shape, found.embedding, found.norm = shape, random(50, 16), torch.ones(16, dtype=llama.COMPUTE)
+    ones = torch.ones(16, dtype=llama.COMPUTE)
     found.layers = [
         llama.Layer(ones, ones, random(32, 16), random(16, 16), random(24, 16), random(24, 16), random(16, 24))
         for _ in range(2)
