@@ -1,13 +1,13 @@
 """MoE-Spec's table 1 and figures 4, 5b, 9 and 10: speed, acceptance length and quality by budget, on a scaled machine.
 
-An engine without drafts, and for each chain and each tree of an EAGLE-3 head one that verifies all drafts in every
-step, stay alive; each prompt goes to all of them, once per arm, in random order: exact, and under each budget with each
-kind of votes. Speed is the ratio of tokens per second to those without drafts, of the same prompt; acceptance length is
-1 + accepted / drafts; experts are the distinct ones per layer and step. Quality is what stock vLLM, exact, thinks of
-the answers: their perplexity, the share of their tokens that are its own first choice given the text so far (top-1
-agreement), with --kl the divergence of the distributions that they are from, and at temperature 0 the share of an
-answer's tokens before the first that differs from that without drafts. At a temperature above 0 every seed is a run of
-all prompts, and deviations are over seeds.
+An engine without drafts, and for each chain and each tree of an EAGLE-3 head, or chain of n-grams, one that verifies
+all drafts in every step, stay alive; each prompt goes to all of them, once per arm, in random order: exact, and under
+each budget with each kind of votes. Speed is the ratio of tokens per second to those without drafts, of the same
+prompt; acceptance length is 1 + accepted / drafts; experts are the distinct ones per layer and step. Quality is what
+stock vLLM, exact, thinks of the answers: their perplexity, the share of their tokens that are its own first choice
+given the text so far (top-1 agreement), with --kl the divergence of the distributions that they are from, and at
+temperature 0 the share of an answer's tokens before the first that differs from that without drafts. At a temperature
+above 0 every seed is a run of all prompts, and deviations are over seeds.
 
 On a CPU, stock vLLM 0.32 samples wrong tokens with chains of drafts at temperatures above 0: use --chains "" there.
 
@@ -52,8 +52,12 @@ moe_spec_table.py .cache/toy/local-mid --temperatures 0 --kl 3
 
 moe_spec_table.py .cache/toy/local-mid --budgets 24 --trees 8,16,32,63 --votes path --temperatures 0
 
+moe_spec_table.py .cache/real/target --machine rtx4090-int4 --slots 50% --cpu --dtype float32 --drafters eagle3,ngram \\
+    --chains 4 --trees 16 --votes path --temperatures 0 --eagle3 .cache/real/eagle3
+
 moe_spec_table.py .cache/toy/local-mid --chains "" --trees 63 --temperatures 1 --seeds 2 --prompts 4
 """
+EAGLE3, NGRAM = "eagle3", "ngram"
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
@@ -68,6 +72,7 @@ def main(
     coverage: Annotated[str, typer.Option(help="truncation, substitution or both.")] = "substitution",
     votes: Annotated[str, typer.Option(help="uniform, path or both.")] = "uniform,path",
     chains: Annotated[str, typer.Option(help="Draft tokens of chains.")] = "5",
+    drafters: Annotated[str, typer.Option(help="Of the chains: eagle3, ngram or both.")] = EAGLE3,
     trees: Annotated[str, typer.Option(help="Nodes of draft trees.")] = "16,63",
     temperatures: Annotated[str, typer.Option(help="Of the answers.")] = "0,1",
     seeds: Annotated[int, typer.Option(min=2, help="Runs at each temperature above 0.")] = 5,
@@ -77,6 +82,7 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 48,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
     disk_dir: PackedFolder = PACKED,
+    dtype: Annotated[str, typer.Option(help="Of all engines; float32 where bfloat16 is slow.")] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "scaled_moe_spec_toy.json",
 ) -> None:
@@ -84,12 +90,12 @@ def main(
     console = Console(width=max(160, Console().width))
     drafts = plan.Drafts(1, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
     try:
-        ways = ways_of(chains, trees)
+        ways = ways_of(chains, trees, plan.split(drafters))
         arms = arms_of(ways, plan.split(budgets), plan.split(coverage), plan.split(votes), ranking)
         cores, real = Cores.here(), Proportions.of(machine)
         settings = Settings(
             model, (1,), prompt_tokens, output_tokens, 0, True, None, disk_dir, drafts, timeout,
-            environment=cores.environment(),
+            dtype=dtype, environment=cores.environment(),
         )  # fmt: skip
         knobs = {"slots": slots, "policy": "reuse", **PACED, **(WATERFILL if cpu else {})}
         sides = [way.side(knobs) for way in ways]
@@ -115,7 +121,7 @@ def main(
             result["disturbed"] = disturbed(total([turn.answer["counters"]["own"] for turn in turns]), scale.machine)
             of = {arm.name: ways[arm.engine] for arm in arms}
             result["rows"] = [
-                {"kind": of[row["arm"]].kind, "drafts": of[row["arm"]].drafts, **row}
+                {**dataclasses.asdict(of[row["arm"]]), **row}
                 for row in rows(arms, turns, score(turns, batches, settings, advance))
             ]
     except (ValueError, SpacError, EngineError) as error:
@@ -135,27 +141,32 @@ class Way:
 
     kind: str
     drafts: int = 0
+    drafter: str = EAGLE3
 
     @property
     def name(self) -> str:
-        return f"{self.kind} of {self.drafts}" if self.drafts else "no drafts"
+        by = {EAGLE3: "", NGRAM: " by n-grams"}[self.drafter]
+        return f"{self.kind} of {self.drafts}{by}" if self.drafts else "no drafts"
 
     def side(self, knobs: Mapping[str, str]) -> Side:
         """Returns the engine, with further ``knobs``; it verifies all drafts in every step."""
         drafted = {"guard": "off"} if self.drafts else {}
         drafted |= {"tree": str(self.drafts)} if self.kind == "tree" else {}
-        return Side(self.name, {**knobs, **drafted}, "eagle3" if self.drafts else "none", self.drafts or None)
+        return Side(self.name, {**knobs, **drafted}, self.drafter if self.drafts else "none", self.drafts or None)
 
 
-def ways_of(chains: str, trees: str) -> list[Way]:
-    """Returns no drafts, the chains and the trees.
+def ways_of(chains: str, trees: str, drafters: Sequence[str] = (EAGLE3,)) -> list[Way]:
+    """Returns no drafts, the chains of each drafter, and the trees.
 
     Raises:
-        PlanError: a number is none, or there are no drafts.
+        PlanError: a number or a drafter is none, or there are no drafts.
     """
+    if odd := set(drafters) - {EAGLE3, NGRAM}:
+        raise plan.PlanError(f"--drafters {', '.join(sorted(odd))}: use {EAGLE3} or {NGRAM}")
     found = [Way("none")]
-    for kind, numbers in (("chain", chains), ("tree", trees)):
-        found += [Way(kind, number) for number in plan.sizes(numbers, f"--{kind}s")] if plan.split(numbers) else []
+    for kind, numbers, by in (("chain", chains, drafters), ("tree", trees, (EAGLE3,))):
+        counts = plan.sizes(numbers, f"--{kind}s") if plan.split(numbers) else []
+        found += [Way(kind, number, drafter) for drafter in by for number in counts]
     if len(found) == 1:
         raise plan.PlanError("name drafts: --chains 5 or --trees 16")
     return found

@@ -1,9 +1,9 @@
 """Drafts over no drafts on scaled machines, exact: each drafter with drafts chosen in each step, and always as many.
 
-Three engines take turns with each prompt: one without drafts, one whose guard and chooser are on, and one that verifies
---draft-tokens in every step. Experts that are not in slots are loaded or computed by the CPU, as
-[bold]waterfill[/] divides them. A point is a machine and a share of the slots. Times are [bold]scaled[/], see run.py
-beside this file: only ratios mean anything.
+Three engines take turns with each prompt: one without drafts, one whose guard and chooser are on, and one that
+verifies --draft-tokens (of a tree, all its nodes) in every step. Experts that are not in slots are loaded or computed
+by the CPU, as [bold]waterfill[/] divides them. A point is a machine and a share of the slots. Times are
+[bold]scaled[/], see run.py beside this file: only ratios mean anything.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ _EPILOG = """[bold]Example[/]
 python benchmarks/scaled/speculation.py .cache/real/target --machines rtx4090-int4 --slots 25%,50%
 """
 NONE, CHOSEN, ALWAYS = "none", "chosen", "always"
-OWN = "own"
+OWN, TREE = "own", "tree"
+METHODS = {OWN: "draft", TREE: "eagle3"}  # of drafters that are not named by theirs
+NODES = 16  # of a tree
+DRAFTERS = f"Of ngram, eagle3, tree (of {NODES} nodes, by EAGLE-3), draft, own (the model itself)."
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
 def sides(slots: str, drafter: str) -> list[Side]:
     """Returns the engine without drafts, and the two with them; the model's own ones say what is to be read."""
     knobs = {"slots": slots, **PACED, **WATERFILL}
-    drafting = knobs | ({"prefetch": "shadow"} if drafter == OWN else {})
-    speculation = "draft" if drafter == OWN else drafter
+    drafting = knobs | {OWN: {"prefetch": "shadow"}, TREE: {"tree": str(NODES)}}.get(drafter, {})
+    drafts = METHODS.get(drafter, drafter), NODES if drafter == TREE else None
     return [
         Side(NONE, knobs),
-        Side(CHOSEN, {**drafting, "guard": "on"}, speculation),
-        Side(ALWAYS, {**drafting, "guard": "off"}, speculation),
+        Side(CHOSEN, {**drafting, "guard": "on"}, *drafts),
+        Side(ALWAYS, {**drafting, "guard": "off"}, *drafts),
     ]
 
 
@@ -82,7 +85,7 @@ def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     machines: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090-int4,rtx4090",
     slots: Annotated[str, typer.Option(help="Values of --spac-slots.")] = "25%,50%",
-    drafters: Annotated[str, typer.Option(help="Of ngram, eagle3, draft, own (the model itself).")] = "ngram,eagle3",
+    drafters: Annotated[str, typer.Option(help=DRAFTERS)] = "ngram,eagle3",
     draft_tokens: Annotated[int, typer.Option(min=1, help="Most draft tokens of a step.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: dense beside the model.")] = None,
@@ -105,7 +108,7 @@ def main(
         if OWN in by_drafter:
             by_drafter[OWN] = replace(drafts, draft=model)
         for drafter, known in by_drafter.items():
-            known.settings("draft" if drafter == OWN else drafter)
+            known.settings(METHODS.get(drafter, drafter))
         settings = Settings(
             model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, timeout,
             dtype="float32", environment=cores.environment(),

@@ -120,9 +120,14 @@ def test_each_way_to_draft_is_an_engine_and_has_its_budgets() -> None:
     ]  # fmt: skip
     assert arms_[6].budget == {} and arms_[9].budget["votes"] == "path" and len({arm.name for arm in arms_}) == 16
     assert [way.name for way in table.ways_of("", "8")] == ["no drafts", "tree of 8"]
+    both = table.ways_of("4", "8", ["eagle3", "ngram"])[1:]
+    assert [way.name for way in both] == ["chain of 4", "chain of 4 by n-grams", "tree of 8"]
+    assert [way.side({}).speculation for way in both] == ["eagle3", "ngram", "eagle3"]
     for chains, trees in (("", ""), ("0", ""), ("5", "many")):
         with pytest.raises(plan.PlanError):
             table.ways_of(chains, trees)
+    with pytest.raises(plan.PlanError, match="medusa"):
+        table.ways_of("5", "", ["medusa"])
 
 
 def test_runs_by_temperature() -> None:
