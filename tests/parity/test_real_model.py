@@ -1,4 +1,4 @@
-"""A real pretrained MoE: the plugin's tokens are stock vLLM's, over slots, stores and drafts, in float32."""
+"""A real pretrained MoE: the plugin's tokens are stock vLLM's, over slots, stores, drafts and trees, in float32."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ QUESTIONS = (
 )
 DENSE_DRAFTS = {"method": "draft_model", "num_speculative_tokens": 4}
 EAGLE = {"method": "eagle3", "num_speculative_tokens": 4}
+TREES = {"max_num_seqs": 3, "num_gpu_blocks_override": 1024}  # room for their rows, and for blocks to verify them in
+HEAD = {"method": "eagle3", "num_speculative_tokens": 16}  # of a tree: its nodes
 FOLDERS = {"draft_model": "dense", "eagle3": "eagle3"}  # method -> the drafter's folder
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 RUNS = [
@@ -40,6 +42,8 @@ RUNS = [
         id="a quarter, read as the dense parent drafts",
     ),
     pytest.param({"slots": "25%", "store": "disk"}, EAGLE, id="a quarter, the EAGLE-3 head drafts"),
+    pytest.param({"slots": "25%", "store": "disk", "tree": 16}, HEAD, id="a quarter, a tree that a chooser cuts"),
+    pytest.param({"slots": "50%", "store": "host", "tree": 16, "guard": "off"}, HEAD, id="half, RAM, a whole tree"),
     pytest.param({"slots": "100%"}, DENSE_DRAFTS, id="all, the dense parent drafts"),
 ]
 pytestmark = pytest.mark.full
@@ -82,6 +86,8 @@ def test_same_tokens_as_stock(
     if drafts and (folder := FOLDERS.get(drafts["method"])):
         drafts = drafts | {"model": str(models / folder)}
     options = FLOAT32 | ({"speculative_config": drafts} if drafts else {})
+    if "tree" in spac:
+        options |= TREES
     with engines.engine(str(models / "target"), spac, **options) as llm:
         import vllm_spac
 
