@@ -148,6 +148,10 @@ class Way:
         by = {EAGLE3: "", NGRAM: " by n-grams"}[self.drafter]
         return f"{self.kind} of {self.drafts}{by}" if self.drafts else "no drafts"
 
+    def votes(self, asked: Sequence[str]) -> Sequence[str]:
+        """Returns the votes of its budgets; n-grams have no probabilities, hence no votes by path."""
+        return () if not self.drafts else asked if self.drafter == EAGLE3 else ["uniform"]
+
     def side(self, knobs: Mapping[str, str]) -> Side:
         """Returns the engine, with further ``knobs``; it verifies all drafts in every step."""
         drafted = {"guard": "off"} if self.drafts else {}
@@ -175,7 +179,7 @@ def ways_of(chains: str, trees: str, drafters: Sequence[str] = (EAGLE3,)) -> lis
 def arms_of(
     ways: Sequence[Way], budgets: Sequence[str], coverages: Sequence[str], votes: Sequence[str], ranking: str
 ) -> list[Arm]:
-    """Returns an exact arm for each way to draft, and for each with drafts one per budget, coverage and votes.
+    """Returns an exact arm for each way to draft, and for each with drafts one per budget, coverage and its votes.
 
     Raises:
         ConfigError: a setting is not the plugin's.
@@ -183,7 +187,7 @@ def arms_of(
     found = []
     for number, way in enumerate(ways):
         found.append(Arm(f"{way.name}, exact" if way.drafts else way.name, (), {}, number))
-        for vote in votes if way.drafts else ():
+        for vote in way.votes(votes):
             for arm in budget_arms(budgets, coverages, (), number, ranking=ranking, votes=vote):
                 found.append(dataclasses.replace(arm, name=f"{way.name}, {arm.name}"))
     return found

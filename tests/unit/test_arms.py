@@ -123,6 +123,7 @@ def test_each_way_to_draft_is_an_engine_and_has_its_budgets() -> None:
     both = table.ways_of("4", "8", ["eagle3", "ngram"])[1:]
     assert [way.name for way in both] == ["chain of 4", "chain of 4 by n-grams", "tree of 8"]
     assert [way.side({}).speculation for way in both] == ["eagle3", "ngram", "eagle3"]
+    assert [way.votes(["path"]) for way in both] == [["path"], ["uniform"], ["path"]]
     for chains, trees in (("", ""), ("0", ""), ("5", "many")):
         with pytest.raises(plan.PlanError):
             table.ways_of(chains, trees)
