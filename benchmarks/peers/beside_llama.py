@@ -7,6 +7,9 @@ counts the pages of the mapped file. Each has its own copy of the file, since pa
 nothing. Read-ahead decides how fast mapped files are, and large values ruin random reads: --read-ahead-kib 128, a
 common default, sets it for the run. Limits and read-ahead need root.
 
+Both sides have weights of --dtype. With bfloat16, llama.cpp rounds what it multiplies with them to bfloat16, and keys
+and values to float16, so that it may choose other experts than vLLM; with float32 it rounds neither.
+
 Needs: pip install "vllm-spac[peers]" (llama.cpp in the wheel xllamacpp)
 """
 
@@ -20,9 +23,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -51,9 +56,22 @@ _EPILOG = """[bold]Examples[/]
 
 python benchmarks/peers/beside_llama.py .cache/toy/mid --slots 25%
 
+python benchmarks/peers/beside_llama.py .cache/real/target --dtype float32 --read-ahead-kib 128
+
 python benchmarks/peers/beside_llama.py MODEL --slots 10%,25%,50%,100% --read-ahead-kib 128
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+class Dtype(StrEnum):
+    """The type of the weights of both sides."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+    @property
+    def element(self) -> torch.dtype:
+        return getattr(torch, self.value)
 
 
 @dataclass
@@ -91,9 +109,15 @@ class Llama(LiveProcess):
     """llama.cpp with a file of its own, in a control group if its memory is limited."""
 
     def __init__(
-        self, file: Path, context: int, threads: int, limit: process_memory.MemoryLimit | None, timeout: float
+        self,
+        file: Path,
+        context: int,
+        threads: int,
+        exact: bool,
+        limit: process_memory.MemoryLimit | None,
+        timeout: float,
     ):
-        job = {"model": str(file), "context": context, "threads": threads, "mapped": True}
+        job = {"model": str(file), "context": context, "threads": threads, "mapped": True, "exact": exact}
         self._limit = limit
 
         def command(folder: Path) -> list[str]:
@@ -114,7 +138,9 @@ class Llama(LiveProcess):
 
 @app.command(help=__doc__, epilog=_EPILOG)
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder of a Qwen3-MoE in bf16.", exists=True, file_okay=False)],
+    model: Annotated[
+        Path, typer.Argument(help="Folder of a Qwen3-MoE or DeepSeek (v1) in bf16.", exists=True, file_okay=False)
+    ],
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, one comparison each.")] = "25%",
     turns: Annotated[int, typer.Option(min=2, help="Turns that count, each with a prompt of its own.")] = 20,
     warm: Annotated[int, typer.Option(min=1, help="Turns before them.")] = 2,
@@ -122,6 +148,7 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per turn.")] = 64,
     threads: Annotated[int, typer.Option(min=1, help="Threads of llama.cpp.")] = 2,
     read_ahead_kib: Annotated[int | None, typer.Option(min=0, help="Of the disk; default: as it is.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of both sides.")] = Dtype.bfloat16,
     disk_dir: PackedFolder = PACKED,
     work: Annotated[Path, typer.Option(help="Folder of the GGUF files.", show_default=".cache/peers")] = ROOT
     / ".cache"
@@ -136,15 +163,18 @@ def main(
     console = Console(width=max(120, Console().width))
     settings = Settings(
         model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, plan.Drafts(4, model, model), timeout,
-        environment=_QUIET_OPENMP,
+        dtype=dtype.value, environment=_QUIET_OPENMP,
     )  # fmt: skip
     try:
         sides = {size: Side.parse("spac", size) for size in plan.split(slots)}
-        checkpoint, gguf = read_checkpoint(model), work / f"{model.name}.gguf"
+        checkpoint, gguf = read_checkpoint(model), work / f"{model.resolve().parent.name}-{model.name}-{dtype}.gguf"
         work.mkdir(parents=True, exist_ok=True)
         if not gguf.exists():
-            gguf_model.convert(model, gguf)
-        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+            gguf_model.convert(model, gguf, dtype.element)
+        try:
+            asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+        except ValueError as error:
+            raise plan.PlanError(f"--prompt-tokens {prompt_tokens}: {error}") from error
         result: dict[str, Any] = {
             "label": "toy model" if is_toy(model) else None,
             "model": model.name,
@@ -152,6 +182,7 @@ def main(
             "output_tokens": output_tokens,
             "warm_turns": warm,
             "threads": threads,
+            "dtype": dtype,
             "enforce_eager": eager,
             "seed": seed,
             "gguf_bytes": gguf.stat().st_size,
@@ -237,12 +268,13 @@ class Comparison:
         """Bytes of weights that the plugin has in RAM."""
         dense = self._checkpoint.other_bytes
         experts = sum(self._checkpoint.layer_bytes.values())
-        return dense + round(experts * self.choices["slots"] / self._checkpoint.total)
+        resident = dense + round(experts * self.choices["slots"] / self._checkpoint.total)
+        return resident * Dtype(self._settings.dtype).element.itemsize // torch.bfloat16.itemsize
 
     def _start_peers(self, stack: ExitStack, prompt: list[int], taken: int) -> list[Llama]:
         """Starts llama.cpp once per kind of limit. Its needs beside weights are measured in a process without one."""
         context = self._settings.prompt_tokens + self._settings.output_tokens + 8
-        options = context, self._threads
+        options = context, self._threads, self._settings.dtype == Dtype.float32
         free = Llama(self._gguf, *options, None, self._settings.timeout)
         stack.enter_context(closing(free))
         free.turn(prompt, self._settings.output_tokens)

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +113,8 @@ def test_the_file_has_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "mixtral"}, "no Qwen3-MoE"),
+        ({"architectures": ["MixtralForCausalLM"]}, "Mixtral.* writes Qwen3MoeForCausalLM and DeepseekForCausalLM"),
+        ({"norm_topk_prob": False}, "has norm_topk_prob False"),
         ({"num_hidden_layers": 1}, "does not know"),
         ({"num_hidden_layers": 7}, "has no model.layers.6"),
     ],
@@ -127,3 +130,114 @@ def test_checkpoints_that_cannot_be_written(tmp_path: Path, change: dict, says: 
     with pytest.raises(gguf_model.UnsupportedModelError, match=says):
         gguf_model.convert(tmp_path, tmp_path / "x.gguf", progress=False)
     assert not (tmp_path / "x.gguf").exists()
+
+
+HEADS, KV_HEADS, HIDDEN, NEURONS, EXPERTS, SHARED = 4, 2, 64, 16, 8, 3
+LLAMA = {
+    "vocab_size": 96,
+    "hidden_size": HIDDEN,
+    "intermediate_size": (SHARED + 1) * NEURONS,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekForCausalLM"],
+    "moe_intermediate_size": NEURONS,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": SHARED,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 0.5,
+}
+
+
+def carved(folder: Path):
+    """Writes a dense Llama's weights as a ``DeepseekForCausalLM`` that computes the same; returns the Llama.
+
+    All routed experts of a layer hold the same neurons, so that any choice gives the dense FFN's sum, if the weights of
+    the top-k sum to 1 and are scaled.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
+    weights = {}
+    for name, weight in llama.state_dict().items():
+        weight.copy_((weight if "norm" in name else torch.randn(weight.shape) * weight.shape[-1] ** -0.5).bfloat16())
+        layer, _, part = name.partition("mlp.")
+        if not part:
+            weights[name] = weight
+            continue
+        cut = (SHARED * NEURONS, NEURONS)
+        shared, routed = weight.split(cut, dim=1 if part.startswith("down") else 0)
+        weights[f"{layer}mlp.shared_experts.{part}"] = shared
+        routed = routed / DEEPSEEK["routed_scaling_factor"] if part.startswith("down") else routed
+        weights |= {f"{layer}mlp.experts.{i}.{part}": routed for i in range(EXPERTS)}
+        weights[f"{layer}mlp.gate.weight"] = torch.randn(EXPERTS, HIDDEN) * 0.1  # no weight is near 1
+    save_file({name: weight.bfloat16().contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(LLAMA | DEEPSEEK))
+    vocabulary = {chr(33 + i): i for i in range(LLAMA["vocab_size"])}
+    tokenizer = {"model": {"vocab": vocabulary, "merges": ["a b"]}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return llama
+
+
+def test_paired_rows_rotate_as_halves_do() -> None:
+    """Products of q and k: rotated by halves as vLLM does, and by neighbours after the rows were paired."""
+    head, tokens = HIDDEN // HEADS, 5
+    x, angles = torch.randn(tokens, HIDDEN), torch.outer(torch.arange(tokens), 0.5 ** torch.arange(head // 2))
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    q, k = torch.randn(HEADS * head, HIDDEN), torch.randn(HEADS * head, HIDDEN)
+
+    def by_halves(rows: torch.Tensor) -> torch.Tensor:
+        a, b = F.linear(x, rows).unflatten(1, (HEADS, 2, head // 2)).unbind(2)
+        return torch.view_as_real(torch.complex(a, b) * turns).flatten(2)
+
+    def by_neighbours(rows: torch.Tensor) -> torch.Tensor:
+        pairs = F.linear(x, rows).unflatten(1, (HEADS, head // 2, 2))
+        return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(2)
+
+    def products(rotated, pair) -> torch.Tensor:
+        return torch.einsum("ihd,jhd->hij", rotated(pair(q)), rotated(pair(k)))
+
+    goal = products(by_halves, lambda rows: rows)
+    assert torch.allclose(products(by_neighbours, lambda rows: gguf_model.paired(rows, head)), goal, rtol=1e-3)
+    assert not torch.allclose(products(by_neighbours, lambda rows: rows), goal, rtol=1e-3)
+
+
+def test_a_deepseek_is_written_with_paired_rows(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed; pip install 'vllm-spac[peers]'")
+    carved(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for dtype in (torch.bfloat16, torch.float32):
+        gguf_model.convert(tmp_path, tmp_path / "x.gguf", dtype, progress=False)
+        found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+        read = {name: torch.from_numpy(tensor.data.copy()) for name, tensor in found.items()}
+        read = {name: each if each.dtype == torch.float32 else each.view(torch.bfloat16) for name, each in read.items()}
+        old, new = "model.layers.1.self_attn.{}_proj.weight", "blk.1.attn_{}.weight"
+        for part in "qk":
+            paired = gguf_model.paired(weights[old.format(part)], HIDDEN // HEADS)
+            assert torch.equal(read[new.format(part)], paired.to(dtype)), "each head of its own"
+        assert torch.equal(read[new.format("v")], weights[old.format("v")].to(dtype))
+        shared = weights["model.layers.0.mlp.shared_experts.up_proj.weight"]
+        assert torch.equal(read["blk.0.ffn_up_shexp.weight"], shared.to(dtype))
+        assert len(read) == 3 + 2 * 13
+
+
+def test_llama_answers_as_the_deepseek_does(tmp_path: Path) -> None:
+    """A file in float32: the same tokens as the dense Llama that its layers sum up to."""
+    for package in ("gguf", "xllamacpp"):
+        pytest.importorskip(package, reason=f"{package} is not installed; pip install 'vllm-spac[peers]'")
+    llama = carved(tmp_path)
+    gguf_model.convert(tmp_path, tmp_path / "x.gguf", torch.float32, progress=False)
+    prompt, count = torch.arange(3, 27), 24
+    said = llama.generate(prompt[None], max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None)
+    with closing(beside_llama.Llama(tmp_path / "x.gguf", 64, 1, True, None, 120)) as process:
+        assert process.turn(prompt.tolist(), count)["tokens"] == [said[0, len(prompt) :].tolist()]
