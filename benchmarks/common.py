@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +133,15 @@ def over_exact(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
     """Returns the speed of each budgeted row over that of the same drafts at the same temperature without a budget.
 
     Args:
-        rows: ``kind`` and number of ``drafts``, ``temperature``, ``budget`` (empty: none) and ``speed``.
+        rows: ``kind`` and number of ``drafts``, ``temperature``, ``budget`` (empty: none) and ``speed``; ``drafter``,
+            if there are several.
 
     Returns:
         For each row; None for rows without drafts or budget.
     """
-    key = itemgetter("kind", "drafts", "temperature")
+
+    def key(row: Mapping[str, Any]) -> tuple:
+        return row["kind"], row["drafts"], row.get("drafter"), row["temperature"]
+
     exact = {key(row): row["speed"] for row in rows if row.get("drafts") and not row["budget"]}
     return [row["speed"] / exact[key(row)] if row.get("drafts") and row["budget"] else None for row in rows]
