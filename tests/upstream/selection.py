@@ -63,7 +63,8 @@ class Choice:
         method, kernel: classes of vLLM; empty if the plugin refused before.
         rounds: whether our kernel rounds rows to FP8, as the kernel does that it stands for.
         refused: what the plugin says before a model is loaded; empty if it does not.
-        failed: what vLLM or the plugin says when a layer is built; empty if they do not.
+        failed: what vLLM or the plugin says when a layer is built, or warmed up as our kernel reads it; empty if they
+            do not.
         instead: an option that ``refused`` names and with which the engine starts.
     """
 
@@ -179,8 +180,8 @@ def _formats() -> dict[str, dict[str, Any]]:
     return {name: models[name] | ({"quantization_config": each} if each else {}) for name, each in found.items()}
 
 
-def _layer(args: Any, model: Any) -> Any:
-    """Returns the experts that vLLM builds for a model, as its model's class asks for them."""
+def _runner(args: Any, model: Any) -> Any:
+    """Returns the layer that vLLM builds for a model, as its model's class asks for it."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.load import LoadConfig
@@ -197,7 +198,7 @@ def _layer(args: Any, model: Any) -> Any:
     alone = dict.fromkeys(("tp_size", "dp_size", "pcp_size"), 1)
     beside |= {"prefix": "model.layers.0.mlp.experts", "renormalize": True, "quant_config": quantised}
     with set_current_vllm_config(engine), torch.device("cpu"):
-        return FusedMoEFactory(*sizes, params_dtype=torch.bfloat16, **alone, **beside).routed_experts
+        return FusedMoEFactory(*sizes, params_dtype=torch.bfloat16, **alone, **beside)
 
 
 def _take(layer: Any, layout: str) -> bool:
@@ -205,7 +206,7 @@ def _take(layer: Any, layout: str) -> bool:
     import torch
 
     from vllm_spac.integration.layers import quant_schemes
-    from vllm_spac.integration.layers.packed_experts import WeightPacking
+    from vllm_spac.integration.layers.packed_experts import WeightPacking, appear_unquantised
 
     packing = WeightPacking.of(layer) if quant_schemes.is_quantised(layer) and layout == "plain" else None
     staged = quant_schemes.expert_tensors(layer, packing is not None)
@@ -213,7 +214,20 @@ def _take(layer: Any, layout: str) -> bool:
         assert layout == "kernel" or quant_schemes.is_plain(layer), "our kernel does not read this layer"
         return False
     packing({name: torch.ones_like(param.data[:1]) for name, param in staged.items()})
+    appear_unquantised(layer.quant_method)
+    for param in staged.values():
+        param.data = param.data.new_empty(0)
     return getattr(packing.kind, "activations", None) is not None
+
+
+def _warm_up(runner: Any) -> None:
+    """Asks for what vLLM's warm-up of DeepGEMM, before the first request, asks every MoE layer. It computes nothing."""
+    import torch
+    from vllm.model_executor.warmup import deep_gemm_warmup
+
+    deep_gemm_warmup.get_mk_alignment_for_contiguous_layout = lambda: [128, 128]  # compiled code says so
+    assert isinstance(runner, deep_gemm_warmup.MoERunner), "the warm-up asks nothing"
+    deep_gemm_warmup._count_warmup_iterations(torch.nn.Sequential(runner), 8192)
 
 
 def _choice(found: Choice, folder: str, knobs: dict[str, str] | None, named: dict[str, str]) -> Choice:
@@ -238,10 +252,15 @@ def _choice(found: Choice, folder: str, knobs: dict[str, str] | None, named: dic
         options += [f"--{name} {value}" for name, value in set_.items() if value not in (None, "auto")]
         found = replace(found, options=tuple(options), layout=config.execution_class.layout)
     try:
-        layer = _layer(args, model or args.create_model_config())
-        method = layer.quant_method
+        runner = _runner(args, model or args.create_model_config())
+        method = runner.routed_experts.quant_method
         found = replace(found, method=type(method).__name__, kernel=method.experts_cls.__name__)
-        return found if knobs is None else replace(found, rounds=_take(layer, found.layout))
+        if knobs is None:
+            return found
+        found = replace(found, rounds=_take(runner.routed_experts, found.layout))
+        if found.layout == "plain":  # vLLM's kernel is built from weights, which there are none of here
+            _warm_up(runner)
+        return found
     except Exception as error:  # whatever it says is the result
         return replace(found, failed=f"{type(error).__name__}: {error}")
 

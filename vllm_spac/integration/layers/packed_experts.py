@@ -144,11 +144,16 @@ class WeightPacking:
         return found
 
 
-def unquantised_config() -> Any:
-    """Returns vLLM's settings of a kernel that reads no scales."""
+def appear_unquantised(method: Any) -> None:
+    """Makes ``method`` of a layer with packed experts say that vLLM's kernel reads no scales.
+
+    vLLM would make settings of what its own kernel needs, which such a layer does not have: in its forward, and on
+    GPUs with DeepGEMM in the warm-up, which asks every MoE layer for them.
+    """
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
-    return FUSED_MOE_UNQUANTIZED_CONFIG
+    method.moe_quant_config = FUSED_MOE_UNQUANTIZED_CONFIG
+    method.get_fused_moe_quant_config = lambda layer: FUSED_MOE_UNQUANTIZED_CONFIG
 
 
 def blank(param: Tensor) -> Tensor:

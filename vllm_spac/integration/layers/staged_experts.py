@@ -16,7 +16,7 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.hooks.model_host import LayerHost, current
 from vllm_spac.integration.layers import quant_schemes
-from vllm_spac.integration.layers.packed_experts import WeightPacking, blank, unquantised_config
+from vllm_spac.integration.layers.packed_experts import WeightPacking, appear_unquantised, blank
 from vllm_spac.kernels.formats import Format
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class StagedExperts(_Layer):
         """Layout of one expert as the kernel reads it; as a side effect builds the layer's kernel, if vLLM's runs."""
         if self.spac_packing is not None:
             one = {name: torch.ones_like(p.data[:1]) for name, p in self._staged.items()}  # scales of 0 are refused
-            self.quant_method.moe_quant_config = unquantised_config()  # else vLLM makes one, from what its kernel needs
+            appear_unquantised(self.quant_method)
             return {n: TensorSpec(tuple(t.shape[1:]), t.dtype) for n, t in self.spac_packing(one).items()}
         packed = self._convert({name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()})
         self._restore()
