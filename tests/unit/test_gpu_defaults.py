@@ -60,7 +60,14 @@ def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{}, {"slots": "25%", "policy": "lru"}, {"budget": 16}, {"prefetch": "linear", "predictor_file": "f"}],
+    [
+        {},
+        {"slots": "25%", "policy": "lru"},
+        {"budget": 16},
+        {"prefetch": "linear", "predictor_file": "f"},
+        {"prefetch": "utility@extra=0.2"},
+        {"cpu_experts": "auto"},
+    ],
     ids=str,
 )
 def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
@@ -75,9 +82,8 @@ def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
         ({"slots": "100%"}, "each expert has a slot"),
         ({"store": "disk"}, "reads missing experts in place"),
         ({"host_memory": "8GiB"}, "--spac-host-memory"),
-        ({"cpu_experts": "auto"}, "ran on no GPU with decisions=device"),
         ({"kernel": "vllm"}, "reads experts in slots"),
-        ({"prefetch": "utility"}, "--spac-prefetch"),
+        ({"prefetch": "shadow@k=8"}, "--spac-prefetch"),
         ({"policy": "layer_lru"}, "--spac-policy"),
         ({"budget": 16, "budget_votes": "path"}, "--spac-budget-votes"),
     ],
@@ -132,7 +138,8 @@ def test_the_device_decides_about_divided_experts_too(gpu) -> None:
         ({"decisions": "device@staging=off"}, "pointers"),
         ({"kernel": "table"}, "pointers"),
         ({"kernel": "table", "decisions": "host"}, "table"),
-        ({"kernel": "table", "cpu_experts": "auto"}, "table"),
+        ({"kernel": "table", "cpu_experts": "auto"}, "pointers"),
+        ({"decisions": "host", "kernel": "table", "cpu_experts": "auto"}, "table"),
     ],
     ids=str,
 )

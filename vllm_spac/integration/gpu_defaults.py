@@ -1,9 +1,9 @@
 """What an engine on a GPU gets where its user named nothing: who decides, what computes, and vLLM's options for it.
 
 With ``decisions=host`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that
-took 13 ms a token of a model of 6 layers, of which the bytes take 4; with ``decisions=device`` it took 3.7. So that is
-the default, unless our kernel does not compute the model, or another knob needs the host. Then formats that vLLM's
-kernel does not read from slots get ``kernel=table``, our kernel over slots.
+took 13 ms a token of a model of 6 layers, of which the bytes take 4; with ``decisions=device`` it took 3.7, and 5.6
+with CPU experts. So that is the default, unless our kernel does not compute the model, or another knob needs the host.
+Then formats that vLLM's kernel does not read from slots get ``kernel=table``, our kernel over slots.
 
 vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
@@ -99,10 +99,8 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     if config.parsed_slots.share == 1:
         return "each expert has a slot, and vLLM's own kernel runs"
     if config.votes_alpha is not None:
-        return "weighted votes ran on no GPU with decisions=device (--spac-budget-votes)"
-    if config.uses_cpu_experts:
-        return "CPU experts ran on no GPU with decisions=device (--spac-decisions device has them)"
-    if config.prefetch not in ("off", AUTO) and not components.find("predictors", config.prefetch).on_device:
+        return "with decisions=device, weighted votes ran on a GPU without CUDA graphs only (--spac-budget-votes)"
+    if not _ran_on_device(config.prefetch):
         return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with decisions=device"
     given = engine_args.additional_config["spac"]
     try:
@@ -112,6 +110,12 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     if other.store_on("cuda") != config.store_on("cuda"):
         return f"experts are in store={config.store_on('cuda')}"
     return None
+
+
+def _ran_on_device(prefetch: str) -> bool:
+    """Whether reads ahead by this predictor gave stock's tokens on a GPU where the device decides, in CUDA graphs."""
+    name, _, _ = prefetch.partition("@")
+    return name in ("off", AUTO, "utility") or components.find("predictors", prefetch).on_device
 
 
 def reason_for_host(model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None) -> str | None:
