@@ -184,11 +184,25 @@ def test_expert_workers_get_experts_as_the_checkpoint_has_them(gpu) -> None:
     assert args.moe_backend == "triton" and args.additional_config["spac"] == knobs
 
 
-@pytest.mark.parametrize("knobs", [{"store": "disk"}, {"cpu_experts": "auto"}, {"slots": "100%"}], ids=str)
+@pytest.mark.parametrize("knobs", [{"store": "disk"}, {"prefetch": "shadow"}, {"slots": "100%"}], ids=str)
 def test_formats_that_no_slots_of_vllms_kernel_hold_get_ours(gpu, caplog, knobs: dict) -> None:
     config, passed = started(knobs, of=model(quantization="mxfp4", config=MXFP4))
     assert config.execution_name == "table" and passed == {**knobs, "decisions": "host", "kernel": "table"}
-    assert "spac: kernel=table: " in caplog.text and "reads no slots" in caplog.text
+    assert "kernel=table: " in caplog.text and "reads no slots" in caplog.text
+
+
+@pytest.mark.parametrize("knobs", [{}, {"store": "disk"}, {"decisions": "host"}], ids=str)
+def test_one_line_says_all_that_was_set(gpu, caplog, knobs: dict) -> None:
+    """Also vLLM's own options, by which the kernel is chosen."""
+    caplog.set_level("INFO")
+    args = arguments(knobs, model(quantization="gptq", config=GPTQ))
+    gpu_defaults.apply(args, SpacConfig.parse(knobs))
+    (record,) = caplog.records
+    assert args.quantization is not None and f"--quantization {args.quantization}" in record.message
+    assert all(
+        f"{name}={args.additional_config['spac'][name]}" in record.message
+        for name in {"decisions", "kernel"} - knobs.keys()
+    )
 
 
 @pytest.mark.parametrize("named", [{"moe_backend": "marlin"}, {"kernel_config": SimpleNamespace(moe_backend="marlin")}])

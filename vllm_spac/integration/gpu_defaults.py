@@ -12,7 +12,7 @@ our kernels read. So the options of ``quantisation.flags`` are set, as a plan pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac import components
@@ -38,22 +38,34 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swis
 
 
 def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
-    """Returns the configuration with kernel and decisions, and adds it and vLLM's options to ``engine_args``."""
+    """Returns the configuration with kernel and decisions, and adds it and vLLM's options to ``engine_args``.
+
+    One line of the log says what was set, and why.
+    """
     if device.is_cpu():
         return config
     model = engine_args.create_model_config()
     entry = quant_config.of(model.hf_config.to_dict())
     facts = device.query()
-    if not config.has_workers:
-        config = _with_plane(engine_args, config, model, entry, facts)
-    _set_kernels(engine_args, config, model, entry, facts)
+    planes = {} if config.has_workers else _planes(engine_args, config, model, entry, facts)
+    if planes:
+        spac = {**engine_args.additional_config["spac"], **{name: value for name, (value, _) in planes.items()}}
+        engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
+        config = SpacConfig.parse(spac)
+    said = [f"{name}={value}{why and f': {why}'}" for name, (value, why) in planes.items()]
+    said += _set_kernels(engine_args, config, model, entry, facts)
+    if said:
+        logger.info("%s", printable(f"spac: {'; '.join(said)}"))
     return config
 
 
 def _set_kernels(
     engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None
-) -> None:
-    """Sets ``--moe-backend`` and ``--quantization`` where neither the user nor the checkpoint decides them."""
+) -> Iterator[str]:
+    """Sets ``--moe-backend`` and ``--quantization`` where neither the user nor the checkpoint decides them.
+
+    Yields what was set, and why.
+    """
     if entry is None and model.quantization is not None:
         return  # quantised while it is loaded, which is refused
     ours = config.execution_class.layout == "plain"
@@ -63,34 +75,31 @@ def _set_kernels(
     named = {engine_args.moe_backend, engine_args.kernel_config.moe_backend} - {AUTO}
     if (backend := wanted.get("--moe-backend")) is not None and not named:
         engine_args.moe_backend = cast("Any", backend)
-        logger.info("spac: --moe-backend %s: vLLM's own choice for a GPU may be a kernel that finds no slots", backend)
+        yield f"--moe-backend {backend}: vLLM's own choice for a GPU may be a kernel that finds no slots"
     if (loader := wanted.get("--quantization")) is not None and engine_args.quantization is None:
         engine_args.quantization = loader
-        logger.info("spac: --quantization %s, which keeps experts as slots need them", loader)
+        yield f"--quantization {loader}, which keeps experts as slots need them"
 
 
-def _with_plane(
+def _planes(
     engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None
-) -> SpacConfig:
-    found: dict[str, str] = {}
-    if config.decided_on == AUTO:
+) -> dict[str, tuple[str, str]]:
+    """Returns the knobs that are left to the plugin, each with its value and, where there is a choice, the reason."""
+    found: dict[str, tuple[str, str]] = {}
+    decided = config.decided_on
+    if decided == AUTO:
         reason = _of_engine(engine_args, config) or reason_for_host(model, entry, facts)
-        found["decisions"] = "device" if reason is None else "host"
+        decided = "device" if reason is None else "host"
         why = reason or (
             "no layer waits for the host; exact up to rounding (--spac-kernel vllm has stock's bits, and is slower)"
         )
-        logger.info("%s", printable(f"spac: decisions={found['decisions']}: {why}"))
+        found["decisions"] = decided, why
     if config.kernel == AUTO:
-        on_device = found.get("decisions", config.decided_on) == "device"
+        on_device = decided == "device"
         only_ours = entry is not None and facts is not None and quantisation.only_ours(entry, facts.capability)
-        found["kernel"] = "table" if on_device or only_ours else "vllm"
-        if only_ours and not on_device:
-            logger.info("spac: kernel=table: vLLM's kernel for these experts reads no slots, and ours does")
-    if not found:
-        return config
-    spac = {**engine_args.additional_config["spac"], **found}
-    engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
-    return SpacConfig.parse(spac)
+        why = "vLLM's kernel for these experts reads no slots, and ours does" if only_ours and not on_device else ""
+        found["kernel"] = "table" if on_device or only_ours else "vllm", why
+    return found
 
 
 def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
