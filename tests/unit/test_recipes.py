@@ -25,6 +25,12 @@ def test_every_recipe_is_in_the_document() -> None:
     assert len(RECIPES) == 5 and all(f"## {name}\n" in text for name in RECIPES)
 
 
+def test_one_recipe_is_what_is_calculated() -> None:
+    """In every run of the tests, so that the document cannot stay behind for long; all of them take a minute."""
+    plan = recipes.planned(RECIPES["deepseek-ai/DeepSeek-V2-Lite-Chat"])
+    assert "\n".join(recipes.section(plan)) in recipes.DOCUMENT.read_text(encoding="utf-8")
+
+
 @pytest.mark.full
 def test_the_document_is_what_is_calculated() -> None:
     """Otherwise: `python benchmarks/recipes.py`."""
