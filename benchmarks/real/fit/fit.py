@@ -180,6 +180,8 @@ def roll(
     model = Llama(dense)
     layers = carved_layers(model, artefact_path)
     found = read_texts(texts, side)
+    if "chat" not in found:
+        raise typer.BadParameter(f"none has chats to {side} on; also give chats.py's file", param_hint="--texts")
     chat = found.pop("chat").long()
     starts = ((chat[:-1] == chat[0]) & (chat[1:] == chat[1])).nonzero()[:-1, 0]  # of chats: <|im_start|>system
     chosen = starts[torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))][: count // 2]
