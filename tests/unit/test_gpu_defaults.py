@@ -192,17 +192,18 @@ def test_formats_that_no_slots_of_vllms_kernel_hold_get_ours(gpu, caplog, knobs:
 
 
 @pytest.mark.parametrize("knobs", [{}, {"store": "disk"}, {"decisions": "host"}], ids=str)
-def test_one_line_says_all_that_was_set(gpu, caplog, knobs: dict) -> None:
+@pytest.mark.parametrize("config", [None, GPTQ, AWQ], ids=["bf16", "GPTQ", "AWQ"])
+def test_one_line_says_all_that_was_set(gpu, caplog, knobs: dict, config: dict | None) -> None:
     """Also vLLM's own options, by which the kernel is chosen."""
     caplog.set_level("INFO")
-    args = arguments(knobs, model(quantization="gptq", config=GPTQ))
+    args = arguments(knobs, model(quantization=config and config["quant_method"], config=config))
     gpu_defaults.apply(args, SpacConfig.parse(knobs))
     (record,) = caplog.records
-    assert args.quantization is not None and f"--quantization {args.quantization}" in record.message
-    assert all(
-        f"{name}={args.additional_config['spac'][name]}" in record.message
-        for name in {"decisions", "kernel"} - knobs.keys()
-    )
+    passed = args.additional_config["spac"]
+    expected = [f"{name}={passed[name]}" for name in passed.keys() - knobs.keys()]
+    expected += [f"--moe-backend {args.moe_backend}"] * (args.moe_backend != "auto")
+    expected += [f"--quantization {args.quantization}"] * (args.quantization is not None)
+    assert len(expected) > 1 and all(each in record.message for each in expected)
 
 
 @pytest.mark.parametrize("named", [{"moe_backend": "marlin"}, {"kernel_config": SimpleNamespace(moe_backend="marlin")}])
