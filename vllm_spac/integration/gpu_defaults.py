@@ -1,7 +1,7 @@
 """What an engine on a GPU gets where its user named nothing: who decides, what computes, and vLLM's options for it.
 
 With ``decisions=host`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that
-took 13 ms a token of a model of 6 layers, of which the bytes take 4; with ``decisions=device`` it took 3.7, and 5.6
+took 13 ms per token of a model of 6 layers, of which the bytes take 4; with ``decisions=device`` it took 3.7, and 5.6
 with CPU experts. So that is the default, unless our kernel does not compute the model, or another knob needs the host.
 Then formats that vLLM's kernel does not read from slots get ``kernel=table``, our kernel over slots.
 
