@@ -37,19 +37,40 @@ NODES, DEPTH = 7, 4
 
 def grown(shape: TreeShape, seed: int, requests: int, coarse: bool, nodes: int) -> list[DraftTree]:
     """Trees of a drafter whose distributions are random; ``coarse`` ones have ties, and certain tokens."""
-    rng = torch.Generator().manual_seed(seed)
+    growth, forwards = growing(shape, seed, requests, coarse)
+    assert forwards < shape.depth
+    return trees_of(growth, nodes)
 
-    def logp(*size: int) -> torch.Tensor:
-        logits = torch.randn(*size, VOCABULARY, generator=rng) * 3
-        return (logits.round() * 4 if coarse else logits).log_softmax(-1)
 
-    growth, read = Growth(shape, logp(requests)), [torch.full((requests, 0), -1)]
+def growing(shape: TreeShape, seed: int, requests: int, coarse: bool) -> tuple[Growth, int]:
+    """(what has grown, the drafter's forwards over levels); a distribution depends on the path that it is behind."""
+
+    def logp(paths: list[list[tuple[int, ...]]]) -> torch.Tensor:
+        found = []
+        for number, path in ((number, path) for number, mine in enumerate(paths) for path in mine):
+            rng = np.random.default_rng([seed, number, *path])
+            logits = torch.from_numpy(rng.standard_normal(VOCABULARY)).float() * 3
+            found.append((logits.round() * 4 if coarse else logits).log_softmax(-1))
+        return torch.stack(found).view(len(paths), -1, VOCABULARY)
+
+    paths: list[list[tuple[int, ...]]] = [[()]] * requests
+    growth, read, forwards = Growth(shape, logp(paths)[:, 0]), [torch.full((requests, 0), -1)], 0
     while not growth.over:
         assert growth.tokens.shape == growth.parent.shape == growth.expanded.shape
         read.append(growth.tokens)
-        growth.add(logp(*growth.expanded.shape))
+        follows = zip(paths, growth.parent.tolist(), growth.tokens.tolist(), strict=True)
+        paths = [[(*mine[p], t) for p, t in zip(parents, tokens, strict=True)] for mine, parents, tokens in follows]
+        growth.add(logp(paths))
+        forwards += 1
     check_read(growth.chosen(), torch.cat(read, 1))
-    return trees_of(growth, nodes)
+    return growth, forwards
+
+
+class Exhaustive(DynamicShape):
+    """Expands whatever the depth allows."""
+
+    def expand(self, level: int, logp: torch.Tensor, least: torch.Tensor | None = None) -> torch.Tensor:
+        return super().expand(level, logp)
 
 
 def check_read(chosen: Chosen, read: torch.Tensor) -> None:
@@ -90,6 +111,24 @@ def test_a_dynamic_tree_holds_the_most_probable_nodes(seed: int, nodes: int) -> 
     (whole,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, 500)
     (tree,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, nodes)
     assert list(tree.reached) == sorted(whole.reached, reverse=True)[: nodes + 1]
+
+
+@given(
+    seed=st.integers(0, 10**6), nodes=st.integers(2, 30), requests=st.integers(1, 3), coarse=st.booleans(),
+    width=st.integers(3, 6),
+)  # fmt: skip
+@settings(deadline=None)
+def test_what_cannot_have_a_child_in_the_tree_is_not_expanded(seed, nodes, requests, coarse, width) -> None:
+    """The trees are those of a drafter that expands all that the depth allows, ties included."""
+    (found, forwards), (whole, _) = (
+        growing(kind(nodes, 4, width, width), seed, requests, coarse) for kind in (DynamicShape, Exhaustive)
+    )
+    for mine, all_of_it in zip(found.chosen()[:3], whole.chosen()[:3], strict=True):
+        assert torch.equal(mine, all_of_it)
+    parents = found.chosen().parents
+    deepest = max(max(tree.depths) for tree in trees_of(found, nodes))
+    assert forwards <= deepest, "one to find that no deeper node is likely enough"
+    assert forwards >= deepest - 1 and (parents[:, 1:] >= 0).all()
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])

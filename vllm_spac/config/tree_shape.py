@@ -50,12 +50,14 @@ class TreeShape(ABC):
         """Most nodes that are expanded in a level."""
 
     @abstractmethod
-    def expand(self, level: int, logp: Tensor) -> Tensor:
+    def expand(self, level: int, logp: Tensor, least: Tensor | None = None) -> Tensor:
         """Chooses the candidates of a level that are expanded.
 
         Args:
             level: 1 for the children of the root.
             logp: joint log-probability of each candidate of this level, [requests, candidates].
+            least: that of the n-th best candidate of all levels so far, [requests]: no child of a candidate that is
+                not above it can be one of the n best. None: it is not known.
 
         Returns:
             int64 [requests, expanded], ascending; empty: no further level.
@@ -86,11 +88,12 @@ class DynamicShape(TreeShape):
     def front(self) -> int:
         return self.expanded
 
-    def expand(self, level: int, logp: Tensor) -> Tensor:
+    def expand(self, level: int, logp: Tensor, least: Tensor | None = None) -> Tensor:
         if level >= self.depth:
             return torch.empty(len(logp), 0, dtype=torch.long, device=logp.device)
-        best = logp.sort(dim=1, descending=True, stable=True).indices[:, : self.expanded]
-        return best.sort(dim=1).values
+        best = logp.sort(dim=1, descending=True, stable=True)
+        count = self.expanded if least is None else int((best.values > least[:, None]).sum(1).max())
+        return best.indices[:, : min(count, self.expanded)].sort(dim=1).values
 
     def order(self, logp: Tensor) -> Tensor:
         # A child is never more probable than its parent, which was drawn before it: a stable sort keeps this order.
@@ -173,7 +176,7 @@ class StaticShape(TreeShape):
         """Position of a node among the candidates of its level."""
         return self._inner(len(path) - 1).index(path[:-1]) * self.width + path[-1]
 
-    def expand(self, level: int, logp: Tensor) -> Tensor:
+    def expand(self, level: int, logp: Tensor, least: Tensor | None = None) -> Tensor:
         chosen = [self._number(path) for path in self._inner(level)] if level < self.depth else []
         return torch.tensor(chosen, dtype=torch.long, device=logp.device).expand(len(logp), -1)
 
