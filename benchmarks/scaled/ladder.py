@@ -131,7 +131,7 @@ def serve(
     engines, rows = [RESIDENT, *sides(ladder, slots)], {}
     for group in groups(len(engines), at_once):
         arms, turns = [Arm(engines[number]) for number in group], []
-        for answers in take_turns(arms, ids, settings):
+        for answers in take_turns(arms, [[each] for each in ids], settings):
             turns.append(answers)
             advance(f"{slots}: {', '.join(arm.side.text for arm in arms)}")
         for place, number in enumerate(group):

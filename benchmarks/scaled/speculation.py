@@ -26,13 +26,12 @@ import plan
 import prompts
 from common import RESULTS, exit_on_sigterm, progress, show, write_result
 from ladder import PACED, WATERFILL, total
-from paired import Arm, Side, take_turns
+from paired import Arm, Side, beside_first, take_turns
 from processes import EngineError
 from proportions import Proportions, names
 from run import PACKED, PackedFolder, Settings
 from scale import Cores, Scale, head, on
 
-from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.errors import SpacError
 
 _EPILOG = """[bold]Example[/]
@@ -61,19 +60,14 @@ def sides(slots: str, drafter: str) -> list[Side]:
 
 def row(which: int, turns: list[list[dict]], kinds: list[str], seed: int) -> dict:
     """Returns what engine ``which`` did, compared with the first one, for the ``turns`` [turns][engines]."""
-    ratios = [turn[0]["tpot"][0] / turn[which]["tpot"][0] for turn in turns]
-    ratio, by_kind = Ratio.of(ratios, seed), defaultdict(list)
-    for kind, each in zip(kinds, ratios, strict=True):
+    compared, by_kind = beside_first(turns, which, lambda answer: answer["tpot"][0], seed), defaultdict(list)
+    for kind, each in zip(kinds, compared["ratios"], strict=True):
         by_kind[kind].append(each)
     counters = total([turn[which]["counters"] for turn in turns])
     return {
         "exact": True,
-        "ratio": ratio.median,
-        "low": ratio.low,
-        "high": ratio.high,
-        "turns": ratio.turns,
+        **compared,
         "by_kind": {kind: statistics.median(each) for kind, each in sorted(by_kind.items())},
-        "tokens_equal": all(turn[which]["tokens"] == turn[0]["tokens"] for turn in turns),
         "tpot": statistics.median(turn[which]["tpot"][0] for turn in turns),
         "counters": counters,
         "guard": turns[-1][which]["choices"].get("guard"),
@@ -132,7 +126,7 @@ def main(
                     arms, point = sides(size, drafter), f"{real.name}, {size}, {drafter}"
                     answered = []
                     serving = replace(paced, drafts=by_drafter[drafter])
-                    for answers in take_turns([Arm(side) for side in arms], asked.ids, serving):
+                    for answers in take_turns([Arm(side) for side in arms], [[each] for each in asked.ids], serving):
                         answered.append(answers)
                         bar.update(task, advance=1, description=point)
                     for which, side in enumerate(arms):

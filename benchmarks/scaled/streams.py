@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -25,19 +24,19 @@ import plan
 import prompts
 from common import RESULTS, exit_on_sigterm, progress, show, write_result
 from ladder import PACED, WATERFILL
-from paired import Side
-from processes import EngineError, LiveEngine
+from paired import Arm, Side, beside_first, take_turns
+from processes import EngineError
 from proportions import Proportions, names
 from run import PACKED, PackedFolder, Settings
 from scale import Cores, Scale, head, on
 
-from vllm_spac.decisions.comparison import Ratio, orders
 from vllm_spac.errors import SpacError
 
 _EPILOG = """[bold]Example[/]
 
 python benchmarks/scaled/streams.py .cache/toy/mid --machine rtx4090-int4 --slots 25% --requests 4
 """
+_COLUMNS = "arm", "ratio", "low", "high", "turns", "tokens_equal", "loads_per_token"
 _SHORT = 32  # tokens of the answers by which a layer is measured
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -74,17 +73,14 @@ def main(
         asked = prompts.load(model, requests * (warm + turns), prompt_tokens, seed)
         result = head(machine, asked, settings) | {"slots": slots, "requests": requests, "gap": gap, "warm_turns": warm}
         result["knobs"] = knobs
-        with progress() as bar, tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder, ExitStack() as stack:
+        with progress() as bar, tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder:
             task = bar.add_task("all experts resident", total=warm + turns)
             scale = Scale.derive(real, replace(settings, output_tokens=_SHORT), asked.ids[:3], 1, cores)
             result["scale"], paced = scale.plain(), on(scale.machine, settings, Path(folder))
-            engines = [stack.enter_context(closing(LiveEngine(side.job(paced), False, timeout))) for side in sides]
-            answers: list[list[dict]] = []
-            for number, order in zip(range(warm + turns), orders(seed, len(sides)), strict=False):
-                batch, said = asked.ids[number * requests : (number + 1) * requests], {}
-                for which in order:
-                    said[which] = engines[which].batch(batch, output_tokens)
-                answers.append([said[0], said[1]])
+            answers = []
+            batches = [asked.ids[first : first + requests] for first in range(0, len(asked.ids), requests)]
+            for turn in take_turns([Arm(side) for side in sides], batches, paced):
+                answers.append(turn)
                 bar.update(task, advance=1, description=f"{requests} requests, {slots}")
         result["rows"] = [row(side.text, which, answers[warm:], seed) for which, side in enumerate(sides)]
         result["guard"] = answers[-1][1]["choices"].get("guard")
@@ -93,7 +89,7 @@ def main(
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     write_result(output, result)
-    show(f"{result['label']}: times the tokens/s of shared steps", result["rows"], *result["rows"][0])
+    show(f"{result['label']}: times the tokens/s of shared steps", result["rows"], *_COLUMNS)
     console.print(f"{result['guard']}\nwrote {output}", highlight=False)
     if not all(each["tokens_equal"] for each in result["rows"]):
         raise typer.Exit(1)
@@ -101,16 +97,11 @@ def main(
 
 def row(arm: str, which: int, answers: list[list[dict]], seed: int) -> dict:
     """Returns what engine ``which`` did over the first, for the ``answers`` [rounds][engines]."""
-    ratio = Ratio.of([pair[0]["seconds"] / pair[which]["seconds"] for pair in answers], seed)
     mine = [pair[which] for pair in answers]
     tokens = sum(len(said) for answer in mine for said in answer["tokens"])
     return {
         "arm": arm,
-        "ratio": ratio.median,
-        "low": ratio.low,
-        "high": ratio.high,
-        "turns": ratio.turns,
-        "tokens_equal": all(pair[which]["tokens"] == pair[0]["tokens"] for pair in answers),
+        **beside_first(answers, which, lambda answer: answer["seconds"], seed),
         "loads_per_token": sum(answer["counters"]["loads"] for answer in mine) / tokens,
     }
 

@@ -23,7 +23,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from processes import EngineError, LiveEngine
 from run import PACKED, PackedFolder, Settings
 
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.decisions.comparison import interval, orders
+from vllm_spac.decisions.comparison import Ratio, interval, orders
 from vllm_spac.errors import ConfigError
 
 PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
@@ -197,7 +197,7 @@ def main(
                 for start in range(starts):
                     bar.update(task, description=f"{size}: start {start + 1}")
                     asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
-                    for answers in take_turns(_arms(pair, pauses[size]), asked, settings):
+                    for answers in take_turns(_arms(pair, pauses[size]), [[each] for each in asked], settings):
                         mine.append(answers)
                         bar.advance(task)
                     answered.append(mine)
@@ -228,8 +228,11 @@ def _arms(pair: tuple[Side, Side], pauses: list[str]) -> list[Arm]:
     return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)]
 
 
-def take_turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
-    """Yields the arms' answers in each turn. A first arm that pauses something uses the engine of the second."""
+def take_turns(arms: Sequence[Arm], batches: Sequence[list[list[int]]], settings: Settings) -> Iterator[list[dict]]:
+    """Yields the arms' answers in each turn; the prompts of a batch are served together.
+
+    A first arm that pauses something uses the engine of the second.
+    """
     with ExitStack() as stack:
         engines: list[LiveEngine] = []
         for number, arm in enumerate(arms):
@@ -238,12 +241,34 @@ def take_turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Ite
                 continue
             job = arm.side.job(settings)
             engines.append(stack.enter_context(closing(LiveEngine(job, arm.side.knobs is None, settings.timeout))))
-        for prompt, order in zip(ids, orders(settings.seed, len(arms)), strict=False):
+        for batch, order in zip(batches, orders(settings.seed, len(arms)), strict=False):
             answers: list[dict] = [{} for _ in arms]
             for which in order:
                 time.sleep(PAUSE)
-                answers[which] = engines[which].turn(prompt, settings.output_tokens, arms[which].pauses)
+                answers[which] = engines[which].batch(batch, settings.output_tokens, arms[which].pauses)
             yield answers
+
+
+def beside_first(turns: Sequence[list[dict]], which: int, took: Callable[[dict], float], seed: int) -> dict[str, Any]:
+    """Compares arm ``which`` with the first, from ``turns`` [turns][arms].
+
+    Args:
+        took: the seconds of an answer that count.
+
+    Returns:
+        ``ratio``, by which it was faster, with the ``low`` and ``high`` ends of its 95 % interval; ``ratios`` of the
+        ``turns``; and ``tokens_equal``.
+    """
+    ratios = [took(turn[0]) / took(turn[which]) for turn in turns]
+    ratio = Ratio.of(ratios, seed)
+    return {
+        "ratio": ratio.median,
+        "low": ratio.low,
+        "high": ratio.high,
+        "turns": ratio.turns,
+        "ratios": ratios,
+        "tokens_equal": all(turn[which]["tokens"] == turn[0]["tokens"] for turn in turns),
+    }
 
 
 def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> dict:
