@@ -14,7 +14,8 @@ mere presence, e.g. the memory of a drafter that is held at no drafts, do not sh
 
 Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, by speculation=ngram, eagle3 or
 draft if it speculates, and by draft_tokens=N where --draft-tokens is not its draft length; tree=N is one. The table and
-the JSON also have the seconds of a step after the first token, and their ratio: a step of drafts emits several tokens.
+the JSON also have the seconds of a step after the first token, those of the drafter in it, and their ratio: a step of
+drafts emits several tokens.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def main(
     console = Console(width=max(120, Console().width))
     drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
     settings = Settings(model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, drafts, timeout)
-    settings = dataclasses.replace(settings, dtype=dtype)
+    settings = dataclasses.replace(settings, dtype=dtype, counters="drafting:counters")
     try:
         pairs = {size: (Side.parse(base, size), Side.parse(other, size)) for size in plan.split(slots)}
         pauses = {size: other.beyond(base) if one_engine else [] for size, (base, other) in pairs.items()}
@@ -285,6 +286,7 @@ def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> 
                 "tpot": statistics.median(answer["tpot"][0] for answer in mine),
                 "ttft": statistics.median(answer["ttft"][0] for answer in mine),
                 "step_seconds": _of_steps([_step_seconds(answer) for answer in mine]),
+                "draft_seconds": _of_steps(list(map(_draft_seconds, mine))),
                 **{name: sum(answer["counters"].get(name, 0) for answer in mine) for name in _SUMMED},
                 "speculation": _drafted(mine),
                 "guard": [start[-1][which]["choices"].get("guard") for start in answered],
@@ -303,8 +305,19 @@ def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> 
 
 def _step_seconds(answer: dict) -> float | None:
     """Returns the seconds of a step after that of the prompt, which emits the first token; None where none count."""
+    return _per_step(answer, answer["tpot"][0] * (len(answer["tokens"][0]) - 1))
+
+
+def _draft_seconds(answer: dict) -> float | None:
+    """Returns the seconds of a step that the drafter took; None where that is not counted, as of n-grams."""
+    own = answer["counters"].get("own", {})
+    return _per_step(answer, own["draft_seconds"]) if own.get("draft_tokens") else None
+
+
+def _per_step(answer: dict, seconds: float) -> float | None:
+    """Returns ``seconds`` of each step after that of the prompt; None where none count."""
     steps = sum(answer["counters"].get("steps", {}).values()) - 1
-    return answer["tpot"][0] * (len(answer["tokens"][0]) - 1) / steps if steps > 0 else None
+    return seconds / steps if steps > 0 else None
 
 
 def _of_steps(values: Sequence[float | None]) -> float | None:

@@ -140,7 +140,11 @@ def test_the_seconds_of_a_step_leave_the_prompt_out() -> None:
     """Nine tokens after the first, of 0.1 s each: in nine steps, and in three of a side with drafts."""
     base, other = answer(10, 2.0), answer(10, 2.0)
     base["counters"], other["counters"] = ({"steps": {"prefill": 1, "verify": steps}} for steps in (9, 3))
+    base["counters"]["own"], other["counters"]["own"] = (
+        {"draft_tokens": tokens, "draft_seconds": 0.6} for tokens in (0, 12)
+    )
     row = paired._row("25%", [[[base, other]] * 2], 0, 0)
+    assert row["base"]["draft_seconds"] is None and row["other"]["draft_seconds"] == pytest.approx(0.2)
     assert (row["base"]["step_seconds"], row["other"]["step_seconds"]) == pytest.approx((0.1, 0.3))
     assert row["step_ratio"] == pytest.approx(3) and row["step_interval"] == pytest.approx([3, 3])
     stock = paired._row("25%", [[[answer(10, 2.0), other]]], 0, 0)
