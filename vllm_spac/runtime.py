@@ -388,15 +388,21 @@ class Runtime:
             if DRAFTING & execution.looks_at:
                 execution.draft(tokens, read)
 
-    def drafted(self, drafts: int, seconds: float) -> None:
-        """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request, one after another."""
+    def drafted(self, drafts: int, seconds: float, forwards: int | None = None) -> None:
+        """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request.
+
+        Args:
+            forwards: that it took, one after another; None: one for each of the drafts.
+        """
         self._drafting = seconds
-        if drafts and not self.in_prompt:  # whose rows the drafter reads, too
-            if self.chooser is not None:
-                self.chooser.making(drafts, seconds)
-            for execution in self.executions:
-                if execution.balancer is not None:
-                    execution.balancer.drafted(seconds / drafts)
+        forwards = drafts if forwards is None else forwards
+        if not forwards or self.in_prompt:  # whose rows the drafter reads, too
+            return
+        if self.chooser is not None:
+            self.chooser.making(forwards, seconds)
+        for execution in self.executions:
+            if drafts and execution.balancer is not None:
+                execution.balancer.drafted(seconds / drafts)
 
     @property
     def counts_tokens(self) -> bool:

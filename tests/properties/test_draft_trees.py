@@ -57,9 +57,14 @@ def growing(shape: TreeShape, seed: int, requests: int, coarse: bool) -> tuple[G
     growth, read, forwards = Growth(shape, logp(paths)[:, 0]), [torch.full((requests, 0), -1)], 0
     while not growth.over:
         assert growth.tokens.shape == growth.parent.shape == growth.expanded.shape
+        assert growth.chances.shape == (*growth.expanded.shape, growth.level)
+        joint = torch.cat(growth._logp, 1).gather(1, growth.expanded)
+        assert torch.allclose(growth.chances.prod(2), joint.exp(), atol=1e-6)
         read.append(growth.tokens)
         follows = zip(paths, growth.parent.tolist(), growth.tokens.tolist(), strict=True)
         paths = [[(*mine[p], t) for p, t in zip(parents, tokens, strict=True)] for mine, parents, tokens in follows]
+        for path, chances in zip(paths[0], growth.chances[0], strict=True):
+            assert torch.allclose(chances[-1], logp([[path[:-1]]])[0, 0, path[-1]].exp(), atol=1e-5), "of the last token, given its path"
         growth.add(logp(paths))
         forwards += 1
     check_read(growth.chosen(), torch.cat(read, 1))

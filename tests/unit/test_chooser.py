@@ -88,6 +88,14 @@ def test_drafting_goes_on_while_the_next_draft_is_likely_to_pay() -> None:
     assert told(0.1, 0.5, making=0.1).goes_on([("a", [0.1]), ("b", [0.97])]), "one forward drafts for both"
 
 
+def test_a_level_of_a_tree_goes_on_for_all_its_nodes() -> None:
+    """Two paths that are not worth a forward each are worth one together; a second request has to pay its own."""
+    chooser, path = told(0.1, 0.1, making=0.15), [0.4]
+    assert not chooser.goes_on([("a", path)])
+    assert chooser.goes_on([("a", path), ("a", path), ("a", path)])
+    assert not chooser.goes_on([("a", path), ("b", path), ("c", path)])
+
+
 def learned(true, steps: int = 4000, requests: int = 1) -> Odds:
     odds, draw = Odds(), random.Random(0)
     for step in range(steps):
@@ -286,7 +294,7 @@ def test_drafting_ends_where_it_does_not_pay(sure, greedy: bool, drafts) -> None
     loop, chooser = Loop([[1, 2], [3, 4], [5, 6], [7, 8]], sure), told(0.1, 0.5, making=0.05)
     runtime = SimpleNamespace(
         chooser=chooser, draft_length=lambda: 4, in_prompt=False, budget=SimpleNamespace(weighs=False),
-        looks_at_drafts=False, timeline=None, drafted=lambda drafts, seconds: None,
+        looks_at_drafts=False, timeline=None, drafted=lambda drafts, seconds, forwards: None,
     )  # fmt: skip
     batch = SimpleNamespace(req_ids=["a", "b"], sampling_metadata=SimpleNamespace(all_greedy=greedy))
     speculation = SimpleNamespace(

@@ -62,6 +62,18 @@ def test_the_chooser_hears_of_drafts_tokens_and_seconds() -> None:
     assert chooser.asked == [2, 2]
 
 
+def test_the_chooser_hears_of_forwards_whose_drafts_are_not_verified() -> None:
+    """A tree's cost is its levels; it is told where no node was worth a row, too."""
+    chooser = Told()
+    run = runtime(chooser=chooser)
+    for drafts, forwards in ((12, 3), (0, 2), (0, 0)):
+        run.begin_step(VERIFY)
+        run.end_forward()
+        run.drafted(drafts, 0.25, forwards)
+        run.end_step(None)
+    assert chooser.told == [(3, 0.25), (2, 0.25)]
+
+
 def test_balancers_learn_what_a_draft_token_takes() -> None:
     """MoE-SpAc's Eq. 10: reads ahead may go on while drafts are made; those of steps with prompts read them, too."""
     balancer = build("balancers", "threshold", rates=Rates(1e-4, 2e-4, 1e-4), layers=4, top_k=2, gamma=4)

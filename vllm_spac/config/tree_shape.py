@@ -38,8 +38,10 @@ class TreeShape(ABC):
         nodes: draft tokens of a whole tree (n).
         depth: levels, i.e. forwards of the drafter.
         width: candidates drawn per expanded node.
+        fixed: whether the nodes are the same whatever is drawn, so that no level may be left out.
     """
 
+    fixed = False
     nodes: int
     depth: int
     width: int
@@ -108,6 +110,7 @@ class StaticShape(TreeShape):
         paths: of the nodes, in the order in which they are verified; each path's parent comes before it.
     """
 
+    fixed = True
     paths: tuple[Path, ...]
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class Chooser:
         self._costs = defaultdict[int, StepCost](StepCost)  # by batch size, one for each power of two
         self._now = StepCost()  # of the last batch size
         self._drafted: dict[str, Drafted] = {}  # those that the target has not answered yet
-        self._making = 0.0  # seconds that a further draft takes the drafter
+        self._making = 0.0  # seconds that a further forward takes the drafter
         self._gain = 0.0  # seconds that the drafts of a step gain, less what it takes to make them
         self._worths: list[float] = []  # of the drafts of each request that is being drafted for
         self._length = 0
@@ -121,9 +121,9 @@ class Chooser:
         self._of(requests).add(accepted, mean - accepted, seconds - drafting, misses)
         return None if self._idle else self._payback.end_step(sum(tokens), seconds)
 
-    def making(self, drafts: int, seconds: float) -> None:
-        """The drafter took ``seconds`` for ``drafts`` of each request, one after another; ``keep`` was told of them."""
-        each = seconds / drafts
+    def making(self, forwards: int, seconds: float) -> None:
+        """The drafter took ``seconds`` for so many forwards, one after another; ``keep`` was told of the drafts."""
+        each = seconds / forwards
         self._making = each if not self._making else 0.9 * self._making + 0.1 * min(each, 3 * self._making)
         gain = sum(self._worths) / max(1, len(self._worths)) - seconds
         memory = _GAINS[self._idle > 0]
@@ -190,21 +190,24 @@ class Chooser:
         return count
 
     def goes_on(self, paths: Iterable[tuple[str, Sequence[float]]]) -> bool:
-        """Whether one more draft of each request is likely to be worth what it takes to make it.
+        """Whether one more forward of the drafter, a draft behind each path, is likely to be worth its time.
 
-        The drafter is assumed to be as sure of it as of the last one.
+        The drafter is assumed to be as sure of each as of the one before it.
 
         Args:
-            paths: request, and the drafter's probability of each draft that it has so far, of one at least.
+            paths: request, and the drafter's probability of each draft on a path of its own, of one at least. Of a
+                tree a request has several.
         """
-        gain = requests = 0.0
+        if not self._now.known:
+            return True
+        gain, requests = 0.0, set[str]()
         for request, chances in paths:
             reached = 1.0
             for depth, chance in enumerate([*chances, chances[-1]]):
                 reached *= self._odds.chance(request, depth, chance)
-            requests += 1
+            requests.add(request)
             gain += max(0.0, self._worth(reached))
-        return not self._now.known or gain >= requests * self._making
+        return gain >= len(requests) * self._making
 
     @property
     def _looks(self) -> bool:

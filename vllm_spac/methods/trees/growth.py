@@ -76,6 +76,21 @@ class Growth:
         """Token of each expanded candidate, int64 [requests, F]: the input of the drafter's next forward."""
         return torch.cat(self._tokens, 1).gather(1, self.expanded)
 
+    @property
+    def chances(self) -> Tensor:
+        """The drafter's probability of each token on the path to each expanded candidate, given those before it.
+
+        [requests, F, level]; 0 of tokens that it does not draft.
+        """
+        parents, logp = torch.cat(self._parents, 1), torch.cat(self._logp, 1)
+        at, joint = self.expanded, []
+        for _ in range(self.level):
+            joint.append(logp.gather(1, at))
+            at = parents.gather(1, at)
+        joint.append(torch.zeros_like(joint[0]))
+        along = torch.stack(joint[::-1], 2)
+        return along.diff(dim=2).exp().nan_to_num(0.0)
+
     def add(self, logp: Tensor) -> None:
         """Adds a level; ``logp``: log-probabilities behind each expanded candidate, [requests, F, V]."""
         requests, front, vocabulary = logp.shape

@@ -49,6 +49,7 @@ def grow(
     caches: Sequence[Tensor],
     forward: Callable[[Growth, LevelBatch, Tensor], Level],
     read: Callable[[Tensor, Tensor], None] | None = None,
+    goes_on: Callable[[Growth], bool] = lambda growth: True,
 ) -> Chosen:
     """Drafts one tree for each request.
 
@@ -56,11 +57,12 @@ def grow(
         caches: KV cache of each of the drafter's attention layers, [blocks, ...].
         forward: runs the drafter over a level, with the states behind its nodes' parents, [R * F, d].
         read: called after each forward, with the tokens that it has read and its last states, [R * F] and [R * F, d].
+        goes_on: whether a further level is worth a forward; a shape that is the same in every step has all of them.
     """
     growth = Growth(shape, start.logits.float().log_softmax(-1))
     requests, hidden = len(start.bases), start.hidden
     places, previous = scratch.levels(requests), None
-    while not growth.over:
+    while not growth.over and (shape.fixed or goes_on(growth)):
         front = growth.expanded.shape[1]
         here, parents = places[growth.level % 2, :, :front], growth.parent[..., None]
         if previous is None:

@@ -130,7 +130,7 @@ def _proposing(propose: Callable):
         most, seconds = max(map(len, drafts), default=0), (now() - start) / 1e9
         if chooser is not None and trees is None:
             drafts = _kept(chooser, requests, drafts, chances)
-        runtime.drafted(most, seconds)
+        runtime.drafted(most, seconds, None if trees is None else trees.forwards)
         if runtime.timeline is not None:
             runtime.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts

@@ -282,6 +282,7 @@ class TreeDecoding:
         self._last: Tensor | None = None  # last accepted row of each tree of ``_step``
         self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
         self.scattered: Scattered | None = None  # while the target runs
+        self.forwards = 0  # of the drafter, for the trees that it drafted last
         self._sampled: dict[int, int] = {}  # last token of each request that the drafter continues, by its number
         drafter = runner.drafter
         names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
@@ -430,6 +431,7 @@ class TreeDecoding:
     @torch.inference_mode()
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
         """In place of ``EagleProposer.propose``: the draft tokens of each request, at most that many."""
+        self.forwards = 0
         start = first_pass(self._runner.drafter, self._propose, *args, **kwargs)
         requests = self._runner.input_batch.req_ids
         drafts: list[list[int]] = [[] for _ in requests]
@@ -458,13 +460,25 @@ class TreeDecoding:
         reading, drafter, chosen = self._reading, self._runner.drafter, torch.tensor(drafting)
         last, bases, table = start.last[chosen], start.positions[chosen] + 1, start.metadata.block_table_tensor[chosen]
         begun = Start(drafter.model.compute_logits(last), start.hidden[chosen], bases, table)
-        forward = forward_of(drafter, start.metadata)
+        run = forward_of(drafter, start.metadata)
+        requests, chooser = [self._runner.input_batch.req_ids[number] for number in drafting], self._chooser()
+        self.forwards = 1
+
+        def goes_on(growth: Growth) -> bool:
+            paths = zip(requests, growth.chances.tolist(), strict=True)
+            each = ((request, path) for request, mine in paths for path in mine)
+            return chooser is None or chooser.goes_on(each)
+
+        def forward(growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
+            self.forwards += 1
+            return run(growth, batch, hidden)
+
         given = self._shape, self.scratch, begun, drafter.block_size, _caches(drafter), forward
         if reading is None or not reading.wanted:
-            return grow(*given)
-        reading.begin([self._runner.input_batch.req_ids[number] for number in drafting])
+            return grow(*given, goes_on=goes_on)
+        reading.begin(requests)
         reading.read(torch.tensor([self._sampled[number] for number in drafting]), last)
-        grown = grow(*given, reading.read)
+        grown = grow(*given, reading.read, goes_on)
         reading.settle(grown.read.masked_fill(chain[:, None], -1))  # whose drafts are others
         return grown
 
