@@ -35,6 +35,7 @@ _LIMITS = {
     "link": "loads over PCIe",
     "disk": "loads from the disk",
     "CPU": "experts on the CPU",
+    "host": "the host's work between steps",
 }
 
 
@@ -65,9 +66,8 @@ def document(plans: list[ServingPlan]) -> str:
         "",
         "Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan` does: from the "
         "sizes in the model's",
-        "`config.json` and data sheets of the machine, with PCIe's share of its peak and the host's work over slots",
-        "that an H100's machine had,",
-        "and without kernel launches and sampling, so that real speeds are lower. How local",
+        "`config.json` and data sheets of the machine, with PCIe's share of its peak, launches and the host's work",
+        "that an H100's machine had. Real speeds are mostly lower. How local",
         "the routing is decides the speed: *low* and *high* assume what is published of Qwen3-30B-A3B, *no locality* "
         "that every token chooses",
         "anew. `vllm-spac plan MODEL` with your own machine, context and requests gives your own recipe.",

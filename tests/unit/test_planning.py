@@ -175,9 +175,9 @@ def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None
         )
         assert after - before == pytest.approx(more)
     for found, said in ((plain, "the plugin's own work, "), (works, "")):
-        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [planned_routing.LOW])) if "launches" in t)
+        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [planned_routing.LOW])) if "no time" in t)
         assert text == (
-            f"taken to take no time: kernel launches, {said}vLLM's own work in a step; real speeds are lower"
+            f"taken to take no time: {said}vLLM's own work in a step, kernel launches; real speeds are lower"
         )
 
 
@@ -191,6 +191,32 @@ def test_vllm_s_own_work_slows_every_step(model: ServedModel) -> None:
         )
         assert after - before == pytest.approx(2e-3 + model.layers * 1e-4, rel=1e-3)
     assert not any("no time" in text for text in assumptions(make_plan(model, works, ONE, [planned_routing.LOW])))
+
+
+def test_a_step_s_work_on_the_host_hides_while_the_gpu_computes(model: ServedModel) -> None:
+    """Where the device decides; what the host decides in layers it does while the GPU waits. Launches hide nowhere."""
+    works = {"vllm": VllmStep(step=20e-3, layer=1e-3), "host_work": HostWork(step=10e-3)}
+    plain = machine(GIB, GIB)
+    plain = replace(plain, costs=plain.costs.model_copy(update={"attained": None}))
+    slow = replace(plain, costs=plain.costs.model_copy(update=works))
+    pointers = replace(model, execution="pointers")
+    launches = 1e-3 * model.layers
+    for served, percent, bandwidth, expected in (
+        (pointers, 25, 31.5e9, lambda before: max(before + launches, 30e-3)),
+        (pointers, 25, 31.5e7, lambda before: max(before + launches, 30e-3)),
+        (model, 25, 31.5e9, lambda before: before + launches + 20e-3),
+        (model, 100, 31.5e9, lambda before: max(before + launches, 20e-3)),
+    ):
+        seconds, limits = [], []
+        for one in (plain, slow):
+            load = one.costs.load.model_copy(update={"bytes_per_second": bandwidth})
+            one = replace(one, costs=one.costs.model_copy(update={"load": load}))
+            choice = Choice(percent, "none" if percent == 100 else "host")
+            found = predict(choice, served, one, ONE, planned_routing.EVEN)
+            seconds.append(1 / found.tokens_per_second)
+            limits.append(found.limit)
+        assert seconds[1] == pytest.approx(expected(seconds[0]))
+        assert (limits[1] == "host") == (seconds[1] in (pytest.approx(20e-3), pytest.approx(30e-3)))
 
 
 def test_host_memory_and_processors_help(model: ServedModel) -> None:
@@ -419,7 +445,7 @@ def saved(folder: Path, layers: int) -> Path:
     [
         (
             ["--machine", "tractor"],
-            "no profile tractor; name a file or one of a100, h100, h200, rtx3090, rtx4090, rtx5090; for another",
+            "no profile tractor; name a file or one of a100, b200, h100, h200, rtx3090, rtx4090, rtx5090; for another",
         ),
         (["--machine", "rtx4090", "--fast-memory", "much"], "--fast-memory much: use a number of bytes"),
         (["--machine", "rtx4090", "--host-memory", "0"], "--host-memory 0: use a number of bytes"),

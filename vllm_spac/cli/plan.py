@@ -48,8 +48,8 @@ def plan(
     machine: Annotated[
         str,
         typer.Option(
-            help="here (measured by vllm-spac profile), a100, h100, h200, rtx3090, rtx4090, rtx5090, or a file of "
-            "vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
+            help="here (measured by vllm-spac profile), a100, b200, h100, h200, rtx3090, rtx4090, rtx5090, or a file "
+            "of vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
         ),
     ] = "here",
     context: Annotated[

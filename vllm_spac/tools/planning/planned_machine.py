@@ -104,15 +104,37 @@ class PlannedMachine:
         return self.costs.host if self._loads_from_disk else self.costs.load
 
     def costs_of(self, store: Store, model: ServedModel) -> Costs:
-        """Returns the costs with loads from ``store`` and with what this model reads outside of experts."""
+        """Returns the costs with loads from ``store``, and with what this model reads outside of experts.
+
+        Their ``other`` has vLLM's own work, too, but for ``host_step``.
+        """
         costs, load = self.costs, self.link if store in ("none", "host") else self.disk
         fixed = costs.other if costs.provenance.how == "measured" else 0.0
-        own = costs.vllm.step + model.layers * costs.vllm.layer
-        other = fixed or model.read_bytes / costs.fast.bytes_per_second + own
+        other = fixed or model.read_bytes / costs.fast.bytes_per_second + self._own(store, model)
         origin = costs.provenance.model_copy(update={"store": "disk" if store in ("disk", "tiers") else "host"})
         host = self.link if store == "tiers" else None
         changes = {"load": load or costs.load, "host": host, "other": other, "draft": 0.0, "provenance": origin}
         return costs.model_copy(update=changes)
+
+    def host_step(self, store: Store, model: ServedModel) -> float:
+        """Returns the host's seconds in a step that pass while a GPU computes the step before (async scheduling).
+
+        A step takes as long as the slower of the two. There are none where layers wait for the host's decisions.
+        """
+        if not self.gpu or self._host_decides(store, model):
+            return 0.0
+        ours = self.costs.host_work.step if model.execution == "pointers" else 0.0
+        return self.costs.vllm.step + ours
+
+    def _own(self, store: Store, model: ServedModel) -> float:
+        """Returns vLLM's own seconds of a step, but for ``host_step``."""
+        vllm, decides = self.costs.vllm, self._host_decides(store, model)
+        if decides and self.costs.attained is not None:
+            return 0.0  # they are in what is assumed of the host's work in a layer
+        return model.layers * vllm.layer + (vllm.step if decides or not self.gpu else 0.0)
+
+    def _host_decides(self, store: Store, model: ServedModel) -> bool:
+        return bool(self.gpu) and store != "none" and model.execution == "slots"
 
     def _origins(self, gpu_given: bool, host_given: bool) -> Iterator[str]:
         """Yields a sentence for each size of memory: how much it is, and how that is known."""

@@ -202,9 +202,10 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
     if not machine.gpu:
         yield "no drafts: vLLM's CPU build samples chains of them wrongly at temperature > 0"
-    unknown = ["kernel launches"] if machine.gpu else []
-    unknown += ["the plugin's own work"] if costs.host_work == HostWork() else []
-    unknown += ["vLLM's own work in a step"] if costs.vllm == VllmStep() else []
+    unknown = ["the plugin's own work"] if costs.host_work == HostWork() else []
+    own = costs.vllm != VllmStep()
+    unknown += [] if own else ["vLLM's own work in a step", "kernel launches"]
+    unknown += ["attention's launches in graphs"] if own and machine.gpu and costs.attained else []
     if unknown:
         yield f"taken to take no time: {', '.join(unknown)}; real speeds are lower"
 
@@ -214,11 +215,16 @@ def _attained(assumed: Attained) -> Iterator[str]:
     yield (
         f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and memory and disks all of theirs"
     )
-    work = assumed.host_work
+    work, vllm = assumed.host_work, assumed.vllm
+    step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))
+    yield (
+        f"a step takes {step} of vLLM's host, and {ours} more where the device decides, while the GPU computes the one "
+        f"before; launches of a layer's experts take {1e6 * vllm.layer:.0f} µs: measured on the host of an H100"
+    )
     layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
     yield (
         f"a layer over slots takes {layer} of the host, {load} more if it loads and {divide} more if the CPU computes "
-        "experts: measured beside an H100, and less on a faster processor"
+        "experts, vLLM's own work included: measured beside an H100, and less on a faster processor"
     )
 
 

@@ -1,0 +1,103 @@
+"""Plans for an H100 beside what engines took on one: rows of ``gpu_h100.json`` that decode without drafts.
+
+Of these rows the profile has two figures: vLLM's step is *stock* at batch size 1 of run 4, and the host's work in
+layers over slots is about that of runs 8 and 11. Nothing else is fitted. A band is from the most locality that is
+assumed to none.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_spac.tools.planning import planned_routing
+from vllm_spac.tools.planning.planned_machine import PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Choice, Load
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.predict import Prediction, predict
+
+ROOT = Path(__file__).parents[2]
+MEASURED = json.loads((ROOT / "benchmarks" / "results" / "gpu_h100.json").read_text(encoding="utf-8"))
+TOY = json.loads((ROOT / "benchmarks" / "toy" / "models" / "target" / "config.json").read_text(encoding="utf-8"))
+LARGE = {"hidden_size": 2048, "moe_intermediate_size": 768}  # experts of Qwen3-30B-A3B's size
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BATCHES = (1, 4, 16)
+
+
+def ms_per_token(run: int, name: str) -> dict[int, float]:
+    """Measured, by batch size."""
+    (row,) = (
+        row for row in MEASURED["serving"] if (row["run"], row["name"], row["speculation"]) == (run, name, "none")
+    )
+    return {each["batch"]: each["ms_per_token"] for each in row["decode"]}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory):
+    """Returns a function: the plan's milliseconds per token of each request, by routing."""
+    machine = PlannedMachine.of("h100")
+
+    @cache
+    def model(execution: str, fp8: bool) -> ServedModel:
+        path = tmp_path_factory.mktemp("model") / "config.json"
+        path.write_text(json.dumps(TOY | LARGE | ({"quantization_config": FP8} if fp8 else {})))
+        return ServedModel.read(str(path), execution, capability=machine.capability)
+
+    @cache
+    def of(
+        execution: str, batch: int, percent: int, fp8: bool = False, **more: Any
+    ) -> dict[str, tuple[float, Prediction]]:
+        choice = Choice(percent, "none" if percent == 100 else "host", **more)
+        found = {}
+        for routing in planned_routing.assumed():
+            one = predict(choice, model(execution, fp8), machine, Load(1024, batch), routing)
+            found[routing.name] = 1e3 * batch / one.tokens_per_second, one
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("execution", "percent", "run", "name"),
+    [
+        ("pointers", 25, 4, "ptr"),
+        ("pointers", 25, 5, "ptr"),
+        ("pointers", 25, 8, "ptr"),
+        ("pointers", 25, 11, "ptr"),
+        ("pointers", 25, 12, "ptr"),
+        ("pointers", 50, 2, "ptr 50%"),
+        ("slots", 25, 8, "slots"),
+        ("slots", 25, 11, "slots"),
+    ],
+)
+def test_a_plan_s_band_has_what_an_engine_took(planned, execution: str, percent: int, run: int, name: str) -> None:
+    for batch, measured in ms_per_token(run, name).items():
+        band = planned(execution, batch, percent)
+        assert band["high"][0] <= measured <= band["even"][0], (batch, measured, band)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_fp8_reads_half_as_much(planned, batch: int) -> None:
+    band, measured = planned("pointers", batch, 25, True), ms_per_token(11, "ptr fp8")[batch]
+    assert band["high"][0] <= measured <= band["even"][0], (measured, band)
+
+
+def test_without_misses_the_host_is_the_limit(planned) -> None:
+    """Of a model of six layers: what an H100 computes of them takes less than vLLM's own step."""
+    stock, ours = ms_per_token(4, "stock"), ms_per_token(4, "ptr resident")
+    for batch in BATCHES:
+        seconds, found = planned("slots", batch, 100)["even"]
+        assert found.limit == "host" and seconds == pytest.approx(stock[batch], rel=0.2)
+    for batch in (1, 16):  # at 4 one engine took half as long again as at 1 and at 16
+        assert planned("pointers", batch, 100)["even"][0] == pytest.approx(ours[batch], rel=0.2)
+
+
+def test_the_machine_of_run_4_launched_faster_than_its_profile_says(planned) -> None:
+    """The host's work in layers is that of runs 8 and 11. In run 4 it took less, and prompts repeated more."""
+    for batch, measured in ms_per_token(4, "slots").items():
+        fastest = planned("slots", batch, 25)["high"][0]
+        assert 0.75 * fastest <= measured < fastest
