@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from vllm_spac.cli import plan as cli_plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.decisions.costs import Capacity, Costs, HostWork, VllmStep
+from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint.described import Architecture
@@ -552,7 +552,7 @@ def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, n
 
 
 def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
-    """No disk, no CPU experts; staging takes part of the room for slots, if it is a small one."""
+    """No disk, no CPU experts of quantised ones; staging takes part of the room for slots, if it is a small one."""
     served = ServedModel.read(str(quantised(tmp_path, MXFP4)))
     room = split(served, machine(GIB * 0.9, 0), ONE).room
     fast = GIB * 0.9 - room + served.experts_bytes // 2
@@ -573,6 +573,20 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     plain = ServedModel.read(str(quantised(tmp_path, None)), "pointers")
     with pytest.raises(ConfigError, match="or use --decisions host"):
         make_plan(plain, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
+
+
+def test_the_cpu_helps_layers_whose_loads_the_device_decides(model: ServedModel) -> None:
+    """So it is not a reason to let the host decide, whose work in layers comes on top."""
+    served, costs = replace(model, execution="pointers"), Costs.read("rtx4090").as_attained()
+    found = replace(machine(GIB, GIB), costs=costs)
+    assert {choice.cpu for choice in plans.choices(served, found, ONE)} == {False, True}
+    low = [planned_routing.EVEN, planned_routing.LOW]
+    best = plans.best_plan([model, served], found, Load(2048, 8), low)
+    assert best.model.execution == "pointers" and best.best.choice.cpu
+    assert best.beside is not None and best.beside.best.choice.cpu
+    slow = costs.model_copy(update={"cpu": Rate(bytes_per_second=1e9)})
+    rows = plans.best_plan([served], replace(found, costs=slow), Load(2048, 8), low).rows
+    assert not rows[0].choice.cpu and any(row.choice.cpu for row in rows)
 
 
 @pytest.mark.usefixtures("quick")

@@ -8,12 +8,13 @@ assumed to none.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from vllm_spac.decisions.costs import Rate
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load
@@ -48,13 +49,14 @@ def planned(tmp_path_factory: pytest.TempPathFactory):
         return ServedModel.read(str(path), execution, capability=machine.capability)
 
     @cache
-    def of(
-        execution: str, batch: int, percent: int, fp8: bool = False, **more: Any
-    ) -> dict[str, tuple[float, Prediction]]:
-        choice = Choice(percent, "none" if percent == 100 else "host", **more)
-        found = {}
+    def of(execution: str, batch: int, percent: int, fp8: bool = False, rate: Rate | None = None, cpu: bool = False):
+        chosen = machine
+        if rate is not None:
+            chosen = replace(machine, costs=machine.costs.model_copy(update={"cpu": rate}))
+        choice = Choice(percent, "none" if percent == 100 else "host", cpu=cpu)
+        found: dict[str, tuple[float, Prediction]] = {}
         for routing in planned_routing.assumed():
-            one = predict(choice, model(execution, fp8), machine, Load(1024, batch), routing)
+            one = predict(choice, model(execution, fp8), chosen, Load(1024, batch), routing)
             found[routing.name] = 1e3 * batch / one.tokens_per_second, one
         return found
 
@@ -94,6 +96,20 @@ def test_without_misses_the_host_is_the_limit(planned) -> None:
         assert found.limit == "host" and seconds == pytest.approx(stock[batch], rel=0.2)
     for batch in (1, 16):  # at 4 one engine took half as long again as at 1 and at 16
         assert planned("pointers", batch, 100)["even"][0] == pytest.approx(ours[batch], rel=0.2)
+
+
+def test_a_cpu_without_a_share_costs_what_hides_the_host(planned) -> None:
+    """By ``auto``, the CPU of that machine got 17 of some 4,000 experts at batch size 1: it took about 1.4 ms of each.
+
+    Host and GPU took turns then. What the rows show is the cost of that; no row shows a gain.
+    """
+    slow = Rate(bytes_per_second=6.7e9)
+    for batch, measured in ms_per_token(11, "ptr cpu").items():
+        band = planned("pointers", batch, 25, rate=slow, cpu=True)
+        assert band["high"][0] <= measured <= band["even"][0], (batch, measured, band)
+    alone, beside = planned("pointers", 1, 25)["low"][0], planned("pointers", 1, 25, rate=slow, cpu=True)["low"][0]
+    rows = ms_per_token(11, "ptr cpu")[1], ms_per_token(11, "ptr")[1]
+    assert beside - alone == pytest.approx(rows[0] - rows[1], rel=0.2)
 
 
 def test_the_machine_of_run_4_launched_faster_than_its_profile_says(planned) -> None:

@@ -244,11 +244,13 @@ class Attained(_Frozen):
 
     Attributes:
         link: share of the peak of loads from host memory.
+        cpu: share of the peak of host memory that experts on the CPU read.
         host_work: the plugin's own, about what it was on another machine; where the host decides, with vLLM's own.
         vllm: vLLM's own in CUDA graphs, what it was on another machine.
     """
 
     link: float = Field(gt=0, le=1)
+    cpu: float = Field(1.0, gt=0, le=1)
     host_work: HostWork
     vllm: VllmStep = VllmStep()
 
@@ -295,9 +297,13 @@ class Costs(_Frozen):
         """Returns these costs with what ``attained`` assumes in place of peaks; the same ones if they were measured."""
         if self.attained is None or self.provenance.how == "measured":
             return self
-        load = self.load.model_copy(update={"bytes_per_second": self.attained.link * self.load.bytes_per_second})
-        own = {"host_work": self.attained.host_work, "vllm": self.attained.vllm}
-        return self.model_copy(update={"load": load} | own)
+        shares = {"load": self.attained.link, "cpu": self.attained.cpu}
+        rates: dict[str, Rate] = {name: getattr(self, name) for name in shares}
+        slower = {
+            name: rate.model_copy(update={"bytes_per_second": shares[name] * rate.bytes_per_second})
+            for name, rate in rates.items()
+        }
+        return self.model_copy(update=slower | {"host_work": self.attained.host_work, "vllm": self.attained.vllm})
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:

@@ -145,7 +145,7 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
 
     Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
     """
-    on_the_cpu = bool(machine.gpu) and model.execution == "slots" and not model.quantised  # beside a GPU, some experts
+    on_the_cpu = bool(machine.gpu) and not model.quantised  # beside a GPU, some experts
     for drafts in (0, DRAFTS) if machine.gpu else (0,):
         percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
         for store in stores(model, machine, percent):
@@ -213,7 +213,12 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
 def _attained(assumed: Attained) -> Iterator[str]:
     """Yields what a machine of data sheets is assumed to attain; see ``Attained``."""
     yield (
-        f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and memory and disks all of theirs"
+        f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and GPU memory and disks all of "
+        "theirs"
+    )
+    yield (
+        f"experts on the CPU read {assumed.cpu:.0%} of memory's peak: no row measures it, and on the H100's virtual "
+        "machine they never paid; auto leaves the CPU out where they do not"
     )
     work, vllm = assumed.host_work, assumed.vllm
     step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))

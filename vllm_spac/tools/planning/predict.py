@@ -47,7 +47,7 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     facts = TraceFacts(model.layers, checkpoint.experts, checkpoint.top_k, model.expert_bytes)
     trace = routed(routing, facts, load.concurrency, choice.drafts)
     part = trace.facts.layers / model.layers
-    costs = machine.costs_of(choice.store, model)
+    costs = machine.costs_of(choice.store, model, cpu=choice.cpu)
     costs = costs.model_copy(update={"other": part * costs.other})
     slots = slot_bytes(model, choice.percent, choice.tokens) * trace.facts.total // model.experts_bytes
     outcome = simulate(
@@ -62,7 +62,7 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     )
     assert outcome.tpot, "the routing says how many tokens each step emits"
     seconds = outcome.tpot / part
-    host = machine.host_step(choice.store, model) * trace.steps / int(trace.step_tokens.sum())
+    host = machine.host_step(choice.store, model, cpu=choice.cpu) * trace.steps / int(trace.step_tokens.sum())
     limit = "host" if host > seconds else _limit(outcome, costs, model.expert_bytes, choice)
     return Prediction(routing.name, 1 / max(seconds, host), outcome.hit_rate, limit)
 
@@ -76,7 +76,7 @@ def _limit(outcome: Outcome, costs: Costs, nbytes: int, choice: Choice) -> Limit
         "link": near * nbytes / costs.host.bytes_per_second if costs.host else 0.0,
         "CPU": outcome.cpu * float(costs.cpu.seconds(nbytes)),
     }
-    if not on_disk:
+    if not on_disk and choice.store != "none":
         busy["link"] = (loads * nbytes + outcome.streamed_bytes) / costs.load.bytes_per_second
     return max(busy, key=lambda name: busy[name])
 
