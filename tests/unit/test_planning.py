@@ -335,13 +335,14 @@ def test_stores_that_there_is_room_for(model: ServedModel) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_best_has_the_highest_low_end_and_smaller_shares_are_shown(model: ServedModel) -> None:
+def test_the_best_is_so_with_little_locality_and_smaller_shares_are_shown(model: ServedModel) -> None:
     found = make_plan(model, machine(GIB * 1.25, 2 * GIB), ONE, planned_routing.assumed())
-    most = max(row.low.tokens_per_second for row in found.rows)
-    assert found.best.low.tokens_per_second == most
+    most = max(row.compared.tokens_per_second for row in found.rows)
+    assert found.best.compared.tokens_per_second == most and found.best.compared.routing == "low"
     assert {row.choice.percent for row in found.rows} > {found.best.choice.percent}
     for row in found.rows:
-        assert row.low.tokens_per_second <= row.high.tokens_per_second and row.even is not None
+        assert row.low.tokens_per_second <= row.compared.tokens_per_second <= row.high.tokens_per_second
+        assert row.low is row.even or row.choice.cpu, "which is slowest with a little locality"
     assert any("stock vLLM would need" in problem for problem in found.problems)
 
 
@@ -407,6 +408,7 @@ def test_output(model: ServedModel) -> None:
         "does not fit: stock vLLM",
         "run: vllm serve",
         "data sheets",
+        "range: from routing with no locality at all",
     ):
         assert part in text
     assert "Examples vllm-spac plan" in run("--help")

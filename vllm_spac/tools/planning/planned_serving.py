@@ -36,13 +36,18 @@ class Row:
 
     @property
     def low(self) -> Prediction:
-        """The prediction at the low end of the range; ``even`` routing is outside of it."""
+        """The prediction at the low end of the range: mostly ``even``, where nothing was recorded."""
+        return min(self.predictions, key=lambda found: found.tokens_per_second)
+
+    @property
+    def compared(self) -> Prediction:
+        """The slowest with any locality, by which choices are compared: without any, a model would be the first."""
         return next(found for found in self.predictions if found.routing != "even")
 
     @property
     def high(self) -> Prediction:
         """The prediction at the high end of the range."""
-        return self.predictions[-1]
+        return max(self.predictions, key=lambda found: found.tokens_per_second)
 
     @property
     def even(self) -> Prediction | None:
@@ -82,8 +87,8 @@ def make_plan(
 ) -> ServingPlan:
     """Plans how to serve ``model`` on ``machine``.
 
-    The best choice is the one with the most tokens per second at the low end of its range. All stores, CPU experts and
-    drafts are compared with as many slots as fit, and the best of them with fewer slots.
+    The best choice is the one with the most tokens per second with little locality (``Row.compared``). All stores, CPU
+    experts and drafts are compared with as many slots as fit, and the best of them with fewer slots.
 
     Raises:
         ConfigError: nothing fits, or the context is longer than the model's.
@@ -103,13 +108,13 @@ def make_plan(
     rows = [row_of(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
     if not rows:
         raise ConfigError(_no_store(model, machine))
-    best = max(rows, key=lambda row: row.low.tokens_per_second)
+    best = max(rows, key=lambda row: row.compared.tokens_per_second)
     fewer = [percent for percent in _FEWER if model.checkpoint.smallest_percent() <= percent < best.choice.percent]
     if best.choice.store != "none":
         for percent in fewer[:2]:
             choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
             rows.append(row_of(choice, model, machine, load, routings, tell))
-    rows.sort(key=lambda row: (row is not best, -row.low.tokens_per_second))
+    rows.sort(key=lambda row: (row is not best, -row.compared.tokens_per_second))
     return ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
     )
@@ -136,7 +141,7 @@ def best_plan(
             errors.append(error)
     if not plans:
         raise errors[0]
-    first, *others = sorted(plans, key=lambda plan: -plan.best.low.tokens_per_second)
+    first, *others = sorted(plans, key=lambda plan: -plan.best.compared.tokens_per_second)
     return replace(first, beside=others[0] if others else None)
 
 
