@@ -11,10 +11,11 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from vllm_spac.decisions.costs import Rate
+from vllm_spac.decisions.costs import Costs, Rate, names
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load
@@ -132,3 +133,23 @@ def test_the_machine_of_run_4_launched_faster_than_its_profile_says(planned) -> 
     for batch, measured in ms_per_token(4, "slots").items():
         fastest = planned("slots", batch, 25)["high"][0]
         assert 0.75 * fastest <= measured < fastest
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_profile_has_the_figures_that_it_names(name: str) -> None:
+    """Of the host of an H100, whatever the card; the sentences beside them say so."""
+    compiled = json.loads((ROOT / "benchmarks" / "results" / "kernels_compiled.json").read_text(encoding="utf-8"))
+    stock, resident = ms_per_token(4, "stock"), ms_per_token(4, "ptr resident")
+    profile = Costs.read(name)
+    assumed, said = profile.attained, " ".join(profile.provenance.assumes)
+    assert assumed is not None
+    assert assumed.vllm.step == pytest.approx(1e-3 * stock[1], rel=0.01)
+    assert assumed.vllm.layer == pytest.approx(compiled["h100"]["seconds_without_bytes"], rel=0.01)
+    more = median(resident[batch] - stock[batch] for batch in BATCHES)
+    assert assumed.host_work.step == pytest.approx(1e-3 * more, rel=0.01)
+    for part in ("gpu_h100.json", "run 4, stock", "run 4, ptr resident over stock", "attained.cpu: half"):
+        assert part in said
+    assert ("launches are the host's and not the card's" in said) == (name != "h100")
+    costs = profile.as_attained()
+    assert costs.cpu.bytes_per_second == assumed.cpu * profile.cpu.bytes_per_second < profile.cpu.bytes_per_second
+    assert (costs.vllm, costs.host_work) == (assumed.vllm, assumed.host_work)

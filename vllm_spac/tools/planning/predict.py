@@ -76,7 +76,7 @@ def _limit(outcome: Outcome, costs: Costs, nbytes: int, choice: Choice) -> Limit
         "link": near * nbytes / costs.host.bytes_per_second if costs.host else 0.0,
         "CPU": outcome.cpu * float(costs.cpu.seconds(nbytes)),
     }
-    if not on_disk and choice.store != "none":
+    if not on_disk:
         busy["link"] = (loads * nbytes + outcome.streamed_bytes) / costs.load.bytes_per_second
     return max(busy, key=lambda name: busy[name])
 
