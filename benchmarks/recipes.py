@@ -1,8 +1,9 @@
-"""Writes ``vllm_spac/RECIPES.md``: how to serve five published models, as ``vllm-spac plan`` calculates it.
+"""Writes ``vllm_spac/RECIPES.md``: how to serve published models, as ``vllm-spac plan`` calculates it.
 
     python benchmarks/recipes.py
 
-``recipes.json`` has each model's sizes as published in its ``config.json``, and the machine that it is served on.
+``recipes.json`` has each model's sizes as published in its ``config.json`` (``like``: those of that model), and the
+machine that it is served on, or several of them (``machines``), which share a table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
 from vllm_spac.config.types import DECIDED
+from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tools.planning import planned_routing
@@ -35,64 +37,110 @@ _LIMITS = {
     "link": "loads over PCIe",
     "disk": "loads from the disk",
     "CPU": "experts on the CPU",
+    "host": "the host's work between steps",
 }
 
 
 def recipes() -> list[dict[str, Any]]:
-    """Returns the content of ``recipes.json``."""
-    return json.loads(RECIPES.read_text(encoding="utf-8"))
+    """Returns the content of ``recipes.json``, each with the whole ``config``."""
+    found = json.loads(RECIPES.read_text(encoding="utf-8"))
+    known = {recipe["model"]: recipe for recipe in found}
+    return [
+        {key: known[recipe["like"]][key] for key in ("config", "billions") if "like" in recipe} | recipe
+        for recipe in found
+    ]
 
 
-def planned(recipe: dict[str, Any]) -> ServingPlan:
-    """Returns the plan of one recipe."""
+def planned(recipe: dict[str, Any], name: str = "") -> ServingPlan:
+    """Returns the plan of one recipe on its machine, or on the one of its ``machines`` with this name."""
     host = int(TypeAdapter(ByteSize).validate_python(recipe["host_memory"]))
-    machine = PlannedMachine.of(recipe["machine"], None, host)
-    return best_plan(served(recipe), machine, Load(recipe["context"], recipe["concurrency"]), planned_routing.assumed())
+    machine = PlannedMachine.of(name or recipe["machine"], None, host)
+    load = Load(recipe["context"], recipe["concurrency"])
+    return best_plan(served(recipe, machine.capability), machine, load, planned_routing.assumed())
 
 
-def served(recipe: dict[str, Any]) -> list[ServedModel]:
-    """Returns the model of a recipe, by its published name, as each execution serves it."""
+def served(recipe: dict[str, Any], capability: Capability | None = None) -> list[ServedModel]:
+    """Returns the model of a recipe, by its published name, as each execution serves it on such a GPU."""
+    quantised = {key: recipe[key] for key in ("quantization_config",) if key in recipe}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
-        path.write_text(json.dumps(recipe["config"]))
-        return [replace(way, name=recipe["model"]) for way in ServedModel.ways(str(path), on_cpu=False)]
+        path.write_text(json.dumps(recipe["config"] | quantised))
+        ways = ServedModel.ways(str(path), on_cpu=False, capability=capability)
+        return [replace(way, name=recipe["model"]) for way in ways]
 
 
-def document(plans: list[ServingPlan]) -> str:
+def written(recipe: dict[str, Any]) -> list[str]:
+    """Plans one recipe on each of its machines, and returns the lines of its section."""
+    if "machines" not in recipe:
+        return list(section(planned(recipe)))
+    return list(table(recipe, [planned(recipe, name) for name in recipe["machines"]]))
+
+
+def document(sections: list[list[str]]) -> str:
     """Returns the document in Markdown."""
     head = [
         "# Recipes",
         "",
         "Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan` does: from the "
         "sizes in the model's",
-        "`config.json` and data sheets of the machine, with PCIe's share of its peak and the host's work over slots",
-        "that an H100's machine had,",
-        "and without kernel launches and sampling, so that real speeds are lower. How local",
+        "`config.json` and data sheets of the machine, with PCIe's share of its peak, launches and the host's work",
+        "that an H100's machine had. Real speeds are mostly lower. How local",
         "the routing is decides the speed: *low* and *high* assume what is published of Qwen3-30B-A3B, *no locality* "
         "that every token chooses",
         "anew. `vllm-spac plan MODEL` with your own machine, context and requests gives your own recipe.",
+        "Models in bf16 come first, each on one machine. Quantised ones follow, each on four, with the second one's "
+        "command.",
     ]
-    return "\n".join([*head, *(line for plan in plans for line in section(plan))]) + "\n"
+    return "\n".join([*head, *(line for lines in sections for line in lines)]) + "\n"
+
+
+def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
+    """Yields the lines of one recipe on several machines; the command is that of the second."""
+    model, load, shown = plans[1].model, plans[1].load, plans[1]
+    yield from ("", f"## {model.name}", "")
+    yield (
+        f"{recipe['format']}; {gib(shown.machine.host)} of host memory; {_requests(load)} of {load.context:,} tokens. "
+        f"The experts take {gib(model.experts_bytes)}. On `{shown.machine.name}`:"
+    )
+    yield from ("", "```bash", command(shown.best.choice, model, shown.machine, shown.best.load), "```", "")
+    yield from (
+        "| calculated | slots | decided by | drafts | tokens/s: no locality | low | high | limited by | first token |",
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for plan in plans:
+        best = plan.best
+        if best.choice.store == "none":
+            yield f"| `{plan.machine.name}` | 100 % | all fit: stock vLLM serves it, too | | | | | | |"
+            continue
+        speeds = (f"{one.tokens_per_second:.3g}" for one in (best.even, best.compared, best.high) if one is not None)
+        yield (
+            f"| `{plan.machine.name}` | {best.choice.slots.replace('%', ' %')} | the {DECIDED[plan.model.execution]} | "
+            f"{best.choice.drafts or '-'} | {' | '.join(speeds)} | {_LIMITS[best.compared.limit]} | "
+            f"{max(best.first_token):.2g} s |"
+        )
 
 
 def section(plan: ServingPlan) -> Iterator[str]:
     """Yields the lines of one recipe."""
     best, machine, load = plan.best, plan.machine, plan.load
-    requests = "one request" if load.concurrency == 1 else f"{load.concurrency} requests"
     yield from ("", f"## {plan.model.name}", "")
     yield (
-        f"`{machine.name}`: {gib(machine.gpu)} of GPU memory, {gib(machine.host)} of host memory; {requests} of "
+        f"`{machine.name}`: {gib(machine.gpu)} of GPU memory, {gib(machine.host)} of host memory; {_requests(load)} of "
         f"{load.context:,} tokens."
     )
     yield from ("", "```bash", command(best.choice, plan.model, machine, best.load), "```", "")
     yield from ("| calculated | tokens/s | hits | limited by | first token |", "|---|---|---|---|---|")
-    for name, prediction in (("no locality", best.even), ("low", best.low), ("high", best.high)):
+    for name, prediction in (("no locality", best.even), ("low", best.compared), ("high", best.high)):
         if prediction is not None:
             yield (
                 f"| {name} | {prediction.tokens_per_second:.3g} | {100 * prediction.hit_rate:.0f} % | "
                 f"{_LIMITS[prediction.limit]} | {max(best.first_token):.2g} s |"
             )
     yield from ("", *reasons(plan))
+
+
+def _requests(load: Load) -> str:
+    return "one request" if load.concurrency == 1 else f"{load.concurrency} requests"
 
 
 def reasons(plan: ServingPlan) -> Iterator[str]:
@@ -126,9 +174,9 @@ def _without(plan: ServingPlan, **change: Any) -> Row | None:
 
 
 def main() -> None:
-    plans = [planned(recipe) for recipe in tqdm(recipes(), unit="model")]
+    sections = [written(recipe) for recipe in tqdm(recipes(), unit="model")]
     with replacing(DOCUMENT) as partial:
-        partial.write_text(document(plans), encoding="utf-8")
+        partial.write_text(document(sections), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -173,6 +173,20 @@ def test_what_modelopt_leaves_out() -> None:
         assert not quant_config.excluded(settings, "model.layers.3.mlp.experts.0.up_proj")
 
 
+def test_a_gate_that_is_left_out_is_no_part_of_experts() -> None:
+    """As published for Mixtral in AWQ: vLLM looks for the name in that of all experts of a layer."""
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["gate", "layers.3.mlp"]}
+    for name, left_out in (
+        ("model.layers.0.mlp.gate.weight", True),
+        ("model.layers.0.mlp.experts.gate_up_proj", False),
+        ("model.layers.0.mlp.experts.7.gate_proj.weight", False),
+        ("model.layers.3.mlp.experts.gate_up_proj", True),
+    ):
+        assert quant_config.excluded(settings, name) == left_out, name
+    one = {"quant_method": "fp8", "ignore": ["model.layers.0.mlp.experts.7.gate_proj"]}
+    assert quant_config.excluded(one, "model.layers.0.mlp.experts.7.gate_proj.weight")
+
+
 def test_a_file_of_modelopt_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     whole = described(read_config(tmp_path / "config.json"), tmp_path).expert_bytes[0]

@@ -29,7 +29,8 @@ def test_the_error_is_a_share_of_what_was_measured() -> None:
     assert comparison(8.0).error == pytest.approx(0.25) and comparison(8.0).plain()["within"]
     assert comparison(12.5).error == pytest.approx(-0.2)
     assert not comparison(7.9).plain()["within"]
-    assert comparison(12.0).in_range and not comparison(12.1).in_range and not comparison(7.9).in_range
+    assert comparison(12.0).in_range and not comparison(12.1).in_range
+    assert comparison(5.0).in_range and not comparison(4.9).in_range, "5.0 is what it would be without locality"
     assert comparison(10.0, low=12.0, high=8.0).in_range, "drafts and locality may turn a range around"
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from vllm_spac.cli import plan as cli_plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.decisions.costs import Capacity, Costs, HostWork, VllmStep
+from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint.described import Architecture
@@ -175,9 +175,9 @@ def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None
         )
         assert after - before == pytest.approx(more)
     for found, said in ((plain, "the plugin's own work, "), (works, "")):
-        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [planned_routing.LOW])) if "launches" in t)
+        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [planned_routing.LOW])) if "no time" in t)
         assert text == (
-            f"taken to take no time: kernel launches, {said}vLLM's own work in a step; real speeds are lower"
+            f"taken to take no time: {said}vLLM's own work in a step, kernel launches; real speeds are lower"
         )
 
 
@@ -191,6 +191,32 @@ def test_vllm_s_own_work_slows_every_step(model: ServedModel) -> None:
         )
         assert after - before == pytest.approx(2e-3 + model.layers * 1e-4, rel=1e-3)
     assert not any("no time" in text for text in assumptions(make_plan(model, works, ONE, [planned_routing.LOW])))
+
+
+def test_a_step_s_work_on_the_host_hides_while_the_gpu_computes(model: ServedModel) -> None:
+    """Where the device decides; what the host decides in layers it does while the GPU waits. Launches hide nowhere."""
+    works = {"vllm": VllmStep(step=20e-3, layer=1e-3), "host_work": HostWork(step=10e-3)}
+    plain = machine(GIB, GIB)
+    plain = replace(plain, costs=plain.costs.model_copy(update={"attained": None}))
+    slow = replace(plain, costs=plain.costs.model_copy(update=works))
+    pointers = replace(model, execution="pointers")
+    launches = 1e-3 * model.layers
+    for served, percent, bandwidth, expected in (
+        (pointers, 25, 31.5e9, lambda before: max(before + launches, 30e-3)),
+        (pointers, 25, 31.5e7, lambda before: max(before + launches, 30e-3)),
+        (model, 25, 31.5e9, lambda before: before + launches + 20e-3),
+        (model, 100, 31.5e9, lambda before: max(before + launches, 20e-3)),
+    ):
+        seconds, limits = [], []
+        for one in (plain, slow):
+            load = one.costs.load.model_copy(update={"bytes_per_second": bandwidth})
+            one = replace(one, costs=one.costs.model_copy(update={"load": load}))
+            choice = Choice(percent, "none" if percent == 100 else "host")
+            found = predict(choice, served, one, ONE, planned_routing.EVEN)
+            seconds.append(1 / found.tokens_per_second)
+            limits.append(found.limit)
+        assert seconds[1] == pytest.approx(expected(seconds[0]))
+        assert (limits[1] == "host") == (seconds[1] in (pytest.approx(20e-3), pytest.approx(30e-3)))
 
 
 def test_host_memory_and_processors_help(model: ServedModel) -> None:
@@ -309,13 +335,14 @@ def test_stores_that_there_is_room_for(model: ServedModel) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_best_has_the_highest_low_end_and_smaller_shares_are_shown(model: ServedModel) -> None:
+def test_the_best_is_so_with_little_locality_and_smaller_shares_are_shown(model: ServedModel) -> None:
     found = make_plan(model, machine(GIB * 1.25, 2 * GIB), ONE, planned_routing.assumed())
-    most = max(row.low.tokens_per_second for row in found.rows)
-    assert found.best.low.tokens_per_second == most
+    most = max(row.compared.tokens_per_second for row in found.rows)
+    assert found.best.compared.tokens_per_second == most and found.best.compared.routing == "low"
     assert {row.choice.percent for row in found.rows} > {found.best.choice.percent}
     for row in found.rows:
-        assert row.low.tokens_per_second <= row.high.tokens_per_second and row.even is not None
+        assert row.low.tokens_per_second <= row.compared.tokens_per_second <= row.high.tokens_per_second
+        assert row.low is row.even or row.choice.cpu, "which is slowest with a little locality"
     assert any("stock vLLM would need" in problem for problem in found.problems)
 
 
@@ -381,6 +408,7 @@ def test_output(model: ServedModel) -> None:
         "does not fit: stock vLLM",
         "run: vllm serve",
         "data sheets",
+        "range: from routing with no locality at all",
     ):
         assert part in text
     assert "Examples vllm-spac plan" in run("--help")
@@ -419,7 +447,7 @@ def saved(folder: Path, layers: int) -> Path:
     [
         (
             ["--machine", "tractor"],
-            "no profile tractor; name a file or one of a100, h100, h200, rtx3090, rtx4090, rtx5090; for another",
+            "no profile tractor; name a file or one of a100, b200, h100, h200, rtx3090, rtx4090, rtx5090; for another",
         ),
         (["--machine", "rtx4090", "--fast-memory", "much"], "--fast-memory much: use a number of bytes"),
         (["--machine", "rtx4090", "--host-memory", "0"], "--host-memory 0: use a number of bytes"),
@@ -526,7 +554,7 @@ def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, n
 
 
 def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
-    """No disk, no CPU experts; staging takes part of the room for slots, if it is a small one."""
+    """No disk, no CPU experts of quantised ones; staging takes part of the room for slots, if it is a small one."""
     served = ServedModel.read(str(quantised(tmp_path, MXFP4)))
     room = split(served, machine(GIB * 0.9, 0), ONE).room
     fast = GIB * 0.9 - room + served.experts_bytes // 2
@@ -547,6 +575,20 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     plain = ServedModel.read(str(quantised(tmp_path, None)), "pointers")
     with pytest.raises(ConfigError, match="or use --decisions host"):
         make_plan(plain, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
+
+
+def test_the_cpu_helps_layers_whose_loads_the_device_decides(model: ServedModel) -> None:
+    """So it is not a reason to let the host decide, whose work in layers comes on top."""
+    served, costs = replace(model, execution="pointers"), Costs.read("rtx4090").as_attained()
+    found = replace(machine(GIB, GIB), costs=costs)
+    assert {choice.cpu for choice in plans.choices(served, found, ONE)} == {False, True}
+    low = [planned_routing.EVEN, planned_routing.LOW]
+    best = plans.best_plan([model, served], found, Load(2048, 8), low)
+    assert best.model.execution == "pointers" and best.best.choice.cpu
+    assert best.beside is not None and best.beside.best.choice.cpu
+    slow = costs.model_copy(update={"cpu": Rate(bytes_per_second=1e9)})
+    rows = plans.best_plan([served], replace(found, costs=slow), Load(2048, 8), low).rows
+    assert not rows[0].choice.cpu and any(row.choice.cpu for row in rows)
 
 
 @pytest.mark.usefixtures("quick")

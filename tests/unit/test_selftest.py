@@ -159,6 +159,7 @@ def test_sizes_shrink_and_the_rest_stays() -> None:
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA B200", "b200"),
         ("Tesla T4", None),
     ],
 )

@@ -17,6 +17,7 @@ from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError
+from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.slot_layers import row_waves
 from vllm_spac.recording.trace_file import PREFILL, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.tools.traces import trace_statistics
@@ -373,6 +374,32 @@ def test_prompts_decide_nothing():
     assert outcome.loads == 0 and outcome.misses == 3 and outcome.tpot is None
 
 
+def test_the_cpu_s_share_of_what_pointers_miss():
+    """Its share of a layer goes by how many are missing. Those with the fewest rows go, of those the least worth."""
+    trace = decoding([[[[0, 1], [0, 2], [0, 3]]]])
+    alone = pointers(trace, 2, fill=False)
+    assert (alone.misses, alone.cpu, alone.seconds) == (4, 0, pytest.approx(3 + 40, abs=1e-3))
+    # An expert crosses the bus in 10 seconds, or takes the CPU 5 for each row; expert 0 has three rows.
+    for bandwidth, cpu, seconds in ((20, 3, 3 + 15), (100, 4, 3 + 1 + 1 + 1 + 3)):
+        known = COSTS.model_copy(update={"cpu": Rate(bytes_per_second=bandwidth, flops_per_second=bandwidth)})
+        found = pointers(trace, 2, known, balancer="waterfill", fill=False)
+        assert (found.misses, found.cpu, found.hits) == (4 - cpu, cpu, 0)
+        assert found.seconds == pytest.approx(seconds, abs=1e-3) and found.bound_seconds <= found.seconds
+    slow = COSTS.model_copy(update={"cpu": Rate(bytes_per_second=2)})  # 50 seconds
+    found = pointers(trace, 2, slow, balancer="waterfill", fill=False)
+    assert (found.cpu, found.seconds) == (0, pytest.approx(alone.seconds))
+    found = pointers(trace, 2, slow, balancer="fixed@count=1", fill=False)
+    assert (found.cpu, found.seconds) == (1, pytest.approx(3 + 50, abs=1e-3))
+
+
+def test_the_cpu_takes_no_part_in_prompts_and_wide_steps():
+    trace = decoding([[[[0, 1], [0, 2], [0, 3]]]], kind="prefill")
+    assert pointers(trace, 2, balancer="waterfill", fill=False).cpu == 0
+    for requests, some in ((MOST_ROWS, True), (MOST_ROWS + 1, False)):
+        trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=5, requests=requests, expert_bytes=100)
+        assert (pointers(trace, 12, balancer="fixed@count=1").cpu > 0) == some
+
+
 def test_with_a_slot_for_each_it_takes_what_slots_take():
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=50, drafts=2)
     ours, slots = pointers(trace, 48), simulate(trace, 48, COSTS)
@@ -415,7 +442,7 @@ def test_what_holds_of_pointers_on_any_trace(policy: str):
         ({"policy": "belady"}, "belady must know what will be used"),
         ({"policy": "layer_lru"}, "layer_lru evicts from the layer that asks.*use lru"),
         ({"policy": "mru"}, "no 'mru'"),
-        ({"balancer": "waterfill"}, "balancer waterfill is of execution=slots"),
+        ({"balancer": "threshold"}, "balancer threshold divides a layer on the host.*use waterfill"),
         ({"slots": 3}, "3 slots: use from 4"),
     ],
 )

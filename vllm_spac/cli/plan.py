@@ -48,8 +48,8 @@ def plan(
     machine: Annotated[
         str,
         typer.Option(
-            help="here (measured by vllm-spac profile), a100, h100, h200, rtx3090, rtx4090, rtx5090, or a file of "
-            "vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
+            help="here (measured by vllm-spac profile), a100, b200, h100, h200, rtx3090, rtx4090, rtx5090, or a file "
+            "of vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
         ),
     ] = "here",
     context: Annotated[
@@ -195,8 +195,8 @@ def _show(console: Console, found: ServingPlan) -> None:
     if resident:
         console.print("all experts fit: nothing is offloaded, and stock vLLM serves this model too", highlight=False)
     elif even is not None:
-        text = f"range: routing as local as published of Qwen3-30B-A3B; with no locality at all {_speed(even)} tokens/s"
-        say(console, f"{text}; --trace of this model narrows it")
+        text = "range: from routing with no locality at all to routing as local as published of Qwen3-30B-A3B"
+        say(console, f"{text} (at least {_speed(found.best.compared)} tokens/s); --trace of this model narrows it")
     for text in assumptions(found):
         say(console, f"[dim]assumed: {shown(text)}[/]")
     if found.best.choice.cpu:

@@ -218,11 +218,13 @@ class HostWork(_Frozen):
         load: in addition, of a part of a layer that loads experts: to find slots, to submit loads and to wait for them.
         divide: in addition, of a layer of which the CPU computes experts: to divide its rows, to submit some of them,
             to wait for them and to combine them.
+        step: of a step whose loads the device decides: to offer slots before it, and to learn from its report.
     """
 
     layer: float = Field(0.0, ge=0)
     load: float = Field(0.0, ge=0)
     divide: float = Field(0.0, ge=0)
+    step: float = Field(0.0, ge=0)
 
 
 class VllmStep(_Frozen):
@@ -230,7 +232,7 @@ class VllmStep(_Frozen):
 
     Attributes:
         step: of any step: to schedule, to prepare, to sample.
-        layer: of each layer: attention, norms and what surrounds them.
+        layer: of each layer: attention, norms and what surrounds them. In a CUDA graph, to launch its kernels.
     """
 
     step: float = Field(0.0, ge=0)
@@ -242,11 +244,15 @@ class Attained(_Frozen):
 
     Attributes:
         link: share of the peak of loads from host memory.
-        host_work: the plugin's own, about what it was on another machine.
+        cpu: share of the peak of host memory that experts on the CPU read.
+        host_work: the plugin's own, about what it was on another machine; where the host decides, with vLLM's own.
+        vllm: vLLM's own in CUDA graphs, what it was on another machine.
     """
 
     link: float = Field(gt=0, le=1)
+    cpu: float = Field(1.0, gt=0, le=1)
     host_work: HostWork
+    vllm: VllmStep = VllmStep()
 
 
 class Costs(_Frozen):
@@ -291,8 +297,13 @@ class Costs(_Frozen):
         """Returns these costs with what ``attained`` assumes in place of peaks; the same ones if they were measured."""
         if self.attained is None or self.provenance.how == "measured":
             return self
-        load = self.load.model_copy(update={"bytes_per_second": self.attained.link * self.load.bytes_per_second})
-        return self.model_copy(update={"load": load, "host_work": self.attained.host_work})
+        shares = {"load": self.attained.link, "cpu": self.attained.cpu}
+        rates: dict[str, Rate] = {name: getattr(self, name) for name in shares}
+        slower = {
+            name: rate.model_copy(update={"bytes_per_second": shares[name] * rate.bytes_per_second})
+            for name, rate in rates.items()
+        }
+        return self.model_copy(update=slower | {"host_work": self.attained.host_work, "vllm": self.attained.vllm})
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:

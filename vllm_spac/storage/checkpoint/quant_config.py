@@ -14,6 +14,7 @@ MXFP4 = "mxfp4"  # of GPT-OSS
 GPTQ_LIKE = ("gptq", "awq")
 NVFP4 = ("NVFP4", "W4A16_NVFP4")  # of ModelOpt
 NV_GROUP, MX_GROUP = 16, 32
+_EXPERTS = ".experts"  # after the name of a layer's MLP
 
 
 def parts(config: Mapping) -> Iterator[Mapping]:
@@ -90,7 +91,13 @@ def excluded(quantisation: Mapping, name: str) -> bool:
 
 
 def _matches(entry: str, name: str) -> bool:
-    """Whether a module that is left out names ``name``: compressed-tensors' pattern, ModelOpt's wildcard, or a part."""
+    """Whether a module that is left out names ``name``: compressed-tensors' pattern, ModelOpt's wildcard, or a part.
+
+    The experts of a layer are one module in vLLM: ``gate`` is no part of them, though ``gate_proj`` is one of theirs.
+    """
     if entry.startswith("re:"):
         return bool(re.match(entry[3:], name))
-    return fnmatchcase(name, entry) if "*" in entry else entry in name
+    if "*" in entry:
+        return fnmatchcase(name, entry)
+    before, experts, _ = name.partition(_EXPERTS)
+    return entry in (name if _EXPERTS in entry else before + experts)

@@ -103,16 +103,43 @@ class PlannedMachine:
         """Cost of a load from host memory, if it is known."""
         return self.costs.host if self._loads_from_disk else self.costs.load
 
-    def costs_of(self, store: Store, model: ServedModel) -> Costs:
-        """Returns the costs with loads from ``store`` and with what this model reads outside of experts."""
+    def costs_of(self, store: Store, model: ServedModel, *, cpu: bool = False) -> Costs:
+        """Returns the costs with loads from ``store``, and with what this model reads outside of experts.
+
+        Their ``other`` has vLLM's own work, too, but for ``host_step``. ``cpu``: the CPU computes some experts.
+        """
         costs, load = self.costs, self.link if store in ("none", "host") else self.disk
         fixed = costs.other if costs.provenance.how == "measured" else 0.0
-        own = costs.vllm.step + model.layers * costs.vllm.layer
-        other = fixed or model.read_bytes / costs.fast.bytes_per_second + own
+        other = fixed or model.read_bytes / costs.fast.bytes_per_second + self._own(store, model, cpu)
         origin = costs.provenance.model_copy(update={"store": "disk" if store in ("disk", "tiers") else "host"})
         host = self.link if store == "tiers" else None
         changes = {"load": load or costs.load, "host": host, "other": other, "draft": 0.0, "provenance": origin}
         return costs.model_copy(update=changes)
+
+    def host_step(self, store: Store, model: ServedModel, *, cpu: bool = False) -> float:
+        """Returns the host's seconds in a step that pass while a GPU computes the step before (async scheduling).
+
+        A step takes as long as the slower of the two. There are none where layers wait for the host's decisions, nor
+        where the CPU computes experts: on an H100 steps took longer by as much (``gpu_h100.json``, run 11).
+        """
+        if not self.gpu or cpu or self._host_decides(store, model):
+            return 0.0
+        return self._step(model)
+
+    def _step(self, model: ServedModel) -> float:
+        return self.costs.vllm.step + (self.costs.host_work.step if model.execution == "pointers" else 0.0)
+
+    def _own(self, store: Store, model: ServedModel, cpu: bool) -> float:
+        """Returns the seconds of vLLM and of the plugin in a step, but for those of layers and for ``host_step``."""
+        vllm, decides = self.costs.vllm, self._host_decides(store, model)
+        if decides:  # its work in layers has them, if it is assumed
+            return 0.0 if self.costs.attained is not None else vllm.step + model.layers * vllm.layer
+        launched = 2 if cpu else 1  # once more for what the CPU was late with
+        hidden = self.host_step(store, model, cpu=cpu) > 0
+        return launched * model.layers * vllm.layer + (0.0 if hidden else self._step(model))
+
+    def _host_decides(self, store: Store, model: ServedModel) -> bool:
+        return bool(self.gpu) and store != "none" and model.execution == "slots"
 
     def _origins(self, gpu_given: bool, host_given: bool) -> Iterator[str]:
         """Yields a sentence for each size of memory: how much it is, and how that is known."""

@@ -36,13 +36,18 @@ class Row:
 
     @property
     def low(self) -> Prediction:
-        """The prediction at the low end of the range; ``even`` routing is outside of it."""
+        """The prediction at the low end of the range: mostly ``even``, where nothing was recorded."""
+        return min(self.predictions, key=lambda found: found.tokens_per_second)
+
+    @property
+    def compared(self) -> Prediction:
+        """The slowest with any locality, by which choices are compared: without any, a model would be the first."""
         return next(found for found in self.predictions if found.routing != "even")
 
     @property
     def high(self) -> Prediction:
         """The prediction at the high end of the range."""
-        return self.predictions[-1]
+        return max(self.predictions, key=lambda found: found.tokens_per_second)
 
     @property
     def even(self) -> Prediction | None:
@@ -82,8 +87,8 @@ def make_plan(
 ) -> ServingPlan:
     """Plans how to serve ``model`` on ``machine``.
 
-    The best choice is the one with the most tokens per second at the low end of its range. All stores, CPU experts and
-    drafts are compared with as many slots as fit, and the best of them with fewer slots.
+    The best choice is the one with the most tokens per second with little locality (``Row.compared``). All stores, CPU
+    experts and drafts are compared with as many slots as fit, and the best of them with fewer slots.
 
     Raises:
         ConfigError: nothing fits, or the context is longer than the model's.
@@ -103,13 +108,13 @@ def make_plan(
     rows = [row_of(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
     if not rows:
         raise ConfigError(_no_store(model, machine))
-    best = max(rows, key=lambda row: row.low.tokens_per_second)
+    best = max(rows, key=lambda row: row.compared.tokens_per_second)
     fewer = [percent for percent in _FEWER if model.checkpoint.smallest_percent() <= percent < best.choice.percent]
     if best.choice.store != "none":
         for percent in fewer[:2]:
             choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
             rows.append(row_of(choice, model, machine, load, routings, tell))
-    rows.sort(key=lambda row: (row is not best, -row.low.tokens_per_second))
+    rows.sort(key=lambda row: (row is not best, -row.compared.tokens_per_second))
     return ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
     )
@@ -136,7 +141,7 @@ def best_plan(
             errors.append(error)
     if not plans:
         raise errors[0]
-    first, *others = sorted(plans, key=lambda plan: -plan.best.low.tokens_per_second)
+    first, *others = sorted(plans, key=lambda plan: -plan.best.compared.tokens_per_second)
     return replace(first, beside=others[0] if others else None)
 
 
@@ -145,7 +150,7 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
 
     Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
     """
-    on_the_cpu = bool(machine.gpu) and model.execution == "slots" and not model.quantised  # beside a GPU, some experts
+    on_the_cpu = bool(machine.gpu) and not model.quantised  # beside a GPU, some experts
     for drafts in (0, DRAFTS) if machine.gpu else (0,):
         percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
         for store in stores(model, machine, percent):
@@ -202,9 +207,10 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
     if not machine.gpu:
         yield "no drafts: vLLM's CPU build samples chains of them wrongly at temperature > 0"
-    unknown = ["kernel launches"] if machine.gpu else []
-    unknown += ["the plugin's own work"] if costs.host_work == HostWork() else []
-    unknown += ["vLLM's own work in a step"] if costs.vllm == VllmStep() else []
+    unknown = ["the plugin's own work"] if costs.host_work == HostWork() else []
+    own = costs.vllm != VllmStep()
+    unknown += [] if own else ["vLLM's own work in a step", "kernel launches"]
+    unknown += ["attention's launches in graphs"] if own and machine.gpu and costs.attained else []
     if unknown:
         yield f"taken to take no time: {', '.join(unknown)}; real speeds are lower"
 
@@ -212,13 +218,23 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
 def _attained(assumed: Attained) -> Iterator[str]:
     """Yields what a machine of data sheets is assumed to attain; see ``Attained``."""
     yield (
-        f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and memory and disks all of theirs"
+        f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and GPU memory and disks all of "
+        "theirs"
     )
-    work = assumed.host_work
+    yield (
+        f"experts on the CPU read {assumed.cpu:.0%} of memory's peak: no row measures it, and on the H100's virtual "
+        "machine they never paid; auto leaves the CPU out where they do not"
+    )
+    work, vllm = assumed.host_work, assumed.vllm
+    step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))
+    yield (
+        f"a step takes {step} of vLLM's host, and {ours} more where the device decides, while the GPU computes the one "
+        f"before; launches of a layer's experts take {1e6 * vllm.layer:.0f} µs: measured on the host of an H100"
+    )
     layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
     yield (
         f"a layer over slots takes {layer} of the host, {load} more if it loads and {divide} more if the CPU computes "
-        "experts: measured beside an H100, and less on a faster processor"
+        "experts, vLLM's own work included: measured beside an H100, and less on a faster processor"
     )
 
 

@@ -1,9 +1,9 @@
 """What a choice would achieve: tokens per second by the simulator, time to the first token by a formula.
 
 Assumptions where nothing was measured: a machine's costs are those of its profile, without the host's work in a layer
-or vLLM's own in a step if they are 0 there; kernel launches take no time; a layer waits for its loads. A prompt is read
-alone, in chunks of vLLM's default size, in which nearly every expert is needed: between all of them and those without a
-slot are loaded per chunk.
+or vLLM's own in a step if they are 0 there; a layer waits for its loads. Where graphs run the layers, a step takes as
+long as the slower of host and GPU. A prompt is read alone, in chunks of vLLM's default size, in which nearly every
+expert is needed: between all of them and those without a slot are loaded per chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.recording.trace_file import Trace, TraceFacts
+from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, rows, slot_bytes
 from vllm_spac.tools.planning.planned_model import ServedModel
@@ -20,7 +20,7 @@ from vllm_spac.tools.planning.planned_routing import Routing, routed
 from vllm_spac.tools.traces.replayed import Outcome
 from vllm_spac.tools.traces.simulation import simulate
 
-Limit = Literal["compute", "link", "disk", "CPU"]
+Limit = Literal["compute", "link", "disk", "CPU", "host"]
 PROMPT = 1024  # tokens of the prompt whose time is calculated
 
 
@@ -32,7 +32,7 @@ class Prediction:
         tokens_per_second: of all requests together.
         hit_rate: share of the experts that were in a slot.
         limit: what takes most of the time: reading weights in fast memory (``compute``), loads over the link to the
-            GPU, loads from disk, or experts on the CPU.
+            GPU, loads from disk, experts on the CPU, or the host's work between the steps of a GPU.
     """
 
     routing: str
@@ -47,7 +47,7 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     facts = TraceFacts(model.layers, checkpoint.experts, checkpoint.top_k, model.expert_bytes)
     trace = routed(routing, facts, load.concurrency, choice.drafts)
     part = trace.facts.layers / model.layers
-    costs = machine.costs_of(choice.store, model)
+    costs = machine.costs_of(choice.store, model, cpu=choice.cpu)
     costs = costs.model_copy(update={"other": part * costs.other})
     slots = slot_bytes(model, choice.percent, choice.tokens) * trace.facts.total // model.experts_bytes
     outcome = simulate(
@@ -61,11 +61,13 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         host_bytes=max(model.expert_bytes, int(part * choice.host_bytes)) if choice.host_bytes else 0,
     )
     assert outcome.tpot, "the routing says how many tokens each step emits"
-    speed = part / outcome.tpot
-    return Prediction(routing.name, speed, outcome.hit_rate, _limit(outcome, costs, trace, model.expert_bytes, choice))
+    seconds = outcome.tpot / part
+    host = machine.host_step(choice.store, model, cpu=choice.cpu) * trace.steps / int(trace.step_tokens.sum())
+    limit = "host" if host > seconds else _limit(outcome, costs, model.expert_bytes, choice)
+    return Prediction(routing.name, 1 / max(seconds, host), outcome.hit_rate, limit)
 
 
-def _limit(outcome: Outcome, costs: Costs, trace: Trace, nbytes: int, choice: Choice) -> Limit:
+def _limit(outcome: Outcome, costs: Costs, nbytes: int, choice: Choice) -> Limit:
     loads, near = outcome.loads + outcome.prefetches, outcome.host_loads
     on_disk = choice.store in ("disk", "tiers")
     busy: dict[Limit, float] = {

@@ -6,7 +6,7 @@ Assumptions, each where nothing was measured:
   so it takes as long as the slower of two: the experts in slots, read from fast memory one after the other, or the
   others, each of which crosses the bus once. The bus hides the arithmetic of these.
 - The kernels that decide and copy are launched in every layer and take ``LAUNCHES`` seconds in addition to the bytes.
-- Nothing else uses the bus.
+- Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time.
 - The report of a step is known when the next one begins, as without async scheduling; with it, it is a step later.
 - Long prompts are no exception: an expert crosses the bus once, as with staging. Steps with only prompts do not count
   towards the time per token; steps that mix prompts with other rows do.
@@ -21,9 +21,10 @@ import torch
 
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.device.slot_offers import Offering, with_prompts
 from vllm_spac.kernels.reference.admit import admit
-from vllm_spac.kernels.types import ADMITTED, STREAMED, UNUSED, Experts, Offers
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
@@ -37,10 +38,21 @@ class PointersReplay(Replay[list[Part]]):
     Args:
         outcome: with ``slots``.
         policy: estimates what a slot is worth; owned.
+        shares: experts that the CPU computes, by how many a layer misses, as of ``shares_of``; empty: none.
     """
 
-    def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        costs: Costs,
+        nbytes: int,
+        outcome: Outcome,
+        policy: Policy,
+        shares: Sequence[int] = (),
+    ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
+        self._shares = shares
+        self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         keys = trace.facts.total
         self.counters = Counters()
         self.offering = Offering(keys, trace.facts.experts, outcome.slots, policy, self.counters)
@@ -81,17 +93,34 @@ class PointersReplay(Replay[list[Part]]):
         admit(ids, torch.ones(ids.shape), first, self.experts, self.offers, self._decided, self._sources, self._copies)
         self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
+        on_cpu = self._leave(part) if self._shares and self._may_leave() else 0.0
         sources = self._read_from()[part.keys].tolist()
-        computed = sum(self.fast[rows] for rows, source in zip(part.rows, sources, strict=True) if source != STREAMED)
-        copied, streamed = sources.count(ADMITTED), sources.count(STREAMED)
+        computed = sum(
+            self.fast[rows] for rows, source in zip(part.rows, sources, strict=True) if source in (HIT, ADMITTED)
+        )
+        copied, streamed, left = (sources.count(source) for source in (ADMITTED, STREAMED, COMPUTED))
         load = float(self.costs.load.ideal(self.nbytes))
         launches = LAUNCHES if outcome.slots < self.trace.facts.total else 0.0
-        took = launches + copied * load + max(computed, streamed * load)
+        took = launches + max(copied * load + max(computed, streamed * load), on_cpu)
         outcome.parts += 1
         outcome.seconds += took
         outcome.stall_seconds += took - computed
         missed = copied + streamed
-        outcome.bound_seconds += self.costs.bound(self.nbytes, len(part.keys) - missed, missed, 0)
+        outcome.bound_seconds += self.costs.bound(self.nbytes, len(part.keys) - missed - left, missed, left)
+
+    def _may_leave(self) -> bool:
+        """Whether the CPU takes part in the step, as ``CpuShare.begin`` says."""
+        return not self.has_prompts(self._step) and self._leading <= MOST_ROWS
+
+    def _leave(self, part: Part) -> float:
+        """Gives the CPU its share of a layer's missing experts, as the twin of ``post`` does; returns its seconds."""
+        rows, used = dict(zip(part.keys, part.rows, strict=True)), self.offers.used
+        sources = self._read_from()[part.keys]
+        streamed = [key for key, source in zip(part.keys, sources, strict=True) if source == STREAMED]
+        missing = len(streamed) + int((sources == ADMITTED).sum())
+        taken = sorted(streamed, key=lambda key: (rows[key], float(used[key]), key))[: self._shares[missing]]
+        self._sources[taken] = COMPUTED
+        return sum(self._cpu[rows[key]] for key in taken)
 
     def _read_from(self) -> np.ndarray:
         """Returns int [keys], how each expert was read by the layers that have run."""
@@ -104,5 +133,6 @@ class PointersReplay(Replay[list[Part]]):
         learned = self.offering.learn(counts, self._read_from(), owner, generating=generating, prompt=prompt)
         outcome, counters = self.outcome, self.counters
         outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.loads
+        outcome.cpu = counters.cpu_experts
         outcome.bytes = outcome.loads * self.nbytes
         outcome.streamed_bytes += learned.streamed * self.nbytes

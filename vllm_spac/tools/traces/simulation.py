@@ -68,8 +68,9 @@ def simulate(
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
             size, a policy without the calibration that it needs, an offline policy with a balancer, a prefetcher or
-            pointers (it would have to foresee their decisions), a balancer or a prefetcher with pointers, or pointers
-            with costs of loads from a disk, which they cannot read; a predictor that needs what a trace lacks.
+            pointers (it would have to foresee their decisions), a prefetcher with pointers or a balancer that goes by
+            more than how many experts a layer misses, or pointers with costs of loads from a disk, which they cannot
+            read; a predictor that needs what a trace lacks.
     """
     if overlap not in OVERLAPS:
         raise ConfigError(f"loads overlap with none, rows or hits, not {overlap!r}")
@@ -80,9 +81,12 @@ def simulate(
     if execution == "pointers":
         check_pointers(policy, balancer, prefetch, costs)
         chosen = build_policy(policy, trace, slots)
-        from vllm_spac.tools.traces.simulated_pointers import PointersReplay  # torch, which takes a second
+        from vllm_spac.execution.device.cpu_share import shares_of  # torch, which takes a second
+        from vllm_spac.tools.traces.simulated_pointers import PointersReplay
 
-        replay = PointersReplay(trace, costs, nbytes, outcome, chosen)
+        beside = build_balancer(balancer, trace, costs, nbytes)
+        shares = [] if beside is None else shares_of(beside, facts.experts)
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares)
         replay.fill(filling(trace, slots, chosen.first()) if fill else [])
         return replay.run(parts(trace, facts.total))
     if execution != "slots":
@@ -229,8 +233,10 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
         raise ConfigError(f"policy {name} evicts from the layer that asks, and with pointers none asks; use lru")
     if kind.offline:
         raise ConfigError(f"policy {name} must know what will be used, and pointers learn of that too late")
-    if balancer != "none":
-        raise ConfigError(f"balancer {balancer} is of execution=slots: pointers read each expert where it lies")
+    if balancer != "none" and not components.find("balancers", balancer.partition("@")[0]).by_number:
+        raise ConfigError(
+            f"balancer {balancer} divides a layer on the host, and with pointers the device does; use waterfill"
+        )
     if prefetch != "off":
         raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers give them slots in their layer")
     if costs.provenance.store == "disk":
