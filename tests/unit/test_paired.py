@@ -200,7 +200,7 @@ def test_an_engine_that_died_since_says_why(engine) -> None:
 
 def test_an_engine_that_hangs_is_given_up(engine) -> None:
     live = engine("time.sleep(600)")
-    live._timeout = 0.1
+    live.timeout = 0.1
     with pytest.raises(processes.EngineError, match="no answer after"):
         live.turn([1], 1)
     live._child.kill()
