@@ -196,7 +196,7 @@ class Asked:
         found = {"slots": run.share, **run.case.knobs}
         if not self.gpu and "executor" not in found:
             found.setdefault("store", "host")  # a GPU's default
-        if found.get("store") == "disk":
+        if found.get("store") == "disk" or "executor" in found:  # workers have disks
             found["disk_dir"] = str(self.disk_dir)
         if found.get("predictor_file") == PREDICTOR_FILE:
             if self.predictor_file is None:
@@ -270,7 +270,7 @@ def _timed(engine: LiveEngine, asked: Asked, row: dict, until: float) -> None:
         ids = asked.short[:size]
         _ask(engine, until, ids, WARM)
         best = min((_ask(engine, until, ids, asked.decode_tokens) for _ in range(REPEATS)), key=_per_token)
-        seconds, moved = _per_token(best), best["counters"].get("bytes", {})
+        seconds, moved = _per_token(best), best["counters"].pop("bytes", {})  # the prompts' bytes are among them
         row["decode"].append(
             {
                 "batch": size,

@@ -153,6 +153,7 @@ class LiveProcess:
 
     def _answer(self) -> Any:
         if not select.select([self._answers], [], [], self.timeout)[0]:
+            end(self._child)  # its answers would no longer be to what is asked
             raise LiveProcessError(f"no answer after {self.timeout:.0f} s")
         line = self._answers.readline()
         if not line:
