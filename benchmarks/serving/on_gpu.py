@@ -44,7 +44,7 @@ from vllm_spac.config.types import SlotCount
 from vllm_spac.errors import SpacError
 
 LIKE = "qwen3-30b-a3b"
-LARGE = ROOT / ".cache" / "toy" / LIKE  # as `make bench-gpu` calls it
+LARGE = ROOT / ".cache" / "toy" / LIKE
 OUTPUT = ROOT / ".cache" / "serving" / "on_gpu.json"
 PARTS = ("tokens", "serving")
 LENGTHS = (1, 5, 23, 64, 90, 150, 31, 8)  # of the prompts whose answers are compared
