@@ -90,12 +90,12 @@ class Clock:
 
     Attributes:
         end: when everything must have ended; ``most``: seconds that one engine may take.
-        longest: seconds that the slowest engine took: one that would have less is not started.
+        fastest: seconds that the fastest engine took; None before the first: one that would have less is not started.
     """
 
     end: float
     most: float
-    longest: float = 0.0
+    fastest: float | None = None
 
     def limit(self) -> float:
         """Returns when the next engine must have ended.
@@ -103,9 +103,11 @@ class Clock:
         Raises:
             LeftOut: there is too little time for it.
         """
-        now, needed = time.monotonic(), self.longest or min(_START, self.most)
+        now, needed = time.monotonic(), self.fastest or min(_START, self.most)
         if self.end - now < needed:
-            raise LeftOut(f"--minutes: {max(0.0, self.end - now):.0f} s are left, an engine takes {needed:.0f} s")
+            raise LeftOut(
+                f"--minutes: {max(0.0, self.end - now):.0f} s are left, an engine takes {needed:.0f} s or more"
+            )
         return min(self.end, now + self.most)
 
 
@@ -245,7 +247,8 @@ def run_one(run: Run, asked: Asked, clock: Clock) -> tuple[dict, list[list[int]]
     except (EngineError, SpacError, OSError, ValueError) as error:
         row["error"] = str(error)[-4000:]
     row["seconds"] = time.monotonic() - begin
-    clock.longest = max(clock.longest, row["seconds"] if "error" not in row else 0.0)
+    if "error" not in row:
+        clock.fastest = min(clock.fastest or row["seconds"], row["seconds"])
     return row, said
 
 
