@@ -18,10 +18,6 @@ PYTEST := $(BIN)/pytest
 JOBS ?= 2
 PARALLEL = $(if $(wildcard .venv/lib/python*/site-packages/xdist),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
-# The toy model with the experts of a published one.
-LARGE_LIKE := qwen3-30b-a3b
-LARGE := .cache/toy/$(LARGE_LIKE)
-
 # vLLM's V2 runner on a CPU, see tests/v2_on_cpu.
 V2 := PYTHONPATH=$(CURDIR)/tests/v2_on_cpu VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 TORCH_COMPILE_DISABLE=1
 
@@ -90,20 +86,18 @@ bench: setup ## the plugin and stock vLLM on the toy model: tokens first, then s
 	@$(BIN)/python benchmarks/serving/run.py
 
 bench-gpu: GPU_KERNELS = --short
-bench-gpu: GPU_SERVING = --slots 25% --policy reuse,reuse+pointers --offload uva --speculation none --repeats 1 --batch 1,8 \
-	--prompts 4
-bench-gpu: bench-gpu-run ## kernels and serving on a GPU, compared with plain copies and stock vLLM's own offloading: some minutes
+bench-gpu: GPU_ENGINES = --minutes 15
+bench-gpu: bench-gpu-run ## kernels, tokens and times on a GPU, beside plain copies and stock vLLM's own offloading: 20 minutes
 
 bench-gpu-full: GPU_KERNELS =
-bench-gpu-full: GPU_SERVING = --slots 10%,25%,50% --policy reuse,reuse+pointers --offload uva,prefetch --speculation none,eagle3
-bench-gpu-full: bench-gpu-run ## the same for all sizes, with drafts, three times each: hours
+bench-gpu-full: GPU_ENGINES = --slots 10%,20%,25%,50% --minutes 120
+bench-gpu-full: bench-gpu-run ## the same for more sizes, to the end of the table: hours
 
 .PHONY: bench-gpu-run
 bench-gpu-run: setup
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("make bench-gpu: needs a CUDA device, and torch sees none")'
 	@$(BIN)/python benchmarks/kernels/run.py $(GPU_KERNELS)
-	@$(BIN)/python benchmarks/toy/inflate.py benchmarks/toy/models/target $(LARGE) --like $(LARGE_LIKE) --eagle3 benchmarks/toy/models/eagle3
-	@$(BIN)/python benchmarks/serving/run.py $(LARGE) --eagle3 $(LARGE)-eagle3 $(GPU_SERVING) --compile --store host
+	@$(BIN)/python benchmarks/serving/on_gpu.py --at-once 2 $(GPU_ENGINES)
 
 check: setup ## what CI runs: linter, formatting, types, tests
 	@$(BIN)/ruff check .

@@ -61,7 +61,7 @@ def take_turns(job: dict) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what else is printed goes to the log
     llm = start_engine(job)
-    print("{}", file=answers)  # ready
+    print(json.dumps(facts(llm)), file=answers)  # ready
     for line in sys.stdin:
         turn = json.loads(line)
         if "score" in turn:
@@ -72,6 +72,16 @@ def take_turns(job: dict) -> None:
         with paused(llm, turn["without"]), budgeted(llm, turn.get("budget")):
             measured = measure(llm, job | asked, len(turn["prompts"]))
         print(json.dumps(measured | {"choices": choices(llm, job)}), file=answers)
+
+
+def facts(llm) -> dict:
+    """Returns how a started engine runs: its CUDA graphs, its runner, and bytes of a GPU, None without one."""
+    import torch
+
+    (runner,) = llm.collective_rpc(lambda worker: type(worker.model_runner).__module__)
+    graphs = str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode).removeprefix("CUDAGraphMode.")
+    used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {"graphs": graphs, "runner": runner, "gpu_bytes": used}
 
 
 def start_engine(job: dict):

@@ -100,7 +100,7 @@ class LiveProcess:
 
     Args:
         command: what is run, given a folder for its files; its output other than answers goes to a log there.
-        timeout: time limit in seconds for its start and for each answer.
+        timeout: time limit in seconds for its start and for each answer; may be changed between two answers.
         environment: variables in addition to this process's.
         before: called in the process before the command, e.g. to limit its memory.
 
@@ -115,7 +115,7 @@ class LiveProcess:
         environment: Mapping[str, str],
         before: Callable[[], None] | None = None,
     ) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         self._scratch = tempfile.TemporaryDirectory(prefix="spac-live-")
         folder = Path(self._scratch.name)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -152,8 +152,9 @@ class LiveProcess:
         self._scratch.cleanup()
 
     def _answer(self) -> Any:
-        if not select.select([self._answers], [], [], self._timeout)[0]:
-            raise LiveProcessError(f"no answer after {self._timeout:.0f} s")
+        if not select.select([self._answers], [], [], self.timeout)[0]:
+            end(self._child)  # its answers would no longer be to what is asked
+            raise LiveProcessError(f"no answer after {self.timeout:.0f} s")
         line = self._answers.readline()
         if not line:
             raise LiveProcessError(ending(self._child.wait(), Path(self._scratch.name)))
