@@ -64,7 +64,8 @@ def growing(shape: TreeShape, seed: int, requests: int, coarse: bool) -> tuple[G
         follows = zip(paths, growth.parent.tolist(), growth.tokens.tolist(), strict=True)
         paths = [[(*mine[p], t) for p, t in zip(parents, tokens, strict=True)] for mine, parents, tokens in follows]
         for path, chances in zip(paths[0], growth.chances[0], strict=True):
-            assert torch.allclose(chances[-1], logp([[path[:-1]]])[0, 0, path[-1]].exp(), atol=1e-5), "of the last token, given its path"
+            own = logp([[path[:-1]]])[0, 0, path[-1]].exp()
+            assert torch.allclose(chances[-1], own, atol=1e-5), "of the last token, given its path"
         growth.add(logp(paths))
         forwards += 1
     check_read(growth.chosen(), torch.cat(read, 1))
