@@ -208,7 +208,8 @@ def selftest(
     with _selftest_progress(parts.PARTS + 1) as tell:
         tell("vLLM")
         facts = installation()
-        left, times = seconds - (time.monotonic() - begin), {}
+        times: dict[str, float] = {}
+        left = seconds - (time.monotonic() - begin)
         options: dict[str, Any] = {"engines": engines, "seconds": left, "tell": tell, "times": times}
         outcomes = [] if facts.refusal else list(parts.run(config, **options))
     report = _selftest_report(facts, outcomes, time.monotonic() - begin) | {"seconds_by_part": times}
