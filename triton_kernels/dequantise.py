@@ -178,12 +178,16 @@ def _nvfp4(
 @triton.jit
 def _mxfp4(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
-    start: tl.tensor, stride: tl.tensor, BLOCK_K: tl.constexpr,
+    start: tl.tensor, stride: tl.tensor, columns: tl.tensor, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One word holds the exponents of a row of the tile; Triton decodes by table or in hardware."""
-    tl.static_assert(BLOCK_K == 128, "a tile is as deep as a word of exponents")
-    word = tl.load(scales + (start // BLOCK_K) * stride + row, mask=wanted, other=_UNIT)
-    exponents = ((word[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255).to(tl.uint8)
+    """A word holds the exponents of 128 columns; Triton decodes by table or in hardware."""
+    COUNT: tl.constexpr = BLOCK_K // 128
+    N: tl.constexpr = row.shape[0]
+    at = start // 128 + tl.arange(0, COUNT)
+    mask = wanted[:, None] & (at < tl.cdiv(columns, 128))[None, :]
+    word = tl.load(scales + at[None, :] * stride + row[:, None], mask=mask, other=_UNIT)
+    parts = (word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255
+    exponents = tl.reshape(parts, (N, 4 * COUNT)).to(tl.uint8)
     return tl.dot_scaled(a, None, "bf16", codes, exponents, "e2m1", acc)
 
 
@@ -270,7 +274,7 @@ def multiply(
         inside = inside & (k < length - start // PACKED)[:, None]
     raw = tl.load(codes + row[None, :] * length + (start // PACKED + k)[:, None], mask=inside, other=0.0)
     if CODES == "e2m1" and GROUP == 32:
-        acc = _mxfp4(a, acc, raw, scales, row, wanted, start, stride, BLOCK_K)
+        acc = _mxfp4(a, acc, raw, scales, row, wanted, start, stride, columns, BLOCK_K)
     elif CODES == "e2m1":
         acc = _nvfp4(a, acc, raw, scales, row, wanted, start, stride, columns, BLOCK_M, BLOCK_K, UPCAST)
     elif CODES == "int4":

@@ -87,16 +87,17 @@ _QUANTISED = (
     (32, Tile(block_m=32, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=3)),
     (64, Tile(block_m=64, gate_up_n=32, down_n=32, k_bytes=256, num_warps=4, num_stages=2)),
 )
-# Of INT4 by 128 columns or more and few rows: 256 columns deep, so that a row of a tile is 128 bytes of codes. A GPU
-# reads pinned memory in lines of as many: an H100 reached 87 to 91 % of a copy, and 72 with rows of 64 bytes. In HBM
-# it takes 4 to 20 % longer. By 32 columns with zero points it spills on sm_89, and so do such tiles of more rows, which
-# read as much faster there.
-_INT4 = Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=512, num_warps=4, num_stages=3)
+# Of INT4, MXFP4 and few rows: 256 columns deep, so that a row of a tile is 128 bytes of codes. A GPU reads pinned
+# memory in lines of as many: an H100 reached 87 to 91 % of a copy of INT4 by 128 columns, and 72 with rows of 64 bytes.
+# In HBM it took 4 to 20 % longer. INT4 by 32 columns with zero points spills so on sm_89, and so do such tiles of more
+# rows, which read as much faster there. NVFP4 spills 8 bytes: with three stages on sm_80, with two on sm_86 and sm_89.
+_LINES = Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=512, num_warps=4, num_stages=3)
 _QUANTISED_PREFILL = Tile(block_m=64, gate_up_n=32, down_n=32, k_bytes=256, num_warps=4, num_stages=2, group_m=8)
 
 # Bytes of shared memory that a block may have, at least, on sm_80, sm_90 and sm_100. With the 99 KB of sm_86, sm_89 and
-# sm_120 one program of the first tile fits a multiprocessor at its depth, and two at three stages, with the same bits.
-# Reasoned and compiled, not measured.
+# sm_120 one program of the first tile or INT4's fits a multiprocessor, and two with a stage less, with the same bits.
+# INT4's stage is 8 KB of codes: of down a multiprocessor has 16 KB in flight as before, of gate_up 16 in place of 32,
+# where HBM needs 6 to 9 and the link 1. Reasoned and compiled, not measured.
 _AMPLE = 160 << 10
 _FEW_ROWS = 16
 ACROSS = 64  # rows of weights that the instruction of sm_90 multiplies at once
@@ -111,13 +112,20 @@ def tile_for(rows: int, kind: Format | None = None, shared: int | None = None, a
         shared: bytes of shared memory that a block may have; None: ample.
         across: a tile of few rows is multiplied the other way round, 64 rows of weights at once.
     """
-    if kind is not None and kind.codes == "int4" and rows <= _FEW_ROWS and (kind.group == 0 or kind.group >= 128):
-        return _INT4
+    small = rows <= _FEW_ROWS and shared is not None and shared < _AMPLE
+    if kind is not None and rows <= _FEW_ROWS and _reads_lines(kind):
+        return replace(_LINES, num_stages=2) if small and kind.codes == "int4" else _LINES
     tiles, prefill = (_TILES, _PREFILL) if kind is None else (_QUANTISED, _QUANTISED_PREFILL)
     tile = next((tile for most, tile in tiles if rows <= most), prefill)
     if across and tile.block_m < ACROSS:
         tile = replace(tile, gate_up_n=ACROSS, num_stages=3)
-    return replace(tile, num_stages=3) if rows <= _FEW_ROWS and shared is not None and shared < _AMPLE else tile
+    return replace(tile, num_stages=3) if small else tile
+
+
+def _reads_lines(kind: Format) -> bool:
+    """Returns whether a tile of ``_LINES`` spills no registers."""
+    wide = kind.group == 0 or kind.group >= 128 or (kind.group == 32 and not kind.zeros)
+    return kind.exponents or (kind.codes == "int4" and wide)
 
 
 def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
@@ -528,5 +536,5 @@ def _check_quantised(
     assert x.shape[1] % kind.per_byte == intermediate % kind.per_byte == 0, "a byte has columns of two rows"
     for table in tables:
         assert table.dtype == torch.int64 and table.shape == w13.shape and table.is_contiguous()
-    assert tile is None or not kind.exponents or tile.k_bytes == 256, "a tile is as deep as a word of exponents"
+    assert tile is None or not kind.exponents or tile.k_bytes % 256 == 0, "a tile has whole words of exponents"
     return quantised.s13, quantised.s2

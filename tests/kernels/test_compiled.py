@@ -61,19 +61,6 @@ def test_experts(capability, rows):
         assert re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", made.ptx), "no tensor core"
 
 
-@pytest.mark.parametrize("capability", [89, 120])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_two_programs_of_few_rows_fit_a_small_multiprocessor(capability, rows, monkeypatch):
-    """Else half of the bytes in flight are missing. A multiprocessor has 100 KB, of which each block takes 1 more."""
-    deep = record(lambda: experts(rows, 2048, 768, 8, 128))
-    monkeypatch.setattr(grouped_gemm, "_shared_memory", lambda device: SHARED[capability])
-    shallow = record(lambda: experts(rows, 2048, 768, 8, 128))
-    for name in ("gate_up", "down"):
-        made = compile_for(capability, shallow[name])
-        check(f"{name} M={rows}, shallow", capability, made)
-        assert 2 * (made.shared + 1024) <= 100 * 1024 < 2 * compile_for(capability, deep[name]).shared
-
-
 QUANTISED = {
     "mxfp4": Format("e2m1", 32),
     "nvfp4": Format("e2m1", 16),
@@ -86,6 +73,25 @@ QUANTISED = {
     "fp8 by block, rows too": Format("e4m3", 128, 128, activations=128),
     "fp8 by channel, rows too": Format("e4m3", activations=0),
 }
+
+
+@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize("name", [None, "int4", "int4 by 32"])
+def test_two_programs_of_few_rows_fit_a_small_multiprocessor(capability, name, monkeypatch):
+    """Else half of the bytes in flight are missing. A multiprocessor has 100 KB, of which each block takes 1 more."""
+    kind = None if name is None else QUANTISED[name]
+    deep = record(lambda: experts(16, 2048, 768, 8, 128, kind=kind))
+    monkeypatch.setattr(grouped_gemm, "_shared_memory", lambda device: SHARED[capability])
+    shallow = record(lambda: experts(16, 2048, 768, 8, 128, kind=kind))
+    for kernel in ("gate_up", "down"):
+        made = compile_for(capability, shallow[kernel])
+        check(f"{kernel} {name} M=16, shallow", capability, made)
+        assert 2 * (made.shared + 1024) <= 100 * 1024, "one program alone fits"
+        assert made.shared < compile_for(capability, deep[kernel]).shared
+        assert made.registers * 128 * 2 <= 65536, "registers of one program alone fit"
+        assert re.search(r"cp\.async\.c[ag]\.shared\.global", made.ptx), "nothing is in flight"
+
+
 # All formats where a tile decodes on the GPU that has the least for it; the others, and prefill, where they spilled.
 COMPILED = [
     *((name, capability, 16) for name in QUANTISED for capability in (80, 90)),

@@ -182,6 +182,7 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report = json.loads(file.read_text())
     assert report["problems"] == 0 and report["installation"]["vllm"]
     assert {outcome["finding"]["check"] for outcome in report["outcomes"]} >= {"kernel, int4", "link"}
+    assert set(report["seconds_by_part"]) == {"kernels", "moving experts", "the link to host memory", "engines"}
     fault = CheckOutcome(Finding("kernel, bf16", "problem", "wrong", "report it"))
     monkeypatch.setattr(parts, "run", lambda config, **options: iter([fault]))
     done = CliRunner().invoke(app, ["selftest", "--json"])
@@ -190,12 +191,38 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.exit_code == 1 and "name a file in a folder that exists" in done.output
 
 
+def test_parts_that_do_not_begin_in_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock passes the bound in the second part, which is finished; the command ends with 0."""
+    now, begun = [0.0], []
+
+    def part(name: str, took: float) -> Any:
+        def of(*given: Any) -> Any:
+            begun.append(name)
+            now[0] += took
+            yield CheckOutcome(Finding(name, "ok", "as it should be"))
+
+        return of
+
+    monkeypatch.setattr(parts.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(kernel_checks, "formats", part("kernels", 40))
+    monkeypatch.setattr(kernel_checks, "moving_experts", part("moving experts", 30))
+    monkeypatch.setattr(parts, "_tokens", part("engines", 100))
+    done = CliRunner().invoke(app, ["selftest", "--json"])
+    report = json.loads(done.stdout)
+    found = {outcome["finding"]["check"]: outcome["finding"] for outcome in report["outcomes"]}
+    assert done.exit_code == 0 and begun == ["kernels", "moving experts"]
+    assert report["seconds_by_part"] == {"kernels": 40.0, "moving experts": 30.0}
+    for name in ("the link to host memory", "engines"):
+        assert found[name]["level"] == "note" and "70 s of 60" in found[name]["text"]
+        assert "--seconds" in found[name]["remedy"]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_machine_without_a_gpu_passes(tmp_path: Path) -> None:
     """Three engines of a tiny model, as a user runs it."""
     (tmp_path / "config.json").write_text(json.dumps(GLM))
-    done = CliRunner().invoke(app, ["selftest", str(tmp_path), "--json"])
+    done = CliRunner().invoke(app, ["selftest", str(tmp_path), "--seconds", "400", "--json"])
     report = json.loads(done.stdout)
     found = {outcome["finding"]["check"]: outcome["finding"]["level"] for outcome in report["outcomes"]}
     assert done.exit_code == 0 and {found[f"tokens, {name}"] for name in ("slots", "table", "pointers")} == {"ok"}

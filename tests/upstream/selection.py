@@ -1,8 +1,8 @@
 """Runs vLLM's own choice of MoE kernels for GPUs that are not there, alone and with the options that the plugin sets.
 
-    python tests/upstream/selection.py FOLDER
+    python tests/upstream/selection.py FOLDER VERSION
 
-FOLDER has the Python sources of a vLLM for CUDA, of ``wheels``, which are imported in place of the installed ones.
+FOLDER has the Python sources of that vLLM for CUDA, of ``wheels``, which are imported in place of the installed ones.
 Prints ``Choice``s as JSON. Stubbed is what is not vLLM's Python: its compiled extensions, the GPU, and the packages
 that it looks for. Layers are built on the CPU, and compute nothing.
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-VERSION, STOCK = "0.33.0", "stock"
+STOCK = "stock"
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 KNOBS: dict[str, dict[str, str]] = {
     "default": {},
@@ -98,13 +98,14 @@ class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         names = ("INDEXED", "GROUPED_CONTIGUOUS", "GROUPED_MASKED")  # of Humming's, by which vLLM chooses one
-        return MagicMock(__path__=[], GemmType=Enum("GemmType", {name: name.lower() for name in names}))
+        kinds = Enum("GemmType", {name: name.lower() for name in names})
+        return MagicMock(__path__=[], GemmType=kinds, DeviceInfo=type("DeviceInfo", (), {}))  # 0.32 patches the class
 
     def exec_module(self, module: Any) -> None:
         pass
 
 
-def _stub(folder: str) -> None:
+def _stub(folder: str, version: str) -> None:
     """Makes vLLM importable from ``folder`` as if there were a GPU, and imports what it chooses with."""
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", VLLM_PLUGINS="")
     os.environ["VLLM_CACHE_ROOT"] = str(Path(folder, "cache"))
@@ -114,7 +115,7 @@ def _stub(folder: str) -> None:
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
     installed = importlib.metadata.version  # says cpu, for which vLLM switches Triton off
-    importlib.metadata.version = lambda name: VERSION if name == "vllm" else installed(name)
+    importlib.metadata.version = lambda name: version if name == "vllm" else installed(name)
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
@@ -288,7 +289,7 @@ def _of_gpu(capability: tuple[int, int], packages: bool, folders: dict[str, str]
 
 
 def main() -> None:
-    _stub(str(Path(sys.argv[1]).resolve()))
+    _stub(str(Path(sys.argv[1]).resolve()), sys.argv[2])
     with tempfile.TemporaryDirectory() as place:
         folders = {name: str(Path(place, name.replace(" ", "_"))) for name in _formats()}
         for name, config in _formats().items():

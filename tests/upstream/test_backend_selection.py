@@ -1,4 +1,4 @@
-"""With the options that the plugin sets, vLLM 0.33 chooses kernels and builds layers that the plugin can run.
+"""With the options that the plugin sets, vLLM 0.33 and 0.32 choose kernels and builds layers that the plugin can run.
 
 Its own selection runs, see ``selection``, for each GPU, format, and with and without its optional packages.
 """
@@ -23,16 +23,17 @@ from selection import CAPABILITIES, KNOBS, STOCK, Choice
 from vllm_spac.integration.layers.quant_schemes import SCHEMES
 
 _AMPERE = [(8, 0), (8, 6)]
+VERSIONS = ["0.33.0", "0.32.0"]
 
 
-def _unpacked() -> Path:
+def _unpacked(version: str) -> Path:
     """Returns a folder with vLLM's sources, which is kept: compiling them takes longer than choosing."""
-    folder = wheels.CACHE / selection.VERSION
+    folder = wheels.CACHE / version
     if not folder.exists():
         try:
-            archive = wheels.sources(selection.VERSION)
+            archive = wheels.sources(version)
         except wheels.NoSourcesError as error:
-            pytest.skip(f"vLLM {selection.VERSION}: {error}")
+            pytest.skip(f"vLLM {version}: {error}")
         partial = Path(tempfile.mkdtemp(dir=wheels.CACHE))
         with zipfile.ZipFile(archive) as opened:
             opened.extractall(partial)
@@ -43,18 +44,19 @@ def _unpacked() -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def choices() -> list[Choice]:
-    call = [sys.executable, selection.__file__, str(_unpacked())]
+@pytest.fixture(scope="module", params=VERSIONS)
+def choices(request: pytest.FixtureRequest) -> list[Choice]:
+    version = request.param
+    call = [sys.executable, selection.__file__, str(_unpacked(version)), version]
     done = subprocess.run(call, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     tuples = ("capability", "options")
     found = [Choice(**one | {name: tuple(one[name]) for name in tuples}) for one in json.loads(done.stdout)]
-    _show(found)
+    _show(found, version)
     return found
 
 
-def _show(choices: list[Choice]) -> None:
+def _show(choices: list[Choice], version: str) -> None:
     """Prints which kernel stock chooses, what the plugin sets, and what is then chosen; GPUs that agree in a line."""
     stock = {(one.format, one.capability, one.packages): one.kernel for one in choices if one.asked == STOCK}
     lines = defaultdict(list)
@@ -64,7 +66,7 @@ def _show(choices: list[Choice]) -> None:
             own = stock[one.format, one.capability, one.packages]
             gpu = "sm_{}{}".format(*one.capability) + ("" if one.packages else "*")
             lines[one.format, one.asked, own, " ".join(one.options), then].append(gpu)
-    print(f"\nvLLM {selection.VERSION}; *: without {', '.join(sorted(selection._PACKAGES))}")
+    print(f"\nvLLM {version}; *: without {', '.join(sorted(selection._PACKAGES))}")
     for (experts, asked, own, options, then), gpus in sorted(lines.items()):
         print(f"{experts} | {asked} | {' '.join(gpus)} | stock: {own} | {options} | {then}")
 

@@ -193,6 +193,13 @@ def test_every_tile(device, name, rows):
     check(make(FORMATS[name], rows, 64, 64, k=3), device)
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "int4 by 32"])
+def test_words_of_scales_end_inside_a_deep_tile(device, name):
+    """Tiles are 256 columns deep: both words are read, and none beyond the last column."""
+    assert tile_for(2, FORMATS[name]).k_bytes == 512
+    check(make(FORMATS[name], 2, 416, 288, k=3), device)
+
+
 # Of the greatest number of an answer. A GPU's tensor cores add products of FP8 with 14 bits or so, which moves codes of
 # h; an H100 differed from the twin in 20 to 80 % of the numbers, once by 0.033 of the greatest, and by channel from
 # vLLM's kernel in none. No bound of that is known: 2^-4 is twice what was seen.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,31 +23,53 @@ _LARGEST = 4096, 2048  # of experts that kernels are tried with; larger ones are
 PARTS = 4
 
 
-def run(config: Mapping, *, engines: bool, tell: Tell = lambda text: None) -> Iterator[CheckOutcome]:
-    """Yields what each part finds.
+def run(
+    config: Mapping,
+    *,
+    engines: bool,
+    seconds: float = float("inf"),
+    tell: Tell = lambda text: None,
+    times: dict[str, float] | None = None,
+) -> Iterator[CheckOutcome]:
+    """Yields what each part finds, and a note for each part that did not begin within ``seconds``.
+
+    A part that has begun is finished.
 
     Args:
         config: content of a ``config.json``, whose family and whose width of experts are tried.
         engines: whether to start some, which takes most of the time.
+        seconds: after the call, no part begins any more.
         tell: called with the name of each of the ``PARTS`` parts before it starts.
+        times: gets the seconds that each part took, by name.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     size = sizes(config) if gpu else _SMALL
-    tell("kernels")
-    yield from kernel_checks.formats(device, *size)
-    tell("moving experts")
-    yield from kernel_checks.moving_experts(device, *_SMALL)
-    tell("the link to host memory")
-    if gpu:
+    parts: dict[str, Callable[[], Iterator[CheckOutcome]]] = {
+        "kernels": lambda: kernel_checks.formats(device, *size),
+        "moving experts": lambda: kernel_checks.moving_experts(device, *_SMALL),
+        "the link to host memory": lambda: _link(device, size),
+        "engines": lambda: _tokens(config, gpu) if engines else iter(()),
+    }
+    begin = time.monotonic()
+    for name, part in parts.items():
+        tell(name)
+        if (started := time.monotonic()) - begin >= seconds:
+            text = f"left out: the parts before took {started - begin:.0f} s of {seconds:.0f}"
+            yield CheckOutcome(Finding(name, "note", text, "a larger --seconds runs it"))
+            continue
+        yield from part()
+        if times is not None:
+            times[name] = round(time.monotonic() - started, 1)
+
+
+def _link(device: torch.device, size: tuple[int, int]) -> Iterator[CheckOutcome]:
+    if device.type == "cuda":
         yield kernel_checks.link(device, *size, profile_of(torch.cuda.get_device_name()))
         torch.cuda.empty_cache()
     else:
         text = "not measured: there is no GPU, and kernels are their torch twins"
         yield CheckOutcome(Finding("link", "note", text, "run it on the machine that serves"))
-    tell("engines")
-    if engines:
-        yield from _tokens(config, gpu)
 
 
 def _tokens(config: Mapping, gpu: bool) -> Iterator[CheckOutcome]:
