@@ -259,21 +259,50 @@ def on(capability: int) -> Iterator[None]:
 FORMATS = {
     "bf16": None,
     "fp8 by block": Format("e4m3", 128, 128),
+    "fp8 by channel": Format("e4m3"),
+    "int8": Format("int8"),
     "int4": Format("int4", 128),
+    "int4 by 32": Format("int4", 32),
     "mxfp4": Format("e2m1", 32),
+    "nvfp4": Format("e2m1", 16),
 }
+_CHOSEN = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"  # by a tile
+_LINE = 128  # bytes in which a GPU reads pinned memory
 
 
-def _in_flight(name: str, call: Launch) -> int | None:
+def _before(kind: Format | None) -> grouped_gemm.Tile:
+    """Returns the tile of few rows that all cards and codes once had."""
+    return (grouped_gemm._TILES if kind is None else grouped_gemm._QUANTISED)[0][1]
+
+
+def _values(call: Launch) -> dict[str, Any]:
+    return dict(zip(call.kernel.arg_names, call.arguments, strict=False)) | call.named
+
+
+def _row_bytes(kind: str, call: Launch) -> int:
+    """Bytes of a row of weights in a tile."""
+    quantised = FORMATS[kind]
+    return _values(call)["BLOCK_K"] * 2 if quantised is None else _values(call)["BLOCK_K"] // quantised.per_byte
+
+
+def _in_flight(kind: str, name: str, call: Launch) -> int | None:
     """Bytes of weights that one program has in flight; None: it reads few."""
-    named = call.named
     if name == "fetch":
-        return named["WORDS"] * 8
+        return call.named["WORDS"] * 8
     if name not in GEMMS:
         return None
-    values = dict(zip(call.kernel.arg_names, call.arguments, strict=False)) | named
-    columns = values["BLOCK_N"] * (2 if name == "gate_up" else 1)
-    return columns * values["BLOCK_K"] * 2 * (named["num_stages"] - 1)
+    columns = _values(call)["BLOCK_N"] * (2 if name == "gate_up" else 1)
+    return columns * _row_bytes(kind, call) * (call.named["num_stages"] - 1)
+
+
+def _expert_bytes(kind: str) -> int:
+    d, ff, quantised = SIZES["d"], SIZES["ff"], FORMATS[kind]
+    if quantised is None:
+        return 3 * d * ff * 2
+    return sum(
+        math.prod(quantised.code_shape(*shape)) + 4 * math.prod(quantised.scale_shape(*shape))
+        for shape in ((2 * ff, d), (d, ff))
+    )
 
 
 def _fitting(card: Card, made: Compiled, threads: int) -> int:
@@ -282,16 +311,18 @@ def _fitting(card: Card, made: Compiled, threads: int) -> int:
     return min(card.shared // (made.shared + 1024), REGISTERS // registers, card.threads // threads)
 
 
-def _row(kind: str, name: str, rows: int, capability: int, call: Launch) -> dict:
+def _row(kind: str, name: str, rows: int, capability: int, call: Launch, before: bool = False) -> dict:
     card, made, threads = CARDS[capability], compile_for(capability, call), call.named.get("num_warps", 4) * 32
     assert made.shared <= card.block, f"{name} takes more shared memory than a block of an {card.name} may have"
     row = {
-        "kernel": name, "format": kind, "rows": rows, "capability": capability, "registers": made.registers,
-        "stack": made.stack, "shared": made.shared, "threads": threads, "programs": call.programs,
+        "kernel": name, "format": kind, "before": before, "rows": rows, "capability": capability,
+        "registers": made.registers, "stack": made.stack, "shared": made.shared, "threads": threads,
+        "programs": call.programs,
         "programs_at_once": min(call.programs, card.processors * _fitting(card, made, threads)),
     }  # fmt: skip
-    flying = _in_flight(name, call) if kind == "bf16" or name == "fetch" else None
+    flying = _in_flight(kind, name, call)
     if flying is not None:
+        row["row_bytes"] = _row_bytes(kind, call) if name in GEMMS else flying
         row["bytes_in_flight"] = flying * row["programs_at_once"]
         for path, rate in (("hbm", card.hbm), ("link", card.link)):
             row[f"{path}_bytes_in_flight_needed"] = round(rate * LATENCY[path])
@@ -300,7 +331,10 @@ def _row(kind: str, name: str, rows: int, capability: int, call: Launch) -> dict
 
 def _measured_h100() -> dict[str, Any]:
     """What of a layer's time on an H100 does not depend on bytes, and its rate, from times at 1 and 2 rows."""
-    found = json.loads((RESULTS / "gpu_h100.json").read_text(encoding="utf-8"))["kernels"]
+    whole = json.loads((RESULTS / "gpu_h100.json").read_text(encoding="utf-8"))
+    found, tiles = whole["kernels"], whole["int4_tiles"]["rows"]
+    short = re.search(r"([\d.]+) GB/s pinned", tiles["int4, M=1, 16x32x64x256x4x4, run 4"])
+    assert short is not None, "INT4 in rows of 64 bytes"
     first, second = (next(row for row in found["rows"] if row["rows"] == rows) for rows in (1, 2))
     nbytes = second["bytes"]["needed"] - first["bytes"]["needed"]
     rate = nbytes / (second["seconds"]["hbm"]["median"] - first["seconds"]["hbm"]["median"])
@@ -309,6 +343,7 @@ def _measured_h100() -> dict[str, Any]:
         "seconds_without_bytes": fixed,
         "hbm_share_of_data_sheet": rate / CARDS[90].hbm,
         "link_share_of_a_copy": first["pinned_bytes_per_second"] / found["copy_bytes_per_second"]["pinned"],
+        "link_share_of_short_rows": 1e9 * float(short.group(1)) / found["copy_bytes_per_second"]["pinned"],
         "bytes": {row["rows"]: row["bytes"]["needed"] for row in found["rows"]},
         "seconds": {row["rows"]: row["seconds"]["hbm"]["median"] for row in found["rows"]},
     }
@@ -317,28 +352,28 @@ def _measured_h100() -> dict[str, Any]:
 def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
     """The share of HBM and of the link that a layer's two GEMMs reach, *calculated*."""
     made = []
-    for capability, card in CARDS.items():
-        for count in ROWS:
-            if count not in known["bytes"]:
-                continue
-            gemms = [
-                row
-                for row in rows
-                if (row["capability"], row["rows"], row["format"]) == (capability, count, "bf16")
-                and row["kernel"] in GEMMS
-            ]
-            flying = min(row["bytes_in_flight"] for row in gemms)
-            layer: dict[str, Any] = {"capability": capability, "card": card.name, "rows": count}
-            for path, rate, most in (
-                ("hbm", card.hbm, known["hbm_share_of_data_sheet"]),
-                ("link", card.link, known["link_share_of_a_copy"]),
-            ):
-                reached = rate * min(most, flying / (rate * LATENCY[path]))
-                seconds = known["seconds_without_bytes"] + known["bytes"][count] / reached
-                layer[path] = {"seconds": seconds, "share": known["bytes"][count] / seconds / rate}
-            if capability == 90:
-                layer["measured_seconds"] = known["seconds"][count]
-            made.append(layer)
+    names = "capability", "format", "rows", "before"
+    gemms: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if row["kernel"] in GEMMS and row["rows"] in known["bytes"]:
+            gemms.setdefault(tuple(row[name] for name in names), {})[row["kernel"]] = row
+    for key, both in gemms.items():
+        layer: dict[str, Any] = dict(zip(names, key, strict=True))
+        card, count = CARDS[layer["capability"]], layer["rows"]
+        nbytes = known["bytes"][count] * _expert_bytes(layer["format"]) / _expert_bytes("bf16")
+        flying = min(row["bytes_in_flight"] for row in both.values())
+        whole = min(row["row_bytes"] for row in both.values()) >= _LINE
+        layer["card"] = card.name
+        for path, rate, most in (
+            ("hbm", card.hbm, known["hbm_share_of_data_sheet"]),
+            ("link", card.link, known["link_share_of_a_copy" if whole else "link_share_of_short_rows"]),
+        ):
+            reached = rate * min(most, flying / (rate * LATENCY[path]))
+            seconds = known["seconds_without_bytes"] + nbytes / reached
+            layer[path] = {"seconds": seconds, "share": nbytes / seconds / rate}
+        if key == (90, "bf16", count, False):
+            layer["measured_seconds"] = known["seconds"][count]
+        made.append(layer)
     return made
 
 
@@ -346,14 +381,23 @@ def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
 def main(
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels_compiled.json",
 ) -> None:
-    """Compile every kernel for six GPUs and write what each takes. Five minutes of one core."""
+    """Compile every kernel for six GPUs and write what each takes. Ten minutes of one core.
+
+    Tiles that were others before are compiled as they were, too.
+    """
     known = provenance()
-    work = []
+    work: list[tuple] = []
     for capability in CARDS:
         for kind, count in product(FORMATS, ROWS):
+            if kind != "bf16" and count != max(ROWS):
+                continue
+            launch = partial(experts, count, **SIZES, kind=FORMATS[kind])
             with on(capability):
-                calls = record(partial(experts, count, **SIZES, kind=FORMATS[kind]))
+                calls, were = record(launch), record(partial(launch, tile=_before(FORMATS[kind])))
             work += [(kind, name, count, capability, calls[name]) for name in GEMMS]
+            chosen = [[_values(all_of[name])[one] for name in GEMMS for one in _CHOSEN] for all_of in (calls, were)]
+            if count == max(ROWS) and chosen[0] != chosen[1]:
+                work += [(kind, name, count, capability, were[name], True) for name in GEMMS]
         work += [("any", name, 16, capability, call) for name, call in record(partial(small, 16)).items()]
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
@@ -366,9 +410,18 @@ def main(
         "provenance": known,
         "model": "Qwen3-30B-A3B's experts",
         "latency_seconds": LATENCY,
+        "launches_of_a_layer": {
+            count: len(record(partial(experts, count, **SIZES))) + len(("admit", "fetch")) for count in (1, 16, 64)
+        },
         "cards": {str(capability): card.__dict__ for capability, card in CARDS.items()},
         "h100": {
-            name: found[name] for name in ("seconds_without_bytes", "hbm_share_of_data_sheet", "link_share_of_a_copy")
+            name: found[name]
+            for name in (
+                "seconds_without_bytes",
+                "hbm_share_of_data_sheet",
+                "link_share_of_a_copy",
+                "link_share_of_short_rows",
+            )
         },
         "rows": rows,
         "layers": layers,
