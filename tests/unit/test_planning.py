@@ -508,7 +508,7 @@ EngineArgs.add_cli_args(parser)
 for line in json.load(sys.stdin):
     args = EngineArgs.from_cli_args(parser.parse_args(line))
     print(json.dumps([args.additional_config["spac"], args.max_model_len, args.kv_cache_memory_bytes,
-                      args.speculative_config]))
+                      args.speculative_config, args.max_num_seqs]))
 """
 
 
@@ -523,6 +523,7 @@ def test_the_command_is_one_that_vllm_takes(model: ServedModel) -> None:
     assert host[0] == {"slots": "25%", "store": "host", "decisions": "host", "cpu_experts": "auto"}
     assert SpacConfig.parse(tiers[0]).host_memory == 3 << 28
     assert tiers[0]["store"] == "disk" and tiers[3]["num_speculative_tokens"] == 4
+    assert [found[4] for found in (host, tiers, all_in)] == [1, 2, 1], "for graphs of each length of drafts"
     assert all_in[0] == {"slots": "100%"} and all_in[1:3] == [2048, kv_bytes(model, ONE)]
 
 

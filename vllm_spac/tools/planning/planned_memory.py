@@ -168,7 +168,8 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         options += ["--spac-host-memory", f"{choice.host_bytes >> 20}MiB"]
     if choice.cpu:
         options += ["--spac-cpu-experts", "auto"]
-    options += ["--max-model-len", str(load.context), "--max-num-seqs", str(load.concurrency)]
+    least = 2 if choice.drafts else 1  # with one request only all drafts have full CUDA graphs: see draft_planning
+    options += ["--max-model-len", str(load.context), "--max-num-seqs", str(max(least, load.concurrency))]
     options += ["--kv-cache-memory-bytes", str(kv_bytes(model, load))]
     if choice.drafts:
         options += ["--speculative-config", json.dumps(NGRAM)]
