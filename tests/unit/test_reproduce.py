@@ -109,6 +109,12 @@ SENTENCES = (
     "{% set chosen = result('speculation_real').rows|selectattr('drafts', 'eq', 'chosen')|list %}"
     "{% set grams, head = chosen[0], chosen[1] %}give {{ grams.ratio|f }} times (n-grams, {{ grams.low|f }} –"
     " {{ grams.high|f }}) and {{ head.ratio|f }} times (an EAGLE-3 head, {{ head.low|f }} – {{ head.high|f }})",
+    "{% set rows = result('speculation_real_trees').rows %}and {{ rows[2].ratio|f }} to {{ rows[5].ratio|f }} on the real"
+    " model",
+    "{% set rows = result('speculation_real_trees').rows %}tree reaches {{ rows[1].ratio|f }} ({{ rows[1].low|f }} –"
+    " {{ rows[1].high|f }}) with a quarter of the slots, and {{ rows[4].ratio|f }} ({{ rows[4].low|f }} –"
+    " {{ rows[4].high|f }}) with half of them",
+    "{% set row = result('paired_tree_step_toy').rows[0] %}a step of a tree of 16 takes {{ row.step_ratio|f }} times",
     "{% set row = result('paired_resident_toy').rows[0] %}"
     "(ratio {{ row.ratio|f }}, 95 % interval {{ row.interval|span(2, ' – ') }}, alternating prompts",
     PEERS + "{{ peers[1]|ratio }} times as fast as llama.cpp with as many bytes of weights in RAM",
