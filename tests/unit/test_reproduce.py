@@ -109,8 +109,8 @@ SENTENCES = (
     "{% set chosen = result('speculation_real').rows|selectattr('drafts', 'eq', 'chosen')|list %}"
     "{% set grams, head = chosen[0], chosen[1] %}give {{ grams.ratio|f }} times (n-grams, {{ grams.low|f }} –"
     " {{ grams.high|f }}) and {{ head.ratio|f }} times (an EAGLE-3 head, {{ head.low|f }} – {{ head.high|f }})",
-    "{% set rows = result('speculation_real_trees').rows %}and {{ rows[2].ratio|f }} to {{ rows[5].ratio|f }} on the real"
-    " model",
+    "{% set rows = result('speculation_real_trees').rows %}and {{ rows[2].ratio|f }} to {{ rows[5].ratio|f }} on the"
+    " real model",
     "{% set rows = result('speculation_real_trees').rows %}tree reaches {{ rows[1].ratio|f }} ({{ rows[1].low|f }} –"
     " {{ rows[1].high|f }}) with a quarter of the slots, and {{ rows[4].ratio|f }} ({{ rows[4].low|f }} –"
     " {{ rows[4].high|f }}) with half of them",
