@@ -165,7 +165,7 @@ def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() ->
         looks_at_tokens=True,
         budget=SimpleNamespace(weighs=False),
         draft_length=lambda: None,
-        drafted=lambda drafts, seconds: None,
+        drafted=lambda drafts, seconds, forwards: None,
         chooser=None,
         timeline=None,
         drafting=lambda tokens, states: told.append((tokens.tolist(), first(states))),

@@ -196,7 +196,7 @@ def test_a_machine_keeps_the_proportions() -> None:
     found = real.scaled(2e-3, 1 << 20, core=1)
     assert found.load_seconds / found.layer_seconds == pytest.approx(real.load)
     assert found.cpu_seconds / found.layer_seconds == pytest.approx(real.cpu)
-    with pytest.raises(ConfigError, match="no machine is called 'cray'; use one of a100, a100-int4, h100"):
+    with pytest.raises(ConfigError, match="no machine is called 'cray'; use one of a100, a100-int4, b200"):
         proportions.Proportions.of("cray")
 
 

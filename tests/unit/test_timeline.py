@@ -445,7 +445,7 @@ def test_the_drafters_time_is_recorded(clock) -> None:
         "vllm_spac.integration.stepping.v1.runner_v1", reason="the hooks are vLLM's runner's"
     )
     timeline = Timeline(8)
-    told: list[tuple[int, float]] = []
+    told: list[tuple[int, float, None]] = []
     runtime = SimpleNamespace(
         timeline=timeline, drafted=lambda *made: told.append(made), draft_length=lambda: None, chooser=None,
         budget=SimpleNamespace(weighs=False), looks_at_drafts=False,
@@ -466,6 +466,6 @@ def test_the_drafters_time_is_recorded(clock) -> None:
             assert runner_v1._proposing(propose)(runner, None, tokens) is tokens
         runner._spac_experts = None
         assert runner_v1._proposing(propose)(runner, None, [[1]]) == [[1]]
-    assert told == [(2, 25e-9), (4, 25e-9)]
+    assert told == [(2, 25e-9, None), (4, 25e-9, None)], "of a chain a forward makes one draft"
     _, _, events, _ = timeline.last()
     assert events[:, 1:].tolist() == [[25, Kind.DRAFT, 2, 2], [25, Kind.DRAFT, 12, 3]]

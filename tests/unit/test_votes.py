@@ -195,7 +195,7 @@ class Runner(SimpleNamespace):
 def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     budget = SimpleNamespace(weighs=weighs)
     runtime = SimpleNamespace(budget=budget, draft_length=lambda: 2, in_prompt=False, looks_at_tokens=weighs)
-    runtime.chooser, runtime.timeline, runtime.drafted = Chooser(4), None, lambda drafts, seconds: None
+    runtime.chooser, runtime.timeline, runtime.drafted = Chooser(4), None, lambda drafts, seconds, forwards: None
     runtime.looks_at_drafts = False
     experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
