@@ -465,9 +465,10 @@ class TreeDecoding:
         self.forwards = 1
 
         def goes_on(growth: Growth) -> bool:
+            if chooser is None:
+                return True
             paths = zip(requests, growth.chances.tolist(), strict=True)
-            each = ((request, path) for request, mine in paths for path in mine)
-            return chooser is None or chooser.goes_on(each)
+            return chooser.goes_on((request, path) for request, mine in paths for path in mine)
 
         def forward(growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
             self.forwards += 1
