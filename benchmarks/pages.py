@@ -131,13 +131,16 @@ def _index(*chosen: str) -> str:
 
 
 def _footer(made: Made) -> str:
-    how = f"About {made.minutes} minutes" + ", with nothing else running on the machine" * made.timed
+    how = ""
+    if made.commands:
+        how = f"About {made.minutes} minutes" + ", with nothing else running on the machine" * made.timed
     if made.answered:
         how = f"The question is answered, and its script has left the tree; it is in the history at `{made.answered}`"
-    said = [how, *(text[0].upper() + text[1:] for text in (made.note, made.stale) if text)]
+    said = [text[0].upper() + text[1:] for text in (how, made.note, made.stale) if text]
     block = "\n".join(["```bash", *made.commands, "```\n\n"]) * bool(made.commands)
     numbers = ", ".join(f"[{file}]({file})" for file in made.files if file.endswith(".json"))
-    return f"{block}{'. '.join(said)}.\n" + f"\nNumbers, commit, versions and machine: {numbers}.\n" * bool(numbers)
+    how = f"{'. '.join(said)}.\n" * bool(said)
+    return f"{block}{how}" + f"\nNumbers, commit, versions and machine: {numbers}.\n" * bool(numbers)
 
 
 def _tidy(text: str) -> str:
