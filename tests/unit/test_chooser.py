@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spac.decisions.guard.chooser import Chooser, Drafted
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.guard.odds import UNKNOWN, Odds
 from vllm_spac.decisions.guard.step_cost import StepCost
 from vllm_spac.integration.stepping.v1 import runner_v1
@@ -483,7 +483,7 @@ def test_steps_with_prompts_are_ignored() -> None:
     assert chooser.ignored == 4 and chooser.facts()["steps"] == {}
     chooser.took([2], [3], 1, 1.0, 0.0, 5)
     read = {"draft_length", "speedup", "tokens_per_step"}  # by the live page
-    assert read <= set(chooser.facts()) & set(Guard(4).facts()) and chooser.facts()["tokens_per_step"] == 3
+    assert read <= set(chooser.facts()) & set(LengthChooser(4).facts()) and chooser.facts()["tokens_per_step"] == 3
 
 
 def test_sizes_of_batch_have_costs_of_their_own() -> None:

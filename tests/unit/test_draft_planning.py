@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.decisions.guard.batch_guard import halved
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser, halved
 from vllm_spac.integration.stepping import draft_planning
 from vllm_spac.integration.stepping.draft_planning import PlannedDrafts, attach
 
@@ -17,7 +16,7 @@ from vllm_spac.integration.stepping.draft_planning import PlannedDrafts, attach
 class Told:
     """In the guard's place: answers what it is given, and remembers what it is told."""
 
-    max_drafts = 4
+    most = 4
     ignored = 0
 
     def __init__(self, *lengths: int) -> None:
@@ -148,7 +147,7 @@ class Scheduler:
 @pytest.mark.parametrize("ahead", [1, 2], ids=["one at a time", "async"])
 @pytest.mark.parametrize(("accepted", "draft_cost", "best"), [(0.9, 0.1, 4), (0.3, 0.8, 0)], ids=["pays", "costs"])
 def test_it_settles_where_tokens_come_fastest(ahead: int, accepted: float, draft_cost: float, best: int) -> None:
-    rng, clock, scheduler, guard = random.Random(1), Clock(), Scheduler(), Guard(4)
+    rng, clock, scheduler, guard = random.Random(1), Clock(), Scheduler(), LengthChooser(4)
     attach(scheduler, PlannedDrafts(guard, clock=clock))
     running: deque = deque()
     for _ in range(3000):
@@ -161,7 +160,7 @@ def test_it_settles_where_tokens_come_fastest(ahead: int, accepted: float, draft
         while tokens <= drafts and rng.random() < accepted:
             tokens += 1
         assert scheduler.update_from_output(step, said := result(a=tokens)) is said
-    assert guard.steps[best] > 0.9 * sum(guard.steps), "a look at other lengths is all else that runs"
+    assert guard.steps[best] > 0.9 * guard.steps.total(), "a look at other lengths is all else that runs"
 
 
 # -- graphs: vLLM's own candidates and dispatch ------------------------------------------------------------------------
@@ -206,8 +205,8 @@ def managers(monkeypatch):
     return make
 
 
-def offered(config) -> Guard:
-    guard = Guard(config.num_speculative_tokens)
+def offered(config) -> LengthChooser:
+    guard = LengthChooser(config.num_speculative_tokens)
     try:
         draft_planning.offer(config, guard)
     finally:
@@ -215,7 +214,7 @@ def offered(config) -> Guard:
     return guard
 
 
-def lengths_run(guard: Guard, seconds) -> set[int]:
+def lengths_run(guard: LengthChooser, seconds) -> set[int]:
     """The lengths that a guard runs in a while, where a step takes ``seconds`` (of its length)."""
     rng, ran = random.Random(0), set()
     for _ in range(6000):
@@ -234,7 +233,7 @@ def test_each_length_that_the_guard_chooses_has_a_full_graph(managers, requests:
     with caplog.at_level("INFO", "vllm.spac"):
         guard, manager = offered(config), managers(config)
     ran = lengths_run(guard, lambda length: 1 + 0.01 * length) | lengths_run(offered(config), lambda length: 1 + length)
-    assert {0, most} <= ran and (requests <= len(halved(most)) or guard._settings.lengths == tuple(halved(most)))
+    assert {0, most} <= ran and (requests <= len(halved(most)) or guard.lengths == halved(most))
     for length in ran:
         found = manager.dispatch(1, 1 + length, 1 + length, 0)
         assert found.cg_mode == CUDAGraphMode.FULL and found.uniform_token_count == 1 + length, length
@@ -268,4 +267,4 @@ def test_a_schedule_of_the_user_s_own_says_which_lengths_have_graphs(asked, leng
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 def test_where_all_lengths_run_alike_none_is_left_out(mode: str, caplog) -> None:
     guard = offered(configured(8, 5, mode))
-    assert guard._settings.lengths == () and "guard" not in caplog.text
+    assert not guard.restricted and "guard" not in caplog.text

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.decisions.guard.batch_guard import REST
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import REST, LengthChooser
 from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
 from vllm_spac.integration.stepping import draft_planning
 
@@ -84,7 +83,7 @@ def test_a_draft_model_makes_the_drafts_that_are_planned(planned: int, runs: int
 # -- when it rests, and trees ----------------------------------------------------------------------------------
 
 
-def steps(guard: Guard, count: int, accepted: int, cost: float) -> list[bool]:
+def steps(guard: LengthChooser, count: int, accepted: int, cost: float) -> list[bool]:
     """Whether the guard rests before each step of one request; ``cost``: of a draft, in plain steps."""
     rests = []
     for _ in range(count):
@@ -96,7 +95,7 @@ def steps(guard: Guard, count: int, accepted: int, cost: float) -> list[bool]:
 
 
 def test_a_guard_rests_once_drafts_have_not_paid_for_long() -> None:
-    rests = steps(guard := Guard(MOST), 2 * REST, accepted=0, cost=0.2)
+    rests = steps(guard := LengthChooser(MOST), 2 * REST, accepted=0, cost=0.2)
     assert not any(rests[: REST + 1]) and rests[REST + 1]
     assert sum(rests) < REST - 1, "trials go on"
     rests = steps(guard, 2000, accepted=MOST, cost=0.01)
@@ -104,14 +103,14 @@ def test_a_guard_rests_once_drafts_have_not_paid_for_long() -> None:
 
 
 def test_a_guard_never_rests_while_drafts_pay() -> None:
-    assert not any(steps(Guard(MOST), 4 * REST, accepted=MOST, cost=0.01))
+    assert not any(steps(LengthChooser(MOST), 4 * REST, accepted=MOST, cost=0.01))
 
 
 def test_a_tree_is_drafted_as_a_whole_or_not_at_all() -> None:
     """Its nodes are more than the tokens that its path can emit."""
     nodes, depth = 8, 3
     for accepted, cost, best in ((depth, 0.01, nodes), (0, 0.1, 0)):
-        guard, lengths = Guard(nodes, lengths=(0, nodes)), []
+        guard, lengths = LengthChooser(nodes, (0, nodes)), []
         for _ in range(400):
             lengths.append(length := guard.choose(1))
             guard.observe(length, [1 + accepted * (length > 0)], 1, 1.0 + cost * length)
@@ -125,6 +124,6 @@ def test_the_lengths_of_a_tree_s_guard_are_not_those_of_vllm_s_graphs(monkeypatc
     config = SimpleNamespace(
         instance_id="trees", speculative_config=speculation, scheduler_config=SimpleNamespace(max_num_seqs=8)
     )
-    draft_planning.offer(config, guard := Guard(8, lengths=(0, 8)))
+    draft_planning.offer(config, guard := LengthChooser(8, (0, 8)))
     planned = draft_planning._waiting.pop("trees")
     assert planned.guard is guard and speculation.num_speculative_tokens_per_batch_size is None

@@ -8,7 +8,7 @@ say the same. Where the drafts of a step gain less than it takes to make them, n
 ``_PROBE``. All of this may be wrong on a machine that is not as it is assumed to be: so steps with drafts, as they are
 chosen, and without take turns now and then, and none are made while steps without are faster (``payback``).
 
-This is for runners that learn of the drafts before a step is planned. V2's scheduler does not: there ``guard`` plans
+This is for runners that learn of the drafts before a step is planned. V2's scheduler does not: there ``lengths`` plans
 how many drafts are made, and ``device_chooser`` which of them are worth their experts.
 """
 

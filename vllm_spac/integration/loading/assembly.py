@@ -24,7 +24,7 @@ from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs, ExpertSize
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.device_chooser import DeviceChooser
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors.base import Predictor
@@ -191,11 +191,11 @@ def host_rows(
     return HostRows(tier, HostBlock(shape.tensors, rows, device.type == "cuda"))
 
 
-def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | Chooser | None:
+def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Chooser | None:
     """Builds what decides how many drafts a step has; None without speculation, or if that cannot be changed.
 
-    V2's scheduler plans a number for all requests (``Guard``), of trees all nodes or none; V1's runner has the drafts
-    before a step is planned (``Chooser``).
+    V2's scheduler plans a number for all requests, of trees all nodes or none (``LengthChooser``); V1's runner has the
+    drafts before a step is planned (``Chooser``).
     """
     speculation = vllm_config.speculative_config
     if speculation is None or not config.guards_drafts:

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.guard.chooser import Chooser
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.execution.base import Execution
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.runtime import Runtime
@@ -50,7 +50,7 @@ def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
 
 
 def stats(
-    runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: Guard | Chooser | None
+    runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: LengthChooser | Chooser | None
 ) -> dict:
     """Settings and counters of one worker, summed over executions, as plain data."""
     total: dict[str, Any] = {

@@ -16,7 +16,7 @@ from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.device_chooser import DeviceChooser
 from vllm_spac.decisions.guard.draft_states import DraftProbabilities, DraftStates
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import UnsupportedError
@@ -75,7 +75,7 @@ class Serving:
 
     runtime: Runtime
     budget: BudgetControl
-    guard: Guard | Chooser | None
+    guard: LengthChooser | Chooser | None
     cuts: DeviceChooser | None
     timeline_facts: TimelineFacts
     draft_states: DraftStates
@@ -199,9 +199,9 @@ class ModelExperts:
         chooser = guard if isinstance(guard, Chooser) else None
         runtime = Runtime(executions, plan.budget, trace, chooser, saved, failed=self.ranks.failed)
         self.serving = Serving(runtime, plan.budget, guard, cuts, facts, plan.draft_states, plan.other_weights)
-        if isinstance(guard, Guard) or cuts is not None:
+        if isinstance(guard, LengthChooser) or cuts is not None:
             ended = None if cuts is None else self._ended
-            draft_planning.offer(vllm_config, guard if isinstance(guard, Guard) else None, ended)
+            draft_planning.offer(vllm_config, guard if isinstance(guard, LengthChooser) else None, ended)
         for execution in executions:
             self._balance(execution, plan)
         if saved is not None:

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_spac.decisions.guard.batch_guard import halved
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser, halved
 from vllm_spac.integration.hooks import patches
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class PlannedDrafts:
 
     def __init__(
         self,
-        guard: Guard | None,
+        guard: LengthChooser | None,
         most: Sequence[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ended: Ended | None = None,
@@ -90,33 +89,36 @@ class PlannedDrafts:
                 self.guard.ignored += 1
         elif self.guard is not None:
             length, counts = max(map(len, drafts.values()), default=0), [len(tokens) for tokens in said.values()]
-            self.guard.observe(length, [count for count in counts if count], len(plan.num_scheduled_tokens), seconds)
+            requests = len(plan.num_scheduled_tokens)
+            verdict = self.guard.observe(length, [count for count in counts if count], requests, seconds)
+            if verdict is not None and verdict.changes:
+                logger.info("spac: drafts are %s: %s", "left out" if verdict.stop else "made", verdict)
         if self._ended is not None:
             self._ended(plan, said, seconds)
 
 
-def offer(vllm_config: VllmConfig, guard: Guard | None, ended: Ended | None = None) -> None:
+def offer(vllm_config: VllmConfig, guard: LengthChooser | None, ended: Ended | None = None) -> None:
     """Lets ``guard`` plan the drafts of an engine whose worker runs in this process, and ``ended`` hear of its steps.
 
     The scheduler is created after the worker, so they are kept until then; arguments as of ``PlannedDrafts``.
     """
-    most = None if guard is None or guard.lengths else _lengths(vllm_config, guard)
+    most = None if guard is None or guard.restricted else _lengths(vllm_config, guard)
     _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most, ended=ended)
     patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
 
 
-def _lengths(vllm_config: VllmConfig, guard: Guard) -> Sequence[int] | None:
+def _lengths(vllm_config: VllmConfig, guard: LengthChooser) -> Sequence[int] | None:
     """Prepares an engine for the lengths that ``guard`` chooses; returns its lookup, if the user has set one."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     speculation, requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
     most = None
     if asked := speculation.num_speculative_tokens_per_batch_size:
-        most = build_dynamic_sd_schedule_lookup(asked, requests, guard.max_drafts)
+        most = build_dynamic_sd_schedule_lookup(asked, requests, guard.most)
     elif requests > 1:
-        speculation.num_speculative_tokens_per_batch_size = schedule(guard.max_drafts, requests)
+        speculation.num_speculative_tokens_per_batch_size = schedule(guard.most, requests)
     if _has_decode_graphs(vllm_config):
-        _restrict(guard, [guard.max_drafts] if requests == 1 and most is None else _scheduled(vllm_config, guard))
+        _restrict(guard, [guard.most] if requests == 1 and most is None else _scheduled(vllm_config, guard))
     return most
 
 
@@ -145,15 +147,15 @@ def _has_decode_graphs(vllm_config: VllmConfig) -> bool:
     return mode is not None and mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
 
 
-def _scheduled(vllm_config: VllmConfig, guard: Guard) -> list[int]:
+def _scheduled(vllm_config: VllmConfig, guard: LengthChooser) -> list[int]:
     """Returns the draft lengths that vLLM captures graphs for."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     asked = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
-    return build_dynamic_sd_schedule_lookup(asked, vllm_config.scheduler_config.max_num_seqs, guard.max_drafts)[1:]
+    return build_dynamic_sd_schedule_lookup(asked, vllm_config.scheduler_config.max_num_seqs, guard.most)[1:]
 
 
-def _restrict(guard: Guard, captured: Sequence[int]) -> None:
+def _restrict(guard: LengthChooser, captured: Sequence[int]) -> None:
     """Lets ``guard`` choose only lengths that have full graphs, and 0; says what that means."""
     guard.restrict(captured)
     lengths = ", ".join(map(str, sorted({0, *captured})))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.integration.hooks.patches import Where
 from vllm_spac.methods.trees.tensors import Scratch
 from vllm_spac.methods.trees.tree_counters import TreeCounters
@@ -35,7 +35,7 @@ class RunnerAdapter(ABC):
         """Wraps the methods of the runner and of what drafts for it; a second call does nothing."""
 
     @abstractmethod
-    def guard(self, most: int, trees: bool) -> Guard | Chooser | None:
+    def guard(self, most: int, trees: bool) -> LengthChooser | Chooser | None:
         """Builds what chooses the number of drafts; None if nothing on the host does.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_spac.config.tree_shape import TreeShape
-from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_cutting import DraftCutter
 from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
@@ -24,8 +24,8 @@ class AdapterV2(RunnerAdapter):
     def install(self) -> None:
         runner_v2.install()
 
-    def guard(self, most: int, trees: bool) -> Guard:
-        return Guard(most, lengths=(0, most)) if trees else Guard(most)
+    def guard(self, most: int, trees: bool) -> LengthChooser:
+        return LengthChooser(most, (0, most) if trees else None)
 
     def drafter(self, runner: Any) -> Any:
         return runner.speculator
@@ -38,11 +38,11 @@ class AdapterV2(RunnerAdapter):
         weighs = experts.config.votes_alpha is not None
         if chooser is not None or weighs:
             experts.cutter = DraftCutter(runner, chooser, experts.runtime, experts.trees, weighs)
-        if isinstance(guard, Guard) and not patches.is_off(f"{patches.SPECULATOR}.propose"):
+        if isinstance(guard, LengthChooser) and not patches.is_off(f"{patches.SPECULATOR}.propose"):
             _follow(runner.speculator, experts, guard)
 
 
-def _follow(drafter: Any, experts: Any, guard: Guard) -> None:
+def _follow(drafter: Any, experts: Any, guard: LengthChooser) -> None:
     """Has a drafter run as often as the guard plans; last, around what else is around it."""
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator

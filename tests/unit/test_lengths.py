@@ -1,4 +1,4 @@
-"""The speculation guard on simulated machines: what it loses, gains and ignores."""
+"""Draft lengths that are planned ahead, on simulated machines: what that loses, gains and ignores."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.decisions.guard.acceptance import Acceptance
-from vllm_spac.decisions.guard.batch_guard import ALLOWANCE
-from vllm_spac.decisions.guard.guard import Guard
-from vllm_spac.decisions.guard.trials import TrialCosts
+from vllm_spac.decisions.guard.length_costs import LengthCosts
+from vllm_spac.decisions.guard.lengths import LengthChooser
 
 Seconds = Callable[[float, int], float]  # (tokens so far, drafts) -> of a step
 Chance = Callable[[float, int], float]  # (tokens so far, position) -> of acceptance
@@ -27,7 +26,7 @@ class Run:
 
     seconds: float = 0.0
     lengths: list[int] = field(default_factory=list)
-    guard: Guard | None = None
+    chooser: LengthChooser | None = None
 
 
 def play(
@@ -40,11 +39,10 @@ def play(
     noise: Callable[[random.Random], float] = lambda rng: 1.0,
     seed: int = 0,
     requests: int = 1,
-    **knobs: float,
 ) -> Run:
-    rng, run, made = random.Random(seed), Run(guard=None if fixed is not None else Guard(most, **knobs)), 0.0
+    rng, run, made = random.Random(seed), Run(chooser=None if fixed is not None else LengthChooser(most)), 0.0
     while made < tokens:
-        drafts = fixed if fixed is not None else run.guard.choose(requests)
+        drafts = fixed if fixed is not None else run.chooser.choose(requests)
         emitted = []
         for _ in range(requests):
             accepted = 0
@@ -52,8 +50,8 @@ def play(
                 accepted += 1
             emitted.append(accepted + 1)
         took = seconds(made, drafts)
-        if run.guard:
-            run.guard.observe(drafts, emitted, requests, took * noise(rng))
+        if run.chooser:
+            run.chooser.observe(drafts, emitted, requests, took * noise(rng))
         run.seconds += took
         run.lengths.append(drafts)
         made += sum(emitted) / requests
@@ -76,9 +74,8 @@ def tail(rng: random.Random) -> float:
 def test_drafts_that_never_pay_cost_less_than_one_and_a_half_percent(slope: float, noise) -> None:
     for seed in range(3):
         run = play(8, lambda made, d: 1 + slope * d, lambda made, i: 0.2, 4000, noise=noise, seed=seed)
-        assert run.guard.choose() == 0
+        assert run.lengths[-200:].count(0) > 190, "but for a probe"
         assert run.seconds < 4000 * 1.015
-        assert run.guard.facts()["draft_length"] == 0 and run.guard.facts()["speedup"] == 1.0
 
 
 @pytest.mark.parametrize("noise", [lambda rng: 1.0, tail], ids=["exact", "heavy tails"])
@@ -86,7 +83,7 @@ def test_drafts_that_pay_stay_long(noise) -> None:
     for seed in range(3):
         run = play(4, lambda made, d: 1 + 0.02 * d, lambda made, i: 0.9, 6000, noise=noise, seed=seed)
         assert run.lengths.count(4) > 0.9 * len(run.lengths)
-        assert run.guard.facts()["speedup"] > 2.5
+        assert run.chooser.facts()["speedup"] > 2.5
 
 
 def test_the_best_is_in_the_middle() -> None:
@@ -95,7 +92,7 @@ def test_the_best_is_in_the_middle() -> None:
     assert max(range(9), key=every.__getitem__) == 3
     for seed in range(3):
         run = play(8, seconds, chance, 6000, seed=seed)
-        assert run.guard.choose() in (2, 3)
+        assert run.chooser.choose() in (2, 3)
         assert 1 / run.seconds > 0.97 * max(every)
         assert 1 / play(8, seconds, chance, 6000, seed=seed, noise=tail).seconds > 0.9 * max(every)
 
@@ -111,7 +108,6 @@ def test_any_greatest_length(most: int) -> None:
 def test_a_tie_does_not_flap(slope: float, chance: float) -> None:
     for seed in range(3):
         run = play(4, lambda made, d: 1 + slope * d, lambda made, i: chance, 6000, noise=tail, seed=seed)
-        assert run.guard.facts()["switches"] < 20
         assert run.seconds < 6000 * 1.03
 
 
@@ -122,27 +118,18 @@ def test_drafts_become_expensive(noise) -> None:
 
     for seed in range(3):
         run = play(8, seconds, lambda made, i: 0.8, 10000, noise=noise, seed=seed)
-        assert run.guard.choose() == 0
+        assert run.lengths[-200:].count(0) > 100, "one draft nearly pays"
         assert run.seconds < 5000 * 1.1 + 5000 / 3  # the second half costs what no speculation does, the first a third
-
-
-def test_no_speculation_is_returned_to_without_another_look() -> None:
-    """No looks are left, and the lengths that ran long ago still seem cheap."""
-    for seed in range(3):
-        run = play(
-            8, lambda made, d: 1 + (0.02 if made < 5000 else 1) * d, lambda made, i: 0.8, 9000, share=1e-6, seed=seed
-        )
-        assert run.guard.choose() == 0
 
 
 def test_the_steps_after_a_change_are_not_compared() -> None:
     """They end one thing and begin another: here each takes nine times as long."""
-    guard, last = Guard(2), None
+    chooser, last = LengthChooser(2), None
     for _ in range(400):
-        drafts = guard.choose()
-        guard.observe(drafts, [1 + drafts], 1, (1 + 0.2 * drafts) * (9 if drafts != last else 1))
+        drafts = chooser.choose()
+        chooser.observe(drafts, [1 + drafts], 1, (1 + 0.2 * drafts) * (9 if drafts != last else 1))
         last = drafts
-    assert guard.facts()["draft_length"] == 2 and guard.facts()["speedup"] == pytest.approx(3 / 1.4)
+    assert chooser.facts()["draft_length"] == 2 and chooser.facts()["speedup"] == pytest.approx(3 / 1.4)
 
 
 def drifting(sd: float, memory: int, seed: int) -> Seconds:
@@ -164,27 +151,28 @@ def test_a_machine_that_drifts_is_no_reason_to_speculate(memory: int) -> None:
     for seed in range(20):
         run = play(4, drifting(0.3, memory, seed), lambda made, i: 0.45, 1500, noise=tail, seed=seed)
         drafting.append(sum(length > 0 for length in run.lengths))
-    assert sum(drafting) < 20 * 40 and max(drafting) < 250, "no draft pays: looks, and rarely more"
+    assert sum(drafting) < 20 * 70 and max(drafting) < 150, "no draft pays: probes, and rarely more"
 
 
 def test_what_pays_is_found_while_the_machine_drifts() -> None:
+    """Taking turns takes long where blocks differ by what the machine does, and half of these steps have no drafts."""
     for seed in range(5):
         run = play(4, drifting(0.3, 150, seed), lambda made, i: 0.95, 3000, noise=tail, seed=seed)
-        assert sum(length > 0 for length in run.lengths) > 0.85 * len(run.lengths)
+        assert sum(1 + 0.6 * length for length in run.lengths) < 0.95 * 3000
 
 
 def test_drafts_become_worthwhile_by_cost_and_by_acceptance() -> None:
     cheaper = play(8, lambda made, d: 1 + (0.5 if made < 3000 else 0.02) * d, lambda made, i: 0.7, 20000)
     better = play(8, lambda made, d: 1 + 0.1 * d, lambda made, i: 0.05 if made < 3000 else 0.9, 20000)
     for run in (cheaper, better):
-        assert run.guard.choose() >= 4
+        assert run.chooser.choose() >= 4
         assert run.seconds < 0.85 * 20000
 
 
 def test_looks_are_rare_and_get_rarer() -> None:
     run = play(8, lambda made, d: 1 + 0.3 * d, lambda made, i: 0.1, 20000)
     looks = [step for step, length in enumerate(run.lengths) if length]
-    assert len(looks) == run.guard.facts()["explored_steps"] <= ALLOWANCE + 0.02 * len(run.lengths)
+    assert len(looks) <= 48 + 0.02 * len(run.lengths)
     assert sum(step > 10000 for step in looks) < 300, "a probe of two steps in a hundred, and few looks"
     assert run.seconds < 20000 * 1.005 + 10, "the price of looking, beside the first looks"
 
@@ -193,12 +181,12 @@ def stepwise(
     seconds: Seconds, chance: Chance, steps: int, seed: int, noise
 ) -> tuple[list[int], list[float], list[int]]:
     """(lengths, expected seconds, tokens) of each step; the two functions get the number of the step."""
-    rng, guard, lengths, took, made = random.Random(seed), Guard(4), [], [], []
+    rng, chooser, lengths, took, made = random.Random(seed), LengthChooser(4), [], [], []
     for step in range(steps):
-        drafts, accepted = guard.choose(1), 0
+        drafts, accepted = chooser.choose(1), 0
         while accepted < drafts and rng.random() < chance(step, accepted):
             accepted += 1
-        guard.observe(drafts, [accepted + 1], 1, seconds(step, drafts) * noise(rng))
+        chooser.observe(drafts, [accepted + 1], 1, seconds(step, drafts) * noise(rng))
         lengths.append(drafts)
         took.append(seconds(step, drafts))
         made.append(accepted + 1)
@@ -224,25 +212,25 @@ DROPPED = [
 @pytest.mark.parametrize(("noise", "typical"), [(lambda rng: 1.0, 200), (tail, 300)], ids=["exact", "heavy tails"])
 @pytest.mark.parametrize(("seconds", "chance"), [case[1:] for case in ADOPTED], ids=[case[0] for case in ADOPTED])
 def test_drafts_that_begin_to_pay_threefold_are_adopted_soon(seconds, chance, noise, typical) -> None:
-    """By the median. No speculation shows nothing of drafts: a probe that loses x steps cannot come before
-    x / (0.85 * 0.005) steps are over, here 17 to 94; then looks of 13 steps decide, two of each length on the way."""
+    """By the median; at first half of the steps have drafts, while both take turns. Steps without show nothing of
+    drafts, so all waits for a probe, which comes every 192 steps."""
     adopted = []
     for seed in range(9):
         lengths, _, _ = stepwise(seconds, chance, 3800, seed, noise)
-        since = (step for step in range(3000, 3780) if sum(d > 2 for d in lengths[step : step + 20]) >= 18)
+        since = (step for step in range(3000, 3780) if sum(d > 2 for d in lengths[step : step + 20]) >= 8)
         adopted.append(next(since, 3800) - 3000)
     assert sorted(adopted)[4] < typical, adopted
 
 
 @pytest.mark.parametrize("noise", [lambda rng: 1.0, tail], ids=["exact", "heavy tails"])
 @pytest.mark.parametrize(("seconds", "chance"), [case[1:] for case in DROPPED], ids=[case[0] for case in DROPPED])
-def test_drafts_that_stop_paying_cost_less_than_a_percent(seconds, chance, noise) -> None:
-    """Of 2,000 steps, in the mean; the change itself and the looks that follow."""
+def test_drafts_that_stop_paying_cost_a_percent_or_two(seconds, chance, noise) -> None:
+    """Of 2,000 steps, in the mean; the change itself and the probes that follow."""
     lost = []
     for seed in range(9):
         _, took, made = stepwise(seconds, chance, 3000, seed, noise)
         lost.append(sum(took[1000:]) / sum(made[1000:]) - 1)
-    assert sum(lost) / len(lost) < 0.01 and max(lost) < 0.035, lost
+    assert sum(lost) / len(lost) < (0.01 if noise is not tail else 0.025) and max(lost) < 0.055, lost
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.55])
@@ -264,40 +252,49 @@ def test_an_alarm_that_is_none_changes_nothing() -> None:
 
 def test_sizes_of_batch_are_told_apart() -> None:
     """Speculation pays for one request, not for sixteen."""
-    guard, rng = Guard(4), random.Random(0)
+    chooser, rng = LengthChooser(4), random.Random(0)
     for step in range(3000):
         requests = 1 if step // 50 % 2 else 16
-        drafts = guard.choose(requests)
+        drafts = chooser.choose(requests)
         emitted = [1 + sum(rng.random() < 0.9 for _ in range(drafts)) for _ in range(requests)]
-        guard.observe(drafts, emitted, requests, 1 + (0.02 if requests == 1 else 2.0) * drafts)
-    assert guard.choose(1) == 4 and guard.choose(16) == 0 and guard.choose(13) == 0
-    assert guard.choose(0) == guard.choose() == 0
+        chooser.observe(drafts, emitted, requests, 1 + (0.02 if requests == 1 else 2.0) * drafts)
+    assert chooser.choose(1) == 4 and chooser.choose(16) == 0 and chooser.choose(13) == 0
+    assert chooser.choose(0) == chooser.choose() == 0
+
+
+def test_steps_that_others_have_interrupted_are_not_compared() -> None:
+    """The machine may have become another one meanwhile."""
+    chooser = LengthChooser(4)
+    for requests, drafts, seconds in ((1, 0, 1.0), (16, 0, 5.0), (1, 2, 30.0), (1, 0, 20.0)):
+        for _ in range(8):
+            chooser.observe(drafts, [1] * requests, requests, seconds)
+    assert chooser._batches[0].costs.seconds[2] == pytest.approx(1.5), "by the last two alone"
 
 
 def test_what_is_no_plain_step_is_ignored() -> None:
-    guard = Guard(4)
-    before = guard.facts()
-    guard.observe(4, [5], 2, 1.0)  # a prompt beside
-    guard.observe(0, [], 3, 1.0)  # prompts only
-    guard.observe(2, [1], 1, 0.0)
-    guard.observe(2, [1], 1, math.nan)
-    guard.observe(2, [1], 1, math.inf)
-    assert guard.facts() == before | {"ignored_steps": 5}
+    chooser = LengthChooser(4)
+    before = chooser.facts()
+    chooser.observe(4, [5], 2, 1.0)  # a prompt beside
+    chooser.observe(0, [], 3, 1.0)  # prompts only
+    chooser.observe(2, [1], 1, 0.0)
+    chooser.observe(2, [1], 1, math.nan)
+    chooser.observe(2, [1], 1, math.inf)
+    assert chooser.facts() == before | {"ignored_steps": 5}
     with pytest.raises(AssertionError, match="5 drafts of at most 4"):
-        guard.observe(5, [1], 1, 1.0)
+        chooser.observe(5, [1], 1, 1.0)
 
 
 def test_a_length_that_never_runs_is_given_up() -> None:
-    guard = Guard(8)
-    chosen = [guard.choose()]
+    chooser = LengthChooser(8)
+    chosen = [chooser.choose()]
     for _ in range(500):
-        guard.observe(0, [1], 1, 1.0)
-        chosen.append(guard.choose())
+        chooser.observe(0, [1], 1, 1.0)
+        chosen.append(chooser.choose())
     assert chosen.count(0) > 300 and chosen[-1] == 0
 
 
 def test_acceptance_follows_for_shorter_lengths_and_from_batches() -> None:
-    acceptance, rng = Acceptance(4, 100), random.Random(1)
+    acceptance, rng = Acceptance(4), random.Random(1)
     for _ in range(300):
         emitted = []
         for _ in range(4):
@@ -343,35 +340,68 @@ def test_never_slower_than_not_speculating(increments, chances, seed, requests) 
 )
 def test_any_observations(most: int, events) -> None:
     """Lengths that were not chosen, impossible seconds, prompts: the answer stays in range, the counts add up."""
-    guard = Guard(most)
+    chooser = LengthChooser(most)
     for drafts, accepted, requests, seconds in events:
         drafts = min(drafts, most)
-        guard.observe(drafts, [1 + min(accepted, drafts)] * requests, max(1, requests), seconds)
-        assert 0 <= guard.choose(requests) <= most
-    facts = guard.facts()
+        chooser.observe(drafts, [1 + min(accepted, drafts)] * requests, max(1, requests), seconds)
+        assert 0 <= chooser.choose(requests) <= most
+    facts = chooser.facts()
     assert sum(facts["steps"].values()) + facts["ignored_steps"] == len(events)
 
 
-def test_a_length_may_be_moved_to_after_all_was_forgotten() -> None:
-    """As in an alarm: no speculation takes far longer than it did, and is still better than the current length."""
-    costs = TrialCosts(3)
-    costs.add(2, 0.1)
-    costs.move(2)
-    costs.forget()
-    assert not costs.add(0, 2.0) and costs.times(0) == 1, "one dear trial counts when there is nothing else"
-    costs.move(0)
-    assert costs.estimates[0] == 0.0 and costs.estimates[2] == pytest.approx(-2.0)
+def ran(costs: LengthCosts, *runs: tuple[int, float]) -> list[float]:
+    """Lengths that ran for eight steps each, with the seconds of a step; the first of them takes ten times as long."""
+    for length, seconds in runs:
+        for step in range(8):
+            costs.add(length, seconds * (10 if step == 0 else 1))
+    return costs.seconds
+
+
+def test_lengths_are_compared_where_they_change_whatever_the_machine_does_meanwhile() -> None:
+    costs = LengthCosts(4)
+    assert ran(costs, (0, 1.0)) == [1.0] * 5, "nothing is known"
+    assert ran(costs, (2, 1.5)) == pytest.approx([1, 1.25, 1.5, 1.75, 2]), "a line, and on behind it"
+    for power in range(6):  # slower and slower: that counts for a length once, and once against it
+        ran(costs, (0, 1.2 ** (2 * power + 1)), (2, 1.5 * 1.2 ** (2 * power + 2)))
+    assert costs.seconds[2] == pytest.approx(1.5)
+    ran(costs, (0, 7.0), (4, 4 * 7.0))
+    assert costs.seconds[3:] == pytest.approx([(costs.seconds[2] + 4) / 2, 4.0])
+    costs.begin()
+    ran(costs, (0, 50.0))
+    assert costs.seconds[4] == pytest.approx(4.0), "steps that do not follow one another are not compared"
+
+
+def test_a_comparison_far_from_those_before_has_to_be_confirmed() -> None:
+    costs = LengthCosts(2)
+    ran(costs, (0, 1.0), (1, 1.5), (0, 1.0), (2, 2.0), (0, 1.0))
+    for seconds in (9.0, 4.0, 4.0, 4.0, *[1.5] * 5):
+        costs.add(1, seconds)
+    assert costs.seconds[1] == pytest.approx(1.5) and costs.doubtful
+    assert ran(costs, (0, 1.0), (1, 1.5))[1] == pytest.approx(1.5), "it was disturbed"
+    ran(costs, (0, 1.0), (1, 4.0))
+    assert ran(costs, (0, 1.0)) == pytest.approx([1, 4, 7]), "another machine, of which 2 is not known"
+
+
+def test_steps_that_become_slower_while_a_length_runs_are_noticed_and_one_look_is_enough() -> None:
+    costs = LengthCosts(1)
+    ran(costs, (0, 1.0), (1, 1.5), (1, 1.5))
+    assert not costs.doubtful
+    ran(costs, (1, 3.0))
+    assert costs.doubtful
+    assert ran(costs, (0, 1.0))[1] == pytest.approx(3.0)
+    ran(costs, (1, 3.0), (1, 6.0))
+    assert costs.doubtful and ran(costs, (0, 2.0))[1] == pytest.approx(3.0), "all is slower, drafts are not dearer"
 
 
 def test_machines_that_change_at_random() -> None:
     """Nothing raises, whatever changes when."""
     for seed in range(20):
         rng = random.Random(seed)
-        guard, cost, chance = Guard(rng.choice([1, 2, 4, 8])), 0.1, 0.5
+        chooser, cost, chance = LengthChooser(rng.choice([1, 2, 4, 8])), 0.1, 0.5
         for step in range(3000):
             if step % 500 == 0:
                 cost, chance = rng.uniform(0.02, 0.6), rng.random()
-            drafts, accepted = guard.choose(1), 0
+            drafts, accepted = chooser.choose(1), 0
             while accepted < drafts and rng.random() < chance:
                 accepted += 1
-            guard.observe(drafts, [accepted + 1], 1, (1 + cost * drafts) * rng.lognormvariate(0, 0.05))
+            chooser.observe(drafts, [accepted + 1], 1, (1 + cost * drafts) * rng.lognormvariate(0, 0.05))
