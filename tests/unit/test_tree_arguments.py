@@ -206,7 +206,7 @@ def test_what_a_tree_s_guard_plans_and_cuts_with_v2(caplog) -> None:
     v2.speculative_config.num_speculative_tokens = 8
     config, some = SpacConfig.parse({"tree": 8}), SimpleNamespace(holds_all=False)
     guard, cuts = assembly.guard(config, v2), assembly.cuts(config, v2, [some])
-    assert guard.lengths == (0, 8) and cuts is not None, "also with expert workers, and under a budget"
+    assert guard.lengths == [0, 8] and cuts is not None, "also with expert workers, and under a budget"
     assert assembly.cuts(config, v2, [SimpleNamespace(holds_all=True)]) is None
     assert "none is cut on the device: each expert has its slot" in caplog.text
     ranks = engine(use_v2_model_runner=True, tensor_parallel_size=2)
