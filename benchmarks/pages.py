@@ -139,8 +139,8 @@ def _footer(made: Made) -> str:
     said = [text[0].upper() + text[1:] for text in (how, made.note, made.stale) if text]
     block = "\n".join(["```bash", *made.commands, "```\n\n"]) * bool(made.commands)
     numbers = ", ".join(f"[{file}]({file})" for file in made.files if file.endswith(".json"))
-    how = f"{'. '.join(said)}.\n" * bool(said)
-    return f"{block}{how}" + f"\nNumbers, commit, versions and machine: {numbers}.\n" * bool(numbers)
+    remarks = f"{'. '.join(said)}.\n" * bool(said)
+    return f"{block}{remarks}" + f"\nNumbers, commit, versions and machine: {numbers}.\n" * bool(numbers)
 
 
 def _tidy(text: str) -> str:

@@ -434,7 +434,7 @@ class Runtime:
             seconds, missed = self._clock() - start, self.missed - before
             verdict = self.chooser.took(drafts, emitted, len(step.requests), seconds, self._drafting, missed)
             if verdict is not None and verdict.changes:
-                logger.info("spac: drafts are %s: %s", "left out" if verdict.stop else "made", verdict)
+                logger.info("spac: %s", verdict.of_drafts)
         saved = self.recordings.timeline
         self.recordings.end_step(tokens, paths)
         if self.recordings.timeline is not saved:  # nobody will read what is recorded; a live page begins anew

@@ -16,7 +16,6 @@ from vllm_spac.integration.stepping.draft_planning import PlannedDrafts, attach
 class Told:
     """In the guard's place: answers what it is given, and remembers what it is told."""
 
-    most = 4
     ignored = 0
 
     def __init__(self, *lengths: int) -> None:

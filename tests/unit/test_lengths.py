@@ -274,6 +274,7 @@ def test_steps_that_others_have_interrupted_are_not_compared() -> None:
 def test_what_is_no_plain_step_is_ignored() -> None:
     chooser = LengthChooser(4)
     before = chooser.facts()
+    assert before["draft_length"] == 0 and before["speedup"] == 1.0
     chooser.observe(4, [5], 2, 1.0)  # a prompt beside
     chooser.observe(0, [], 3, 1.0)  # prompts only
     chooser.observe(2, [1], 1, 0.0)

@@ -36,6 +36,11 @@ class Verdict(NamedTuple):
     pairs: int
     changes: bool
 
+    @property
+    def of_drafts(self) -> str:
+        """What is decided where the technique is drafts, for a log."""
+        return f"drafts are {'left out' if self.stop else 'made'}: {self}"
+
     def __str__(self) -> str:
         return (
             f"steps with it took {self.ratio:.3f} (+- {self.error:.3f}) times as long as steps without, {self.pairs} "

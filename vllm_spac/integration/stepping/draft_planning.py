@@ -92,7 +92,7 @@ class PlannedDrafts:
             requests = len(plan.num_scheduled_tokens)
             verdict = self.guard.observe(length, [count for count in counts if count], requests, seconds)
             if verdict is not None and verdict.changes:
-                logger.info("spac: drafts are %s: %s", "left out" if verdict.stop else "made", verdict)
+                logger.info("spac: %s", verdict.of_drafts)
         if self._ended is not None:
             self._ended(plan, said, seconds)
 
