@@ -2,8 +2,8 @@
 
 Three engines take turns with each prompt: one without drafts, one whose guard and chooser are on, and one that
 verifies --draft-tokens (of a tree, all its nodes) in every step. Experts that are not in slots are loaded or computed
-by the CPU, as [bold]waterfill[/] divides them. A point is a machine and a share of the slots. Times are
-[bold]scaled[/], see run.py beside this file: only ratios mean anything.
+by the CPU, as [bold]waterfill[/] divides them; with --no-cpu all are loaded. A point is a machine and a share of the
+slots. Times are [bold]scaled[/], see run.py beside this file: only ratios mean anything.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ DRAFTERS = f"Of ngram, eagle3, tree (of {NODES} nodes, by EAGLE-3), draft, own (
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
-def sides(slots: str, drafter: str) -> list[Side]:
+def sides(slots: str, drafter: str, cpu: bool = True) -> list[Side]:
     """Returns the engine without drafts, and the two with them; the model's own ones say what is to be read."""
-    knobs = {"slots": slots, **PACED, **WATERFILL}
+    knobs = {"slots": slots, **PACED, **(WATERFILL if cpu else {})}
     drafting = knobs | {OWN: {"prefetch": "shadow"}, TREE: {"tree": str(NODES)}}.get(drafter, {})
     drafts = METHODS.get(drafter, drafter), NODES if drafter == TREE else None
     return [
@@ -80,6 +80,7 @@ def main(
     machines: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090-int4,rtx4090",
     slots: Annotated[str, typer.Option(help="Values of --spac-slots.")] = "25%,50%",
     drafters: Annotated[str, typer.Option(help=DRAFTERS)] = "ngram,eagle3",
+    cpu: Annotated[bool, typer.Option(help="The CPU computes a share of the missed experts.")] = True,
     draft_tokens: Annotated[int, typer.Option(min=1, help="Most draft tokens of a step.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: dense beside the model.")] = None,
@@ -109,7 +110,7 @@ def main(
         )  # fmt: skip
         asked = prompts.load(model, warm + turns, prompt_tokens, seed)
         result = head(", ".join(real.name for real in reals), asked, settings)
-        result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "scales": {}}
+        result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "cpu_experts": cpu, "scales": {}}
         kinds = prompts.kinds(model, warm + turns)[warm:]
         with (
             progress() as bar,
@@ -123,7 +124,7 @@ def main(
                 result["scales"][real.name] = scale.plain()
                 paced = on(scale.machine, settings, Path(folder))
                 for size, drafter in points:
-                    arms, point = sides(size, drafter), f"{real.name}, {size}, {drafter}"
+                    arms, point = sides(size, drafter, cpu), f"{real.name}, {size}, {drafter}"
                     answered = []
                     serving = replace(paced, drafts=by_drafter[drafter])
                     for answers in take_turns([Arm(side) for side in arms], [[each] for each in asked.ids], serving):
