@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent / "scaled"))
 from common import RESULTS, ROOT, over_exact
 from proportions import Proportions
 
+from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.integration.hooks.device import TESTED as SUPPORTED_VLLM
 from vllm_spac.tools.traces.locality import PUBLISHED
 
@@ -168,6 +169,7 @@ def _environment() -> jinja2.Environment:
         zip,
         ran,
         architectures,
+        by_kind,
         over_exact,
         tokens_per_step,
         ceilings,
@@ -256,6 +258,15 @@ def architectures() -> dict[tuple[str, str, str], int]:
         version = content["vllm"].rpartition(".")[0]
         found[version, where[0], where[1]] = sum(verdict.startswith("served") for verdict in verdicts)
     return found
+
+
+def by_kind(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """Returns kind of text -> the median of its ratios over the points ``rows``, and the 95 % interval."""
+    found = defaultdict(list)
+    for row in rows:
+        for kind, ratio in row["by_kind"].items():
+            found[kind].append(ratio)
+    return {kind: Ratio.of(ratios).model_dump() for kind, ratios in sorted(found.items())}
 
 
 def tokens_per_step(side: Row) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -71,7 +71,13 @@ def main(
     tokenizer = Tokenizer.from_file(str(MODELS / "dense" / "tokenizer.json"))
     arms = [Arm("selected", budget) for budget in BUDGETS]
     read, asked = windows(texts, 256), [ids for each in windows(tasks, 4 * CONTEXT + CHOICE).values() for ids in each]
-    result = {"provenance": origin, "toy_model": False, "choice": CHOICE, "tasks": len(asked), "rows": []}
+    result: dict[str, Any] = {
+        "provenance": origin,
+        "toy_model": False,
+        "choice": CHOICE,
+        "tasks": len(asked),
+        "rows": [],
+    }
     with torch.inference_mode():
         for steps, rows in STEPS.items():
             target.rows = rows

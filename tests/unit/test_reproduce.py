@@ -64,9 +64,8 @@ SENTENCES = (
     MATMULS + "[{{ found[0].launches }} launches per layer become {{ found[1].launches }}]"
     "(../../../benchmarks/results/moe_spec_matmuls.md), {{ (found[0].step_ms - found[1].step_ms)|f(0) }} to"
     " {{ (found[3].step_ms - found[4].step_ms)|f(0) }} ms less per step",
-    OWN + "slots emits {{ own['rtx4090'].at_four.tokens_per_step|f }} tokens. *Calculated*, that is"
-    " {{ own['rtx4090'].gain['4']|f }} times the tokens/s on an RTX 4090, and"
-    " {{ own['rtx4090 + CPU experts'].gain['4']|f }} times where",
+    OWN + "*Calculated*, that is {{ own['rtx4090-int4'].gain['4']|f }} times the tokens/s on an RTX 4090 with 4-bit"
+    " experts and a quarter of the slots, and {{ own['rtx4090-int4 + CPU experts'].gain['4']|f }} times where",
     TABLES + "{{ mean(real, 'table2')|trim }} / {{ mean(flat, 'table2')|trim }} times the mean of six caches",
     TABLES + "{{ over(real, 'without SG-Prefetcher')|trim }} / {{ over(flat, 'without SG-Prefetcher')|trim }} times"
     " static slots",
@@ -109,6 +108,8 @@ SENTENCES = (
     "{% set chosen = result('speculation_real').rows|selectattr('drafts', 'eq', 'chosen')|list %}"
     "{% set grams, head = chosen[0], chosen[1] %}give {{ grams.ratio|f }} times (n-grams, {{ grams.low|f }} –"
     " {{ grams.high|f }}) and {{ head.ratio|f }} times (an EAGLE-3 head, {{ head.low|f }} – {{ head.high|f }})",
+    "{% set row = result('speculation_real_own').rows[1] %}[was {{ row.ratio|f }} times]"
+    "(../benchmarks/results/speculation_real.md) ({{ row.low|f }} – {{ row.high|f }})",
     "{% set rows = result('speculation_real_trees').rows %}and {{ rows[2].ratio|f }} to {{ rows[5].ratio|f }} on the"
     " real model",
     "{% set rows = result('speculation_real_trees').rows %}tree reaches {{ rows[1].ratio|f }} ({{ rows[1].low|f }} –"

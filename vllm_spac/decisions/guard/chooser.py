@@ -173,6 +173,7 @@ class Chooser:
         of them now and then, while all steps have as many and nothing tells what a draft costs.
         """
         self._drafted[request] = drafts
+        saves, wastes = self._stakes
         worth = best = 0.0
         count, reached, depths = 0, [1.0], [0]
         for number, chance in enumerate(drafts.chances):
@@ -180,7 +181,7 @@ class Chooser:
             depth = depths[parent]
             reached.append(reached[parent] * self._odds.chance(request, depth, chance))
             depths.append(depth + 1)
-            worth += self._worth(reached[-1])
+            worth += reached[-1] * saves - (1 - reached[-1]) * wastes
             if worth >= best:
                 best, count = worth, number + 1
         self._worths.append(best)
@@ -200,13 +201,13 @@ class Chooser:
         """
         if not self._now.known:
             return True
-        gain, requests = 0.0, set[str]()
+        (saves, wastes), gain, requests = self._stakes, 0.0, set[str]()
         for request, chances in paths:
             reached = 1.0
             for depth, chance in enumerate([*chances, chances[-1]]):
                 reached *= self._odds.chance(request, depth, chance)
             requests.add(request)
-            gain += max(0.0, self._worth(reached))
+            gain += max(0.0, reached * saves - (1 - reached) * wastes)
         return gain >= len(requests) * self._making
 
     @property
@@ -218,9 +219,8 @@ class Chooser:
         self._now = self._costs[(requests - 1).bit_length()]
         return self._now
 
-    def _worth(self, reached: float) -> float:
-        """Seconds, for one request alone, that verifying a draft saves which is accepted with this probability."""
+    @property
+    def _stakes(self) -> tuple[float, float]:
+        """Seconds, for one request alone, that verifying a draft saves if it is accepted, and wastes if it is not."""
         now = self._now
-        if not now.known:
-            return reached
-        return reached * (now.token - now.accepted) - (1 - reached) * now.rejected
+        return (now.token - now.accepted, now.rejected) if now.known else (1.0, 0.0)

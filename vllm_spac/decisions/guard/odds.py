@@ -10,6 +10,7 @@ import numpy as np
 _DEPTHS = 8  # places in a path that are told apart; further ones are like the last
 _KEEP = 0.998  # of what was learned, with each further draft
 _PRIOR = np.array([2.0, 0.5, 1.0, *[0.7] * _DEPTHS])  # standard deviations of the weights that nothing is known of
+_FIRST = np.diag(_PRIOR**2)
 CERTAIN = 0.01  # a drafter's probability counts as at least this far from 0 and from 1
 _RECENT, _USUAL = 0.8, 0.98  # weight of the earlier drafts in how the last ones fared: of a request, of all
 FARTHEST = 12.0  # log-odds of a draft's acceptance, at most
@@ -25,7 +26,8 @@ class Odds:
     def __init__(self) -> None:
         self._weights = np.zeros(len(_PRIOR))
         self._weights[1] = 1.0
-        self._spread = np.diag(_PRIOR**2)
+        self._numbers = self._weights.tolist()  # the same, which single drafts are faster with
+        self._spread = _FIRST
         self._recent: dict[str, float] = {}  # by request: how many of its last first drafts were right, from 0 to 1
         self._usual = 0.5  # the same of all requests
 
@@ -36,7 +38,9 @@ class Odds:
             depth: tokens of its path before it; 0 for one that follows the last token.
             probability: the drafter's, given the path; ``UNKNOWN`` if it has none.
         """
-        return _logistic(float(self._weights @ self._features(request, depth, probability)))
+        weights = self._numbers
+        surely, fared = self._seen(request, probability)
+        return _logistic(weights[0] + weights[1] * surely + weights[2] * fared + weights[3 + min(depth, _DEPTHS - 1)])
 
     def terms(self, requests: Sequence[str], depths: int) -> tuple[float, np.ndarray, np.ndarray]:
         """Returns what ``chance`` adds up, for a device that knows the drafter's probabilities.
@@ -56,13 +60,16 @@ class Odds:
 
     def add(self, request: str, depth: int, probability: float, accepted: bool) -> None:
         """Adds a draft whose parent was accepted; arguments as of ``chance``."""
-        features = self._features(request, depth, probability)
-        chance = _logistic(float(self._weights @ features))
+        features = np.zeros(len(_PRIOR))
+        features[:3] = 1.0, *self._seen(request, probability)
+        features[3 + min(depth, _DEPTHS - 1)] = 1.0
+        chance = self.chance(request, depth, probability)
         weight = max(chance * (1 - chance), 0.05)
         towards = self._spread @ features
         gain = towards / (1 / weight + features @ towards)
         self._weights = self._weights + gain * (accepted - chance) / weight
-        self._spread = _KEEP * (self._spread - np.outer(gain, towards)) + (1 - _KEEP) * np.diag(_PRIOR**2)
+        self._numbers = self._weights.tolist()
+        self._spread = _KEEP * (self._spread - np.outer(gain, towards)) + (1 - _KEEP) * _FIRST
 
     def fared(self, request: str, right: bool) -> None:
         """A request's first draft, or one beside it, was ``right``, or none was."""
@@ -73,13 +80,10 @@ class Odds:
         """The request has finished."""
         self._recent.pop(request, None)
 
-    def _features(self, request: str, depth: int, probability: float) -> np.ndarray:
+    def _seen(self, request: str, probability: float) -> tuple[float, float]:
+        """Returns the log-odds of the drafter's probability, and how the request's last drafts fared, from -1 to 1."""
         known = 0.5 if math.isnan(probability) else min(max(probability, CERTAIN), 1 - CERTAIN)
-        features = np.zeros(len(_PRIOR))
-        fared = self._recent.get(request, self._usual)
-        features[:3] = 1.0, math.log(known / (1 - known)), 2 * fared - 1
-        features[3 + min(depth, _DEPTHS - 1)] = 1.0
-        return features
+        return math.log(known / (1 - known)), 2 * self._recent.get(request, self._usual) - 1
 
 
 def _logistic(x: float) -> float:
