@@ -440,6 +440,20 @@ def calculated(rows: list[dict], profiles: Sequence[str], top_k: int) -> list[di
 # -- texts, choices, layers --------------------------------------------------------------------------------------------
 
 
+def windows(side: str, count: int, length: int) -> dict[str, list[Tensor]]:
+    """Kind of text -> ``count`` windows of ``length`` tokens; ``side``: fit or held."""
+    return {
+        kind: [torch.from_numpy(ids[place * (len(ids) - length) // count :][:length]).long() for place in range(count)]
+        for kind, ids in held.texts(held.beside(MODELS / "dense"), side).items()
+        if kind in KINDS
+    }
+
+
+def branches(ids: Tensor) -> Tensor:
+    """Four continuations of a text's first ``CONTEXT`` tokens, [4, CHOICE]; the first one is what follows."""
+    return torch.stack([ids[CONTEXT * each :][:CHOICE] for each in (1, 2, 3, 4)])
+
+
 def words(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the first and the last place of each whole word of a text behind its first ``PROMPT`` tokens."""
     pieces = [tokenizer.id_to_token(each) or "" for each in ids]
@@ -487,10 +501,10 @@ def chosen(target: Target, texts: dict[str, list[Tensor]], arms: Sequence[Arm]) 
     model, right, layers = target.model, defaultdict[Arm, list[bool]](list), defaultdict[Arm, list[float]](list)
     for ids in (ids for each in texts.values() for ids in each):
         context = ids[:CONTEXT]
-        branches = torch.stack([ids[CONTEXT * each :][:CHOICE] for each in (1, 2, 3, 4)])
+        four = branches(ids)
         reader = Reader(model, target.ffn)
         reader.read(context[:-1])
-        rows = torch.cat([context[-1:], branches[:, :-1].flatten()])
+        rows = torch.cat([context[-1:], four[:, :-1].flatten()])
         before = torch.arange(len(rows)) - 1
         before[1 :: CHOICE - 1] = 0
         sees, base = lineage(before), reader.length
@@ -501,7 +515,7 @@ def chosen(target: Target, texts: dict[str, list[Tensor]], arms: Sequence[Arm]) 
             target.arm = None
             reader.keep(torch.arange(base))
             behind = torch.cat([logits[:1].expand(4, 1, -1), logits[1:].view(4, CHOICE - 1, -1)], 1)
-            likely = behind.gather(2, branches[:, :, None])[..., 0].sum(1)
+            likely = behind.gather(2, four[:, :, None])[..., 0].sum(1)
             right[arm].append(int(likely.argmax()) == 0)
             layers[arm].append(target.distinct / target.layers)
     return [
@@ -548,15 +562,6 @@ def main(
 ) -> None:
     origin, target = provenance(), Target()
     files, tokenizer = held.beside(MODELS / "dense"), Tokenizer.from_file(str(MODELS / "dense" / "tokenizer.json"))
-
-    def windows(side: str, count: int, length: int) -> dict[str, list[Tensor]]:
-        return {
-            kind: [
-                torch.from_numpy(ids[place * (len(ids) - length) // count :][:length]).long() for place in range(count)
-            ]
-            for kind, ids in held.texts(files, side).items()
-            if kind in KINDS
-        }
 
     every, tight = [Arm("router", budget) for budget in BUDGETS], BUDGETS[1:]
     arms = {"eagle3": [EXACT, *every], "dense": [EXACT, Arm("router", 24)]}

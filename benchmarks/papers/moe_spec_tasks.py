@@ -22,10 +22,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-import held
 from common import RESULTS, provenance, show, write_result
-from moe_spec_resident import CHOICE, CONTEXT, EXACT, KINDS, MODELS, Arm, Reader, Target, change, read_texts
+from moe_spec_resident import CHOICE, CONTEXT, EXACT, MODELS, Arm, Reader, Target, branches, change, read_texts, windows
 
 STEPS = {"chain of 4": 5, "tree of 16": 17}  # rows
 BUDGETS = 32, 24, 16
@@ -41,7 +39,7 @@ def choices(target: Target, texts: list[Tensor], arms: list[Arm]) -> dict[Arm, l
         reader.read(context[:-1])
         for arm in arms:
             likely = []
-            for branch in (ids[CONTEXT * each :][:CHOICE] for each in (1, 2, 3, 4)):
+            for branch in branches(ids):
                 target.arm = arm
                 logits = model.logits(reader.read(torch.cat([context[-1:], branch[:-1]]))[0]).log_softmax(-1)
                 target.arm = None
@@ -49,16 +47,6 @@ def choices(target: Target, texts: list[Tensor], arms: list[Arm]) -> dict[Arm, l
                 likely.append(float(logits.gather(1, branch[:, None]).sum()))
             right[arm].append(max(range(4), key=likely.__getitem__) == 0)
     return right
-
-
-def windows(count: int, length: int) -> dict[str, list[Tensor]]:
-    """Kind of text -> ``count`` windows of its held-out text."""
-    texts = held.texts(held.beside(MODELS / "dense"), "held")
-    return {
-        kind: [torch.from_numpy(ids[place * (len(ids) - length) // count :][:length]).long() for place in range(count)]
-        for kind, ids in texts.items()
-        if kind in KINDS
-    }
 
 
 @app.command(help=__doc__)
@@ -70,7 +58,8 @@ def main(
     origin, target = provenance(), Target()
     tokenizer = Tokenizer.from_file(str(MODELS / "dense" / "tokenizer.json"))
     arms = [Arm("selected", budget) for budget in BUDGETS]
-    read, asked = windows(texts, 256), [ids for each in windows(tasks, 4 * CONTEXT + CHOICE).values() for ids in each]
+    read, four = windows("held", texts, 256), windows("held", tasks, 4 * CONTEXT + CHOICE)
+    asked = [ids for each in four.values() for ids in each]
     result: dict[str, Any] = {
         "provenance": origin,
         "toy_model": False,
@@ -84,8 +73,8 @@ def main(
             found = read_texts(target, read, arms, tokenizer)
             right = choices(target, asked, [EXACT, *arms])
             for row, arm in zip(found, (EXACT, *arms), strict=True):
-                four = {f"four_{name}": value for name, value in change(right[arm], right[EXACT]).items()}
-                result["rows"].append({"steps": steps, "rows": rows, **row, **four})
+                of_four = {f"four_{name}": value for name, value in change(right[arm], right[EXACT]).items()}
+                result["rows"].append({"steps": steps, "rows": rows, **row, **of_four})
             write_result(output, result)
     names = "steps", "budget", "distinct", "ppl_ratio", "right", "change", "change_error"
     show("budgets in tasks", result["rows"], *names, "four_right", "four_change", "four_change_error")

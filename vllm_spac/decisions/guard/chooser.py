@@ -52,6 +52,17 @@ class Drafted(NamedTuple):
         return draft if self.parents is None else self.parents[draft]
 
 
+class _Stakes(NamedTuple):
+    """Seconds, for one request alone, that verifying a draft saves if it is accepted, and wastes if it is not."""
+
+    saves: float
+    wastes: float
+
+    def worth(self, reached: float) -> float:
+        """Seconds that verifying a draft saves which is accepted with this probability."""
+        return reached * self.saves - (1 - reached) * self.wastes
+
+
 def hear(odds: Odds, request: str, drafts: Drafted, said: Sequence[int]) -> None:
     """Teaches ``odds`` what became of a request's drafts: the target has ``said`` these tokens in their place."""
     if not said:
@@ -173,15 +184,14 @@ class Chooser:
         of them now and then, while all steps have as many and nothing tells what a draft costs.
         """
         self._drafted[request] = drafts
-        saves, wastes = self._stakes
-        worth = best = 0.0
+        stakes, worth, best = self._stakes, 0.0, 0.0
         count, reached, depths = 0, [1.0], [0]
         for number, chance in enumerate(drafts.chances):
             parent = drafts.parent(number)
             depth = depths[parent]
             reached.append(reached[parent] * self._odds.chance(request, depth, chance))
             depths.append(depth + 1)
-            worth += reached[-1] * saves - (1 - reached[-1]) * wastes
+            worth += stakes.worth(reached[-1])
             if worth >= best:
                 best, count = worth, number + 1
         self._worths.append(best)
@@ -201,13 +211,13 @@ class Chooser:
         """
         if not self._now.known:
             return True
-        (saves, wastes), gain, requests = self._stakes, 0.0, set[str]()
+        stakes, gain, requests = self._stakes, 0.0, set[str]()
         for request, chances in paths:
             reached = 1.0
             for depth, chance in enumerate([*chances, chances[-1]]):
                 reached *= self._odds.chance(request, depth, chance)
             requests.add(request)
-            gain += max(0.0, reached * saves - (1 - reached) * wastes)
+            gain += max(0.0, stakes.worth(reached))
         return gain >= len(requests) * self._making
 
     @property
@@ -220,7 +230,7 @@ class Chooser:
         return self._now
 
     @property
-    def _stakes(self) -> tuple[float, float]:
-        """Seconds, for one request alone, that verifying a draft saves if it is accepted, and wastes if it is not."""
+    def _stakes(self) -> _Stakes:
+        """Of the next step's drafts."""
         now = self._now
-        return (now.token - now.accepted, now.rejected) if now.known else (1.0, 0.0)
+        return _Stakes(now.token - now.accepted, now.rejected) if now.known else _Stakes(1.0, 0.0)

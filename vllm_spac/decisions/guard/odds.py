@@ -24,9 +24,7 @@ class Odds:
     """
 
     def __init__(self) -> None:
-        self._weights = np.zeros(len(_PRIOR))
-        self._weights[1] = 1.0
-        self._numbers = self._weights.tolist()  # the same, which single drafts are faster with
+        self._weights = [0.0, 1.0, *[0.0] * (1 + _DEPTHS)]
         self._spread = _FIRST
         self._recent: dict[str, float] = {}  # by request: how many of its last first drafts were right, from 0 to 1
         self._usual = 0.5  # the same of all requests
@@ -38,7 +36,7 @@ class Odds:
             depth: tokens of its path before it; 0 for one that follows the last token.
             probability: the drafter's, given the path; ``UNKNOWN`` if it has none.
         """
-        weights = self._numbers
+        weights = self._weights
         surely, fared = self._seen(request, probability)
         return _logistic(weights[0] + weights[1] * surely + weights[2] * fared + weights[3 + min(depth, _DEPTHS - 1)])
 
@@ -54,21 +52,20 @@ class Odds:
         Returns:
             The slope, float64 [depths] and float64 [requests].
         """
-        place = self._weights[3:][np.minimum(np.arange(depths), _DEPTHS - 1)]
+        place = np.array(self._weights[3:])[np.minimum(np.arange(depths), _DEPTHS - 1)]
         fared = np.array([2 * self._recent.get(request, self._usual) - 1 for request in requests])
-        return float(self._weights[1]), self._weights[0] + place, self._weights[2] * fared
+        return self._weights[1], self._weights[0] + place, self._weights[2] * fared
 
     def add(self, request: str, depth: int, probability: float, accepted: bool) -> None:
         """Adds a draft whose parent was accepted; arguments as of ``chance``."""
-        features = np.zeros(len(_PRIOR))
+        weights, features = np.array(self._weights), np.zeros(len(_PRIOR))
         features[:3] = 1.0, *self._seen(request, probability)
         features[3 + min(depth, _DEPTHS - 1)] = 1.0
-        chance = self.chance(request, depth, probability)
+        chance = _logistic(float(weights @ features))
         weight = max(chance * (1 - chance), 0.05)
         towards = self._spread @ features
         gain = towards / (1 / weight + features @ towards)
-        self._weights = self._weights + gain * (accepted - chance) / weight
-        self._numbers = self._weights.tolist()
+        self._weights = (weights + gain * (accepted - chance) / weight).tolist()
         self._spread = _KEEP * (self._spread - np.outer(gain, towards)) + (1 - _KEEP) * _FIRST
 
     def fared(self, request: str, right: bool) -> None:
