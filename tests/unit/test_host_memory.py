@@ -19,6 +19,7 @@ GIB = 2**30
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A machine with 10 GiB available; call it to write the files of its container."""
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
 
     def write(**files: str | int) -> None:
@@ -65,6 +66,39 @@ def test_page_cache_of_the_container_can_be_used(cgroup) -> None:
     """
     cgroup(max=8 * GIB, current=7 * GIB, stat=f"anon {GIB}\nfile {6 * GIB}\ninactive_file {6 * GIB}\nactive_file 0")
     assert host_memory.available_host_bytes() == 7 * GIB
+
+
+def nested(root: Path, own: str, groups: dict[str, dict[str, int | str]]) -> None:
+    """Writes what ``/proc/self/cgroup`` says, and the files of groups by their folders."""
+    (root / "own").write_text(own)
+    for folder, files in groups.items():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (root / folder / name).write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize("limited", ["slurm", "slurm/job_1", "slurm/job_1/step_0"])
+def test_each_group_around_this_process_may_have_the_limit(cgroup, tmp_path: Path, limited: str) -> None:
+    """A job of Slurm, or a scope of systemd, where the root of all groups is seen: its limit is killed for."""
+    none = {"memory.max": "max", "memory.current": GIB}
+    groups = dict.fromkeys(["slurm", "slurm/job_1", "slurm/job_1/step_0"], none)
+    nested(tmp_path, "0::/slurm/job_1/step_0\n", groups | {limited: {"memory.max": 4 * GIB, "memory.current": GIB}})
+    assert host_memory.available_host_bytes() == 3 * GIB
+
+
+def test_groups_of_the_first_version(cgroup, tmp_path: Path) -> None:
+    files = {"memory.limit_in_bytes": 4 * GIB, "memory.usage_in_bytes": 3 * GIB}
+    statistics = f"inactive_file 0\ntotal_inactive_file {GIB}"
+    none = {"memory.limit_in_bytes": 2**63 - 4096, "memory.usage_in_bytes": 3 * GIB}
+    groups = {"memory/job": files | {"memory.stat": statistics}, "memory/job/step": none, "memory": none}
+    nested(tmp_path, "9:name=systemd:/\n4:cpu,memory:/job/step\n3:cpuset:/other\n0::/\n", groups)
+    assert host_memory.available_host_bytes() == 2 * GIB
+
+
+def test_a_container_whose_own_group_is_not_to_be_seen(cgroup, tmp_path: Path) -> None:
+    cgroup(max=4 * GIB, current=GIB)
+    nested(tmp_path, "0::/docker/0123\n4:memory:/docker/0123\n", {})
+    assert host_memory.available_host_bytes() == 3 * GIB
 
 
 def test_this_machine() -> None:

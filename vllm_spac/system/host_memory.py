@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -13,25 +14,71 @@ if TYPE_CHECKING:  # the command line starts without torch
     from torch import Tensor
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _MADV_PAGEOUT = 21
 
 
+class _Names(NamedTuple):
+    """The files of a memory group, and the lines of its statistics."""
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
 def available_host_bytes() -> int:
-    """Returns the bytes that can be allocated without swapping, within the limits of machine and container."""
-    available = psutil.virtual_memory().available
-    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
-    if limit is None or used is None:
-        return available
-    return max(0, min(available, limit - used + _reclaimable()))
+    """Returns the bytes that can be allocated without swapping.
+
+    The machine's, within the limits of each control group of this process, of both versions: its own group may have no
+    limit and be inside of one that has (a job of Slurm, a scope of systemd).
+    """
+    rooms = (_room(group, names) for group, names in _groups())
+    return max(0, min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)]))
 
 
-def _reclaimable() -> int:
-    """Returns the bytes of page cache that count as used by the container but are reclaimed under memory pressure."""
+def _groups() -> Iterator[tuple[Path, _Names]]:
+    """Yields the folders of the process's memory groups, each from its own up to the root.
+
+    Where a container shows its own group as the root, the path that the process is said to be in does not exist there,
+    and the root alone counts.
+    """
     try:
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:  # no control groups on this system
+        lines = []
+    yield _CGROUP, _V2
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (_CGROUP / "memory", _V1) if controllers else (_CGROUP, _V2)
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            if folder == root:
+                break
+            yield folder, names
+        if controllers:
+            yield root, names
+
+
+def _room(group: Path, names: _Names) -> int | None:
+    """Returns what a group may take, counting page cache that is reclaimed under pressure as free; None: no limit."""
+    limit, used = _read(group / names.limit), _read(group / names.used)
+    if limit is None or used is None:
+        return None
+    return limit - used + _reclaimable(group / "memory.stat", names.reclaimable)
+
+
+def _reclaimable(statistics: Path, name: str) -> int:
+    try:
+        lines = statistics.read_text().splitlines()
     except OSError:  # no such file on this system
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def gib(count: int | float) -> str:
