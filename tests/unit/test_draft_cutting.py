@@ -377,6 +377,18 @@ def test_the_requests_of_a_large_batch_take_turns_in_teaching(monkeypatch: pytes
     assert sorted(heard) == sorted(names), "each in one of three steps"
 
 
+def test_requests_that_ended_are_not_remembered_though_a_step_was_launched_with_them() -> None:
+    """Async scheduling: step n + 1 has been launched with a request before its end in step n is known."""
+    chooser = DeviceChooser(3)
+    for number in range(50):
+        name = f"r{number}"
+        chooser.forget([])
+        chooser.forget([name])  # the step after its last one begins, and then that one ends
+        chooser.took(StepDrafts({name: Drafted([1], [0.5])}, {name: 1}, 0), {name: [9]}, 1, 1.0)
+    chooser.forget([])
+    assert chooser._odds.requests == 0
+
+
 def test_a_step_with_a_prompt_teaches_what_was_right_and_not_what_it_cost() -> None:
     chooser = DeviceChooser(3)
     for _ in range(50):

@@ -51,6 +51,7 @@ class DeviceChooser:
         # by batch size, one for each power of two, and most drafts
         self._costs = defaultdict[tuple[int, int], StepCost](StepCost)
         self._steps = self._turn = 0
+        self._finished: set[str] = set()
         self._counts = Counter[str]()
 
     def numbers(self, requests: Sequence[str], drafts: Sequence[int]) -> np.ndarray | None:
@@ -96,9 +97,15 @@ class DeviceChooser:
         cost.add(accepted, max(0.0, rejected), seconds, step.misses)
 
     def forget(self, requests: Iterable[str]) -> None:
-        """These requests have finished."""
-        for request in requests:
+        """These requests have finished; called before each step, also where none has.
+
+        With async scheduling a step has been launched with a request before its end is known, and that step ends after
+        this call. So a request is forgotten here and once more before the next step.
+        """
+        finished = set(requests)
+        for request in self._finished | finished:
             self._odds.forget(request)
+        self._finished = finished
 
     def facts(self) -> dict:
         """Statistics to report: drafts that steps had, and those of them that were cut."""

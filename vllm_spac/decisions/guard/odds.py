@@ -73,6 +73,11 @@ class Odds:
         self._recent[request] = _RECENT * self._recent.get(request, self._usual) + (1 - _RECENT) * right
         self._usual = _USUAL * self._usual + (1 - _USUAL) * right
 
+    @property
+    def requests(self) -> int:
+        """How many requests are remembered."""
+        return len(self._recent)
+
     def forget(self, request: str) -> None:
         """The request has finished."""
         self._recent.pop(request, None)
