@@ -311,6 +311,7 @@ def test_staging_is_of_the_device() -> None:
     [
         ({"store": "disk"}, r"a disk has no addresses; use --spac-store host"),
         ({"disk_dir": "/x"}, r"a disk has no addresses; .*without --spac-disk-dir"),
+        ({"store": "host", "disk_dir": "/x"}, r"disk_dir=/x .*means nothing with store=host .*; drop --spac-disk-dir"),
         ({"cpu_experts": "threshold"}, r"no layer tells the host .*use --spac-cpu-experts auto, or use .*host"),
         ({"policy": "layer_lru"}, r"policy=layer_lru \(--spac-policy\).*use --spac-policy lru"),
     ],

@@ -56,6 +56,11 @@ def _check_execution(config: Any) -> None:
         )
     if kind.needs_addressable_store:
         store = None if config.store is None else components.find("stores", config.store)
+        if store is not None and store.addressable and config.disk_dir is not None:
+            raise _refused(
+                f"disk_dir={config.disk_dir} (--spac-disk-dir) means nothing with store={config.store} (--spac-store)",
+                drop("disk_dir"),
+            )
         if config.disk_dir is not None or (store is not None and not store.addressable):
             where = f"store={config.store}" if store is not None and not store.persistent else "a disk"
             raise _refused(
