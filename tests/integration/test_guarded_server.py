@@ -70,10 +70,10 @@ def test_a_key_covers_our_routes(server):
     [
         ({}, ["--api-key", KEY], 0, "hit rate"),
         ({"VLLM_API_KEY": KEY}, [], 0, "hit rate"),
-        ({"OPENAI_API_KEY": KEY}, [], 0, "hit rate"),
+        ({"OPENAI_API_KEY": KEY}, [], 1, "wants a key; name its own with --api-key or VLLM_API_KEY"),
         ({"VLLM_API_KEY": "wrong"}, ["--api-key", KEY], 0, "hit rate"),
         ({}, [], 1, "wants a key; name its own with --api-key or VLLM_API_KEY"),
-        ({"OPENAI_API_KEY": "wrong"}, [], 1, "refuses this key"),
+        ({"VLLM_API_KEY": "wrong"}, [], 1, "refuses this key"),
     ],
     ids=str,
 )

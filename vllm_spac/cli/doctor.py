@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 STATS_EXAMPLES = examples("""
 vllm-spac stats http://localhost:8000
 vllm-spac stats localhost:8000 --watch --interval 1
-vllm-spac stats https://example.org --api-key KEY   [dim]# or in VLLM_API_KEY, or OPENAI_API_KEY[/]
+vllm-spac stats https://example.org --api-key KEY   [dim]# or in VLLM_API_KEY[/]
 """)
 
 
@@ -42,7 +42,7 @@ def stats(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 2.0,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=["VLLM_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="The --api-key of the server."),
+        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The --api-key of the server."),
     ] = None,
 ) -> None:
     """Show the counters of a running vllm serve --plugin spac."""

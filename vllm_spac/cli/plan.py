@@ -73,7 +73,7 @@ def plan(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=["VLLM_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="Of that server."),
+        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="Of that server."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
