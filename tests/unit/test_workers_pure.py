@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +12,8 @@ from hypothesis import strategies as st
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.division import LayerLoad, layers_of, owners, sent
-from vllm_spac.methods.od_moe.roster import Patience, Roster
-from vllm_spac.methods.od_moe.worker_link import Service, difference
+from vllm_spac.methods.od_moe.roster import Patience, Recovery, Roster
+from vllm_spac.methods.od_moe.worker_link import Service, WorkerLink, difference
 
 SPECS = {"w13_weight": TensorSpec((8, 4), torch.bfloat16), "w2_weight": TensorSpec((4, 4), torch.bfloat16)}
 SHAPE = MoEShape(("a", "b", "c"), 4, 2, SPECS)
@@ -104,3 +106,22 @@ def test_a_service_is_read_as_it_was_written() -> None:
 def test_a_service_that_cannot_be_is_refused(changes: dict) -> None:
     with pytest.raises(ConfigError, match="spac: "):
         Service.parse(service(**changes))
+
+
+def test_what_no_worker_should_answer_does_not_end_the_thread_that_brings_workers_back(caplog) -> None:
+    """An answer without ``slots`` was a KeyError, and after it no worker ever came back."""
+    ended, tried = threading.Event(), threading.Semaphore(0)
+
+    def bring(worker: int) -> WorkerLink:
+        tried.release()
+        raise KeyError("slots")
+
+    recovery = Recovery(bring, ended)
+    try:
+        for worker in (0, 1):  # the second is tried only if the thread still runs
+            recovery.lost(worker)
+            assert tried.acquire(timeout=60)
+    finally:
+        ended.set()
+        recovery.close()
+    assert "worker-0 is not back yet: KeyError: 'slots'" in caplog.text

@@ -254,10 +254,12 @@ class Recovery:
                     continue
                 try:
                     link = self._bring(worker)
-                except (SpacError, zmq.ZMQError, OSError) as error:
-                    if said.get(worker) != str(error):
-                        said[worker] = str(error)
-                        logger.warning("spac: %s is not back yet: %s", name(worker), error)
+                except Exception as error:  # also of what a worker answered: were the thread to end, none came back
+                    known = isinstance(error, (SpacError, zmq.ZMQError, OSError))
+                    problem = str(error) if known else f"{type(error).__name__}: {error}"
+                    if said.get(worker) != problem:
+                        said[worker] = problem
+                        logger.warning("spac: %s is not back yet: %s", name(worker), problem, exc_info=not known)
                     waiting[worker] = time.monotonic() + min(_LONGEST, 2.0**attempts), attempts + 1
                 else:
                     del waiting[worker]
