@@ -25,6 +25,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from worker_threads import ANOTHER, HIDDEN, LAYERS, SECRET, TOP_K, Threads, assert_right, connected, services
 
+from vllm_spac.integration import worker_process
 from vllm_spac.methods.od_moe import inquiries, worker_link
 from vllm_spac.methods.od_moe.wire import NO_FINGERPRINT, FrameKind, Header, encode, raw
 from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
@@ -385,3 +386,8 @@ def test_what_peers_with_the_secret_send_harms_nobody(
         assert isinstance(found, dict), found
     finally:
         link.drop()
+
+
+def test_all_connections_of_strangers_hold_little() -> None:
+    """Measured with parts of 256 KiB and 20,000 descriptors: 5,000 strangers made a worker grow by a GiB."""
+    assert worker_process.CONNECTIONS * worker_link.PART <= 64 * MIB

@@ -33,6 +33,7 @@ from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system import machine
 
 logger = logging.getLogger("vllm.spac")
+CONNECTIONS = 4096  # descriptors at most: what strangers make a worker hold is this many parts, 64 MiB, and zmq's own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,9 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def allow_connections() -> None:
-    """Lets this process have as many descriptors as it may: connections of strangers take some until they are ended."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Lets this process have many descriptors, for connections of strangers take some until they are ended.
+
+    Not as many as it may: each of them can hold ``worker_link.PART`` bytes, and what zmq keeps of a connection.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, CONNECTIONS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Stores:

@@ -160,7 +160,7 @@ def difference(ours: Mapping[str, str], theirs: Any) -> str | None:
 
 
 HEARTBEAT, SILENCE = 1000, 5000  # milliseconds between heartbeats, and after which a peer counts as gone
-PART = 1 << 18  # bytes
+PART = 1 << 14  # bytes
 _SEALED = 64  # bytes that CURVE may add to a part
 _MOST_PARTS = 1 + MOST_BYTES // PART
 _HANDSHAKE = 5000  # milliseconds until a connection to a worker must have proved to know the secret
