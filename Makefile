@@ -37,7 +37,7 @@ setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu
 	@$(PYTHON) .ci/bootstrap.py
 	@$(PYTHON) benchmarks/toy/stored.py
 
-demo: setup ## ask a small real MoE with a quarter of its experts in RAM, and compare with stock vLLM (downloads 93 MB once)
+demo: setup ## ask a small carved MoE with a quarter of its experts in RAM, and compare with stock vLLM (downloads 93 MB once)
 	@$(BIN)/python benchmarks/demo.py
 
 demo-cluster: setup ## serve it from three expert workers, kill one on the way, and compare with stock vLLM

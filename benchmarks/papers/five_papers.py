@@ -1,10 +1,10 @@
-"""The five papers' recipes beside each other at equal memory, on the real model's routing. SIMULATED; nothing is timed.
+"""The five papers' recipes beside each other at equal memory, on the carved model's routing. SIMULATED; not timed.
 
     python benchmarks/papers/five_papers.py
 
-The serving code runs on a virtual clock (``vllm_spac/tools/traces``), with recorded routing of the real model, experts
-of Qwen3-30B-A3B in bf16, and the costs of a profile, in proportion to the model's layers (``moe_spac_tables.scaled``).
-Reads ahead are limited as in serving (``extra``).
+The serving code runs on a virtual clock (``vllm_spac/tools/traces``), with recorded routing of the carved model,
+experts of Qwen3-30B-A3B in bf16, and the costs of a profile, in proportion to the model's layers
+(``moe_spac_tables.scaled``). Reads ahead are limited as in serving (``extra``).
 Each recipe is a preset as far as a replay knows it:
 
 - MoE-SpAc: the preset, with 8 drafts of the dense parent per step.

@@ -1,4 +1,4 @@
-"""MoE-Spec with every expert in fast memory, on the real model: table 1, figures 5 to 7, tasks. Nothing is timed.
+"""MoE-Spec with every expert in fast memory, on the carved model: table 1, figures 5 to 7, tasks. Nothing is timed.
 
     python benchmarks/papers/moe_spec_resident.py
 
@@ -74,7 +74,7 @@ EXACT = Arm()
 
 
 class Target:
-    """The real model, whose routed experts are cut as ``arm`` says while it is set, and counted.
+    """The carved model, whose routed experts are cut as ``arm`` says while it is set, and counted.
 
     Attributes:
         rows: of a step; longer inputs are several steps, of as many rows each.

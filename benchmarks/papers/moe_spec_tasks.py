@@ -1,4 +1,4 @@
-"""What a budget costs tasks with right answers, in steps as serving has them, on the real model. Nothing is timed.
+"""What a budget costs tasks with right answers, in steps as serving has them, on the carved model. Nothing is timed.
 
     python benchmarks/papers/moe_spec_tasks.py
 

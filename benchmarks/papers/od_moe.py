@@ -5,8 +5,8 @@ Ethernet. A layer takes 1 / (32 x 4.89) s where all experts are in memory. An ex
 to read it from an RTX 3090's memory (936 GB/s; RTX 3080: 760), and 22 ms to load it at the 31.5 GB/s that PCIe 4.0 x16
 has at most. A hop takes 150 us and the time of the rows at 117 MB/s. Keys and values of a token have 256 KB. Assumed: a
 layer of the shadow takes half as long as one of the resident model, and the shadow begins no token before the model
-(figure 4). Recall is the paper's where its text has it, or an INT8 shadow's of the real model (``shadow.py``), over the
-256 tokens of figures 8 to 10.
+(figure 4). Recall is the paper's where its text has it, or an INT8 shadow's of the carved model (``shadow.py``), over
+the 256 tokens of figures 8 to 10.
 
 The last table: 1 to 16 workers, each with memory for a share of all experts, over four networks, with the sizes of
 Qwen3-30B-A3B. A layer belongs to one worker. The routing is a trace's, or by default synthetic. With --layers, a trace
@@ -136,7 +136,7 @@ def aligned(tokens: int | None, kv: int | None, layer: float = SHADOW) -> Shadow
 
 
 def measured_recalls(tokens: int = 256) -> dict[str, float]:
-    """Returns pair of periods -> recall of the real model's INT8 shadow over the first tokens."""
+    """Returns pair of periods -> recall of the carved model's INT8 shadow over the first tokens."""
     found = json.loads((RESULTS / "real_shadow.json").read_text())
     blocks = tokens // found["block"]
     return {pair: sum(of["by_token"][:blocks]) / blocks for pair, of in found["shadows"]["int8"].items()}

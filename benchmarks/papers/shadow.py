@@ -1,4 +1,4 @@
-"""OD-MoE's shadow on the real model: recall by dtype, and by the periods of both alignments. Nothing is timed.
+"""OD-MoE's shadow on the carved model: recall by dtype, and by the periods of both alignments. Nothing is timed.
 
     python benchmarks/papers/shadow.py
 
@@ -98,7 +98,7 @@ SHADOWS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor] | None]] = {
 
 
 class MoE:
-    """The real model in plain torch, one token after another.
+    """The carved model in plain torch, one token after another.
 
     Args:
         weights: of its checkpoint; linear layers but the routers and the output are rounded.

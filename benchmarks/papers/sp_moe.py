@@ -1,9 +1,9 @@
-"""SP-MoE on the real model: what its predictor knows, and what reads while drafts are made give. Nothing is timed.
+"""SP-MoE on the carved model: what its predictor knows, and what reads while drafts are made give. Nothing is timed.
 
     python benchmarks/papers/sp_moe.py
 
-The dense parent of the real model is the draft model, as Mistral is of Mixtral in the paper: its MLPs were carved into
-the experts, its attention and norms are the model's. Three parts:
+The dense parent of the carved model is the draft model, as Mistral is of Mixtral in the paper: its MLPs were carved
+into the experts, its attention and norms are the model's. Three parts:
 
 - texts: the model and its parent read held-out texts. Of the experts that each router chose, those that the predictor
   names, by layer and by rank (figure 7b), with other inputs of the same routers besides; cosine similarity (7a); the
@@ -75,7 +75,7 @@ def speculation(drafts: int) -> dict[str, Any]:
 
 
 def serving(knobs: dict[str, Any], drafts: int, length: int):
-    """A ``vllm.LLM`` of the real model and its parent; one in each process."""
+    """A ``vllm.LLM`` of the carved model and its parent; one in each process."""
     spac = {"slots": "50%", "store": "disk", "disk_dir": str(ROOT / ".cache" / "serving"), "guard": "off"} | knobs
     options = {"dtype": "float32", "speculative_config": speculation(drafts), "num_gpu_blocks_override": 512}
     return engine.engine(str(ROOT / MODELS / "target"), spac, length, tokenizer=False, **options)

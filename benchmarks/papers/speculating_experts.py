@@ -1,4 +1,4 @@
-"""Speculating Experts on the real model: what is known one layer ahead, and what executing it costs. Nothing is timed.
+"""Speculating Experts on the carved model: what is known one layer ahead, and what executing it costs. Not timed.
 
     python benchmarks/papers/speculating_experts.py
 
@@ -163,7 +163,7 @@ class Model:
 
 
 def shared_experts(layers: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Reads the shared experts of the real model."""
+    """Reads the shared experts of the carved model."""
     tensors = load_file(TARGET / "model.safetensors")
     named = "model.layers.{}.mlp.shared_experts.{}_proj.weight"
     parts = [[tensors[named.format(layer, part)].float() for part in ("gate", "up", "down")] for layer in range(layers)]
@@ -346,7 +346,7 @@ class Run:
     """The parts that need the model.
 
     Args:
-        llm: of the real model.
+        llm: of the carved model.
         fit, others, texts: token ids: trained on, chosen by, and reported on.
     """
 

@@ -1,4 +1,4 @@
-"""Builds a real MoE: SmolLM2-135M-Instruct from the package index, made an MoE by the artefacts beside this file.
+"""Builds a carved MoE: SmolLM2-135M-Instruct from the package index, made an MoE by the artefacts beside this file.
 
 Examples:
 

@@ -1,7 +1,7 @@
-"""Texts and questions of the real model, as token ids: those that it was not fitted on, and those that it was.
+"""Texts and questions of the carved model, as token ids: those that it was not fitted on, and those that it was.
 
 They lie beside the model, as ``fit/texts.py`` and ``fit/chats.py`` write them. Where they do, the other scripts take
-them instead of the standard library, which the real model was fitted on.
+them instead of the standard library, which the carved model was fitted on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calculates what each way to choose drafts would give on recorded chains of the real model. Nothing is measured.
+"""Calculates what each way to choose drafts would give on recorded chains of the carved model. Nothing is measured.
 
 A step takes 1 for each layer, --row more for each row, and the time of an expert for each that is missing: loads and
 the CPU's share at once, in the proportions of --machines. Slots are filled by LRU in each layer, drafts of a head take

@@ -1,7 +1,7 @@
 """Records routing traces of a model for the other scripts here: one engine each, with and without drafts, greedy.
 
 Prompts are text that the model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
-at batch 8; of the real model ``draft`` is its dense parent. Each trace begins with a few tokens of warm-up. Routers'
+at batch 8; of the carved model ``draft`` is its dense parent. Each trace begins with a few tokens of warm-up. Routers'
 weights are left out: nothing here reads them, and with them a trace is three times as large. Beside a trace is what the
 tree keeps of it, packed (``toy/stored.py``); ``traces.json``, or ``traces-SEED.json``, says how they were recorded.
 """
@@ -71,7 +71,7 @@ def main(
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}; use {', '.join(CASES)}")
     folder.mkdir(parents=True, exist_ok=True)
     name_of_model = os.path.relpath(model, ROOT)  # the same on every machine
-    parent = model.parent / "dense"  # of the real model
+    parent = model.parent / "dense"  # of the carved model
     draft = parent if parent.is_dir() else model.parent / "draft"
     asked, recorded = prompts.load(model, count, prompt_tokens, seed), {}
     for name in track(names, "recording", console=Console(stderr=True)):

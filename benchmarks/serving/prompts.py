@@ -33,7 +33,7 @@ class Prompts:
 def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
     """Returns ``count`` different prompts of ``tokens`` tokens each for the model in the folder ``model``.
 
-    Beside the real model lie its texts (see ``held``): they and questions, some of which are shorter.
+    Beside the carved model lie its texts (see ``held``): they and questions, some of which are shorter.
     """
     if files := held.beside(model):
         return Prompts(held.prompts(model, files, count, tokens, seed), held.SOURCE)

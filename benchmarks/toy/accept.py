@@ -4,7 +4,7 @@
     python benchmarks/toy/accept.py all --only eagle3-5 --only draft-3 --dtype float32
     python benchmarks/toy/accept.py all --models .cache/real --output real_acceptance.json
 
-Prompts are held-out library files, or for the real model its held-out texts and questions; decoding is greedy.
+Prompts are held-out library files, or for the carved model its held-out texts and questions; decoding is greedy.
 Acceptance length is 1 + accepted / drafts: the tokens per forward of the target.
 """
 
@@ -54,7 +54,7 @@ def methods(models: Path, copies: Path) -> dict[str, dict | None]:
 
 
 def held_out(model: Path, count: int, length: int) -> list[dict]:
-    """Returns prompts as ``prompts``: those of the real model by kind of text, else files of the standard library."""
+    """Returns prompts as ``prompts``: those of the carved model by kind of text, else files of the standard library."""
     if not (files := held.beside(model)):
         return prompts(Tokenizer.from_file(str(model / "tokenizer.json")), count, length)
     kinds = ["chat", *(kind for kind in held.texts(files, "held") if kind != "chat")]

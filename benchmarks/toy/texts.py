@@ -27,7 +27,7 @@ TARGET = Path(__file__).parent / "models" / "target"
 def chosen(training: bool, count: int, length: int, model: Path = TARGET) -> list[dict]:
     """Returns ``count`` files, spread evenly over those that are long enough: {"file", "prompt_token_ids"}.
 
-    Of the real model they are windows of the texts beside it, and "file" is their kind.
+    Of the carved model they are windows of the texts beside it, and "file" is their kind.
     """
     if files := held.beside(model):
         return held.windows(files, "fit" if training else "held", count, length)

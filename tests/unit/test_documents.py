@@ -16,8 +16,12 @@ from vllm_spac.cli import plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.evidence import WINS
-from vllm_spac.config.types import flag
+from vllm_spac.config.types import ROUNDED, ROUNDED_ON_A_GPU, flag
 from vllm_spac.decisions.costs import names
+from vllm_spac.integration.loading.description import shown_mode
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.machine.checks import diagnose
+from vllm_spac.tools.machine.facts import Device, Disk, Facts, Installation, System
 
 ROOT = Path(__file__).parents[2]
 MOST_KNOBS = 32
@@ -36,6 +40,11 @@ def _documents() -> list[Path]:
 DOCUMENTS = _documents()
 QUOTED = (RESULTS / "v2.md",)  # mostly what its JSON says
 CURRENT = [path for path in DOCUMENTS if path.parent != RESULTS]  # pages of results have commands of their time
+IN_PASSING = (  # of the carved model
+    *(PACKAGE / "KNOBS.md", PACKAGE / "EXACTNESS.md", PACKAGE / "cache" / "README.md"),
+    PACKAGE / "integration" / "serving" / "README.md",
+)
+EARLY = {ROOT / "README.md": 40}  # lines, of ten
 GIVEN = r"(?<![\w-])(--spac-[a-z-]+)"
 
 
@@ -102,6 +111,90 @@ def named(pattern: str) -> Iterator[tuple[Path, str]]:
 def test_flags_are_those_of_knobs() -> None:
     known = set(map(flag, SpacConfig.model_fields))
     assert [f"{_short(path)}: {text}" for path, text in named(GIVEN) if text not in known] == []
+
+
+GPU_SAYS = (ROOT / "README.md", PACKAGE / "EXACTNESS.md", PACKAGE / "USAGE.md")
+
+
+@pytest.mark.parametrize("path", GPU_SAYS, ids=lambda path: path.name)
+def test_what_a_gpu_gets_by_default_is_said_in_the_words_of_the_log(path: Path) -> None:
+    """And no page promises its bits: vLLM's kernel runs on a GPU where one knob asks for it."""
+    text = _flat(path)
+    assert ROUNDED_ON_A_GPU in text
+    for sentence in _sentences(text):
+        assert "vLLM's own kernel" not in sentence or "CPU" in sentence, sentence
+
+
+def test_the_log_and_doctor_say_so_too() -> None:
+    default = SpacConfig.parse({"slots": "25%", "decisions": "device", "kernel": "table"})
+    assert shown_mode(ROUNDED, default, on_cpu=False) == ROUNDED_ON_A_GPU
+    assert shown_mode(ROUNDED, default, on_cpu=True) == ROUNDED
+    asked = SpacConfig.parse({"slots": "25%", "kernel": "vllm"})
+    assert [shown_mode(found, asked, on_cpu=False) for found in ("exact", ROUNDED)] == ["exact", ROUNDED]
+    gpu = Installation("0.33.0", device=Device("a GPU", pinned=True, unified=True))
+    system = System(frozenset({0}), None, (0,), 1 << 40, 1 << 40, None, None, "always")
+    found = diagnose(Facts(gpu, system, Disk(Path("/packed"), 1 << 40)))
+    assert [ROUNDED_ON_A_GPU in each.text for each in found if each.check == "GPU"] == [True]
+
+
+CARVED = [path for path in DOCUMENTS if "carved" in path.read_text(encoding="utf-8").lower()]
+FACT = re.compile(r"([\d.]+) % of its rows select one cluster of experts")
+
+
+@pytest.mark.parametrize("path", CARVED, ids=lambda path: _short(path))
+def test_pages_with_the_carved_model_say_early_what_its_routing_is(path: Path) -> None:
+    """In their first lines, or, of pages that mention it once and of the generated list of knobs, by a link or not."""
+    text = path.read_text(encoding="utf-8")
+    early = _flat_text("\n".join(text.split("\n")[: EARLY.get(path, 10)]))
+    if path in IN_PASSING:
+        assert "benchmarks/real/README.md" in text or path.name == "KNOBS.md"
+    else:
+        assert FACT.search(early), f"{_short(path)} does not say early whose routing it is"
+
+
+def test_the_share_of_rows_that_select_one_cluster_is_the_traces() -> None:
+    """Eight families of eight: experts that are equal modulo 8 are a cluster's."""
+    trace = Trace.load(ROOT / "benchmarks" / "traces" / "real" / "none1.trace")
+    ids = trace.ids.astype(int) % 8
+    share = f"{100 * (ids == ids[:, :1]).all(1).mean():.1f}"
+    texts = {path: _flat(path) for path in CARVED}
+    assert {found for text in texts.values() for found in FACT.findall(text)} == {share}
+    assert f"of {len(ids):,} rows" in texts[ROOT / "benchmarks" / "real" / "README.md"]
+
+
+def test_nothing_carved_is_called_real() -> None:
+    for path in DOCUMENTS:
+        assert not re.search(r"\b[Rr]eal\*? (model|MoE|one)\b", _flat(path)), _short(path)
+
+
+# What speaks for CPU experts; the paragraph or the row of a table also says what an H100 had of them.
+FOR_CPU_EXPERTS = (
+    r"2\.17 (?:\([^)]*\) )?[t×]|gained most|share pays most|GPU's link is slow|CPU experts pay|CPU's share that pays|"
+    r"halves the time|Without CPU experts|let it compute a part|share of the misses, which|What to turn on first|"
+    r"waterfill, on a scaled machine"
+)
+
+
+def test_who_recommends_cpu_experts_says_that_they_never_paid_on_an_h100() -> None:
+    found = set()
+    for path in DOCUMENTS:
+        text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        text = re.sub(r"\n(?=[|] |- |\d\. )", "\n\n", text)  # rows and items stand alone
+        for part in map(_flat_text, text.split("\n\n")):
+            if re.search(FOR_CPU_EXPERTS, part):
+                found.add(_short(path))
+                assert re.search(r"on an H100\b[\w :]{0,20} \[?(?:never|ever) paid", part, re.IGNORECASE), (path, part)
+    assert found >= {f"vllm_spac/{name}.md" for name in ("USAGE", "KNOBS", "RECIPES", "cpu_kernels/README")}
+    assert found >= {"README.md", "benchmarks/results/five_papers.md", "vllm_spac/methods/moe_spac/README.md"}
+
+
+def _flat(path: Path) -> str:
+    return _flat_text(path.read_text(encoding="utf-8"))
+
+
+def _flat_text(text: str) -> str:
+    """A text in one line, without marks of code."""
+    return " ".join(text.replace("`", "").split())
 
 
 def test_commands_and_their_options_exist() -> None:

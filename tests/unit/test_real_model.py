@@ -1,4 +1,4 @@
-"""The real model: what the artefact keeps, what is exported, and what is said where it cannot be built."""
+"""The carved model: what the artefact keeps, what is exported, and what is said where it cannot be built."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_too_many_prompts_are_refused():
 def test_no_path_of_this_machine_is_recorded(tmp_path):
     (tmp_path / "models" / "draft").mkdir(parents=True)
     table = accept.methods(tmp_path / "models", tmp_path / "int8")
-    assert not any(name.startswith("dense") for name in table), "of the real model alone"
+    assert not any(name.startswith("dense") for name in table), "of the carved model alone"
     assert {"none", "ngram-5", "eagle3-3", "eagle3-5", "eagle3-8", "draft-3", "int8-5"} <= set(table)
     for config in table.values():
         assert str(tmp_path) not in str(accept.portable(config))

@@ -200,9 +200,8 @@ def _show(console: Console, found: ServingPlan) -> None:
     for text in assumptions(found):
         say(console, f"[dim]assumed: {shown(text)}[/]")
     if found.best.choice.cpu:
-        console.print(
-            "CPU experts are exact up to rounding; without them, see the rows below the first", highlight=False
-        )
+        text = "CPU experts are exact up to rounding, and on an H100 they never paid"
+        console.print(f"{text}; without them, see the rows below the first", highlight=False)
     best = command(found.best.choice, found.model, found.machine, found.best.load)
     say(console, f"[green]run:[/] {shown(best)}")
 

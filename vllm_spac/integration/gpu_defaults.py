@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import AUTO
+from vllm_spac.config.types import AUTO, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
 from vllm_spac.integration.hooks import device
@@ -90,9 +90,7 @@ def _planes(
     if decided == AUTO:
         reason = _of_engine(engine_args, config) or reason_for_host(model, entry, facts)
         decided = "device" if reason is None else "host"
-        why = reason or (
-            "no layer waits for the host; exact up to rounding (--spac-kernel vllm has stock's bits, and is slower)"
-        )
+        why = reason or f"no layer waits for the host; {ROUNDED_ON_A_GPU}"
         found["decisions"] = decided, why
     if config.kernel == AUTO:
         on_device = decided == "device"

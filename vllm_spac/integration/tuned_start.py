@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_spac.config import tuned_profile
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tuned_profile import TunedProfile, departures, digest, path_of
-from vllm_spac.config.types import ALLOWED
+from vllm_spac.config.types import ALLOWED, ROUNDED
 from vllm_spac.errors import ConfigError, UnsupportedError, flag, printable
 from vllm_spac.integration.hooks import device
 from vllm_spac.storage.checkpoint.headers import find_folder
@@ -95,7 +95,7 @@ def _not_allowed(config: SpacConfig, profile: TunedProfile) -> str | None:
     if found <= set(ALLOWED[: ALLOWED.index(config.tuned_allow) + 1]):
         return None
     level = max(found, key=ALLOWED.index)
-    what = {"rounding": "exact up to rounding", "lossy": "lossy"}[level]
+    what = {"rounding": ROUNDED, "lossy": "lossy"}[level]
     instead = f"set --spac-tuned {config.tuned_profile}@allow={level}, or {_AGAIN}"
     return f"its knobs are {what}, which the command line does not allow; {instead}"
 

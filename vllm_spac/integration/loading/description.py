@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.execution.base import Execution
@@ -19,7 +20,13 @@ def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
     """``exact``, ``exact up to rounding`` (CPU experts or pointers, not vLLM's kernel) or ``lossy`` (a budget)."""
     if budget.active and not budget.idle:
         return "lossy"
-    return "exact" if all(execution.keeps_bits for execution in executions) else "exact up to rounding"
+    return "exact" if all(execution.keeps_bits for execution in executions) else ROUNDED
+
+
+def shown_mode(found: str, config: SpacConfig, on_cpu: bool) -> str:
+    """What ``mode`` found, for the start-up line: of a GPU whose kernel is ours, with what gives stock's bits."""
+    in_place = config.execution_name == "pointers"
+    return ROUNDED_ON_A_GPU if found == ROUNDED and in_place and not on_cpu else found
 
 
 def describe(execution: Execution) -> str:

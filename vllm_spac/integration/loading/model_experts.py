@@ -301,6 +301,7 @@ class ModelExperts:
             prefetch = ahead.choose_for(*args, drafts.most(vllm_config)).describe()
         assert self.runtime is not None
         exactness = description.mode(plan.budget, self.runtime.executions)
+        exactness = description.shown_mode(exactness, config, self.on_cpu)
         mode = plan.budget.describe() if plan.budget.active else exactness
         choices = description.choices(config, execution, prefetch)
         choices += "" if self.serving is None or self.serving.cuts is None else ", drafts=cut on the device"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_spac.config.types import ROUNDED_ON_A_GPU
 from vllm_spac.errors import printable
 from vllm_spac.integration.hooks.patches import WITHOUT
 from vllm_spac.system.flaws import MEDIA
@@ -121,7 +122,7 @@ def device(facts: Facts) -> Iterator[Finding]:
     if found.refusal:
         yield Finding("GPU", "problem", found.refusal, "use an NVIDIA GPU of sm_80 or newer, or vLLM's CPU build")
         return
-    yield Finding("GPU", "ok", found.name)
+    yield Finding("GPU", "ok", f"{found.name}; by default {ROUNDED_ON_A_GPU}")
     if not found.pinned:
         remedy = "--spac-store disk; on WSL: wsl --update and VLLM_WSL2_ENABLE_PIN_MEMORY=1"
         yield Finding("pinned memory", "problem", "none can be allocated, and --spac-store host needs it", remedy)
