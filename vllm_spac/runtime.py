@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from vllm_spac.core import NO_EXPERT, RowKind, Step
@@ -16,11 +18,12 @@ from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
-from vllm_spac.execution.exchange import capturing
+from vllm_spac.execution.exchange import CurrentCudaStream, capturing
 from vllm_spac.recording.recordings import Recordings
 from vllm_spac.recording.timeline_file import TimelineWriter
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
 from vllm_spac.recording.trace_writer import TraceWriter
+from vllm_spac.recording.watchdog import Notes, Watchdog
 from vllm_spac.system.threads import Closer
 
 logger = logging.getLogger("vllm.spac")
@@ -135,6 +138,7 @@ class Runtime:
         reached: float64 [rows] on the device, at a fixed address: the probability that each row of the step is reached,
             for weighted votes; None: it is known on the host, or votes are not weighted.
         weighed: whether it is that of the step.
+        notes: what was done last, for who looks whether a step stands still.
         turns: steps that some running requests did not share; how many did the last step, and how many did not.
     """
 
@@ -160,6 +164,7 @@ class Runtime:
         self.cutting = False
         self.reached: Tensor | None = None
         self.weighed = False
+        self.notes = Notes()
         self.turns = {"steps": 0, "sharing": 0, "aside": 0}
         self._clock = clock
         self._failed = failed
@@ -170,9 +175,12 @@ class Runtime:
         self._timed: tuple[Step, float, int] | None = None  # step, its start, ``_missed`` then
         self._drafting = 0.0  # seconds of the drafter since the step began
         self._began = 0  # when the step began, in the timeline
-        self._first_layer: dict[Execution, int] = {}  # of all layers, by execution; for the timeline
+        self._first_layer: dict[int, int] = {}  # of all layers, by the id of the execution; for what is recorded
+        self._watchdogs: list[Watchdog] = []  # one, or none
+        self._unknown: torch.device | None = None  # whose stream is known once a step begins
+        self._stream: CurrentCudaStream | None = None
         # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
-        self.close = Closer(self, partial(_close, self.recordings, tuple(executions)))
+        self.close = Closer(self, partial(_close, self._watchdogs, self.recordings, tuple(executions)))
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -185,16 +193,36 @@ class Runtime:
 
     def watch(self, timeline: Timeline | None) -> None:
         """Records the following steps in ``timeline``; None ends that. Called between steps."""
-        self.timeline, self._began, layers, experts = timeline, 0, 0, 0
+        self.timeline, self._began, experts = timeline, 0, 0
+        self._number_layers()
         for execution in self.executions:
             execution.watch(timeline, experts)
-            self._first_layer[execution] = layers
-            layers, experts = layers + len(execution.shape.layers), experts + execution.shape.total
+            experts += execution.shape.total
+
+    def _number_layers(self) -> None:
+        layers = 0
+        for execution in self.executions:
+            self._first_layer[id(execution)] = layers
+            layers += len(execution.shape.layers)
+
+    def report_stalls(self, folder: Path, device: torch.device) -> None:
+        """Has a thread look from now on whether a step stands still; called once.
+
+        Args:
+            folder: of its reports.
+            device: that runs the layers.
+        """
+        self._number_layers()
+        self._unknown = device if device.type == "cuda" else None
+        self._watchdogs.append(Watchdog(self.notes, folder))
 
     def begin_step(self, step: Step) -> None:
         """Starts a forward for real requests."""
         if self._warming:
             return
+        self.notes.begin(step.rows, step.prompts)
+        if self._unknown is not None:
+            self._stream, self._unknown = CurrentCudaStream(self._unknown), None
         taken = self.turns["steps"] + (step.aside > 0)
         self.turns = {"steps": taken, "sharing": len(step.requests), "aside": step.aside}
         if self.timeline is not None:
@@ -308,6 +336,8 @@ class Runtime:
         rows = Rows(real, as_routed, record, self.cutting, self.budget.guess)
         timeline = None if self._step is None else self.timeline
         start = 0 if timeline is None else now()
+        if self._step is not None:
+            self.notes.add("layer", self._first_layer.get(id(execution), 0) + layer)
         try:
             out = execution.forward(layer, x, weights, ids, kernel, rows)
         except Exception as error:
@@ -315,7 +345,7 @@ class Runtime:
                 self._failed(error)
             raise
         if timeline is not None:
-            timeline.add(Kind.LAYER, start, self._first_layer[execution] + layer, real)
+            timeline.add(Kind.LAYER, start, self._first_layer[id(execution)] + layer, real)
         return out
 
     def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:
@@ -327,6 +357,8 @@ class Runtime:
         """Called when the layers have finished or failed; what runs until the next step (profiling, warm-up) is not
         counted."""
         step, self._step = self._step, None
+        if step is not None:
+            self.notes.add("end of the layers, rows", step.rows)
         self.cutting = self.weighed = False
         timeline, start = (self.timeline if self._began and step is not None else None), 0
         if timeline is not None and step is not None:
@@ -395,6 +427,7 @@ class Runtime:
             forwards: that it took, one after another; None: one for each of the drafts.
         """
         self._drafting = seconds
+        self.notes.add("drafts made", drafts)
         forwards = drafts if forwards is None else forwards
         if not forwards or self.in_prompt:  # whose rows the drafter reads, too
             return
@@ -419,6 +452,7 @@ class Runtime:
             paths: numbers of each request's accepted drafts, ascending; None: they are the first of its drafts.
         """
         timed, self._timed = self._timed, None
+        self.notes.end("end of a step")
         if self.timeline is not None and self._began and timed is not None:
             count = UNKNOWN if tokens is None else sum(tokens)
             self.timeline.add(Kind.STEP, self._began, STEP_KINDS.index(timed[0].kind), count)
@@ -441,7 +475,9 @@ class Runtime:
             self.watch(None)
 
 
-def _close(recordings: Recordings, executions: Sequence[Execution]) -> None:
+def _close(watchdogs: Sequence[Watchdog], recordings: Recordings, executions: Sequence[Execution]) -> None:
+    for watchdog in watchdogs:
+        watchdog.close()
     recordings.finish()
     for execution in executions:
         execution.close()

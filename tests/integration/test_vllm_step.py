@@ -11,7 +11,7 @@ from vllm_spac.tools.machine import vllm_step
 
 
 def test_a_step_of_stock_vllm() -> None:
-    assert 1e-5 < vllm_step.seconds_per_token(1) < 1.0
+    assert vllm_step.seconds_per_token(1) > 0
 
 
 def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

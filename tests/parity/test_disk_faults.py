@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -131,6 +132,40 @@ def test_reads_that_fail_for_a_moment_change_nothing_but_a_counter(family, check
     assert_same_tokens(run, stock(family))
     assert run.stats["read_retries"] == (next(reads) - 1) // 5 > 20 and run.stats["prefetch_failed"] == 0
     assert not list(Path(tiers["disk_dir"]).rglob("*.corrupt"))
+
+
+def test_a_read_that_does_not_return_is_reported_once(family, checkpoint, stock, knobs, monkeypatch):
+    """With the stack of the thread that waits for it; the engine goes on when it returns."""
+    from vllm_spac.recording.watchdog import SECONDS, Watchdog
+    from vllm_spac.storage.disk import DiskStore
+
+    real, looks, over = DiskStore._read_file, [0], threading.Event()
+    waits: list[str] = []
+
+    def waiting(self, path, parts):
+        if serving and not waits:
+            waits.append(threading.current_thread().name)
+            assert over.wait(120), "the watchdog does not look"
+        return real(self, path, parts)
+
+    def clock() -> float:
+        """A second passes with each look while the read waits, and a thousand seconds in all."""
+        looks[0] += bool(waits) and not over.is_set()
+        if looks[0] > 100 * SECONDS:
+            over.set()
+        return float(looks[0])
+
+    serving = False
+    monkeypatch.setattr(Watchdog, "clock", staticmethod(clock))
+    monkeypatch.setattr(Watchdog, "period", 0.001)
+    monkeypatch.setattr(DiskStore, "_read_file", waiting)
+    with engines.engine(checkpoint(family), knobs) as llm:
+        serving = True
+        said = engines.say(llm)
+    assert_same_tokens(engines.Run(said), stock(family))
+    (text,) = [path.read_text() for path in Path(knobs["disk_dir"]).glob("stall-*.txt")]
+    (blocked,) = [part for part in text.split("\nthread ") if f" in {waiting.__name__}\n" in part]
+    assert blocked.startswith(f"{waits[0]} (") and "layer 0" in text
 
 
 def test_another_checkpoint_with_the_old_times(family, checkpoint, knobs, tmp_path):

@@ -37,6 +37,7 @@ SHAPE = MoEShape(("a", "b"), EXPERTS, TOP_K, SPECS)
 TOTAL = SHAPE.total
 RATES = Rates(fast=1e-4, stream=2e-4, cpu=1e-4, cpu_row=5e-5)
 DECODE = Step((RequestRows(0, 1, RowKind.DECODE),))
+PATIENCE = 300  # seconds, before what hangs is said to hang
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
@@ -75,7 +76,7 @@ class Watched(Torch):
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         self.inside.set()
         try:
-            assert self.gate.wait(30)
+            assert self.gate.wait(PATIENCE)
             if self.error is not None:
                 raise self.error
             return super().run(x, weights, ids, experts)
@@ -92,7 +93,7 @@ class Early(Watched):
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         out = Torch.run(self, x, weights, ids, experts)
         self.released.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(PATIENCE)
         return out
 
 
@@ -268,7 +269,7 @@ PAIR = torch.tensor([[0, 1]] * 7, dtype=torch.int32)
 def let_reads_end(layers) -> None:
     """On a busy machine a read may not have begun when its layer comes, which then gives it up."""
     for ticket in layers.pool._transfers.ahead._tickets.values():
-        ticket.done.result(30)
+        ticket.done.result(PATIENCE)
 
 
 def test_in_the_paper_s_arrangement_only_reads_ahead_fill_slots(make) -> None:
@@ -300,13 +301,13 @@ def test_the_cpu_computes_what_is_still_being_read(make) -> None:
 
     def gated(key: int, into: Mapping[str, Tensor]) -> int:
         begun.set()
-        assert gate.wait(30)
+        assert gate.wait(PATIENCE)
         return read(key, into)
 
     layers.store.read = gated
     pool._loader.prefetcher.scores = np.array([4, 4] + [0] * (TOTAL - 2))
     pool._loader.end_step(None)
-    assert begun.wait(30) and len(pool._transfers.ahead.keys) == 2
+    assert begun.wait(PATIENCE) and len(pool._transfers.ahead.keys) == 2
     x, weights, _ = routed(7, 0)
     pool.begin_step(VERIFY)
     out = layers.forward(0, x, weights, PAIR)
@@ -316,7 +317,7 @@ def test_the_cpu_computes_what_is_still_being_read(make) -> None:
     pool.end_forward()
     pool.begin_step(VERIFY)
     gate.set()
-    pool._transfers.ahead._tickets[0].done.result(30)
+    pool._transfers.ahead._tickets[0].done.result(PATIENCE)
     layers.forward(0, x, weights, PAIR)
     assert (pool.counters.prefetch_hits, pool.counters.hits, pool.counters.cpu_experts) == (1, 1, 3)
 
@@ -433,13 +434,15 @@ def test_loads_go_on_beside_and_kernels_wait(make) -> None:
     layers.executor.gate.clear()
     with ThreadPoolExecutor(1) as thread:
         forward = thread.submit(layers.forward, 0, *routed(2, 3))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while layers.pool.residency.resident == 0 and time.monotonic() < deadline:
             time.sleep(1e-3)
-        assert layers.executor.inside.wait(30) and layers.pool.residency.resident > 0, "nothing was loaded meanwhile"
+        assert layers.executor.inside.wait(PATIENCE) and layers.pool.residency.resident > 0, (
+            "nothing was loaded meanwhile"
+        )
         assert not forward.done()
         layers.executor.gate.set()
-        torch.testing.assert_close(forward.result(30), layers.all_hot(0, *routed(2, 3)))
+        torch.testing.assert_close(forward.result(PATIENCE), layers.all_hot(0, *routed(2, 3)))
 
 
 def test_kernels_run_beside_an_executor_that_has_released_them(make) -> None:
@@ -449,12 +452,12 @@ def test_kernels_run_beside_an_executor_that_has_released_them(make) -> None:
         layers.executor.gate.clear()
         with ThreadPoolExecutor(1) as thread:
             forward = thread.submit(layers.forward, 0, *routed(2, 3))
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE
             while layers.calls == 0 and time.monotonic() < deadline:
                 time.sleep(1e-3)
             assert layers.calls == 1 and not forward.done(), "the kernel waits although nothing is in its way"
             layers.executor.gate.set()
-            torch.testing.assert_close(forward.result(30), layers.all_hot(0, *routed(2, 3)))
+            torch.testing.assert_close(forward.result(PATIENCE), layers.all_hot(0, *routed(2, 3)))
 
 
 def test_a_release_is_of_one_computation(make) -> None:
@@ -465,22 +468,22 @@ def test_a_release_is_of_one_computation(make) -> None:
     layers.executor.gate.clear()
     with ThreadPoolExecutor(1) as waiting, thread.computing(*routed(2, 3), experts) as computation:
         way = waiting.submit(computation.give_way)
-        assert layers.executor.inside.wait(30)
+        assert layers.executor.inside.wait(PATIENCE)
         time.sleep(0.01)
         assert not way.done(), "the first computation has released the kernels for the second one"
         layers.executor.gate.set()
-        way.result(30)
+        way.result(PATIENCE)
 
 
 def test_a_cancelled_computation_releases_the_kernels(make) -> None:
     layers = make(4, count=1)
     pool, begun, over = layers.pool._cpu._pool, threading.Event(), threading.Event()
-    pool.submit(lambda: (begun.set(), over.wait(30)))
-    assert begun.wait(30)
+    pool.submit(lambda: (begun.set(), over.wait(PATIENCE)))
+    assert begun.wait(PATIENCE)
     with layers.pool._cpu.computing(*routed(2, 3), layers.store.layer(0)) as computation:
         pool.shutdown(wait=False, cancel_futures=True)
         with ThreadPoolExecutor(1) as waiting:
-            waiting.submit(computation.give_way).result(30)
+            waiting.submit(computation.give_way).result(PATIENCE)
         with pytest.raises(SpacError, match="shutting down"):
             computation.result()
         over.set()
@@ -491,13 +494,13 @@ def test_shutdown_in_mid_computation_waits_for_it_and_leaves_no_thread(make) -> 
     layers.executor.gate.clear()
     with ThreadPoolExecutor(2) as threads:
         forward = threads.submit(layers.forward, 0, *routed(2, 3))
-        assert layers.executor.inside.wait(30)
+        assert layers.executor.inside.wait(PATIENCE)
         closing = threads.submit(layers.pool.close)
         time.sleep(0.01)
         assert not closing.done() and not layers.executor.closed, "what is being computed is waited for"
         layers.executor.gate.set()
-        closing.result(30)
-        error = forward.exception(30)
+        closing.result(PATIENCE)
+        error = forward.exception(PATIENCE)
         assert error is None or isinstance(error, SpacError)
     assert layers.executor.closed and threading.active_count() < before
     assert not any(thread.name.startswith("spac-cpu") for thread in threading.enumerate())

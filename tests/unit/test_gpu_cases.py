@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -179,10 +180,11 @@ def test_what_was_measured_before_an_error_stays(engine, asked) -> None:
 
 
 def test_an_engine_over_its_time_is_a_row(engine, asked) -> None:
-    begin, hanging = time.monotonic(), replace(asked, options={"sleep": 1}, seed=100)
+    """The engine's own limit, not all that is left for the others."""
+    hanging = replace(asked, options={"sleep": 1}, seed=100)
     row, said = on_gpu.run_one(RUNS[0], hanging, clock(2.0))
-    assert "no answer after" in row["error"] and not said
-    assert time.monotonic() - begin < 25, "the time limit was not the engine's"
+    limit = re.search(r"no answer after (\d+) s", row["error"])
+    assert limit and int(limit[1]) <= 2 and not said
 
 
 def test_what_does_not_fit_is_named(engine, asked, tmp_path) -> None:

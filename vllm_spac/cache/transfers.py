@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm_spac.cache.host_tier import HostMove, HostTier
 from vllm_spac.cache.link import Moved, reads_ahead
+from vllm_spac.recording import watchdog
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Kind, Timeline, now
 from vllm_spac.storage.base import ExpertStore, Slot, Slots, rows_of
@@ -181,6 +182,8 @@ class Background:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead", initializer=unbind)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            watchdog.know(self._stream, "loads of experts")
         self._tickets: dict[int, _Ticket] = {}  # used by the forward thread only
         self._lock = threading.Lock()  # protects the four below
         self._waiting: deque[_Ticket] = deque()

@@ -19,6 +19,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from vllm_spac.recording import watchdog
+
 
 class Event(Protocol):
     """A point in a stream, made by ``Stream.record``."""
@@ -142,8 +144,9 @@ class ThreadStream(Stream[ThreadEvent]):
 class CudaStream(Stream[_CudaEvent]):
     """A CUDA stream. ``work`` launches and returns; it must not synchronise."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, name: str = "copies between steps") -> None:
         self.stream = stream
+        watchdog.know(stream, name)
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
         with torch.cuda.stream(self._current()):
@@ -172,7 +175,7 @@ class CurrentCudaStream(CudaStream):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.cuda.current_stream(device))
+        super().__init__(torch.cuda.current_stream(device), "model")
         self._device = device
 
     def _current(self) -> torch.cuda.Stream:
@@ -180,6 +183,7 @@ class CurrentCudaStream(CudaStream):
         if current != self.stream and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self.stream)
             self.stream = current
+            watchdog.know(current, "model")
         return current
 
 

@@ -84,6 +84,7 @@ def hook_steps(
 
 def _failed(runner: Any, error: Exception) -> None:
     if (experts := managed_experts(runner)) is not None:
+        experts.runtime.notes.end("error")
         experts.ranks.failed(error)
 
 

@@ -206,6 +206,7 @@ class ModelExperts:
             self._balance(execution, plan)
         if saved is not None:
             runtime.watch(saved.timeline)
+        runtime.report_stalls(config.folder, self.device)
         for caveat in dict.fromkeys(execution.caveat() for execution in executions):
             if caveat is not None:
                 logger.warning("spac: %s", caveat)
