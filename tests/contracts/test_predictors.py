@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from vllm_spac import components
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import NOT_RUN
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, check_tensors, closure, kinds, needed
 from vllm_spac.decisions.predictors._samples import Samples
@@ -180,6 +181,17 @@ def test_a_trained_predictor_needs_no_more_than_it_says(name: str) -> None:
     kind = kinds()[name]
     assert issubclass(kind, Trained) and kind.needs_file and not kind.offline
     assert Signal.FUTURE not in trained().build(name).needs
+
+
+def test_what_is_computed_from_a_checkpoint_is_what_training_makes() -> None:
+    """An engine needs no file of these."""
+    computed = [name for name in TRAINED if kinds()[name].from_checkpoint]
+    assert computed == ["gate"]
+    for name in computed:
+        ours, theirs = kinds()[name].computed(made.material().sizes, made.gates()), trained().tensors[name]
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[each], theirs[each]) for each in ours)
+        assert SpacConfig.parse({"prefetch": name}).predictor_file is None
+        assert SpacConfig.parse({"prefetch": name, "predictor_file": "/x"}).prefetch == name, "a file may be given"
 
 
 def test_a_model_whose_routers_are_not_known_leaves_out_what_needs_them() -> None:

@@ -354,7 +354,7 @@ def test_a_predictor_is_of_this_model(tmp_path):
 
     def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
         config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
-        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model), lambda: "", host)
+        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model, Path), lambda: "", host)
 
     assert built("frequency@depth=3", [shape]).sizes.layers == 2
     for wrong, says in (
@@ -366,9 +366,9 @@ def test_a_predictor_is_of_this_model(tmp_path):
     ):
         with pytest.raises(ConfigError, match=says):
             built(*wrong)
-    assert ahead.predictors(SpacConfig.parse({}), [shape], lambda: "") is None
+    assert ahead.predictors(SpacConfig.parse({}), [shape], lambda: "", Path) is None
     auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": str(path)})
-    file = ahead.predictors(auto, [shape], lambda: "f" * 32)
+    file = ahead.predictors(auto, [shape], lambda: "f" * 32, Path)
     assert file is not None and ahead.predictor(auto, file, lambda: "", host) is None, "it is chosen later"
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,9 +39,9 @@ def free_port() -> int:
 class Server:
     """A `vllm serve` in a process group of its own, its output in a file."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, common: Sequence[str] = COMMON) -> None:
         self.url, self.log = f"http://127.0.0.1:{free_port()}", folder / "server.log"
-        command = ["vllm", "serve", str(TARGET), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], *COMMON]
+        command = ["vllm", "serve", str(TARGET), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], *common]
         environment = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import engines
 import forked
 import pytest
+import torch
 from compare import METHODS, compare
 from exactness import FLOAT32, assert_same_tokens
 from safetensors.torch import load_file, save_file
 
 import vllm_spac
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.predictor_file import PredictorFile
+from vllm_spac.integration.loading import ahead
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
@@ -112,6 +116,24 @@ def test_the_device_gives_slots_to_what_the_drafter_s_states_name(trained: Path)
     assert_same_tokens(run, stock)
     stats = run.stats
     assert stats["prefetches"] > 50 and stats["prefetch_hits"] > 0.4 * stats["prefetches"], stats
+
+
+def test_a_gate_without_a_file_is_that_of_the_file(trained: Path) -> None:
+    """Computed from the checkpoint alone; the file was trained two layers ahead, an engine computes one."""
+    file = PredictorFile.read(trained / "p.safetensors")
+    shape = SimpleNamespace(layers=file.identity.layers, experts=EXPERTS, top_k=TOP_K)
+    config = SpacConfig.parse({"prefetch": "gate"})
+    made = ahead.predictors(config, [shape], lambda: "not asked", lambda: MODELS / "target")
+    ours, theirs = made.tensors["gate"], file.tensors["gate"]
+    assert len(ours) == 2 * (LAYERS - 1) and ours.keys() == {name for name in theirs if ".1." in name}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_gate_without_a_file_gives_stock_s_tokens(tmp_path: Path) -> None:
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off", "prefetch": "gate@extra=0.5"}
+    stock, run = compare(MODELS / "target", [None, spac], max_tokens=32)
+    assert_same_tokens(run, stock)
+    assert run.stats["prefetch_hits"] > 50
 
 
 DRAFT_LINEAR = pytest.param("eagle3", "draft_linear", marks=pytest.mark.full)

@@ -146,9 +146,9 @@ def cure(runner: Any) -> None:
 
 def allow_any_share() -> None:
     """Lets scratch take most of the KV cache, so that a few requests exhaust the rest."""
-    from vllm_spac.integration.stepping import tree_scheduler
+    from vllm_spac.methods.trees import tree_room
 
-    tree_scheduler.MOST_SHARE = 1.0
+    tree_room.MOST_SHARE = 1.0
 
 
 def count_preemptions(llm: Any) -> list[str]:

@@ -75,6 +75,7 @@ def test_what_the_user_chose_stays() -> None:
         ({"speculative_config": HEAD | {"num_speculative_tokens": 5}}, "drop num_speculative_tokens"),
         ({"speculative_config": HEAD | {"disable_padded_drafter_batch": False}}, "needs disable_padded_drafter_batch"),
         ({"scheduler_cls": "a.B"}, "drop --scheduler-cls"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}, "drafts of ngram; use an EAGLE"),
     ],
 )
 def test_contradictions_are_refused(given: dict, problem: str) -> None:
@@ -84,7 +85,13 @@ def test_contradictions_are_refused(given: dict, problem: str) -> None:
 
 def engine(**changes):
     parts = {
-        "model_config": {"is_hybrid": False, "uses_mrope": False, "use_mla": False, "logits_processors": None},
+        "model_config": {
+            "is_hybrid": False,
+            "uses_mrope": False,
+            "use_mla": False,
+            "logits_processors": None,
+            "max_model_len": 256,
+        },
         "parallel_config": {
             "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
@@ -107,7 +114,12 @@ def engine(**changes):
         },
         "compilation_config": {"cudagraph_mode": None},
         "attention_config": {"backend": SimpleNamespace(name="TRITON_ATTN")},
-        "cache_config": {"cache_dtype": "auto"},
+        "cache_config": {
+            "cache_dtype": "auto",
+            "block_size": 32,
+            "num_gpu_blocks_override": None,
+            "kv_cache_memory_bytes": None,
+        },
     }
     whole = {"kv_transfer_config": None, "use_v2_model_runner": False}
     for name, value in changes.items():
@@ -215,18 +227,54 @@ def test_what_a_tree_s_guard_plans_and_cuts_with_v2(caplog) -> None:
     assert caplog.text.count("each of 2 ranks would choose the draft length by its own clock") == 2
 
 
-def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
+def test_both_limits_bound_the_requests_that_nobody_chose(caplog) -> None:
+    """17 rows, and 34 blocks of scratch, for each; a fifth of 1,408 blocks is 281."""
+    for tokens, blocks, fit in ((2048, None, 120), (2048, 1409, 8), (100, 1409, 5), (2048, 10**6, 120)):
+        found = engine(max_num_seqs=128, max_num_batched_tokens=tokens, num_gpu_blocks_override=blocks)
+        with pytest.raises(UnsupportedError, match=f"use --max-num-seqs {fit}(,|$)"):
+            tree_arguments.check(SpacConfig(tree=16), found)
+        tree_arguments.bound(SpacConfig(tree=16), found)
+        assert found.scheduler_config.max_num_seqs == fit and f"trees set --max-num-seqs {fit}:" in caplog.text
+        tree_arguments.check(SpacConfig(tree=16), found)
+    few = engine(max_num_seqs=4, num_gpu_blocks_override=1409)
+    tree_arguments.bound(SpacConfig(tree=16), few)
+    assert few.scheduler_config.max_num_seqs == 4, "never more than there were"
+    plain = engine(max_num_seqs=128)
+    tree_arguments.bound(SpacConfig(), plain)
+    assert plain.scheduler_config.max_num_seqs == 128
+
+
+def test_no_remedy_is_itself_refused() -> None:
+    """More tokens in a batch would not make room in the KV cache."""
+    for blocks, larger in ((1409, False), (10**6, True)):
+        with pytest.raises(UnsupportedError) as refused:
+            tree_arguments.check(SpacConfig(tree=16), engine(max_num_seqs=128, num_gpu_blocks_override=blocks))
+        assert ("--max-num-batched-tokens 2176" in str(refused.value)) == larger
+    with pytest.raises(UnsupportedError, match="40 KV cache blocks.*; drop --spac-tree"):
+        tree_arguments.check(SpacConfig(tree=16), engine(num_gpu_blocks_override=41))
+
+
+class Pool:
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+
+    def get_num_free_blocks(self) -> int:
+        return self.blocks
+
+    def get_new_blocks(self, count: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(block_id=number) for number in range(1, count + 1)]
+
+
+def test_scratch_is_at_most_a_fifth_of_the_cache_once_its_size_is_known() -> None:
     need = Scratch(DynamicShape(16), requests=8, block_size=32)
     assert need.count == 8 * 2 * 17, "two blocks per row: a path may cross a block's edge"
-    pool = SimpleNamespace(get_num_free_blocks=lambda: 5 * need.count - 1)
-    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=32),
-        model_config=SimpleNamespace(max_model_len=256),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
-    )
-    with pytest.raises(ConfigError, match=r"272 of 1359 KV cache blocks .* use --max-num-seqs 7"):
-        tree_scheduler.reserve(scheduler, config, need)
+    for blocks, requests in ((5 * need.count, None), (5 * need.count - 1, 7), (5 * need.count // 8, 1)):
+        scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=Pool(blocks)))
+        tree_scheduler.reserve(scheduler, engine(), DynamicShape(16))
+        assert getattr(scheduler, "max_num_running_reqs", None) == requests
+    with pytest.raises(ConfigError, match=r"one request need 34 of 169 KV cache blocks .* use a smaller --spac-tree"):
+        scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=Pool(5 * need.count // 8 - 1)))
+        tree_scheduler.reserve(scheduler, engine(), DynamicShape(16))
 
 
 @pytest.mark.parametrize("shape, sequences", [(DynamicShape(63), 64), (StaticShape(((0,), (1,), (0, 0), (0, 1))), 5)])

@@ -99,14 +99,17 @@ class SpacConfig(BaseModel):
     ] = Field(
         "off",
         description="Which experts are read ahead in the background: none (off); those of the highest utility "
-        "(utility); those that a predictor of predictor_file names for the next layers; those that a copy of the "
-        "model as draft model chose (shadow); those that the model's routers choose of what a draft model's layers "
-        "compute (draft_gate); or those of the predictor that pays most, if one does (auto); extra limits what this "
-        f"adds to the loads that layers need ({types.EXTRA:g}), and of draft_gate, draft_linear and shadow, k is the "
+        "(utility); those that the next layer's router chooses of what this one reads (gate); those that a predictor "
+        "of predictor_file names for the next layers; those that a copy of the model as draft model chose "
+        "(shadow); those that the model's routers choose of what a draft model's layers compute (draft_gate); "
+        "or those of the predictor that pays most, if one does (auto); extra limits what this adds to the "
+        f"loads that layers need ({types.EXTRA:g}), and of draft_gate, draft_linear and shadow, k is the "
         "experts that a row names per layer, and cutoff the number of layers.",
     )
     predictor_file: types.SomePath = Field(
-        None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
+        None,
+        description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear; gate "
+        "needs none.",
     )
     guard: Annotated[str, types.GUARD] = Field(
         "on",

@@ -229,14 +229,18 @@ def _check_calibration(config: Any) -> None:
 def _check_preset(config: Any) -> None:
     if config.preset is None or config.prefetch in ("off", AUTO) or config.predictor_file is not None:
         return
-    if config.prefetch == PRESETS[config.preset].knobs.get("prefetch") and (
-        components.find("predictors", config.prefetch).needs_file
-    ):
+    if config.prefetch == PRESETS[config.preset].knobs.get("prefetch") and (_needs_file(config.prefetch)):
         raise _refused(
             f"preset={config.preset} (--spac-preset) prefetches by {config.prefetch}, which is trained for a model",
             add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
             drop("preset"),
         )
+
+
+def _needs_file(prefetch: str) -> bool:
+    """Whether a predictor must be trained; others are computed from the checkpoint, or from what was counted."""
+    kind = components.find("predictors", prefetch)
+    return kind.needs_file and not kind.from_checkpoint
 
 
 def check_draft_arguments(prefetch: str) -> None:
@@ -258,7 +262,7 @@ def _check_prefetch(config: Any) -> None:
     auto = config.prefetch == AUTO
     kind = None if off or auto else components.find("predictors", config.prefetch)
     trained = auto or (kind is not None and kind.needs_file)
-    if trained and config.predictor_file is None:
+    if config.predictor_file is None and (auto or (trained and _needs_file(config.prefetch))):
         raise _refused(
             f"{named} needs predictor_file",
             add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),

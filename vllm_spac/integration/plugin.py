@@ -68,7 +68,10 @@ def _checked(create_engine_config: Callable):
             fast_memory.request(self, args[0] if args else kwargs.get("usage_context"))
         trees.request(self, config)
         graphs.request(self, config)
+        chosen = self.max_num_seqs is not None
         vllm_config = create_engine_config(self, *args, **kwargs)
+        if not chosen:
+            trees.bound(config, vllm_config)
         graphs.split(vllm_config, config)
         preflight.check_engine(config, vllm_config)
         if config.longest_gap is not None:

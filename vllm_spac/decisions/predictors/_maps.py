@@ -47,8 +47,15 @@ class Maps(OnDevice):
     @classmethod
     def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
         ahead, target = material.sizes.jumps()[stage]
-        weight, bias = cls.fit(ahead, target, material, beside)
-        return {f"map.{ahead}.{target}": weight.bfloat16(), f"bias.{ahead}.{target}": bias.float().clone()}
+        return cls.stored({(ahead, target): cls.fit(ahead, target, material, beside)})
+
+    @staticmethod
+    def stored(maps: Mapping[tuple[int, int], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Returns the tensors of a file for maps and biases by (layers ahead, layer that is predicted)."""
+        found: dict[str, Tensor] = {}
+        for (ahead, target), (weight, bias) in maps.items():
+            found |= {f"map.{ahead}.{target}": weight.bfloat16(), f"bias.{ahead}.{target}": bias.float().clone()}
+        return found
 
     def guesses(self, seen: Seen) -> Iterable[Guess]:
         if seen.layer in self._maps:

@@ -121,6 +121,11 @@ class Trained(Predictor):
         return ""
 
     @classmethod
+    def computed(cls, sizes: Sizes, gates: Gates) -> dict[str, Tensor]:
+        """Returns all tensors of a predictor that needs no samples; one that sets ``from_checkpoint`` has it."""
+        raise NotImplementedError
+
+    @classmethod
     @abstractmethod
     def specs(cls, sizes: Sizes) -> Specs:
         """Returns dtype and shape of each tensor by its name."""

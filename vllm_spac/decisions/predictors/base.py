@@ -123,6 +123,7 @@ class Predictor(ABC):
         offline: why no engine can serve with it; empty if one can.
         on_device: it can look ahead without the host, also in CUDA graphs: see ``OnDevice``.
         needs_file: it is built from a file of ``vllm-spac train-predictor``, which an engine must be given.
+        from_checkpoint: without a file an engine computes it from the checkpoint, see ``Trained.computed``.
         scores: int64 [keys], of a predictor that needs counts: its scores after the last step; 0 for an expert that is
             not worth fetching. Updates replace the array, none writes to it.
     """
@@ -132,6 +133,7 @@ class Predictor(ABC):
     offline: ClassVar[str] = ""
     on_device: ClassVar[bool] = False
     needs_file: ClassVar[bool] = False
+    from_checkpoint: ClassVar[bool] = False
     scores: np.ndarray
 
     @classmethod

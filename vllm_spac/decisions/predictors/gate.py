@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
 from vllm_spac.decisions.predictors._maps import Maps
-from vllm_spac.decisions.predictors._trained import Material, Sizes, Trained
+from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes, Trained
 from vllm_spac.decisions.predictors.base import Seen
 
 
@@ -18,6 +19,8 @@ class Gate(Maps):
     both: see ``folded``. It is computed from the checkpoint, not trained. No LayerNorm, and no router whose choice is
     not that of gate times input.
     """
+
+    from_checkpoint: ClassVar[bool] = True
 
     @classmethod
     def unfit(cls, material: Material) -> str:
@@ -31,12 +34,20 @@ class Gate(Maps):
     def fit(cls, ahead: int, target: int, material: Material, beside: Mapping[str, Trained]) -> tuple[Tensor, Tensor]:
         gates = material.gates
         assert not isinstance(gates, str)
-        layer = target - ahead
-        return folded(gates.weight[target], gates.norm[target], gates.norm[layer]), gates.bias[target]
+        return _map(ahead, target, gates)
+
+    @classmethod
+    def computed(cls, sizes: Sizes, gates: Gates) -> dict[str, Tensor]:
+        return cls.stored({jump: _map(*jump, gates) for jump in sizes.jumps()})
 
     def features(self, seen: Seen) -> Tensor:
         assert seen.hidden is not None
         return seen.hidden.float()
+
+
+def _map(ahead: int, target: int, gates: Gates) -> tuple[Tensor, Tensor]:
+    """Returns map [d, N] and bias [N] for scores of layer ``target``, ``ahead`` layers earlier."""
+    return folded(gates.weight[target], gates.norm[target], gates.norm[target - ahead]), gates.bias[target]
 
 
 def folded(gate: Tensor, norm: Tensor, own: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Predictors of an engine: from the file that ``predictor_file`` names, and the choice of ``prefetch=auto``."""
+"""Predictors of an engine: from ``predictor_file`` or the checkpoint, and the choice of ``prefetch=auto``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_spac import components
@@ -15,11 +16,13 @@ from vllm_spac.decisions.costs import Costs, ExpertSize
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._recall import overall
+from vllm_spac.decisions.predictors._trained import Gates, Sizes
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Signal
 from vllm_spac.decisions.prefetch_choice import PrefetchChoice, StepCosts, choose
-from vllm_spac.errors import ConfigError, use
+from vllm_spac.errors import ConfigError, SpacError, UnsupportedError, add, use
 from vllm_spac.execution.base import Execution
 from vllm_spac.integration.loading.assembly import one_row
+from vllm_spac.storage.checkpoint import router_weights
 
 if TYPE_CHECKING:
     import torch
@@ -30,20 +33,51 @@ _SECONDS = 0.1  # of each measurement, about
 
 
 def predictors(
-    config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[], str], parts: int = 1
+    config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[], str], folder: Callable[[], Path], parts: int = 1
 ) -> PredictorFile | None:
-    """Reads the file of trained predictors, if one is given.
+    """Reads the file of trained predictors, if one is given; else computes what ``prefetch`` names, if it can be.
 
     Args:
+        model: returns the fingerprint of the weights.
+        folder: returns that of the checkpoint.
         parts: processes that divide the experts of each layer.
 
     Raises:
-        ConfigError: it cannot be read or is of another model, or layers differ in shape.
+        ConfigError: it cannot be read or is of another model, the checkpoint has no routers of a known form, or layers
+            differ in shape.
     """
+    name = config.prefetch.partition("@")[0]
     if config.predictor_file is None:
-        return None
+        if name not in kinds() or not kinds()[name].from_checkpoint:
+            return None
+        shape = _only(config, shapes)
+        try:
+            return _computed(name, shape, parts * shape.experts, folder())
+        except (SpacError, OSError) as error:
+            problem = str(error).removeprefix("spac: ")
+            raise ConfigError.refused(
+                f"spac: prefetch={config.prefetch} (--spac-prefetch) is made of the checkpoint's routers: {problem}",
+                add(prefetch="linear", predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+                use(prefetch="utility"),
+            ) from error
     shape = _only(config, shapes)
     return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), parts * shape.experts)
+
+
+def _computed(name: str, shape: MoEShape, experts: int, folder: Path) -> PredictorFile:
+    """Makes a predictor of the routers in a checkpoint, which looks one layer ahead, as if it came from a file.
+
+    Raises:
+        SpacError: they cannot be read, or are not what the predictor can use.
+    """
+    gates = Gates(*router_weights.read(folder, shape.layers))
+    if gates.weight.shape[1] != experts:
+        raise UnsupportedError(f"these have {gates.weight.shape[1]} experts, not {experts}")
+    if not gates.norm.all():
+        raise UnsupportedError("the norm before one of them has a weight of 0")
+    sizes = Sizes(len(shape.layers), experts, shape.top_k, gates.weight.shape[2], reach=1, words=1)
+    made = {name: kinds()[name].computed(sizes, gates)}
+    return PredictorFile(Identity("", "", shape.layers), sizes, 0, made, {}, {})
 
 
 def _only(config: SpacConfig, shapes: Sequence[MoEShape]) -> MoEShape:

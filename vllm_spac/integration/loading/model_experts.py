@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,7 @@ from vllm_spac.integration.stepping import tree_install as trees
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording.timeline_file import TimelineFacts
 from vllm_spac.runtime import Runtime
+from vllm_spac.storage.checkpoint.headers import find_folder
 from vllm_spac.system import machine
 
 if TYPE_CHECKING:
@@ -129,6 +131,10 @@ class ModelExperts:
         """Fingerprint of the weights; for calibrations and budgets."""
         return model_fingerprint(self.packing.checkpoint)
 
+    def _folder(self) -> Path:
+        """Folder of the checkpoint."""
+        return find_folder(self.vllm_config.model_config.model)
+
     def _drafter(self) -> str:
         """Fingerprint of the draft model; "" without one."""
         return drafter_fingerprint(self.vllm_config, self.config.folder)
@@ -165,7 +171,7 @@ class ModelExperts:
             raise UnsupportedError(_no_layers(vllm_config))
         shapes = self._shapes()
         parts = self.ranks.size if self.ranks.divide_experts else 1
-        predictors = ahead.predictors(config, shapes, self.model_name, parts)
+        predictors = ahead.predictors(config, shapes, self.model_name, self._folder, parts)
         asked_on = torch.device("cpu") if config.has_workers else self.device  # rows are there on their way
         predictor = ahead.predictor(config, predictors, self._drafter, asked_on)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)

@@ -1,4 +1,4 @@
-"""What draft trees need of an engine: settings that are added to its arguments, and combinations that are refused."""
+"""What draft trees need of an engine: settings that are added to its arguments, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, use
 from vllm_spac.integration.hooks import drafts, patches
 from vllm_spac.integration.hooks.ranks import Refusal
+from vllm_spac.methods.trees import tree_room
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_spac.config.tree_shape import TreeShape
 
 logger = logging.getLogger("vllm.spac")
 
@@ -22,6 +25,7 @@ SCHEDULER = "vllm_spac.integration.stepping.tree_scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_spac.integration.stepping.tree_scheduler.AsyncTreeScheduler"
 _V2 = Remedy("drop VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": None})
 _BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
+_METHODS = ("eagle", "eagle3")
 _HEAD = {"method": "eagle3", "model": "HEAD"}
 _EAGLE = Remedy(f"add --speculative-config '{json.dumps(_HEAD)}'", {"--speculative-config": _HEAD})
 
@@ -40,6 +44,12 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     given = engine_args.speculative_config
     if not isinstance(given, dict):
         raise ConfigError.refused(f"spac: {named} is drafted by an EAGLE head", _EAGLE, drop("tree"))
+    if (method := given.get("method")) not in (None, *_METHODS):
+        raise ConfigError.refused(
+            f"spac: {named} does not work with drafts of {method}",
+            Remedy("use an EAGLE head", _EAGLE.changes),
+            drop("tree"),
+        )
     asked = given.get("num_speculative_tokens")
     if asked not in (None, config.tree):
         raise ConfigError.refused(
@@ -74,6 +84,43 @@ def _on_a_gpu(engine_args: EngineArgs) -> None:
         logger.info("spac: trees set --attention-backend TRITON_ATTN, whose kernels take a tree's rows")
 
 
+def bound(config: SpacConfig, vllm_config: VllmConfig) -> None:
+    """Lowers how many requests run at once, which the user did not choose, to those whose trees fit."""
+    if config.draft_tree is None:
+        return
+    scheduler = vllm_config.scheduler_config
+    if 0 < (fit := requests_of(config.draft_tree, vllm_config, _blocks(vllm_config))) < scheduler.max_num_seqs:
+        scheduler.max_num_seqs = fit
+        logger.info("spac: trees set --max-num-seqs %d: rows of a forward and KV cache blocks suffice for these", fit)
+
+
+def requests_of(shape: TreeShape, vllm_config: VllmConfig, blocks: int | None, rows: int | None = None) -> int:
+    """As ``tree_room.most_requests``, of an engine, and no more than it has requests.
+
+    Args:
+        blocks: of the KV cache that requests can use; None: not known yet.
+        rows: most of a forward, where it is not what the engine has.
+    """
+    scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    rows = scheduler.max_num_batched_tokens if rows is None else rows
+    fit = tree_room.most_requests(shape, rows, blocks, vllm_config.cache_config.block_size, longest)
+    return min(fit, scheduler.max_num_seqs)
+
+
+def _blocks(vllm_config: VllmConfig) -> int | None:
+    """Returns the KV cache blocks that requests can use; None where they are known once memory has been measured."""
+    cache, model, speculation = vllm_config.cache_config, vllm_config.model_config, vllm_config.speculative_config
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override - 1  # one is vLLM's own
+    if cache.kv_cache_memory_bytes is None or str(cache.cache_dtype) != "auto":
+        return None
+    of_token = 0
+    for each in (model, speculation.draft_model_config):
+        values = each.get_num_kv_heads(vllm_config.parallel_config) * each.get_head_size()
+        of_token += 2 * values * each.get_num_layers(vllm_config.parallel_config) * model.dtype.itemsize
+    return cache.kv_cache_memory_bytes // (of_token * cache.block_size) - 1
+
+
 def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Refuses engines that cannot serve trees exactly; names the scheduler for those that plan steps ahead.
 
@@ -99,7 +146,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     chains = (drafts.CHAINS,)
     method = vllm_config.speculative_config.method
     head = Remedy("use an EAGLE head", _EAGLE.changes)
-    yield method not in ("eagle", "eagle3"), f"drafts of {method}", (head, *chains)
+    yield method not in _METHODS, f"drafts of {method}", (head, *chains)
     hooks = [f"{runner}.initialize_kv_cache" for runner in (patches.RUNNER_V1, patches.RUNNER_V2)]
     off = drafts.switched_off(vllm_config, (hooks[0], f"{patches.RUNNER_V1}.propose_draft_token_ids"), hooks[1:])
     if off is not None:
@@ -115,15 +162,21 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     yield vllm_config.kv_transfer_config is not None, "--kv-transfer-config", (drop("vllm_kv_transfer_config"),)
     yield parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size above 1", chains
     yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1", chains
-    assert config.draft_tree is not None
-    each = max(config.tree + 1, config.draft_tree.front)  # rows that a request has in the target, in the drafter
-    rows, most = scheduler.max_num_seqs * each, scheduler.max_num_batched_tokens
-    fit = max(1, most // each)
-    yield (
-        rows > most,
-        f"--max-num-batched-tokens {most}: trees of {scheduler.max_num_seqs} requests have {rows} rows",
-        (use(vllm_max_num_seqs=fit), use(vllm_max_num_batched_tokens=rows)),
-    )
+    shape, asked = config.draft_tree, scheduler.max_num_seqs
+    assert shape is not None
+    blocks = _blocks(vllm_config)
+    fit = requests_of(shape, vllm_config, blocks)
+    rows, most = asked * tree_room.rows_of(shape), scheduler.max_num_batched_tokens
+    if rows > most:
+        what = f"--max-num-batched-tokens {most}: trees of {asked} requests have {rows} rows"
+        larger = (
+            [use(vllm_max_num_batched_tokens=rows)] if requests_of(shape, vllm_config, blocks, rows) >= asked else []
+        )
+    else:
+        what = f"{blocks} KV cache blocks, of which the scratch of {asked} requests takes more than a fifth"
+        larger = []
+    smaller = use(vllm_max_num_seqs=fit) if fit else drop("tree")
+    yield fit < asked, what, (smaller, *larger)
 
 
 def _refusals_of_v2(config: SpacConfig, vllm_config: VllmConfig, chains: tuple[Remedy, ...]) -> Iterator[Refusal]:

@@ -11,6 +11,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
 from vllm_spac.integration.stepping.runner_adapter import RunnerAdapter
+from vllm_spac.integration.stepping.tree_arguments import requests_of
 from vllm_spac.methods.trees.tensors import Scratch
 
 if TYPE_CHECKING:
@@ -46,7 +47,18 @@ def _initializing(adapter: RunnerAdapter, initialize: Callable):
 def _plant(adapter: RunnerAdapter, runner: Any, experts: Any, kv_cache_config: KVCacheConfig) -> None:
     _check(runner, kv_cache_config)
     shape, block_size = experts.config.draft_tree, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    scratch = Scratch(shape, runner.vllm_config.scheduler_config.max_num_seqs, block_size, runner.device)
+    scheduler, usable = runner.vllm_config.scheduler_config, kv_cache_config.num_blocks - 1  # block 0 is vLLM's own
+    requests, asked = max(1, requests_of(shape, runner.vllm_config, usable)), scheduler.max_num_seqs
+    if requests < asked:
+        scheduler.max_num_seqs = requests
+        logger.warning(
+            "spac: %d requests run at once, not the %d of --max-num-seqs: scratch of draft trees takes at most a fifth "
+            "of %d KV cache blocks; for more, use a smaller --spac-tree or a larger KV cache",
+            requests,
+            asked,
+            usable,
+        )
+    scratch = Scratch(shape, requests, block_size, runner.device)
     share = 100 * scratch.count / kv_cache_config.num_blocks
     logger.info(
         "spac: draft trees of up to %d nodes and %d levels; their scratch takes %d of %d KV cache blocks (%.1f%%)",

@@ -9,12 +9,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_spac.config.config import config_of
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.stepping.tree_arguments import requests_of
 from vllm_spac.methods.trees.tensors import Scratch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MOST_SHARE = 0.2  # of the KV cache
+    from vllm_spac.config.tree_shape import TreeShape
 
 
 class TreeScheduler(Scheduler):
@@ -36,28 +37,29 @@ class AsyncTreeScheduler(AsyncScheduler):
 def _reserve(scheduler: Scheduler, vllm_config: VllmConfig) -> None:
     config = config_of(vllm_config.additional_config)
     assert config is not None and config.draft_tree is not None
-    block_size = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    requests = vllm_config.scheduler_config.max_num_seqs
-    reserve(scheduler, vllm_config, Scratch(config.draft_tree, requests, block_size))
+    reserve(scheduler, vllm_config, config.draft_tree)
 
 
-def reserve(scheduler: Scheduler, vllm_config: VllmConfig, scratch: Scratch) -> None:
-    """Takes the scratch blocks out of a new scheduler's pool, for good.
+def reserve(scheduler: Scheduler, vllm_config: VllmConfig, shape: TreeShape) -> None:
+    """Takes the scratch blocks out of a new scheduler's pool, for good; bounds the requests at once to those that fit.
+
+    ``tree_arguments`` has bounded them where the size of the KV cache was known before; workers bound them as here.
 
     Raises:
-        ConfigError: they would take too much of the KV cache; says what helps.
+        ConfigError: the trees of one request would take too much of the KV cache; says what helps.
     """
     pool, size = scheduler.kv_cache_manager.block_pool, vllm_config.cache_config.block_size
-    usable = pool.get_num_free_blocks()
-    left = usable - scratch.count
-    if scratch.count > MOST_SHARE * usable or left * size < vllm_config.model_config.max_model_len:
-        requests = vllm_config.scheduler_config.max_num_seqs
-        fit = int(MOST_SHARE * usable * requests // scratch.count)
+    asked, usable = vllm_config.scheduler_config.max_num_seqs, pool.get_num_free_blocks()
+    fit = requests_of(shape, vllm_config, usable)
+    scratch = Scratch(shape, max(1, fit), size)
+    if not fit:
         raise ConfigError(
-            f"spac: trees (--spac-tree) of {requests} requests at once need {scratch.count} of {usable} KV cache blocks"
-            f" of {size} tokens as scratch, at most a fifth is given to them; use --max-num-seqs {max(1, fit)}, a "
-            "smaller --spac-tree, a smaller --block-size, or a larger KV cache"
+            f"spac: trees (--spac-tree) of one request need {scratch.count} of {usable} KV cache blocks of {size} "
+            "tokens as scratch, at most a fifth is given to them; use a smaller --spac-tree, a smaller --block-size, "
+            "or a larger KV cache"
         )
+    if fit < asked:
+        scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = fit
     taken = [block.block_id for block in pool.get_new_blocks(scratch.count)]
     if taken != list(range(1, scratch.count + 1)):
         raise UnsupportedError(
