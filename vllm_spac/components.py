@@ -215,7 +215,10 @@ def written(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def arguments_of(found: type[Any]) -> list[str]:
-    """Returns the arguments of a component that ``name@argument=value`` may set: those with a default, sorted."""
+    """Returns the arguments of a component that ``name@argument=value`` may set, sorted.
+
+    These are those with a default, but for what its family's base names in ``passed``: an engine gives these itself.
+    """
     arguments: set[str] = set()
     for kind in found.__mro__[:-1]:
         if "__init__" not in vars(kind):
@@ -224,7 +227,7 @@ def arguments_of(found: type[Any]) -> list[str]:
         arguments.update(p.name for p in parameters if p.default is not p.empty)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # the next one receives none of them
             break
-    return sorted(arguments)
+    return sorted(arguments - getattr(found, "passed", frozenset()))
 
 
 def _check_known(name: str, known: Sequence[str], given: Iterable[str]) -> None:

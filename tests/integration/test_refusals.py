@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,15 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile
 from vllm_spac.decisions.predictors._trained import Sizes
-from vllm_spac.errors import ConfigError
+from vllm_spac.errors import ConfigError, StoreError, UnsupportedError
 from vllm_spac.integration import preflight
+from vllm_spac.storage import disk
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -60,7 +63,7 @@ def write_config(folder: Path, config: dict) -> Path:
 @pytest.fixture
 def moe(tmp_path) -> Path:
     folder = write_config(tmp_path / "moe", QWEN)
-    (folder / "model.safetensors").write_bytes(b"weights")  # what names the model; nothing is refused so late
+    (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors, which is not refused
     return folder
 
 
@@ -883,6 +886,90 @@ def test_bad_keys_on_the_command_line_are_one_line(flags, said):
     assert str(caught.value).isprintable()
 
 
+# --- before weights are read ------------------------------------------------------------------------------------------
+
+
+def _weights(folder: Path, names: int = 16) -> Path:
+    """The experts of ``QWEN``, of which a layer has 16."""
+    made = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{kind}_proj.weight": torch.zeros(64, 128, dtype=torch.bfloat16)
+        for layer in range(2)
+        for expert in range(names)
+        for kind in ("gate", "up", "down")
+    }
+    save_file(made, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def test_a_file_of_weights_that_is_cut_off(moe):
+    path = _weights(moe)
+    engine_config(moe, {})
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(UnsupportedError, match=r"model.safetensors is not a complete .*experts.*download or copy it"):
+        engine_config(moe, {})
+
+
+def test_a_file_of_weights_that_the_index_names_and_that_is_not_there(moe):
+    (moe / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    with pytest.raises(UnsupportedError, match=r"model-2.safetensors is not .*No such file"):
+        engine_config(moe, {})
+
+
+def test_a_disk_without_room_for_what_is_not_packed_yet(moe, tmp_path, monkeypatch):
+    _weights(moe)
+    each, folder = 3 * 64 * 128 * 2 + 4096, tmp_path / "packed"
+    free = (256 << 20) + 32 * each - 1
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    knobs = {"slots": "50%", "store": "disk", "disk_dir": str(folder)}
+    with pytest.raises(StoreError, match=r"packing 32 experts needs .*--spac-disk-dir DIR"):
+        engine_config(moe, knobs)
+    engine_config(moe, knobs | {"slots": "100%"})
+    layer = folder / ("0" * 32) / "layer-000"
+    layer.mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    (layer / "expert-0000.safetensors").write_bytes(bytes(each))
+    engine_config(moe, knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"cpu_kernel": "torch"}, ["cpu_kernel=torch (--spac-cpu-kernel)", "--spac-cpu-kernel native"]),
+        ({"cpu_kernel": "native", "kernel": "table"}, ["--spac-kernel", "use --spac-cpu-kernel torch"]),
+        ({"cpu_kernel": "native", "decisions": "device"}, ["--spac-decisions", "use --spac-cpu-kernel torch"]),
+    ],
+    ids=str,
+)
+def test_a_cpu_kernel_that_cannot_read_these_experts(moe, knobs, named):
+    with pytest.raises(UnsupportedError) as caught:
+        engine_config(moe, AUTO | knobs)
+    assert all(part in str(caught.value) for part in named), caught.value
+
+
+def test_a_drafter_that_is_no_head(moe):
+    drafter = {"method": "eagle3", "model": str(moe), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedError) as caught:
+        engine_config(moe, {}, speculative_config=drafter)
+    said = str(caught.value)
+    assert "as eagle3 head" in said and "Eagle3Qwen3MoeForCausalLM" in said and len(said) < 500
+    assert "drop --speculative-config" in said
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "of_gguf").mkdir()
+    (tmp_path / "of_gguf" / "a.gguf").write_bytes(b"GGUF")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "renamed").write_bytes(b"GGUF")
+    for name, says in (
+        ("of_gguf/a.gguf", "is a GGUF file"),
+        ("renamed", "is a GGUF file"),
+        ("of_gguf", "a folder of GGUF files"),
+        ("empty", "a folder without config.json"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"{says}.*name a folder with config.json"):
+            engine_config(tmp_path / name, {})
+
+
 # --- as a user sees it ------------------------------------------------------------------------------------------------
 
 
@@ -902,6 +989,36 @@ def test_vllm_serve_ends_with_one_line(moe, flags, said):
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("vllm: error: spac: ") and said in last
+
+
+FAILING = """
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.errors import StoreError
+
+
+class Failing(LRU):
+    @classmethod
+    def of(cls, context, **knobs):
+        raise StoreError("spac: the disk is on fire; put it out")
+"""
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+def test_vllm_serve_ends_with_the_sentence_of_its_engine(tmp_path, level):
+    """A policy of a user's is asked to serve when the weights are there, in the engine's process."""
+    (tmp_path / "spac_failing.py").write_text(FAILING)
+    model = write_config(tmp_path / "moe", QWEN)
+    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--max-model-len", "128", "--load-format", "dummy", "--plugin", "spac", "--spac-slots", "50%"]
+    command += ["--spac-store", "host", "--spac-policy", "spac_failing:Failing"]
+    changed = {"VLLM_LOGGING_LEVEL": level, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment = os.environ | changed | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    said, last = done.stdout + done.stderr, done.stderr.strip().splitlines()[-1]
+    assert "the disk is on fire" in said
+    assert (last == "vllm: error: spac: the disk is on fire; put it out") is (level == "INFO"), done.stderr
+    assert "Traceback" in said or level == "INFO"
 
 
 def test_an_offline_llm_raises_one_line(moe):

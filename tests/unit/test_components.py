@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_spac import components
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import Rates
 from vllm_spac.decisions import policies
 from vllm_spac.decisions.policies.lfu import LFU
@@ -91,6 +92,19 @@ def test_arguments_that_the_caller_gives_cannot_be_set() -> None:
     assert components.build("balancers", "threshold@upper=2", **given).upper == 2
     with pytest.raises(ConfigError, match="layers cannot be set here"):
         components.build("balancers", "threshold@layers=2", **given)
+
+
+@pytest.mark.parametrize(
+    ("knob", "spec", "has"),
+    [
+        ("cpu_experts", "threshold@rates=3", "it has fixed, gamma, misses, upper"),
+        ("cpu_experts", "waterfill@expert_bytes=7", "it has admit, gamma, upper"),
+        ("policy", "pinned@context=3", "it has share"),
+    ],
+)
+def test_arguments_that_the_engine_passes_are_refused_when_knobs_are_read(knob: str, spec: str, has: str) -> None:
+    with pytest.raises(ConfigError, match=f"has no argument .*; {has}"):
+        SpacConfig.parse({knob: spec, "store": "host"})
 
 
 def test_a_new_file_is_a_new_component(add) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.loading import description
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.host_cut import _held, leading
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
@@ -378,6 +379,27 @@ def test_a_budget_of_drafts_that_there_are_none_of_is_no_budget() -> None:
     plain.change(BudgetSettings(budget=4))
     assert plain.describe().startswith("exact (") and "--speculative-config" in plain.describe()
     assert "--spac-budget-when decode" in plain.describe()
+
+
+@pytest.mark.parametrize(
+    ("asked", "holds"),
+    [
+        ({"budget": EXPERTS}, True),
+        ({"budget": EXPERTS - 1}, False),
+        ({"budget": {"layer.0": EXPERTS}}, True),
+        ({"mass": 1.0}, True),
+        ({"mass": 0.99}, False),
+        ({"mass": 1.0, "votes": "path"}, False),
+        ({}, False),
+    ],
+)
+def test_a_budget_that_holds_all_experts_is_exact(asked: dict, holds: bool) -> None:
+    budget = BudgetControl([BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())])
+    budget.change(BudgetSettings(**asked))
+    assert budget.holds_all is holds and budget.lossy is (bool(asked) and not holds)
+    assert description.mode(budget, ()) == ("lossy" if budget.lossy else "exact")
+    assert budget.describe().startswith("lossy (" if budget.lossy else "exact")
+    assert ("the budget holds all experts" in budget.describe()) is holds
 
 
 def test_votes_are_refused_where_no_probabilities_are_known() -> None:

@@ -17,6 +17,7 @@ from vllm_spac.config import tuned_profile
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tuned_profile import TunedProfile, digest, path_of
 from vllm_spac.decisions.comparison import Ratio
+from vllm_spac.errors import ConfigError
 from vllm_spac.integration import tuned_start
 from vllm_spac.system.machine import Machine
 
@@ -236,17 +237,22 @@ def test_a_file_that_is_no_profile(folder: Path, caplog) -> None:
     assert serve(folder)[1].policy == "reuse" and "no tuned profile" in ignored(caplog)
     for given, says in (
         (path, "no tuned profile.*tune again"),
-        (folder / "absent", "there is no tuned profile .*absent; make it with vllm-spac tune"),
-        (folder / "nowhere", "there is no tuned profile"),
         (folder / "pipe", "not a regular file"),
         (folder, "not a regular file"),
-        (path / "below", "cannot be (read|looked at)"),
     ):
         assert serve(folder, tuned=str(given))[1].policy == "reuse"
         assert re.search(says, ignored(caplog))
     path.unlink()
     path.symlink_to(folder / "absent")
     assert serve(folder)[1].policy == "reuse" and "there is no tuned profile" in ignored(caplog)
+
+
+@pytest.mark.parametrize("named", ["absent", "link", "file/below"])
+def test_a_profile_that_is_named_and_not_there_is_refused(folder: Path, named: str) -> None:
+    (folder / "link").symlink_to(folder / "absent")
+    (folder / "file").write_text("{")
+    with pytest.raises(ConfigError, match=rf"{named} \(--spac-tuned\): there is no such file; make it with vllm-spac"):
+        serve(folder, tuned=str(folder / named))
 
 
 def test_a_profile_of_another_user_is_not_used(folder: Path, caplog) -> None:

@@ -51,6 +51,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
     yield from _of_guard(config, vllm_config)
     yield from _of_votes(config, vllm_config)
     yield from _of_cpu_experts(config, gpu)
+    yield from _of_cpu_kernel(config, gpu)
     yield from _of_prefetch(config, vllm_config)
 
 
@@ -195,6 +196,26 @@ def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
         f"{_given(config, 'cpu_experts')} computes experts where they are stored, and store={config.store_on(device)} "
         "is not in memory",
         (add(store="host"), drop("cpu_experts")),
+    )
+
+
+def _of_cpu_kernel(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
+    """A kernel of CPU experts that cannot read the layout that these have here."""
+    if config.cpu_kernel is None or not config.uses_cpu_experts:
+        return
+    ours = gpu or config.execution_class.layout == "plain"  # else vLLM's kernel runs the slots, on the CPU
+    needs_vllm_s = components.find("cpu_kernels", config.cpu_kernel).layout == "kernel"
+    named, other = _given(config, "cpu_kernel"), drop("cpu_kernel")
+    layers = "on a GPU" if gpu else f"with {plane(config)}"
+    yield (
+        needs_vllm_s and ours,
+        f"{named} is vLLM's kernel for a CPU, and {layers} experts are not in its layout",
+        (use(cpu_kernel="torch"), other),
+    )
+    yield (
+        not needs_vllm_s and not ours,
+        f"{named} cannot read the layout that experts have for vLLM's kernel on a CPU ({plane(config)})",
+        (use(cpu_kernel="native"), other),
     )
 
 

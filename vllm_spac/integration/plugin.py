@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
-from vllm_spac.integration import arguments
+from vllm_spac.integration import arguments, last_words
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.stepping.v1 import draft_handover
 from vllm_spac.system import machine
@@ -62,6 +62,7 @@ def _checked(create_engine_config: Callable):
             logger.warning("spac: %s switches off %s: %s", patches.WITHOUT, ", ".join(targets), loses)
         patches.require_names("frontend")
         config = gpu_defaults.apply(self, tuned_start.apply(self, config))
+        preflight.check_model(self.model)
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         if config.parsed_slots.share != 1:
@@ -69,11 +70,14 @@ def _checked(create_engine_config: Callable):
         trees.request(self, config)
         graphs.request(self, config)
         chosen = self.max_num_seqs is not None
-        vllm_config = create_engine_config(self, *args, **kwargs)
+        with preflight.naming_drafter(self.speculative_config):
+            vllm_config = create_engine_config(self, *args, **kwargs)
         if not chosen:
             trees.bound(config, vllm_config)
         graphs.split(vllm_config, config)
         preflight.check_engine(config, vllm_config)
+        if getattr(self, "spac_command", False):
+            last_words.expect()
         if config.longest_gap is not None:
             vllm_config.scheduler_config.scheduler_cls = compatibility.SLICES
         patches.wrap(patches.ENDPOINTS, _with_routes)
@@ -115,7 +119,9 @@ def _managed(load_model: Callable):
         else:
             device.request_amx()
             patches.require_names("worker", adapter_of(vllm_config).where)
-        model = _load(self, partial(load_model, self, vllm_config, model_config, *args, **kwargs), model_config, build)
+        load_it = partial(load_model, self, vllm_config, model_config, *args, **kwargs)
+        with last_words.told():
+            model = _load(self, load_it, model_config, build)
         if not draft:
             managed_load.install(vllm_config, model)
         return model

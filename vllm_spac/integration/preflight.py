@@ -25,7 +25,7 @@ from vllm_spac.config.types import SlotCount
 from vllm_spac.config.types import flag as knob_flag
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import PredictorFile
-from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, drop, printable, use
+from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, brief, drop, printable, use
 from vllm_spac.integration import compatibility
 from vllm_spac.integration.hooks import device, ranks
 from vllm_spac.integration.hooks.device import WORKER_EXTENSION
@@ -37,7 +37,18 @@ from vllm_spac.methods.moe_spec.settings import validate
 from vllm_spac.recording.timeline_file import check_target as check_timeline
 from vllm_spac.recording.trace_writer import check_target
 from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.storage.checkpoint.headers import LAYERS, find_folder, first_number, read_checkpoint
+from vllm_spac.storage.checkpoint.checkpoint_kind import no_checkpoint
+from vllm_spac.storage.checkpoint.headers import (
+    INDEX,
+    LAYERS,
+    entries,
+    find_folder,
+    first_number,
+    read_checkpoint,
+    shards,
+)
+from vllm_spac.storage.checkpoint.packed_folder import HEADER, scan
+from vllm_spac.storage.disk import check_room as check_disk_room
 from vllm_spac.system import files
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import spinning
@@ -47,6 +58,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}  # load formats that prefer these
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of an element
+_NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
 
 
@@ -140,8 +154,10 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
             pinned=keeps_on_the_host(config, model.get_num_experts()),
             unified=config.execution_class.needs_addressable_store,
         )
+    check_weights(vllm_config)
     check_room(config, vllm_config, device.is_cpu())
     _check_folder(config, model.get_num_experts())
+    _check_disk(config, model)
     _check_files(config, vllm_config)
     warn_of_sampling(config, vllm_config)
     warn_of_spinning(os.environ)
@@ -312,6 +328,31 @@ def _check_folder(config: SpacConfig, experts: int) -> None:
         raise ConfigError(f"{what}: {there} cannot be written to: {error.strerror}; name a writable folder") from error
 
 
+def _check_disk(config: SpacConfig, model: ModelConfig) -> None:
+    """Refuses a disk without room for the experts that are not packed yet, as far as headers and folders tell.
+
+    Which folder this engine uses is known once its layers are built: here it has whatever one of this model has at
+    most, or one of a model that is not known. ``DiskStore.reserve`` checks again.
+    """
+    persistent = config.store_class_on("cpu" if device.is_cpu() else "cuda").persistent
+    if config.has_workers or not persistent or _holds_all(config, model.get_num_experts()):
+        return
+    try:
+        checkpoint = read_checkpoint(find_folder(model.model))
+    except (SpacError, OSError):  # not downloaded, or not safetensors
+        return
+    # An unquantised model may be served in fewer bits than it is stored in.
+    widths = [_BYTES[dtype] for dtype in checkpoint.dtypes if dtype in _BYTES]
+    stored = max(widths) if widths and checkpoint.quantisation is None else model.dtype.itemsize
+    whole = sum(checkpoint.layer_bytes.values()) * min(stored, model.dtype.itemsize) // stored
+    each = whole // checkpoint.total + HEADER
+    found = [packed for packed in scan(config.folder) if packed.model in ("", model.model)]
+    held = max((len(packed.experts) for packed in found), default=0)
+    missing = checkpoint.total - held
+    there = next(path for path in (config.folder, *config.folder.parents) if path.exists())
+    check_disk_room(there, missing, missing * each)
+
+
 def _holds_packed(folder: Path) -> bool:
     try:
         return any(map(_FINGERPRINT.fullmatch, os.listdir(folder)))
@@ -327,6 +368,48 @@ def _naming(config: SpacConfig, name: str) -> Iterator[None]:
     except ConfigError as error:
         problem = str(error).removeprefix("spac: ")
         raise ConfigError(f"spac: {name}={getattr(config, name)} ({knob_flag(name)}): {problem}") from error
+
+
+def check_model(model: str) -> None:
+    """Refuses what is no checkpoint; ``UnsupportedError`` says what it is."""
+    if problem := no_checkpoint(model):
+        raise UnsupportedError(f"spac: {problem}")
+
+
+@contextmanager
+def naming_drafter(speculation: Mapping | None) -> Iterator[None]:
+    """Says in one sentence that a drafter is no head of the method, where vLLM lists each architecture that it has."""
+    try:
+        yield
+    except ValueError as error:
+        method, found = (speculation or {}).get("method"), _NO_HEAD.search(str(error))
+        if found is None or speculation is None:
+            raise
+        raise UnsupportedError.refused(
+            f"spac: --speculative-config names {brief(speculation.get('model'))} as {method} head, and it is none: "
+            f"vLLM has no {found[1]}",
+            Remedy(f"name a head that was trained as {method} for this model"),
+            drop("vllm_speculative_config"),
+        ) from error
+
+
+def check_weights(vllm_config: VllmConfig) -> None:
+    """Refuses safetensors that are missing or cut off, of the model and its drafter; reads headers and sizes only.
+
+    Raises:
+        UnsupportedError: names the file, and the tensor that it lacks.
+    """
+    speculation = vllm_config.speculative_config
+    models = [vllm_config.model_config, getattr(speculation, "draft_model_config", None)]
+    if str(vllm_config.load_config.load_format) not in _SAFETENSORS:
+        return
+    for folder in {Path(model.model) for model in models if model is not None and os.path.isdir(model.model)}:
+        if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
+            try:
+                for path in shards(folder):
+                    entries(path)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"spac: {error}") from error
 
 
 def check_room(config: SpacConfig, vllm_config: VllmConfig, on_cpu: bool) -> None:

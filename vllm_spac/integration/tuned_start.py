@@ -12,7 +12,7 @@ from vllm_spac.config import tuned_profile
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tuned_profile import TunedProfile, departures, digest, path_of
 from vllm_spac.config.types import ALLOWED, ROUNDED
-from vllm_spac.errors import ConfigError, UnsupportedError, flag, printable
+from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, flag, printable, use
 from vllm_spac.integration.hooks import device
 from vllm_spac.storage.checkpoint.headers import find_folder
 from vllm_spac.system import files
@@ -34,6 +34,9 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     what a program or a paper configures is not changed by what somebody measured, unless it asks for that. A profile is
     data and decides nothing that matters: one that cannot be used, for any reason, is a warning, and the engine starts
     untuned.
+
+    Raises:
+        ConfigError: the user named a file that does not exist.
     """
     if getattr(engine_args, "spac_tuned", False):  # this configuration has the knobs already
         return config
@@ -41,6 +44,12 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     path = _beside(engine_args, config) if named in ("auto", "off") else Path(named)
     if path is None:
         return config
+    if named not in ("auto", "off") and not path.exists():
+        raise ConfigError.refused(
+            f"spac: tuned={path} ({flag('tuned')}): there is no such file",
+            Remedy("make it with vllm-spac tune"),
+            use(tuned="auto"),
+        )
     try:
         profile = TunedProfile.read(path)
         problem = _problem(engine_args, config, profile)

@@ -138,13 +138,7 @@ class DiskStore(ExpertStore):
         return key in self._held
 
     def reserve(self, experts: int) -> None:
-        needed, free = experts * self.file_bytes, shutil.disk_usage(self.folder).free
-        if experts and needed + _RESERVE > free:
-            raise StoreError(
-                f"spac: packing {experts} experts needs {gib(needed + _RESERVE)} in {self.folder}, {gib(needed)} for "
-                f"them and {gib(_RESERVE)} that stay free, and {gib(free)} are free; free some room, or name another "
-                "disk with --spac-disk-dir DIR"
-            )
+        check_room(self.folder, experts, experts * self.file_bytes)
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         whole = save({name: tensors[name].contiguous() for name in self.shape.tensors})
@@ -343,6 +337,17 @@ class DiskStore(ExpertStore):
                 f"spac: {path} is damaged and cannot be moved aside: {error.strerror}; run `vllm-spac packed --repair` "
                 "where it can be written to, or name another folder with --spac-disk-dir DIR"
             ) from error
+
+
+def check_room(folder: Path, experts: int, needed: int) -> None:
+    """Raises ``StoreError`` if the disk of ``folder``, which exists, has no room for ``needed`` bytes."""
+    free = shutil.disk_usage(folder).free
+    if experts > 0 and needed + _RESERVE > free:
+        raise StoreError(
+            f"spac: packing {experts} experts needs {gib(needed + _RESERVE)} in {folder}, {gib(needed)} for them and "
+            f"{gib(_RESERVE)} that stay free, and {gib(free)} are free; free some room, or name another disk with "
+            "--spac-disk-dir DIR"
+        )
 
 
 class _Buffer:

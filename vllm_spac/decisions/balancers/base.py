@@ -63,6 +63,7 @@ class Balancer(ABC):
         admits: experts that ran on the CPU get slots in the background, where the policy prefers them to others.
         by_number: how many experts the CPU computes follows from how many are missing, if each has one row: then the
             number can be known before a layer runs (``decisions=device``).
+        passed: arguments that an engine gives, and no user.
         loads: layers load, or wait for, some of the experts that they miss; else the CPU computes all of these.
 
     Args:
@@ -79,6 +80,7 @@ class Balancer(ABC):
     uses_cpu: ClassVar[bool] = True
     offline: ClassVar[str] = ""
     by_number: ClassVar[bool] = False
+    passed: ClassVar[frozenset[str]] = frozenset({"rates", "layers", "top_k", "expert_bytes"})
     admits: bool = False
     loads: bool = True
 

@@ -52,6 +52,7 @@ class Policy(ABC):
         needs_calibration: an engine serves with it only if there is a calibration, whose counts ``of`` receives.
         keeps: it keeps experts for later tokens, so that it is worth trying where slots are a cache.
         needs_layers: it needs calls of ``enter``, so it cannot be used with ``decisions=device``, which makes none.
+        passed: arguments that an engine or a simulation gives, and no user.
         predictor: name of the predictor whose scores order the experts, if any; other users of the same scores read
             them from ``scores``.
     """
@@ -60,6 +61,7 @@ class Policy(ABC):
     needs_calibration: ClassVar[bool] = False
     needs_layers: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
+    passed: ClassVar[frozenset[str]] = frozenset({"context", "future"})
     predictor: ClassVar[str | None] = None
 
     @classmethod

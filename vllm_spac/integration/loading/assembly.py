@@ -365,6 +365,8 @@ def _balancer(
         costs += "" if "draft" in known else ", draft while serving"
     while_serving = ", while steps are shorter with them" if _is_checked(config) else ""
     logger.info("spac: CPU experts by %s%s (%s): %s", name, while_serving, thread.describe(), costs)
+    if "gamma" in components.parse(name)[1]:
+        del knobs["gamma"]  # the user's
     return components.build("balancers", name, rates=rates, **knobs)
 
 

@@ -18,7 +18,7 @@ from vllm_spac.system.host_memory import gib
 
 def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
     """``exact``, ``exact up to rounding`` (CPU experts or pointers, not vLLM's kernel) or ``lossy`` (a budget)."""
-    if budget.active and not budget.idle:
+    if budget.lossy:
         return "lossy"
     return "exact" if all(execution.keeps_bits for execution in executions) else ROUNDED
 

@@ -309,7 +309,8 @@ class ModelExperts:
         assert self.runtime is not None
         exactness = description.mode(plan.budget, self.runtime.executions)
         exactness = description.shown_mode(exactness, config, self.on_cpu)
-        mode = plan.budget.describe() if plan.budget.active else exactness
+        told = plan.budget.describe()
+        mode = told if plan.budget.lossy else exactness + told.removeprefix("exact")
         choices = description.choices(config, execution, prefetch)
         choices += "" if self.serving is None or self.serving.cuts is None else ", drafts=cut on the device"
         logger.info("spac: mode=%s, %s, %s%s", mode, description.describe(execution), choices, self.ranks.describe())

@@ -123,8 +123,9 @@ class Packing:
 
     def begin(self) -> None:
         """Called once all stores are open, before any weight is loaded."""
-        missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
-        self._bar = self._progress(missing, "Packing experts", hidden=missing == 0)
+        missing = [self._store(layer) for layer in self._layers for key in self._keys(layer) if self._lacks(layer, key)]
+        packs = any(store.persistent for store in missing)
+        self._bar = self._progress(len(missing), "Packing experts" if packs else "Loading experts", not missing)
 
     def arrived(self, count: int) -> None:
         """Counts ``count`` bytes copied from the checkpoint, whose mapped pages now count as this process's memory."""
@@ -245,6 +246,9 @@ class Packing:
 
     def _store(self, layer: ManagedExperts) -> ExpertStore:
         return self._stores[layer.layer_name]
+
+    def _lacks(self, layer: ManagedExperts, key: int) -> bool:
+        return not self._store(layer).holds(key)
 
     def _keys(self, layer: ManagedExperts) -> range:
         experts = self._store(layer).shape.experts

@@ -161,11 +161,24 @@ class BudgetControl:
         """Whether a budget is set that can cut nothing: it is of verify steps, and no drafts are verified."""
         return self.active and not self._drafts and self.settings.kinds == (RowKind.VERIFY,)
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether the budget in force cuts nothing because it holds all experts of each layer, or all of the mass."""
+        settings = self.settings
+        if settings.mass is not None:  # of weighted votes, a row that counts nothing has no mass; graphs round sums
+            return settings.mass == 1.0 and settings.alpha is None and not self.captured
+        return settings.budget is not None and all((self._bound(layer) or 0) >= layer.experts for layer in self.layers)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what is in force may cut experts that rows selected, or run others."""
+        return self.active and not self.idle and not self.holds_all
+
     def describe(self) -> str:
         """A short description of what is in force, for the log and the metrics."""
-        if not self.idle:
-            return self.settings.describe()
-        return f"exact ({NO_DRAFTS})"
+        if self.idle:
+            return f"exact ({NO_DRAFTS})"
+        return "exact (the budget holds all experts)" if self.holds_all else self.settings.describe()
 
     @property
     def weighs(self) -> bool:

@@ -24,6 +24,7 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k"
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 
 
+INDEX = "model.safetensors.index.json"
 _MOST_INDEX = 100_000_000  # bytes
 _EXPERT = re.compile(r".*?\b(?:layers?|blocks|h)\.(?P<index>\d{1,6})\..*?\bexperts\.(?:(?P<expert>\d{1,6})\.)?")
 _MOST = 1 << 20  # experts or layers that a config may claim
@@ -203,7 +204,7 @@ def shards(folder: Path) -> list[Path]:
     Raises:
         UnsupportedError: there are none, or the index is damaged or names files of other folders.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if os.path.lexists(index):
         try:
             names = set(parse_json(read_text(index, _MOST_INDEX))["weight_map"].values())
@@ -224,7 +225,9 @@ def entries(path: Path) -> dict[str, dict]:
     try:
         return read_header(path)[1]
     except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{path} is not a complete safetensors file: {error}") from error
+        raise UnsupportedError(
+            f"{path} is not a complete safetensors file: {error}; download or copy it again"
+        ) from error
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
