@@ -84,7 +84,7 @@ def find_folder(model: str) -> Path:
     """
     if os.path.isdir(model):
         return Path(model)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not os.path.exists(model):
+    if is_hub_name(model):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -94,7 +94,44 @@ def find_folder(model: str) -> Path:
             raise UnsupportedError(
                 f"{model} is neither a folder nor in the Hugging Face cache; run: hf download {model}"
             ) from error
-    raise UnsupportedError(f"{model} is not a folder; name a folder with config.json and *.safetensors")
+    raise UnsupportedError(_no_folder(model))
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether ``model`` is a name on the Hugging Face hub, and no path; ``./model`` is a path, there or not."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None and not os.path.exists(model)
+
+
+def _no_folder(model: str) -> str:
+    path = Path(model)
+    if path.suffix.lower() == ".gguf":
+        return _is_gguf(path)
+    if os.path.lexists(path):
+        return f"{model} is not a folder but a file; name the folder that has config.json and *.safetensors"
+    return f"{model} is not a folder on this machine; check the path, or name a model as the hub does: OWNER/NAME"
+
+
+def _is_gguf(path: Path) -> str:
+    return f"{path} is a GGUF file, which is not read; use the checkpoint with config.json and *.safetensors"
+
+
+def check_kind(path: Path) -> None:
+    """Refuses what is no ``config.json``: a GGUF file, or one that a folder lacks.
+
+    Raises:
+        UnsupportedError: it says what is there instead, and what to name.
+    """
+    if path.suffix.lower() == ".gguf":
+        raise UnsupportedError(_is_gguf(path))
+    if os.path.lexists(path):
+        return
+    if found := sorted(path.parent.glob("*.gguf")):
+        raise UnsupportedError(_is_gguf(found[0]))
+    if path.parent.is_dir():
+        raise UnsupportedError(
+            f"{path.parent} has no {path.name}, so it is no checkpoint; name the folder of one, or download it again"
+        )
+    raise UnsupportedError(_no_folder(str(path.parent)))
 
 
 def read_checkpoint(folder: Path, kernels: quantisation.FormatKernels | None = None) -> Checkpoint:
@@ -167,6 +204,7 @@ def read_config(path: Path) -> dict:
 
     The quantisation that older ModelOpt describes in a file beside it is added, as vLLM does.
     """
+    check_kind(path)
     config, beside = _mapping(path), path.with_name("hf_quant_config.json")
     if quant_config.of(config) is None and beside.exists():
         config[quant_config.QUANTISED[0]] = _mapping(beside)
