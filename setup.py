@@ -45,6 +45,7 @@ setup(
         "": ["*.md"],
         "vllm_spac": ["py.typed"],
         "vllm_spac.decisions": ["profiles/*.json"],
+        "vllm_spac.storage.checkpoint": ["published.json"],
         "vllm_spac.tools.tuning": ["prompts.jsonl"],
         "vllm_spac.integration.serving": ["grafana.json", "page/*"],
     },

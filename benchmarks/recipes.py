@@ -2,8 +2,8 @@
 
     python benchmarks/recipes.py
 
-``recipes.json`` has each model's sizes as published in its ``config.json`` (``like``: those of that model), and the
-machine that it is served on, or several of them (``machines``), which share a table.
+``recipes.json`` has the machine that a model is served on, or several of them (``machines``), which share a table; its
+published ``config.json`` is a copy in the package, which ``vllm-spac plan`` reads, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
 from vllm_spac.config.types import DECIDED
+from vllm_spac.storage.checkpoint.published import published
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import gib
@@ -44,9 +45,12 @@ _LIMITS = {
 def recipes() -> list[dict[str, Any]]:
     """Returns the content of ``recipes.json``, each with the whole ``config``."""
     found = json.loads(RECIPES.read_text(encoding="utf-8"))
+    configs = published()
     known = {recipe["model"]: recipe for recipe in found}
     return [
-        {key: known[recipe["like"]][key] for key in ("config", "billions") if "like" in recipe} | recipe
+        {key: known[recipe["like"]][key] for key in ("billions",) if "like" in recipe}
+        | recipe
+        | {"config": configs[recipe["model"]]}
         for recipe in found
     ]
 
@@ -61,10 +65,9 @@ def planned(recipe: dict[str, Any], name: str = "") -> ServingPlan:
 
 def served(recipe: dict[str, Any], capability: Capability | None = None) -> list[ServedModel]:
     """Returns the model of a recipe, by its published name, as each execution serves it on such a GPU."""
-    quantised = {key: recipe[key] for key in ("quantization_config",) if key in recipe}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
-        path.write_text(json.dumps(recipe["config"] | quantised))
+        path.write_text(json.dumps(recipe["config"]))
         ways = ServedModel.ways(str(path), on_cpu=False, capability=capability)
         return [replace(way, name=recipe["model"]) for way in ways]
 

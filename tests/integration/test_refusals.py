@@ -845,6 +845,7 @@ def test_flags_and_keys_are_merged():
         (["--plugin", "spac", "--spac-tree-depth", "3"], "no knob tree_depth (--spac-tree-depth) any more; use an arg"),
         (["--plugin", "spac", "--spac-budget-rescue"], "any more; use --spac-budget-coverage rescue"),
         (["--plugin", "spac", "--spac-executor", "local@replicas=1"], "local has no argument 'replicas'"),
+        (["--plugin", "spac", "--spac-lookahead", "1"], "no flag --spac-lookahead; vllm-spac knobs lists all"),
         (["--plugin", "spac", "--spac_slot=25%"], "did you mean --spac-slots?"),
         (["--plugin", "spac", "--spac-host-memory", "32"], "did you mean 32GiB?"),
     ],

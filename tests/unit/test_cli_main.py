@@ -184,7 +184,7 @@ def test_inspect_refuses_with_the_reason(tmp_path, names, config, message):
 
 def test_inspect_refuses_what_is_no_checkpoint(tmp_path):
     assert "is not a folder" in run("inspect", tmp_path / "absent", code=1)
-    assert "config.json cannot be read" in run("inspect", tmp_path, code=1)
+    assert "is a folder without config.json" in run("inspect", tmp_path, code=1)
     (tmp_path / "config.json").write_text('{"num_experts": 8, "moe_topk": 2}')
     assert "has no *.safetensors" in run("inspect", tmp_path, code=1)
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 16)

@@ -154,6 +154,7 @@ def test_a_knob_that_was_removed_is_refused_with_what_replaces_it() -> None:
     ("raw", "message"),
     [
         ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
+        ({"lookahead": 3}, "unknown knob 'lookahead'; known knobs: "),
         ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
         ({"qqq": 3}, "unknown knob 'qqq'; known knobs: preset, slots, store, disk_dir, host_memory, policy, "),
         ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts per layer"),

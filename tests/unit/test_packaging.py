@@ -44,6 +44,7 @@ def test_all_kernels_are_built(tmp_path):
     serving = tmp_path / "vllm_spac" / "integration" / "serving"
     files = {str(path.relative_to(serving)) for path in serving.rglob("*") if path.is_file() and path.suffix != ".py"}
     assert files == {"README.md", "grafana.json", "page/page.css", "page/page.html", "page/page.js"}
+    assert (tmp_path / "vllm_spac" / "storage" / "checkpoint" / "published.json").is_file()
 
 
 def test_pytest_does_not_expose_the_checkout():

@@ -20,8 +20,8 @@ RECIPES = {recipe["model"]: recipe for recipe in recipes.recipes()}
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_model_has_its_published_parameters(name: str) -> None:
     """Of a quantised one: without its quantisation."""
-    unquantised = {key: value for key, value in RECIPES[name].items() if key != "quantization_config"}
-    found = recipes.served(unquantised)[0].checkpoint
+    config = {key: value for key, value in RECIPES[name]["config"].items() if key != "quantization_config"}
+    found = recipes.served(RECIPES[name] | {"config": config})[0].checkpoint
     parameters = (sum(found.layer_bytes.values()) + found.other_bytes) / 2
     assert parameters / 1e9 == pytest.approx(RECIPES[name]["billions"], rel=0.01)
 

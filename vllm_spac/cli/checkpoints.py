@@ -22,8 +22,9 @@ from rich.table import Table
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import SpacError, StoreError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, read_checkpoint
+from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, alone, check_file, everything, remove, scan
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_named
@@ -159,7 +160,7 @@ def _age(moment: float) -> str:
 
 INSPECT_EXAMPLES = examples("""
 vllm-spac inspect ./Qwen3-30B-A3B
-vllm-spac inspect Qwen/Qwen3-30B-A3B   [dim]# a model in the Hugging Face cache; nothing is downloaded[/]
+vllm-spac inspect Qwen/Qwen3-30B-A3B   [dim]# its config.json is downloaded, and no weights[/]
 """)
 
 
@@ -167,16 +168,18 @@ SHARES = (10, 25, 50, 100)
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or its name in the Hugging Face cache.")],
+    model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or its name on the Hugging Face hub.")],
 ) -> None:
     """Show how much memory a checkpoint needs and whether it can be served; reads headers only, never weights."""
-    folder = find_folder(model)
-    checkpoint = read_checkpoint(folder)
+    named = find_model(model)
+    checkpoint = named.checkpoint()
     quantised = checkpoint.quantisation
     not_on_cpu = quantisation.refusal(quantised, FormatKernels.CPU) if quantised else None
-    on_cpu = read_checkpoint(folder, FormatKernels.CPU) if quantised and not_on_cpu is None else checkpoint
+    on_cpu = named.checkpoint(FormatKernels.CPU) if quantised and not_on_cpu is None else checkpoint
     console = Console()
     print_table(console, _facts(model, checkpoint, on_cpu))
+    if named.remark:
+        say(console, shown(named.remark))
     if quantised and (reason := quantisation.refusal(quantised)):  # a CPU runs none that a GPU does not
         raise UnsupportedError(f"{model} has {reason}")
     print_table(console, _needs(checkpoint))

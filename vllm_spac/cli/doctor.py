@@ -101,7 +101,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="Folder of a checkpoint, or its name in the Hugging Face cache.")
+        str | None, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face hub.")
     ] = None,
     disk: Annotated[bool, typer.Option("--disk", help="Read from the disk for two seconds to learn its rate.")] = False,
     disk_dir: Annotated[
@@ -184,7 +184,7 @@ vllm-spac selftest --output selftest.json || echo "attach selftest.json to an is
 
 def selftest(
     model: Annotated[
-        str | None, typer.Argument(help="Folder of a checkpoint, or its name in the Hugging Face cache.")
+        str | None, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face hub.")
     ] = None,
     engines: Annotated[bool, typer.Option(help="Also compare the tokens of three engines of a tiny model.")] = True,
     seconds: Annotated[float, typer.Option(min=0, help="No part begins later than this; the report names it.")] = 60.0,
@@ -194,15 +194,15 @@ def selftest(
     """Check on this machine that kernels and engines compute what they should: exit code 0 if all do, 1 if not.
 
     Takes about a minute. A part that has begun is finished; one left out for lack of time is a note, no problem.
-    Nothing is downloaded, and no weights of MODEL are read.
+    No weights of MODEL are read; of a name on the hub, its config.json is downloaded.
     """
-    from vllm_spac.storage.checkpoint.headers import find_folder, read_config
+    from vllm_spac.storage.checkpoint.published import find_model
     from vllm_spac.tools.machine.installation import installation
     from vllm_spac.tools.selftest import parts, tiny_model
 
     config: dict[str, Any] = tiny_model.QWEN3_MOE
     if model is not None:
-        config = read_config(find_folder(model) / "config.json")
+        config = find_model(model).config
     path = None if output is None else _writable(output)
     begin = time.monotonic()
     with _selftest_progress(parts.PARTS + 1) as tell:

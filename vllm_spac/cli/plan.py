@@ -43,7 +43,7 @@ _EXECUTIONS = {decisions: cast("Literal['slots', 'pointers']", name) for name, d
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Folder of a checkpoint, a config.json, or a name in the Hugging Face cache.")
+        str, typer.Argument(help="Folder of a checkpoint, a config.json, or a name on the Hugging Face hub.")
     ],
     machine: Annotated[
         str,

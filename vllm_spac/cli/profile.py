@@ -160,9 +160,9 @@ def _size(model: str | None, expert_bytes: int | None) -> int:
     if expert_bytes is not None:
         return expert_bytes
     assert model is not None
-    from vllm_spac.storage.checkpoint.headers import find_folder, read_checkpoint
+    from vllm_spac.storage.checkpoint.published import find_model
 
-    return max(read_checkpoint(find_folder(model)).expert_bytes)
+    return max(find_model(model).checkpoint().expert_bytes)
 
 
 def _command(nbytes: int, options: dict) -> str:

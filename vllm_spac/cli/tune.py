@@ -97,7 +97,7 @@ def tune(
         options.setdefault("max_model_len", context)
     served = ServedModel.read(model, "slots", on_cpu=not gpu_names())
     if served.source != "headers":
-        raise ConfigError(f"{model} has no weights to measure, only a config.json; vllm-spac plan needs no more")
+        raise ConfigError(f"the weights of {model} are not here to measure; run: hf download {model}")
     asked: dict[Departure, bool] = {"rounding": allow_rounding, "lossy": lossy}
     departures = frozenset(name for name, given in asked.items() if given)
     allowed = Allowed(

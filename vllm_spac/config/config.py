@@ -449,7 +449,7 @@ def _explain(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
         if name in REMOVED:
             return removed(name)
-        near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1)
+        near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
         return f"unknown knob {name!r}; {hint}"
     return f"{name}={brief(item['input'])} ({types.flag(name)}): {message}"

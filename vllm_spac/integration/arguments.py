@@ -55,8 +55,8 @@ def _whole(parser: argparse.ArgumentParser) -> Callable[[str], list]:
         if given.startswith("--spac"):
             if (knob := given[len("--spac-") :].replace("-", "_")) in REMOVED:
                 parser.error(removed(knob))
-            near = difflib.get_close_matches(given, map(flag, SpacConfig.model_fields), n=1)
-            hint = f"did you mean {near[0]}?" if near else "vllm-spac knobs lists all"
+            near = difflib.get_close_matches(knob, SpacConfig.model_fields, n=1, cutoff=0.75)
+            hint = f"did you mean {flag(near[0])}?" if near else "vllm-spac knobs lists all"
             parser.error(f"there is no flag {printable(given)}; {hint}")
         return abbreviated(text)
 

@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 from vllm_spac.errors import UnsupportedError, brief
 from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.system.untrusted import parse_json, read_header, read_text
+from vllm_spac.system.untrusted import open_file, parse_json, read_header, read_text
 
 # Model families use different names for the same fact; the first name that a config has counts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+
+_INSTEAD = "name a folder with config.json and *.safetensors, or a model of the Hugging Face hub"
 
 
 INDEX = "model.safetensors.index.json"
@@ -85,7 +87,7 @@ def find_folder(model: str) -> Path:
     """
     if os.path.isdir(model):
         return Path(model)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not os.path.exists(model):
+    if is_hub_name(model):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -95,7 +97,52 @@ def find_folder(model: str) -> Path:
             raise UnsupportedError(
                 f"{model} is neither a folder nor in the Hugging Face cache; run: hf download {model}"
             ) from error
-    raise UnsupportedError(f"{model} is not a folder; name a folder with config.json and *.safetensors")
+    raise UnsupportedError(_no_folder(model))
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether ``model`` is a name on the Hugging Face hub, and no path; ``./model`` is a path, there or not."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None and not os.path.exists(model)
+
+
+def no_checkpoint(model: str) -> str:
+    """Returns what ``model`` is and what to name instead; empty if it may be a checkpoint, or is not there."""
+    path = Path(model)
+    if path.suffix.lower() == ".gguf" or (os.path.isfile(model) and _begins_as_gguf(path)):
+        return f"{model} is a GGUF file, which is not read; {_INSTEAD}"
+    if not os.path.isdir(model) or (path / "config.json").exists() or (path / "params.json").exists():
+        return ""
+    if any(path.glob("*.gguf")):
+        return f"{model} is a folder of GGUF files, which are not read; {_INSTEAD}"
+    return f"{model} is a folder without config.json; download the checkpoint completely, or {_INSTEAD}"
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with open_file(path) as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def _no_folder(model: str) -> str:
+    if problem := no_checkpoint(model):
+        return problem
+    if os.path.lexists(model):
+        return f"{model} is not a folder but a file; {_INSTEAD}"
+    return f"{model} is not a folder on this machine; check the path, or name a model as the hub does: OWNER/NAME"
+
+
+def check_kind(path: Path) -> None:
+    """Refuses what is no ``config.json``: a GGUF file, or one that a folder lacks.
+
+    Raises:
+        UnsupportedError: it says what is there instead, and what to name.
+    """
+    if problem := no_checkpoint(str(path)):
+        raise UnsupportedError(problem)
+    if not os.path.lexists(path):
+        raise UnsupportedError(_no_folder(str(path.parent)))
 
 
 def read_checkpoint(folder: Path, kernels: quantisation.FormatKernels | None = None) -> Checkpoint:
@@ -168,6 +215,7 @@ def read_config(path: Path) -> dict:
 
     The quantisation that older ModelOpt describes in a file beside it is added, as vLLM does.
     """
+    check_kind(path)
     config, beside = _mapping(path), path.with_name("hf_quant_config.json")
     if quant_config.of(config) is None and beside.exists():
         config[quant_config.QUANTISED[0]] = _mapping(beside)

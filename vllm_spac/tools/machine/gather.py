@@ -16,8 +16,8 @@ import psutil
 
 from vllm_spac.errors import SpacError
 from vllm_spac.storage.checkpoint import quantisation
-from vllm_spac.storage.checkpoint.headers import find_folder, read_checkpoint
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, scan
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.system import machine
 from vllm_spac.system.files import probe, reads_directly
 from vllm_spac.system.host_memory import available_host_bytes
@@ -124,7 +124,7 @@ def disk(folder: Path, measure: bool) -> Disk:
 def model(name: str) -> Model:
     """Collects the sizes of a checkpoint, or why it cannot be served."""
     try:
-        found = read_checkpoint(find_folder(name))
+        found = find_model(name).checkpoint()
     except SpacError as error:
         return Model(name, refusal=str(error))
     if found.quantisation and (reason := quantisation.refusal(found.quantisation)):

@@ -8,8 +8,9 @@ from typing import Literal
 
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
-from vllm_spac.storage.checkpoint.described import Architecture, described
-from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, read_checkpoint, read_config
+from vllm_spac.storage.checkpoint.described import Architecture
+from vllm_spac.storage.checkpoint.headers import Checkpoint
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
 
 
@@ -22,6 +23,7 @@ class ServedModel:
         checkpoint: sizes of its weights; ``architecture``: everything else.
         kernels: of quantised experts, which decide how large one is.
         halved: the weights are in float32, and the sizes half of theirs.
+        remark: about sizes that are not from headers, a sentence.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ServedModel:
     halved: bool = False
     execution: Literal["slots", "pointers"] = "slots"
     kernels: FormatKernels = FormatKernels.GPU
+    remark: str = ""
 
     @classmethod
     def read(
@@ -41,7 +44,7 @@ class ServedModel:
         on_cpu: bool = False,
         capability: Capability | None = None,
     ) -> ServedModel:
-        """Reads ``model``: a folder, a ``config.json``, or a name in the Hugging Face cache.
+        """Reads ``model``: a folder, a ``config.json``, or a name on the Hugging Face hub.
 
         Args:
             execution: as the knob; None: slots, or pointers where slots of a GPU cannot hold its quantised experts.
@@ -50,15 +53,13 @@ class ServedModel:
         Raises:
             UnsupportedError: there is none, it has no experts, or it cannot be served.
         """
-        path = Path(model)
-        path, name = (path, str(path.parent)) if path.is_file() else (_folder(model) / "config.json", model)
-        config, folder = read_config(path), path.parent
-        whole = path.name == "config.json" and any(folder.glob("*.safetensors"))
+        named, path = find_model(model), Path(model)
+        config, name = named.config, str(path.parent) if path.is_file() else model
         entry = quant_config.of(config)
         if execution is None:
             execution = "pointers" if entry is not None and not on_cpu and only_ours(entry, capability) else "slots"
         kernels = FormatKernels.OURS if execution == "pointers" else FormatKernels.CPU if on_cpu else FormatKernels.GPU
-        checkpoint = read_checkpoint(folder, kernels) if whole else described(config, folder, kernels)
+        checkpoint = named.checkpoint(kernels)
         if entry is not None and (reason := refusal(entry, kernels, capability)):
             raise UnsupportedError(f"{model} has {reason}")
         halved = checkpoint.dtypes == {"F32"}
@@ -68,11 +69,12 @@ class ServedModel:
         return cls(
             name,
             checkpoint,
-            Architecture.of(config, path),
-            "headers" if whole else "config.json",
+            Architecture.of(config, named.folder / "config.json"),
+            "headers" if named.origin == "folder" else "config.json",
             halved,
             execution,
             kernels,
+            named.remark,
         )
 
     @classmethod
@@ -109,10 +111,3 @@ class ServedModel:
         """Bytes of the other weights that a step reads: all but an input embedding, of which it reads few rows."""
         shape = self.architecture
         return max(0, self.checkpoint.other_bytes - (0 if shape.tied else 2 * shape.vocabulary * shape.hidden))
-
-
-def _folder(model: str) -> Path:
-    try:
-        return find_folder(model)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error} config.json" if "hf download" in str(error) else str(error)) from error

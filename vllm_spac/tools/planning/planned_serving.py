@@ -194,8 +194,8 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
     yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
     yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained)
     yield from machine.memory
-    if model.source == "config.json":
-        yield "sizes are calculated from config.json, without a checkpoint"
+    if model.remark:
+        yield model.remark
     if model.halved:
         yield "weights in float32 are served as 16 bits, half of their size"
     yield f"vLLM may use {UTILIZATION:.0%} of fast memory (--gpu-memory-utilization), and KV cache has 16 bits"
