@@ -37,12 +37,13 @@ from vllm_spac.methods.moe_spec.settings import validate
 from vllm_spac.recording.timeline_file import check_target as check_timeline
 from vllm_spac.recording.trace_writer import check_target
 from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.storage.checkpoint.headers import , no_checkpoint(
+from vllm_spac.storage.checkpoint.headers import (
     INDEX,
     LAYERS,
     entries,
     find_folder,
     first_number,
+    no_checkpoint,
     read_checkpoint,
     shards,
 )
