@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the routes are vLLM's plugin interface")
 
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
+from fastapi import FastAPI, testclient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
@@ -33,6 +32,15 @@ VALUES = (
     | st.text(max_size=5)
     | st.sampled_from(["router", "static", "resident", "truncation", "substitution", "verify", "decode", "all"])
 )
+
+
+class TestClient(testclient.TestClient):
+    """On this machine, which asks the server by its address."""
+
+    __test__ = False
+
+    def __init__(self, app: FastAPI, host: str = "127.0.0.1:8000", peer: str = "127.0.0.1") -> None:
+        super().__init__(app, base_url=f"http://{host}", client=(peer, 50_000))
 
 
 AS_JSON = {"Content-Type": "application/json"}
@@ -107,6 +115,33 @@ def test_a_prefix_cache_that_cannot_be_emptied_is_a_failure_of_the_server(app: F
     said = response.json()["detail"]
     assert response.status_code == 500 and "the budget is changed" in said
     assert ("remote keys" in said) is isinstance(answer, Exception)
+
+
+NAMES = {
+    "evil.example:8000": 403,
+    "evil.example": 403,
+    "": 403,
+    "localhost:8000": 200,
+    "[::1]:8000": 200,
+    "10.0.0.7": 200,
+}
+
+
+@pytest.mark.parametrize(("host", "status"), NAMES.items())
+def test_a_page_whose_name_comes_to_point_here_has_the_origin_and_not_the_name(app: FastAPI, host, status) -> None:
+    """DNS rebinding: to a browser, the page and this server are one site."""
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), True, {"selected"}
+    client, headers = TestClient(app), {"Host": host, "Origin": f"http://{host}"}
+    assert client.get("/spac/stats", headers=headers).status_code in (status, 500)
+    assert client.post("/spac/budget", json={"budget": 4}, headers=headers).status_code == status
+    app.state.spac_host = "evil.example"
+    assert client.post("/spac/budget", json={"budget": 4}, headers=headers).status_code == (200 if host else 403)
+
+
+def test_without_a_key_only_this_machine_changes_something(app: FastAPI) -> None:
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), True, {"selected"}
+    response = TestClient(app, peer="10.0.0.9").post("/spac/budget", json={"budget": 4})
+    assert response.status_code == 403 and "--api-key" in response.json()["detail"]
 
 
 # --- who may ask ------------------------------------------------------------------------------------------------------
@@ -193,13 +228,15 @@ def test_without_a_key_all_may_ask(monkeypatch) -> None:
 def test_only_the_servers_own_page_may_change_something(monkeypatch, origin, host, status) -> None:
     """With vLLM's default CORS, which lets any site send JSON."""
     client = guarded(monkeypatch, None, None)
+    client.app.state.spac_host = "box"
     headers = {"Host": host} | ({} if origin is None else {"Origin": origin})
     answer = client.post("/spac/budget", json={"budget": 4}, headers=headers)
     assert answer.status_code == status
-    if status == 403:
+    if status == 403 and host:
         said = answer.json()["detail"]
         assert "only this server's own page" in said and "Host" in said and said.isprintable()
-    assert client.get("/spac/stats", headers=headers).status_code == 200, "reading is as vLLM's own routes have it"
+    if host:
+        assert client.get("/spac/stats", headers=headers).status_code == 200, "reading is as vLLM's own routes have it"
 
 
 @pytest.mark.parametrize(

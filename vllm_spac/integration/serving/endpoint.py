@@ -7,6 +7,7 @@ idle, so a worker that is queried every second would permanently occupy a core.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 from collections.abc import Iterator
@@ -234,7 +235,7 @@ class SpacEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes; called before the engine's client is known."""
-        router = APIRouter(prefix="/spac", dependencies=[Depends(_authenticated)])
+        router = APIRouter(prefix="/spac", dependencies=[Depends(_authenticated), Depends(_by_own_name)])
 
         @router.get("/stats")
         async def stats(request: Request) -> dict:
@@ -284,6 +285,7 @@ class SpacEndpoint:
         if engine_client is None or config is None:
             return
         state.spac_control = config.control
+        state.spac_host = (getattr(args, "host", None) or "").lower()
         state.spac_rankings = {*components.names("rankings"), config.budget_ranking}
         state.spac_client = engine_client
         if config.page:
@@ -309,6 +311,54 @@ def _has_key(request: Request) -> bool:
             if not guard.verify_token(request.headers):
                 return False
     return True
+
+
+def _needs_key(request: Request) -> bool:
+    return any(middleware.cls is AuthenticationMiddleware for middleware in request.app.user_middleware)
+
+
+def _is_address(host: str, *, loopback: bool = False) -> bool:
+    try:
+        address = ipaddress.ip_address(host.split("%")[0])
+    except ValueError:
+        return False
+    return address.is_loopback if loopback else True
+
+
+def _by_own_name(request: Request) -> None:
+    """Refuses a request to another name than this server's, where no key is needed; 403.
+
+    A page of evil.example whose DNS name comes to point to this server has the same origin as what it asks here. A
+    browser still sends that name, and a server is reached by its address, localhost, or its ``--host``.
+    """
+    if _needs_key(request):
+        return
+    try:
+        host = (urlsplit(f"//{request.headers.get('host', '')}").hostname or "").lower()
+    except ValueError:
+        host = ""
+    names = {"localhost", getattr(request.app.state, "spac_host", "")}
+    if not host or not (_is_address(host) or host in names):
+        raise HTTPException(
+            403,
+            printable(
+                f"spac: this server does not know itself as {brief(host)}; ask it by its address, start it with "
+                f"--host {brief(host)}, or with a key (--api-key)"
+            ),
+        )
+
+
+def _near_or_known(request: Request) -> None:
+    """Refuses a change from another machine where no key is needed; 403."""
+    peer = "" if request.client is None else request.client.host
+    if not _needs_key(request) and not _is_address(peer, loopback=True):
+        raise HTTPException(
+            403,
+            printable(
+                f"spac: {brief(peer)} is another machine, and without a key only this one may change something; "
+                "start the server with --api-key"
+            ),
+        )
 
 
 def _from_here(request: Request) -> None:
@@ -346,7 +396,7 @@ def _is_json(request: Request) -> None:
         )
 
 
-_CONTROL = [Depends(_from_here), Depends(_is_json)]  # of each route that changes something
+_CONTROL = [Depends(_near_or_known), Depends(_from_here), Depends(_is_json)]  # of each route that changes something
 
 
 async def _forget_prefixes(client: EngineClient) -> None:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.errors import UnsupportedError, brief
 from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, is_hub_name, read_checkpoint, read_config
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
@@ -100,8 +100,14 @@ def _from_hub(model: str) -> Path | dict[str, Any]:
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
         return _copy(model, error)
-    with contextlib.suppress(errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx.HTTPError, OSError):
-        hf_hub_download(model, "hf_quant_config.json")  # of older ModelOpt, beside its config; most models have none
+    try:
+        with contextlib.suppress(errors.EntryNotFoundError):  # of older ModelOpt; most models have none
+            hf_hub_download(model, "hf_quant_config.json")
+    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise UnsupportedError(
+            f"the hub gave config.json of {model}, and then failed ({type(error).__name__}: {brief(str(error))}): "
+            "whether its experts are quantised is not known; run the command again"
+        ) from error
     return path
 
 
