@@ -1012,7 +1012,7 @@ def test_vllm_serve_ends_with_the_sentence_of_its_engine(tmp_path, level):
     command = [Path(sys.executable).with_name("vllm"), "serve", model, "--skip-tokenizer-init", "--enforce-eager"]
     command += ["--max-model-len", "128", "--load-format", "dummy", "--plugin", "spac", "--spac-slots", "50%"]
     command += ["--spac-store", "host", "--spac-policy", "spac_failing:Failing"]
-    changed = {"VLLM_LOGGING_LEVEL": level, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    changed = {"VLLM_LOGGING_LEVEL": level, "PYTHONPATH": str(tmp_path)}
     environment = os.environ | changed | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr

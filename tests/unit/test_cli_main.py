@@ -186,7 +186,7 @@ def test_inspect_refuses_what_is_no_checkpoint(tmp_path):
     assert "is not a folder" in run("inspect", tmp_path / "absent", code=1)
     assert "is a folder without config.json" in run("inspect", tmp_path, code=1)
     (tmp_path / "config.json").write_text('{"num_experts": 8, "moe_topk": 2}')
-    assert "has no *.safetensors" in run("inspect", tmp_path, code=1)
+    assert "name a folder with its *.safetensors" in run("inspect", tmp_path, code=1)
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 16)
     assert "is not a complete safetensors file" in run("inspect", tmp_path, code=1)
     assert "is not a folder" in run("inspect", "x" * 5000, code=1)

@@ -468,7 +468,7 @@ def test_this_machine_must_be_measured_first(model: ServedModel, monkeypatch, tm
 def test_bad_models(tmp_path: Path) -> None:
     at = ("--machine", "rtx4090")
     assert "is not a folder" in run(tmp_path / "absent", *at, code=1)
-    assert "has no config.json, so it is no checkpoint" in run(tmp_path, *at, code=1)
+    assert "is a folder without config.json" in run(tmp_path, *at, code=1)
     assert "run: hf download nobody/nothing config.json" in run("nobody/nothing", *at, code=1)
     for text, said in (
         ("{", "cannot be read"),

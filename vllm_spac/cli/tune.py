@@ -97,6 +97,8 @@ def tune(
         options.setdefault("max_model_len", context)
     served = ServedModel.read(model, "slots", on_cpu=not gpu_names())
     if served.source != "headers":
+        if Path(model).exists():
+            raise ConfigError(f"{model} has no weights to measure; name a folder with *.safetensors")
         raise ConfigError(f"the weights of {model} are not here to measure; run: hf download {model}")
     asked: dict[Departure, bool] = {"rounding": allow_rounding, "lossy": lossy}
     departures = frozenset(name for name, given in asked.items() if given)
