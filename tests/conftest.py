@@ -57,6 +57,13 @@ def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(autouse=True)
+def no_command_waits() -> Iterator[None]:
+    """A test that parses a command line in this process leaves no file behind in which later engines would end."""
+    yield
+    os.environ.pop("SPAC_LAST_WORDS", None)
+
+
+@pytest.fixture(autouse=True)
 def messages_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Importing vLLM ends propagation, and the engine tests set its level to ERROR for the whole process."""
     logger = logging.getLogger("vllm.spac")

@@ -20,14 +20,18 @@ from vllm_spac.system.untrusted import read_text
 
 FILE = "SPAC_LAST_WORDS"
 
+_owner: int | None = None  # the process of the command, which sees its own errors without a file
+
 
 def expect() -> None:
     """Lets this command end by what a child of it says; a second call, and one in a child, does nothing."""
+    global _owner
     if FILE in os.environ or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
         return
     handle, path = tempfile.mkstemp(prefix="spac-")
     os.close(handle)
     os.environ[FILE] = path
+    _owner = os.getpid()
     atexit.register(_remove, Path(path), os.getpid())
     usual = sys.excepthook
 
@@ -42,11 +46,15 @@ def expect() -> None:
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Hands a ``SpacError`` raised inside to the command, if there is one, and ends this process without its trace."""
+    """Hands a ``SpacError`` raised inside to the command that waits for this process, and ends it without a trace.
+
+    An engine in the command's own process raises: whoever built it may catch the error.
+    """
     try:
         yield
     except SpacError as error:
-        if (path := os.environ.get(FILE)) is None or not _say(path, str(error)):
+        path = os.environ.get(FILE)
+        if path is None or os.getpid() == _owner or not _say(path, str(error)):
             raise
         raise SystemExit(1) from None
 
