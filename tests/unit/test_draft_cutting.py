@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_spac.core import NO_EXPERT, RequestRows, RowKind, Step
 from vllm_spac.decisions.guard import device_chooser
@@ -186,6 +187,42 @@ def test_nothing_is_cut_while(what: str) -> None:
     made.begin(step := plan(), batch([0], [3]))
     assert cut_rows(made) == []
     assert (draft_cutting.CUT in vars(step)) == (what == "budget"), "what is made up teaches nothing"
+
+
+class Launched(TorchDispatchMode):
+    """Notes each operation on tensors by its name and dtypes, as a kernel is chosen by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: set[tuple] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        tensors = [each for each in (*args, found) if isinstance(each, Tensor)]
+        self.kernels.add((str(func), *(each.dtype for each in tensors)))
+        return found
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_no_launch_is_a_served_step_s_first_one(tree: bool) -> None:
+    trees = SimpleNamespace(drafter=SimpleNamespace(chances=None)) if tree else None
+    if trees is not None:
+        parents = torch.tensor([[-1, 0, 0, 1]]).repeat(STATES, 1)
+        trees.trees = lambda batch: TreeTensors.of(parents, 2).take(batch.idx_mapping)
+    made = cutter(chooser := Told(1.0, 1.0, most=1), trees=trees, weighs=True)
+    made._runtime.warms_up = True
+    with Launched() as warm:
+        made.begin(plan(), batch([0, 3], [3, 3]))
+    assert cut_rows(made) == [] and made.cut_of(batch([0, 3], [3, 3])) is None and not made._runtime.cutting
+    made._runtime.warms_up = False
+    with Launched() as served:
+        made.begin(step := plan(), batch([0, 3], [3, 3]))
+    assert cut_rows(made), "the step cuts"
+    made.ended(step, {"r0": [1], "r3": [1]}, 0.25)
+    with Launched() as again:
+        made.begin(plan(), batch([0, 3], [3, 3]))
+    assert chooser.heard
+    assert served.kernels | again.kernels <= warm.kernels
 
 
 def test_the_sampler_is_vllm_s_otherwise() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,3 +123,20 @@ def test_what_came_is_not_overwritten() -> None:
     first = exchange.to_host(torch.tensor([1, 2]))
     exchange.to_host(torch.tensor([3, 4]))
     assert first.tolist() == [1, 2]
+
+
+def test_memory_is_used_again_once_it_was_read() -> None:
+    """Pinned memory takes long to get."""
+    lane = LateLane()
+    exchange = Exchange(torch.device("cpu"), lane)
+    first = exchange.send([torch.tensor([1, 2, 3])])
+    with pytest.raises(RuntimeError, match="given back"):
+        exchange.read(first)
+    second = exchange.send([torch.tensor([4])])
+    lane.finish(len(lane.waiting))
+    assert (first.tensors[0].tolist(), second.tensors[0].tolist()) == ([1, 2, 3], [4])
+    exchange.read(first)
+    third = exchange.send([torch.tensor([5, 6])])
+    assert third.buffer.data_ptr() == first.buffer.data_ptr() != second.buffer.data_ptr()
+    lane.finish(len(lane.waiting))
+    assert (second.tensors[0].tolist(), third.tensors[0].tolist()) == ([4], [5, 6])

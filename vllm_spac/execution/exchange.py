@@ -236,12 +236,14 @@ class Sent(NamedTuple):
     """Tensors on their way to the CPU.
 
     Attributes:
-        tensors: memory of their own on the CPU.
+        tensors: on the CPU, in memory that is theirs until ``Exchange.read``.
         arrived: when they are there.
+        buffer: that memory.
     """
 
     tensors: list[Tensor]
     arrived: Event
+    buffer: Tensor
 
 
 class Exchange:
@@ -257,6 +259,7 @@ class Exchange:
         self._in = _grown(None, 0)
         self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
         self._next = 0
+        self._spare: list[Tensor] = []  # pinned memory takes long to get, and a device that runs may have to stop for it
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the device's ``tensor`` on the CPU, owned by the caller; waits for the device."""
@@ -271,8 +274,19 @@ class Exchange:
 
     def send(self, tensors: Sequence[Tensor]) -> Sent:
         """Copies the device's ``tensors`` to the CPU; does not wait for the device."""
-        arriving = self._copied(tensors, _grown(None, sum(map(_padded, tensors))))
-        return Sent(arriving, self._lane.record())
+        buffer = _grown(self._spare.pop() if self._spare else None, sum(map(_padded, tensors)))
+        arriving = self._copied(tensors, buffer)
+        return Sent(arriving, self._lane.record(), buffer)
+
+    def read(self, sent: Sent) -> None:
+        """What ``send`` returned has arrived and is not read any more: a later one gets its memory.
+
+        Raises:
+            RuntimeError: it has not arrived.
+        """
+        if not sent.arrived.done():
+            raise RuntimeError("memory that a copy still writes was given back")
+        self._spare.append(sent.buffer)
 
     def _copied(self, tensors: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
         """Launches copies of ``tensors`` into ``buffer``, one after another; returns where they arrive."""

@@ -73,6 +73,10 @@ class DeviceChooser:
             return None
         return pack(self._odds.terms(requests, self._depth), gain, loss, most)
 
+    def cutting_none(self, requests: Sequence[str], drafts: Sequence[int]) -> np.ndarray:
+        """As ``numbers``, before anything is known: every draft is kept."""
+        return pack(self._odds.terms(requests, self._depth), 0.0, 0.0, np.array(drafts, dtype=np.float64))
+
     def took(self, step: StepDrafts, said: Mapping[str, Sequence[int]], requests: int, seconds: float) -> None:
         """A step with drafts has ended.
 

@@ -56,10 +56,8 @@ class CutReport:
     before: int
     after: int | None = None
 
-    def arrived(self, missed: int) -> StepDrafts | None:
-        """What was sent; ``missed``: experts missed so far. None if it has not arrived, which is not waited for."""
-        if not self.sent.arrived.done():
-            return None
+    def arrived(self, missed: int) -> StepDrafts:
+        """What was sent, once it has arrived; ``missed``: experts missed so far."""
         tokens, chances, *more = (tensor.tolist() for tensor in self.sent.tensors)
         count = more.pop(0) if self.cuts else self.drafts
         parents = more[0] if more else None
@@ -189,14 +187,33 @@ class DraftCutter:
         if self._report is not None:
             self._report.after, self._report = runtime.missed, None
         self._cut, runtime.cutting, runtime.weighed = None, False, False
-        drafted = bool(batch.num_draft_tokens) and not runtime.warms_up
+        drafted = bool(batch.num_draft_tokens)
         trees = None if self._trees is None or not drafted else self._trees.trees(batch)
         if drafted and runtime.reached is not None and runtime.budget.weighs:
             self._weigh(batch, trees, runtime.reached)
             runtime.weighed = True
-        if self._chooser is not None:
-            self._chooser.forget(scheduled.finished_req_ids)
-            self._choose(self._chooser, scheduled, batch, drafted, trees)
+        if self._chooser is None:
+            return
+        if runtime.warms_up:
+            if drafted:
+                self._warm_up(self._chooser, batch, trees)
+            return
+        self._chooser.forget(scheduled.finished_req_ids)
+        self._choose(self._chooser, scheduled, batch, drafted, trees)
+
+    def _warm_up(self, chooser: DeviceChooser, batch: InputBatch, trees: TreeTensors | None) -> None:
+        """Launches all of a step that is made up, which cuts nothing: so no launch is a served step's first one.
+
+        A kernel that is loaded may wait for the device, and memory that is pinned too.
+        """
+        assert batch.num_draft_tokens_per_req is not None
+        numbers = chooser.cutting_none(batch.req_ids, batch.num_draft_tokens_per_req.tolist())
+        sent, _ = self._launch(batch, trees, numbers)
+        sent.arrived.wait()
+        self._exchange.read(sent)
+        rows = self._runtime.cut_rows
+        assert rows is not None
+        rows.zero_()
 
     def _weigh(self, batch: InputBatch, trees: TreeTensors | None, rows: Tensor) -> None:
         """Writes the probability that each row of the step is reached: float64 [rows], 1 where no draft is.
@@ -228,24 +245,36 @@ class DraftCutter:
         drafts = batch.num_draft_tokens_per_req
         if drafts is None or not drafted:
             return
-        states = batch.idx_mapping
-        tree = None if trees is None else (trees.parents[:, 1:], trees.depths[:, 1:] - 1)  # as ``cut_rule.kept`` has it
-        chances = self._chances[states]
         packed = None if runtime.budget.uncut else chooser.numbers(batch.req_ids, drafts.tolist())
-        sent = [self._runner.req_states.draft_tokens[states].long(), chances]
+        sent, cut = self._launch(batch, trees, packed)
+        if cut is not None:
+            self._cut, self._marked, runtime.cutting = (batch, cut), True, True
+        self._report = CutReport(batch.req_ids, drafts.tolist(), cut is not None, sent, runtime.missed)
+        vars(scheduled)[CUT] = self._report
+
+    def _launch(
+        self, batch: InputBatch, trees: TreeTensors | None, packed: np.ndarray | None
+    ) -> tuple[Sent, Tensor | None]:
+        """What a step with drafts launches before its forward; ``packed``: as of ``DeviceChooser.numbers``.
+
+        Returns:
+            What ``CutReport`` has, and which of the rows that are sampled are cut, bool [rows].
+        """
+        rows, states = self._runtime.cut_rows, batch.idx_mapping
+        assert rows is not None
+        tree = None if trees is None else (trees.parents[:, 1:], trees.depths[:, 1:] - 1)  # as ``cut_rule.kept`` has it
+        chances, cut = self._chances[states], None
+        told = [self._runner.req_states.draft_tokens[states].long(), chances]
         if packed is not None:
-            numbers = CutNumbers.unpacked(_to_device(packed, rows.device), batch.num_reqs)
+            numbers = CutNumbers.unpacked(self._exchange.to_device(torch.from_numpy(packed)), batch.num_reqs)
             count = kept(numbers, chances, tree)
             self._kept[states] = count
             cut = batch.expanded_local_pos > self._kept[batch.expanded_idx_mapping]
             rows[batch.logits_indices, 0] = cut
-            self._cut, self._marked, runtime.cutting = (batch, cut), True, True
-            sent.append(count)
+            told.append(count)
         if tree is not None:
-            sent.append(tree[0])
-        about = batch.req_ids, drafts.tolist(), packed is not None
-        self._report = CutReport(*about, self._exchange.send(sent), runtime.missed)
-        vars(scheduled)[CUT] = self._report
+            told.append(tree[0])
+        return self._exchange.send(told), cut
 
     def cut_of(self, batch: InputBatch) -> Tensor | None:
         """Which rows of those that are sampled were cut, bool [rows]; None: none is."""
@@ -260,10 +289,10 @@ class DraftCutter:
     def ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
         """The step of ``plan`` has ended; arguments as of ``DeviceChooser.took``."""
         report: CutReport | None = vars(plan).get(CUT)
-        if report is None or self._chooser is None:
+        if report is None or self._chooser is None or not report.sent.arrived.done():
             return
-        if (step := report.arrived(self._runtime.missed)) is not None:
-            self._chooser.took(step, said, len(report.requests), seconds)
+        self._chooser.took(report.arrived(self._runtime.missed), said, len(report.requests), seconds)
+        self._exchange.read(report.sent)
 
 
 def surest(logits: Tensor) -> Tensor:
@@ -271,8 +300,3 @@ def surest(logits: Tensor) -> Tensor:
     best = logits.amax(1, keepdim=True)
     return 1 / (logits - best).exp().sum(1, dtype=torch.float32)
 
-
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    from vllm.utils.torch_utils import async_tensor_h2d
-
-    return async_tensor_h2d(array, device=device)
