@@ -11,10 +11,12 @@ answered with ``scores``. Counters cover the measured part alone.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -58,6 +60,7 @@ def run_once(job: dict, result_path: Path) -> None:
 
 
 def take_turns(job: dict) -> None:
+    faulthandler.register(signal.SIGUSR1)  # says where it stands still, also where it is stock, without a watchdog
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what else is printed goes to the log
     llm = start_engine(job)

@@ -202,10 +202,19 @@ def test_an_engine_that_died_since_says_why(engine) -> None:
             live.turn([1], 1)
 
 
+def test_an_engine_that_hangs_says_where(engine) -> None:
+    """Also one that waits in C, as for a device."""
+    hangs = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1); time.sleep(600)"
+    with closing(engine(hangs)) as live:
+        live.timeout = 1.0
+        with pytest.raises(processes.EngineError, match=r"(?s)no answer after.*engine\.py\", line \d+ in <module>"):
+            live.turn([1], 1)
+
+
 def test_an_engine_that_hangs_is_given_up(engine) -> None:
     live = engine("time.sleep(600)")
     live.timeout = 0.1
-    with pytest.raises(processes.EngineError, match="no answer after"):
+    with pytest.raises(processes.EngineError, match="no answer after"):  # it has no stacks, and ends of being asked
         live.turn([1], 1)
     assert live._child.poll() is not None, "it is ended at once"
     live.close()

@@ -259,7 +259,9 @@ class Exchange:
         self._in = _grown(None, 0)
         self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
         self._next = 0
-        self._spare: list[Tensor] = []  # pinned memory takes long to get, and a device that runs may have to stop for it
+        self._spare: list[
+            Tensor
+        ] = []  # getting pinned memory takes long, and may wait for the device
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the device's ``tensor`` on the CPU, owned by the caller; waits for the device."""

@@ -299,4 +299,3 @@ def surest(logits: Tensor) -> Tensor:
     """The probability of the likeliest token of each row, float32 [R]; ``logits``: [R, V], with -inf for no token."""
     best = logits.amax(1, keepdim=True)
     return 1 / (logits - best).exp().sum(1, dtype=torch.float32)
-

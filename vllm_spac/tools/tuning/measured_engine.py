@@ -6,8 +6,10 @@ line says that it is ready, and what it is. See ``measurer``, which asks.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from typing import Any
 
 def main(job: dict) -> None:
     """Starts the engine of ``job`` and answers until the input ends."""
+    faulthandler.register(signal.SIGUSR1)  # says where it stands still, see ``measurer.stacks``
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what else is printed goes to the log
     llm = _start(job)

@@ -89,6 +89,7 @@ class Measurer(ABC):
 
 
 _LOG_LINES = 15
+_SAYING = 2.0  # seconds that a process has for the stacks of its threads
 
 
 class LiveProcessError(RuntimeError):
@@ -153,8 +154,9 @@ class LiveProcess:
 
     def _answer(self) -> Any:
         if not select.select([self._answers], [], [], self.timeout)[0]:
+            where = stacks(self._child, Path(self._scratch.name))
             end(self._child)  # its answers would no longer be to what is asked
-            raise LiveProcessError(f"no answer after {self.timeout:.0f} s")
+            raise LiveProcessError(f"no answer after {self.timeout:.0f} s; its threads, the first one last:\n{where}")
         line = self._answers.readline()
         if not line:
             raise LiveProcessError(ending(self._child.wait(), Path(self._scratch.name)))
@@ -179,6 +181,18 @@ def ending(code: int, folder: Path) -> str:
     """Returns the exit code and the last lines of ``folder / "log"``."""
     tail = (folder / "log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
     return f"exit code {code}: " + "\n".join(tail)
+
+
+def stacks(child: subprocess.Popen, folder: Path) -> str:
+    """Returns the stacks of a process that gives them on SIGUSR1 (``faulthandler``); of another one, its log's end."""
+    log = folder / "log"
+    before = log.stat().st_size
+    child.send_signal(signal.SIGUSR1)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_SAYING)
+    with open(log, errors="replace") as file:
+        file.seek(before)
+        return file.read() or ending(child.poll() or 0, folder)
 
 
 def end(child: subprocess.Popen) -> None:
