@@ -129,6 +129,7 @@ def test_the_log_and_doctor_say_so_too() -> None:
     default = SpacConfig.parse({"slots": "25%", "decisions": "device", "kernel": "table"})
     assert shown_mode(ROUNDED, default, on_cpu=False) == ROUNDED_ON_A_GPU
     assert shown_mode(ROUNDED, default, on_cpu=True) == ROUNDED
+    assert "--spac-kernel vllm" not in shown_mode(ROUNDED, default, on_cpu=False, only_ours=True), "it would be refused"
     asked = SpacConfig.parse({"slots": "25%", "kernel": "vllm"})
     assert [shown_mode(found, asked, on_cpu=False) for found in ("exact", ROUNDED)] == ["exact", ROUNDED]
     gpu = Installation("0.33.0", device=Device("a GPU", pinned=True, unified=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import ROUNDED_ON_A_GPU
+from vllm_spac.config.types import ONLY_OURS_ON_A_GPU, ROUNDED_ON_A_GPU
 from vllm_spac.integration import gpu_defaults
 from vllm_spac.integration.hooks import device
 
@@ -190,6 +190,12 @@ def test_formats_that_no_slots_of_vllms_kernel_hold_get_ours(gpu, caplog, knobs:
     config, passed = started(knobs, of=model(quantization="mxfp4", config=MXFP4))
     assert config.execution_name == "table" and passed == {**knobs, "decisions": "host", "kernel": "table"}
     assert "kernel=table: " in caplog.text and "reads no slots" in caplog.text
+
+
+def test_no_knob_is_named_that_would_be_refused(gpu, caplog) -> None:
+    config, _ = started({}, of=model(quantization="mxfp4", config=MXFP4))
+    assert config.execution_name == "pointers"
+    assert ONLY_OURS_ON_A_GPU in caplog.text and "--spac-kernel vllm" not in caplog.text
 
 
 @pytest.mark.parametrize("knobs", [{}, {"store": "disk"}, {"decisions": "host"}], ids=str)

@@ -28,6 +28,7 @@ AUTO = "auto"  # of prefetch: a predictor is chosen, or none; of cpu_experts: wh
 ROUNDED = "exact up to rounding"  # the mode of engines whose experts another kernel than vLLM's computes
 # What an engine on a GPU is by default: the words of the log, of ``vllm-spac doctor`` and of the documents.
 ROUNDED_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; --spac-kernel vllm gives stock's bits)"
+ONLY_OURS_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; vLLM's reads no slots of this format)"
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
 _LEAST_BYTES = 1 << 16  # of a size that is given without a unit
 SomePath = Annotated[Path | None, BeforeValidator(_path)]

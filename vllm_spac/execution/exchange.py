@@ -259,9 +259,7 @@ class Exchange:
         self._in = _grown(None, 0)
         self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
         self._next = 0
-        self._spare: list[
-            Tensor
-        ] = []  # getting pinned memory takes long, and may wait for the device
+        self._spare: list[Tensor] = []  # getting pinned memory takes long, and may wait for the device
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the device's ``tensor`` on the CPU, owned by the caller; waits for the device."""

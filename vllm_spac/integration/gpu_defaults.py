@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import AUTO, ROUNDED_ON_A_GPU
+from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
 from vllm_spac.integration.hooks import device
@@ -87,14 +87,14 @@ def _planes(
     """Returns the knobs that are left to the plugin, each with its value and, where there is a choice, the reason."""
     found: dict[str, tuple[str, str]] = {}
     decided = config.decided_on
+    only_ours = entry is not None and facts is not None and quantisation.only_ours(entry, facts.capability)
     if decided == AUTO:
         reason = _of_engine(engine_args, config) or reason_for_host(model, entry, facts)
         decided = "device" if reason is None else "host"
-        why = reason or f"no layer waits for the host; {ROUNDED_ON_A_GPU}"
+        why = reason or f"no layer waits for the host; {ONLY_OURS_ON_A_GPU if only_ours else ROUNDED_ON_A_GPU}"
         found["decisions"] = decided, why
     if config.kernel == AUTO:
         on_device = decided == "device"
-        only_ours = entry is not None and facts is not None and quantisation.only_ours(entry, facts.capability)
         why = "vLLM's kernel for these experts reads no slots, and ours does" if only_ours and not on_device else ""
         found["kernel"] = "table" if on_device or only_ours else "vllm", why
     return found

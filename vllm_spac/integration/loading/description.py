@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import ROUNDED, ROUNDED_ON_A_GPU
+from vllm_spac.config.types import ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.execution.base import Execution
@@ -23,10 +23,15 @@ def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
     return "exact" if all(execution.keeps_bits for execution in executions) else ROUNDED
 
 
-def shown_mode(found: str, config: SpacConfig, on_cpu: bool) -> str:
-    """What ``mode`` found, for the start-up line: of a GPU whose kernel is ours, with what gives stock's bits."""
-    in_place = config.execution_name == "pointers"
-    return ROUNDED_ON_A_GPU if found == ROUNDED and in_place and not on_cpu else found
+def shown_mode(found: str, config: SpacConfig, on_cpu: bool, only_ours: bool = False) -> str:
+    """What ``mode`` found, for the start-up line: of a GPU whose kernel is ours, with what gives stock's bits.
+
+    Args:
+        only_ours: vLLM's kernel does not read these experts in slots.
+    """
+    if found != ROUNDED or config.execution_name != "pointers" or on_cpu:
+        return found
+    return ONLY_OURS_ON_A_GPU if only_ours else ROUNDED_ON_A_GPU
 
 
 def describe(execution: Execution) -> str:

@@ -22,7 +22,7 @@ from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import Execution
-from vllm_spac.integration.hooks import drafts, graphs, runner_hooks
+from vllm_spac.integration.hooks import device, drafts, graphs, runner_hooks
 from vllm_spac.integration.hooks.ranks import Ranks
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
@@ -35,6 +35,7 @@ from vllm_spac.integration.stepping import tree_install as trees
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording.timeline_file import TimelineFacts
 from vllm_spac.runtime import Runtime
+from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import find_folder
 from vllm_spac.system import machine
 
@@ -308,7 +309,10 @@ class ModelExperts:
             prefetch = ahead.choose_for(*args, drafts.most(vllm_config)).describe()
         assert self.runtime is not None
         exactness = description.mode(plan.budget, self.runtime.executions)
-        exactness = description.shown_mode(exactness, config, self.on_cpu)
+        entry = quant_config.of(vllm_config.model_config.hf_config.to_dict())
+        facts = device.query()
+        only_ours = entry is not None and facts is not None and quantisation.only_ours(entry, facts.capability)
+        exactness = description.shown_mode(exactness, config, self.on_cpu, only_ours)
         told = plan.budget.describe()
         mode = told if plan.budget.lossy else exactness + told.removeprefix("exact")
         choices = description.choices(config, execution, prefetch)
