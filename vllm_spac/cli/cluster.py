@@ -23,6 +23,7 @@ from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, P
 from vllm_spac.system.files import FILE, LockFile, make_folder, open_log, refusal, write_text, writing
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.untrusted import path_named
 
 START_EXAMPLES = examples("""
 vllm-spac cluster start --workers 3
@@ -58,16 +59,16 @@ def start(
     file: _File = CLUSTER_FILE,
 ) -> None:
     """Start expert workers, and add them to the cluster's file."""
-    path = file.expanduser()
-    with writing(path.parent, _REMEDY):
-        make_folder(path.parent)
+    path = path_named(file, "--file")
     free = max(0, available_host_bytes() - _RESERVE) // workers
     arguments = {
         "--bind": bind,
-        "--disk-dir": str(disk_dir.expanduser().absolute()),
+        "--disk-dir": str(path_named(disk_dir, "--disk-dir").absolute()),
         "--memory": str(free if memory is None else int(memory * 2**30)),
         "--threads": str(threads or max(1, len(os.sched_getaffinity(0)) // workers)),
     }
+    with writing(path.parent, _REMEDY):
+        make_folder(path.parent)
     console = Console(highlight=False)
     with _changing(path, console):
         found = ClusterFile.read(path) if path.exists() else ClusterFile(secret=secrets.token_hex(32), workers=())
@@ -110,7 +111,7 @@ def show(file: _File = CLUSTER_FILE) -> None:
     """Show the workers of a cluster's file: which of them run, and what they have computed."""
     from vllm_spac.methods.od_moe.inquiries import counts
 
-    path = file.expanduser()
+    path = path_named(file, "--file")
     found = ClusterFile.read(path)
     states = [_state(place) for place in found.workers]
     asked = [number for number, state in enumerate(states) if state != _ENDED]
@@ -150,7 +151,7 @@ def _number(answer: dict[str, Any], name: str) -> int:
 
 def stop(file: _File = CLUSTER_FILE) -> None:
     """Stop the workers of a cluster's file that run on this machine, and remove them from it."""
-    path = file.expanduser()
+    path = path_named(file, "--file")
     ClusterFile.read(path)  # without a cluster, no lock of it is made either
     console = Console(highlight=False)
     with _changing(path, console):

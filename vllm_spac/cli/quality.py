@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.untrusted import path_named
 
 if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
@@ -139,7 +140,7 @@ def _digest(path: Path | None, option: str = "--calibration") -> str | None:
     import xxhash
 
     try:
-        return xxhash.xxh3_64_hexdigest(path.expanduser().read_bytes())
+        return xxhash.xxh3_64_hexdigest(path_named(path, option).read_bytes())
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
 
