@@ -5,6 +5,7 @@ Importing this package loads neither torch nor vLLM; ``register`` is vLLM's plug
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 __version__ = "0.1.0"
@@ -33,9 +34,13 @@ def stats(llm: Any) -> dict:
     from vllm_spac.errors import SpacError
 
     given = llm.llm_engine.vllm_config.additional_config
+    began = time.monotonic()
     workers = llm.collective_rpc("spac_stats") if isinstance(given, dict) and "spac" in given else None
     if not workers:
         raise SpacError('this LLM runs without spac; make it with LLM(..., additional_config={"spac": {}})')
-    from vllm_spac.recording.metrics import total
+    from vllm_spac.recording.metrics import POLL, settled, total
 
+    while not settled(workers, time.monotonic() - began):
+        time.sleep(POLL)
+        workers = llm.collective_rpc("spac_stats")
     return {"workers": workers, "total": total(workers)}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import compare
@@ -108,6 +109,31 @@ def test_damage_while_serving_stops_the_engine_and_is_gone_after_a_restart(famil
     assert 0 < len(aside) < len(damaged) == 40
     assert_same_tokens(engines.generate(checkpoint(family), tiers), stock(family))
     assert len(list(Path(tiers["disk_dir"]).rglob("*.corrupt"))) == 40
+
+
+def test_after_an_error_no_step_runs_and_none_is_waited_for(family, checkpoint, knobs, monkeypatch):
+    """vLLM keeps the broken step's requests: it would run steps without a row, and generate would not return."""
+    from vllm_spac.storage import disk
+    from vllm_spac.storage.disk import DiskStore
+
+    def refuse(self, path, parts):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with engines.engine(checkpoint(family), knobs) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "_read_file", refuse)
+            patch.setattr(disk.time, "sleep", lambda seconds: None)
+            with pytest.raises(StoreError, match="Input/output error") as first:
+                engines.say(llm)
+        for _ in range(2):  # the disk is well again
+            assert llm.llm_engine.has_unfinished_requests()
+            with pytest.raises(StoreError) as again:
+                engines.say(llm)
+            assert str(again.value) == str(first.value)
+        engine = weakref.ref(llm.llm_engine.engine_core)
+        del llm, first, again
+    gc.collect()
+    assert engine() is None, "no frame of the error holds the engine"
 
 
 def test_reads_that_fail_for_a_moment_change_nothing_but_a_counter(family, checkpoint, stock, tiers, monkeypatch):

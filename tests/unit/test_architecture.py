@@ -160,6 +160,18 @@ def test_what_is_of_vllms_v1_runner_is_in_its_folder() -> None:
     assert places <= {"integration.stepping.v1", "tools.evaluation"}, [str(i) for i in found]
 
 
+def test_one_place_asks_for_home_folders() -> None:
+    """``untrusted.path_of``, which says what to do where there is none; ``pathlib`` raises a RuntimeError there."""
+    asking = {"expanduser", "home", "expandvars"}
+    found = {
+        module
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in asking
+    }
+    assert found == {"vllm_spac.system.untrusted"}
+
+
 def test_only_kernels_import_triton_and_nothing_of_ours() -> None:
     kernels = "vllm_spac.kernels"
     compiling = kernels, "benchmarks.kernels"

@@ -98,5 +98,6 @@ def test_calibrate_refuses_before_an_engine_starts(tmp_path: Path) -> None:
         (("--engine", "[1]"), "use a JSON object"),
         (("--engine", "{"), "use a JSON object"),
         (("--slots", "many"), "25%"),
+        (("--engine", '{"max_model_len": 512}'), "max_model_len 512; use --text-tokens 511, or max_model_len 513"),
     ):
         assert says in run("calibrate", "model", "--prompts", texts, *options, code=1), options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import pwd
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint import headers, packed_folder
+from vllm_spac.system import machine
 from vllm_spac.system.files import partial_of
 from vllm_spac.tools.machine.server_stats import RequestNumbers
 
@@ -190,6 +192,44 @@ def test_inspect_refuses_what_is_no_checkpoint(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 16)
     assert "is not a complete safetensors file" in run("inspect", tmp_path, code=1)
     assert "is not a folder" in run("inspect", "x" * 5000, code=1)
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whom the machine does not know, as in containers with a number of their own."""
+
+    def unknown(uid: int):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(
+            "packed",
+            "profile --expert-bytes 10000",
+            "doctor",
+            "cluster show",
+            "cluster stop",
+            "cluster start --file /nowhere/cluster.json",
+        ),
+        *("cluster start", f"plan {TOY} --machine here", f"tune {TOY}", f"tune {TOY} --prompts ~/texts.txt"),
+        f"quality {TOY} --budgets 2 --prompts ~/texts.txt",
+    ],
+)
+def test_a_user_without_a_home_folder_reads_one_sentence(homeless, command: str) -> None:
+    assert "not know whose home folder that is; write the path out, or set HOME" in run(*command.split(), code=1)
+
+
+def test_a_user_without_a_home_folder_can_name_the_others(homeless, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--spac-disk-dir .*set HOME"):
+        _ = SpacConfig().folder
+    assert SpacConfig(disk_dir=tmp_path).folder == tmp_path
+    assert machine.command(["plan", f"{tmp_path}/a"], tmp_path) == "plan a"
+    assert "tokens/s" in run("plan", TOY, "--machine", "rtx4090", "--fast-memory", "1GiB")
 
 
 @pytest.mark.parametrize("name", ["packed", "profile"])

@@ -53,6 +53,9 @@ def test_help_has_examples() -> None:
         assert f"Examples vllm-spac {name}" in run(name, "--help") and name in run("--help")
 
 
+SHORT = '{"max_model_len": 512}'
+
+
 def test_train_refuses_before_an_engine_starts(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     common = ("train-predictor", "model", "--prompts", texts)
@@ -63,6 +66,10 @@ def test_train_refuses_before_an_engine_starts(tmp_path: Path) -> None:
         (("--output", tmp_path), "is a folder"),
         (("--output", tmp_path / "p", "--engine", "[1]"), "use a JSON object"),
         (("--output", tmp_path / "p", "--slots", "many"), "25%"),
+        (
+            ("--output", tmp_path / "p", "--engine", '{"max_model_len": 512}'),
+            "use --text-tokens 511, or max_model_len 513",
+        ),
     ):
         assert says in run(*common, *options, code=1), options
     assert "reach" in run(*common, "--output", tmp_path / "p", "--reach", "0", code=2)
@@ -79,6 +86,10 @@ def test_predictors_refuses_before_an_engine_starts(tmp_path: Path, trained: Pat
         (("--predictor", trained, "--json", tmp_path / "r", "--slots", "auto"), "--slots auto: misses depend on it"),
         (("--predictor", trained, "--json", tmp_path / "r", "--slots", "some"), "--slots: 'some' is not understood"),
         (("--predictor", trained, "--json", tmp_path / "r", "--prompts", tmp_path / "no"), "cannot be read"),
+        (
+            ("--predictor", trained, "--json", tmp_path / "r", "--engine", '{"max_model_len": 512}'),
+            "use --text-tokens 511, or",
+        ),
     ):
         assert says in run(*common, *options, code=1), options
 
@@ -155,5 +166,11 @@ def test_predictors_of_a_drafter_are_measured_with_it(trained: Path) -> None:
 
 
 def test_a_text_fits_into_a_request_with_the_drafts_behind_it() -> None:
-    assert commands._length(512, {}) == 513 and commands._length(512, {"speculative_config": None}) == 513
-    assert commands._length(512, {"speculative_config": {"num_speculative_tokens": 3}}) == 516
+    assert commands._behind({}) == commands._behind({"speculative_config": None}) == 1
+    assert commands._behind({"speculative_config": {"num_speculative_tokens": 3}}) == 4
+    assert engine.length_of(512, 4, {}) == engine.length_of(512, 4, {"max_model_len": 516}) == 516
+    assert engine.length_of(512, 4, {"max_model_len": -1}) == engine.length_of(512, 4, {"max_model_len": "1k"}) == 516
+    with pytest.raises(ConfigError, match=r"requests have 516 .* max_model_len 512; use --text-tokens 508, or max_"):
+        engine.length_of(512, 4, {"max_model_len": 512})
+    with pytest.raises(ConfigError, match=r"max_model_len 4; use max_model_len 516"):
+        engine.length_of(512, 4, {"max_model_len": 4})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,17 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 def test_a_folder_is_its_files(model: Path, home: Path, opened: list[str]) -> None:
     assert content(model) == content(model) and len(opened) == 3
     assert [path.name[:11] for path in (home / "packed").iterdir()] == ["checkpoint-"]
+
+
+def test_a_folder_is_its_files_without_a_home_folder_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int):
+        raise KeyError(uid)
+
+    packed = model.parent / "packed"
+    there = fingerprint.content_of(config(model), packed).facts
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME")
+    assert fingerprint.content_of(config(model), packed).facts == there
 
 
 def test_a_drafter_is_known_by_its_files_unless_it_is_a_part_of_the_model(model: Path, tmp_path: Path) -> None:

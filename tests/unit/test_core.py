@@ -92,3 +92,15 @@ def test_stats_of_an_engine_with_the_plugin() -> None:
         llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=lambda name: [{"asked": name}, {"hits": 1}]
     )
     assert vllm_spac.stats(llm)["workers"] == [{"asked": "spac_stats"}, {"hits": 1}]
+
+
+def test_stats_wait_for_what_expert_workers_count() -> None:
+    """The engine does not: it says what they counted when they were asked last, and how long ago that is."""
+    ages = [9.0, 8.0, 0.0, 7.0]
+    worker = {"present": 1, "hits": 5}
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"spac": {}})),
+        collective_rpc=lambda name: [{"expert_workers": {"worker-0": worker | {"counts_age_seconds": ages.pop(0)}}}],
+    )
+    found = vllm_spac.stats(llm)["workers"][0]["expert_workers"]["worker-0"]
+    assert found["counts_age_seconds"] == 0.0 and ages == [7.0]

@@ -441,6 +441,21 @@ def test_workers_are_asked_by_a_scrape_and_not_in_between(app, scraped) -> None:
     assert engine.asked == 2
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/spac/stats"])
+def test_what_expert_workers_count_is_waited_for_here_and_not_in_the_engine(app, scraped, path: str) -> None:
+    """Which is asked again until they have answered it."""
+    engine, _, _ = scraped
+    ages = [9.0, 8.0, 0.0, 7.0]
+
+    async def call(method: str, args: tuple = ()) -> list:
+        return [{"expert_workers": {"worker-0": {"present": 1, "counts_age_seconds": ages.pop(0)}}}]
+
+    engine.collective_rpc, app.state.spac_client = call, engine
+    found = TestClient(app).get(path).json()
+    workers = found["workers"] if path == "/spac/stats" else found
+    assert workers[0]["expert_workers"]["worker-0"]["counts_age_seconds"] == 0.0 and ages == [7.0]
+
+
 @pytest.mark.parametrize(
     ("answer", "says"), [(None, "the workers have been busy"), (RuntimeError("a dead engine"), "a dead engine")]
 )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +28,7 @@ from worker_threads import (
     Threads,
     assert_right,
     connected,
+    counts_of,
     full_copy,
     here,
     layer_input,
@@ -100,7 +106,7 @@ def test_rows_have_the_bits_of_the_local_kernel(client, slots: str, replicas: in
         assert rows[0] - 3 * 8 + rows[1] - 2 * 8 == LAYERS * 300
         assert min(rows) >= 3 * 8 + 75, "no pace was known at first"
     assert (found.shares.elsewhere, found.shares.dropped) == (0, 0)
-    counts = found.counts()
+    counts = counts_of(found)
     for worker, share in enumerate(found.shares.workers):
         of_it = counts["expert_workers"][f"worker-{worker}"]
         assert (of_it["rows"], of_it["losses"], of_it["present"]) == (share.rows, 0, 1)
@@ -130,7 +136,7 @@ def test_experts_are_divided_among_the_workers_of_a_group(client, slots: str) ->
     for layer in range(LAYERS):
         assert_right(found, layer, rows=7, seed=layer)
     needed = sum(len(layer_input(7, layer)[2].unique()) for layer in range(LAYERS))
-    counts = found.counts()
+    counts = counts_of(found)
     assert counts["hits"] + counts["misses"] >= needed, "several waves, where there are too few slots"
     assert counts["hits"] + counts["misses"] == needed or slots == "3", "each expert was used by one worker"
     assert found.divides and "each layer's experts divided among 2; if one is lost: the others of its group" in (
@@ -147,7 +153,7 @@ def test_experts_are_divided_among_the_workers_of_a_group(client, slots: str) ->
         assert [running.worker._session.service.mine for running in places.running[first : first + 2]] == (
             [tuple(range(first // 2, LAYERS, 2))] * 2
         )
-    assert (found.counts()["misses"] > 0) == (slots != "100%")
+    assert (counts_of(found)["misses"] > 0) == (slots != "100%")
 
 
 def test_a_lost_worker_s_experts_go_to_the_others_of_its_group(client) -> None:
@@ -188,7 +194,7 @@ def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
             found.hint(step, layer, given[2][0].numpy())
             read(places)
             torch.testing.assert_close(found.compute(Forward(step), layer, *given), here(layer, *given))
-    counts = found.counts()
+    counts = counts_of(found)
     assert counts["misses"] == 0 and counts["hits"] == 3 * LAYERS * TOP_K
     assert all(each["prefetches"] > LAYERS for each in counts["expert_workers"].values())
 
@@ -295,12 +301,12 @@ def test_a_lost_worker_s_rows_go_to_its_replica_and_it_returns(client) -> None:
     assert_right(found, 1, seed=1)
     lost, replica = found.shares.workers[1:]
     assert replica.rows > 0 and found.shares.elsewhere == 0
-    assert found.counts()["expert_workers"]["worker-1"]["memory_bytes"] == 0, "it is gone"
+    assert counts_of(found)["expert_workers"]["worker-1"]["memory_bytes"] == 0, "it is gone"
     until(lambda: assert_right(found, 1, seed=2) or lost.readmissions == 1)
     before = lost.rows
     assert_right(found, 1, seed=3)
     assert lost.rows > before, "it is asked again"
-    assert found.counts()["expert_workers"]["worker-1"]["present"] == 1
+    assert counts_of(found)["expert_workers"]["worker-1"]["present"] == 1
 
 
 def test_without_a_replica_this_process_computes_from_its_copy(client) -> None:
@@ -491,7 +497,7 @@ def test_cacheless_workers_load_what_they_are_told(client) -> None:
             found.hint(step, layer, right if step < 3 else (right + 1) % EXPERTS)
             read(places)
             assert torch.equal(found.compute(Forward(step), layer, *given), here(layer, *given))
-        counts = found.counts()
+        counts = counts_of(found)
         if step == 2:
             assert counts["misses"] == 0 and counts["prefetch_hits"] > 0 and counts["hits"] == 2 * LAYERS * TOP_K
     assert counts["misses"] > 0
@@ -508,7 +514,7 @@ def test_a_worker_with_one_layer_is_told_of_its_next_step(client) -> None:
         found.hint(step, 0, given[2][0].numpy())
         read(places)
         assert torch.equal(found.compute(Forward(step), 0, *given), here(0, *given))
-    counts = found.counts()["expert_workers"]["worker-0"]
+    counts = counts_of(found)["expert_workers"]["worker-0"]
     assert (counts["hints"], counts["misses"]) == (4, 0) and counts["prefetch_hits"] > 0
 
 
@@ -544,7 +550,7 @@ def test_hints_that_cannot_be(client) -> None:
         link.send(message)
     read(places)
     [pool] = pools(places)
-    assert found.counts()["expert_workers"]["worker-0"]["hints"] == 1
+    assert counts_of(found)["expert_workers"]["worker-0"]["hints"] == 1
     first = pool._number[3] * EXPERTS
     assert list(pool._execution._loader.prefetcher.expected.ranked()) == [first + 4, first + 5]
     for layer in range(LAYERS):
@@ -556,7 +562,7 @@ def test_hints_are_for_a_service_with_hints(client) -> None:
     found = client(places)
     found.hint(1, 0, np.array([0, 1]))
     read(places)
-    assert found.counts()["expert_workers"]["worker-0"]["hints"] == 0
+    assert counts_of(found)["expert_workers"]["worker-0"]["hints"] == 0
     assert_right(found, 0)
 
 
@@ -595,18 +601,83 @@ def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
     assert_right(found, 0, seed=1, step=2)
 
 
+def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
+    """A worker that answers nothing: rows of others go on, and what it said before is shown with its age."""
+    places = Threads(2)
+    found = client(places)
+    assert_right(found, 0)
+    assert_right(found, 1)
+    before = counts_of(found)["expert_workers"]
+    held, go = threading.Event(), threading.Event()
+    worker = places.running[0].worker
+    count = worker._acts[FrameKind.STATS]
+
+    def hangs(*given):
+        held.set()
+        go.wait(60)
+        return count(*given)
+
+    worker._acts = worker._acts | {FrameKind.STATS: hangs}
+    try:
+        looks = [found.counts()["expert_workers"]]
+        assert held.wait(60)
+        for seed in range(10):
+            assert_right(found, 1, seed=seed, step=2)
+            looks.append(found.counts()["expert_workers"])
+        assert not go.is_set(), "none of these waited"
+        asked = time.monotonic()
+    finally:
+        go.set()
+    until(lambda: found._links[0].socket.poll(0))
+    looked = time.monotonic()
+    late = found.counts()["expert_workers"]["worker-0"]["counts_age_seconds"]
+    assert looked - late < asked, "of the question, since what is counted may be as old"
+    until(lambda: found.counts()["expert_workers"]["worker-1"]["hits"] > before["worker-1"]["hits"])
+    for look in looks:
+        assert look["worker-0"]["present"] == 1 and look["worker-0"]["hits"] == before["worker-0"]["hits"]
+    ages = [look["worker-0"]["counts_age_seconds"] for look in looks]
+    assert ages == sorted(ages) and ages[-1] > ages[0]
+    assert_right(found, 0, step=3)
+    after = counts_of(found)["expert_workers"]["worker-0"]
+    assert after["hits"] > before["worker-0"]["hits"] and after["losses"] == after["readmissions"] == 0
+    assert found.shares.dropped == 0, "what workers count is no answer of a layer"
+
+
+def test_a_stopped_process_stays_in_while_its_connection_stands(client) -> None:
+    """Heartbeats find it after 5 s, and no look before."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("worker_threads.py"))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    places = Threads(2)
+    addresses = [f"tcp://127.0.0.1:{int(process.stdout.readline())}", places.addresses()[1]]
+    places.addresses = lambda: addresses  # type: ignore[method-assign]
+    try:
+        found = client(places)
+        assert_right(found, 0)
+        process.send_signal(signal.SIGSTOP)
+        looks = [found.counts()["expert_workers"]["worker-0"] for _ in range(3) if not assert_right(found, 1, step=2)]
+        process.send_signal(signal.SIGCONT)
+        assert [look["present"] for look in looks] == [1, 1, 1]
+        assert_right(found, 0, step=3)
+        of_it = counts_of(found)["expert_workers"]["worker-0"]
+        assert (of_it["present"], of_it["losses"], of_it["readmissions"]) == (1, 0, 0) and of_it["hits"] > 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:
     """A worker that was only cut off goes on counting; one that was started again begins at zero."""
     counts = WorkerCounts()
     said = {"pool": "a", "hits": 3, "misses": 1, "bytes": {"disk": 5}, "memory_bytes": 70, "slots": 2, "steps": {}}
-    counts.told(0, said)
+    counts.told(0, said, 0.0)
     counts.lost(0)
     assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"], counts.total()["slots"]) == (3, 0, 0)
-    counts.told(0, {**said, "hits": 4})
+    counts.told(0, {**said, "hits": 4}, 0.0)
     assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"]) == (4, 70)
     counts.lost(0)
-    counts.told(0, {**said, "pool": "b", "hits": 10, "bytes": {"disk": 1, "host": 1}})
-    counts.told(1, {**said, "hits": 100, "misses": "many", "bytes": 7, "unknown": 5})
+    counts.told(0, {**said, "pool": "b", "hits": 10, "bytes": {"disk": 1, "host": 1}}, 0.0)
+    counts.told(1, {**said, "hits": 100, "misses": "many", "bytes": 7, "unknown": 5}, 0.0)
     assert counts.of(0)["hits"] == 14 and counts.of(0)["loaded_bytes"] == 7
     total = counts.total()
     assert (total["hits"], total["misses"], total["bytes"], total["slots"]) == (114, 2, {"disk": 6, "host": 1}, 4)

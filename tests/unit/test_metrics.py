@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from vllm_spac.recording.metrics import Counters, adds_up, total
+from vllm_spac.recording.metrics import Counters, adds_up, settled, total
 
 
 def used() -> Counters:
@@ -83,3 +83,22 @@ def _more(value):
     if isinstance(value, str):
         return value
     return {key: count + 1 for key, count in value.items()} if isinstance(value, dict) else value + 1
+
+
+@pytest.mark.parametrize(
+    ("ages", "seconds", "ends"),
+    [
+        ({}, 0.0, True),
+        ({"worker-0": (1, 0.1)}, 0.2, True),
+        ({"worker-0": (1, 0.3)}, 0.2, False),
+        ({"worker-0": (1, 0.1), "worker-1": (1, 0.3)}, 0.2, False),
+        ({"worker-0": (1, 0.1), "worker-1": (0, 0.3)}, 0.2, True),
+        ({"worker-0": (1, 60.0)}, 1.1, True),
+    ],
+    ids=["no workers", "asked since", "asked before", "one asked before", "which is lost", "one that is busy"],
+)
+def test_statistics_are_read_again_until_workers_have_answered_or_for_a_second(
+    ages: dict[str, tuple[int, float]], seconds: float, ends: bool
+) -> None:
+    each = {name: {"present": present, "counts_age_seconds": age} for name, (present, age) in ages.items()}
+    assert settled([{"expert_workers": each} if each else {}], seconds) is ends

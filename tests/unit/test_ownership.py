@@ -21,6 +21,7 @@ from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
+from vllm_spac.methods.od_moe.places import ClusterFile
 from vllm_spac.storage.checkpoint.packed_folder import remove
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.system import files
@@ -129,7 +130,10 @@ def test_a_group_of_one_is_nobody_else(tmp_path: Path, monkeypatch: pytest.Monke
 # --- what is looked at ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read", [Calibration.read, PredictorFile.read, lambda path: read_budgets(path, None, None, 4)])
+@pytest.mark.parametrize(
+    "read",
+    [Calibration.read, PredictorFile.read, lambda path: read_budgets(path, None, None, 4), ClusterFile.read],
+)
 @pytest.mark.parametrize("change", [pytest.param("owner", marks=as_root), "mode", "folder"])
 def test_files_that_decide_what_is_computed_are_refused_in_one_line(tmp_path: Path, read, change: str) -> None:
     (file := tmp_path / "f" / "file.safetensors").parent.mkdir()
@@ -286,6 +290,22 @@ def test_a_lock_is_not_held_by_who_may_only_read_it(tmp_path: Path) -> None:
     """Whoever can open a lock can hold it: 0600 leaves that to its user."""
     StoreLock(tmp_path, FINGERPRINT).close()
     assert rights(tmp_path / f"{FINGERPRINT}.lock") == 0o600
+
+
+def test_a_log_is_its_users_alone_and_no_link_is_followed(tmp_path: Path, any_umask: int) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"older\n")
+    log.chmod(0o644)
+    with files.open_log(log) as file:
+        file.write(b"newer\n")
+    assert log.read_bytes() == b"older\nnewer\n" and rights(log) == 0o600
+    (tmp_path / "link").symlink_to(log)
+    (tmp_path / "other").hardlink_to(log)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "other", "pipe"):
+        with pytest.raises(OSError):
+            files.open_log(tmp_path / name)
+    assert log.read_bytes() == b"older\nnewer\n"
 
 
 def test_a_read_only_folder_has_its_lock_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

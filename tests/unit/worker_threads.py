@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,6 +162,20 @@ def assert_right(
         torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(computed, right)
+
+
+def counts_of(found: WorkerClient) -> dict[str, Any]:
+    """What workers count now: the client itself returns what they said last."""
+    began, said = time.monotonic(), found.counts()
+
+    def settled() -> bool:
+        nonlocal said
+        said = found.counts()
+        each = said["expert_workers"].values()
+        return all(not one["present"] or one["counts_age_seconds"] <= time.monotonic() - began for one in each)
+
+    until(settled)
+    return said
 
 
 def until(done: Callable[[], object]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, shown
+from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, Place, StartedWorker
-from vllm_spac.system.files import FILE, write_text, writing
+from vllm_spac.system.files import FILE, LockFile, make_folder, open_log, refusal, write_text, writing
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.untrusted import path_named
 
 START_EXAMPLES = examples("""
 vllm-spac cluster start --workers 3
@@ -34,6 +38,8 @@ vllm-spac cluster stop
 _RESERVE = 1 << 30  # of memory, left to the rest of the machine
 _ENDED = "[red]ended"
 _END = 20.0  # seconds until a worker that does not end is killed
+_WAIT = 600.0  # seconds for other processes to start or stop theirs
+_REMEDY = "name another file with --file"
 
 _File = Annotated[Path, typer.Option("--file", help="The cluster's file: its workers and their secret.")]
 
@@ -53,32 +59,20 @@ def start(
     file: _File = CLUSTER_FILE,
 ) -> None:
     """Start expert workers, and add them to the cluster's file."""
-    path = file.expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = ClusterFile.read(path) if path.exists() else ClusterFile(secret=secrets.token_hex(32), workers=())
+    path = path_named(file, "--file")
     free = max(0, available_host_bytes() - _RESERVE) // workers
     arguments = {
         "--bind": bind,
-        "--disk-dir": str(disk_dir.expanduser().absolute()),
+        "--disk-dir": str(path_named(disk_dir, "--disk-dir").absolute()),
         "--memory": str(free if memory is None else int(memory * 2**30)),
         "--threads": str(threads or max(1, len(os.sched_getaffinity(0)) // workers)),
     }
-    given = [text for pair in arguments.items() for text in pair]
+    with writing(path.parent, _REMEDY):
+        make_folder(path.parent)
     console = Console(highlight=False)
-    with open(path.with_suffix(".log"), "ab") as log:
-        started = [StartedWorker(bytes.fromhex(found.secret), given, log) for _ in range(workers)]
-        try:
-            with console.status("starting the workers"):
-                addresses = [each.address() for each in started]
-        except BaseException:
-            for each in started:
-                each.kill()
-            raise
-    new = [
-        Place(address=address, pid=each.process.pid, machine=platform.node())
-        for address, each in zip(addresses, started, strict=True)
-    ]
-    _write(path, ClusterFile(secret=found.secret, workers=(*found.workers, *new)))
+    with _changing(path, console):
+        found = ClusterFile.read(path) if path.exists() else ClusterFile(secret=secrets.token_hex(32), workers=())
+        new = _started(path, found, workers, [text for pair in arguments.items() for text in pair], console)
     for place in new:
         console.print(f"worker at {place.address}, process {place.pid}", markup=False)
     total = len(found.workers) + len(new)
@@ -90,11 +84,34 @@ def start(
     )
 
 
+def _started(path: Path, found: ClusterFile, workers: int, arguments: list[str], console: Console) -> list[Place]:
+    """Starts workers and adds them to ``found`` in the cluster's file ``path``; ends all of them if that fails."""
+    with writing(path.with_suffix(".log"), _REMEDY):
+        log = open_log(path.with_suffix(".log"))
+    started: list[StartedWorker] = []
+    with log:
+        try:
+            for _ in range(workers):
+                started.append(StartedWorker(bytes.fromhex(found.secret), arguments, log))
+            with console.status("starting the workers"):
+                addresses = [each.address() for each in started]
+            new = [
+                Place(address=address, pid=each.process.pid, machine=platform.node())
+                for address, each in zip(addresses, started, strict=True)
+            ]
+            _write(path, ClusterFile(secret=found.secret, workers=(*found.workers, *new)))
+        except BaseException:
+            for each in started:
+                each.kill()
+            raise
+    return new
+
+
 def show(file: _File = CLUSTER_FILE) -> None:
     """Show the workers of a cluster's file: which of them run, and what they have computed."""
     from vllm_spac.methods.od_moe.inquiries import counts
 
-    path = file.expanduser()
+    path = path_named(file, "--file")
     found = ClusterFile.read(path)
     states = [_state(place) for place in found.workers]
     asked = [number for number, state in enumerate(states) if state != _ENDED]
@@ -134,28 +151,50 @@ def _number(answer: dict[str, Any], name: str) -> int:
 
 def stop(file: _File = CLUSTER_FILE) -> None:
     """Stop the workers of a cluster's file that run on this machine, and remove them from it."""
-    path = file.expanduser()
-    found = ClusterFile.read(path)
-    here = [place for place in found.workers if place.machine == platform.node()]
-    ending = [process for place in here if (process := _process(place)) is not None]
-    for process in ending:
-        process.terminate()
-    _, alive = psutil.wait_procs(ending, _END)
-    for process in alive:
-        process.kill()
-    left = tuple(place for place in found.workers if place not in here)
-    if left:
-        _write(path, ClusterFile(secret=found.secret, workers=left))
-    else:
-        path.unlink()
+    path = path_named(file, "--file")
+    ClusterFile.read(path)  # without a cluster, no lock of it is made either
     console = Console(highlight=False)
+    with _changing(path, console):
+        found = ClusterFile.read(path)
+        here = [place for place in found.workers if place.machine == platform.node()]
+        ending = [process for place in here if (process := _process(place)) is not None]
+        for process in ending:
+            process.terminate()
+        _, alive = psutil.wait_procs(ending, _END)
+        for process in alive:
+            process.kill()
+        left = tuple(place for place in found.workers if place not in here)
+        if left:
+            _write(path, ClusterFile(secret=found.secret, workers=left))
+        else:
+            path.unlink()
     console.print(f"{len(ending)} workers stopped, {len(here) - len(ending)} had ended")
     if left:
         console.print(f"{len(left)} run on other machines: run this command there, too")
 
 
+@contextlib.contextmanager
+def _changing(path: Path, console: Console) -> Iterator[None]:
+    """Context in which no other process changes the cluster's file ``path``, which may not exist yet."""
+    beside = path.with_name(f"{path.name}.lock")
+    if problem := refusal(beside):
+        raise ConfigError(f"spac: {problem}, or {_REMEDY}")
+    with writing(beside, _REMEDY):
+        lock = LockFile(beside)
+
+    def tell(whom: str) -> None:
+        console.print(f"waiting for {whom}, which changes {path}", markup=False, soft_wrap=True)
+
+    with contextlib.closing(lock):
+        if not lock.take(wait=_WAIT, tell=tell):
+            raise ConfigError(
+                f"spac: {lock.whom()} has been changing {path} for {_WAIT:.0f} s; end it and try again, or {_REMEDY}"
+            )
+        yield
+
+
 def _write(path: Path, content: ClusterFile) -> None:
-    with writing(path, "name another file with --file"):
+    with writing(path, _REMEDY):
         write_text(path, content.text(), mode=FILE)
 
 

@@ -66,8 +66,9 @@ def train_predictor(
     wanted = None if only is None else [name.strip() for name in only.split(",")]
     closure(wanted)  # refused before minutes of work
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
+    length = offline.length_of(text_tokens, _behind(options), options)
     with (
-        offline.engine(model, spac, _length(text_tokens, options), _encodes(texts), **options) as llm,
+        offline.engine(model, spac, length, _encodes(texts), **options) as llm,
         bar(_console()) as progress,
     ):
         pieces, others = _split(_limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens))
@@ -109,8 +110,9 @@ def predictors(
     size = _slots(slots)
     PredictorFile.read(predictor)  # refused before minutes of work; which model it is of, only the engine knows
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
+    length = offline.length_of(text_tokens, _behind(options), options)
     with (
-        offline.engine(model, spac, _length(text_tokens, options), _encodes(texts), **options) as llm,
+        offline.engine(model, spac, length, _encodes(texts), **options) as llm,
         bar(_console()) as progress,
     ):
         facts = offline.ask(llm, "facts")
@@ -252,10 +254,10 @@ def _check_drafter(path: Path, file: PredictorFile, found: str) -> None:
         )
 
 
-def _length(tokens: int, options: dict) -> int:
-    """Returns the length of requests that a text of ``tokens`` tokens, the next one and its drafts fit into."""
+def _behind(options: dict) -> int:
+    """Returns how many tokens of a request follow a text: the next one and its drafts."""
     speculation = options.get("speculative_config") or {}
-    return tokens + 1 + int(speculation.get("num_speculative_tokens") or 0)
+    return 1 + int(speculation.get("num_speculative_tokens") or 0)
 
 
 def _slots(text: str) -> Any:

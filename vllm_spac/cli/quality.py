@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.untrusted import path_named
 
 if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
@@ -95,7 +96,7 @@ def quality(
     if drafts:
         options["speculative_config"] = drafts
     texts, spac = read(prompts), offline.spac_of(slots, disk_dir, calibration, predictor, prefetch)
-    length, digest = text_tokens + new_tokens + 16, _digest(calibration)
+    length, digest = offline.length_of(text_tokens, new_tokens + 16, options), _digest(calibration)
     with offline.engine(model, spac, length, any(isinstance(t, str) for t in texts), **options) as llm:
         pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
         portable = drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
@@ -139,7 +140,7 @@ def _digest(path: Path | None, option: str = "--calibration") -> str | None:
     import xxhash
 
     try:
-        return xxhash.xxh3_64_hexdigest(path.expanduser().read_bytes())
+        return xxhash.xxh3_64_hexdigest(path_named(path, option).read_bytes())
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
 
@@ -232,8 +233,8 @@ def calibrate(
     output = output or Path(f"{re.split('[/]', model.rstrip('/'))[-1]}.calibration.safetensors")
     check_target(output)
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
-    tokenizer = any(isinstance(text, str) for text in texts)
-    with offline.engine(model, spac, text_tokens + 1, tokenizer, **options) as llm:
+    tokenizer, length = any(isinstance(text, str) for text in texts), offline.length_of(text_tokens, 1, options)
+    with offline.engine(model, spac, length, tokenizer, **options) as llm:
         pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
         _run_calibration(llm, pieces, window, checksum(pieces), output)
 

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.untrusted import path_named
 
 if TYPE_CHECKING:
     from vllm_spac.config.tuned_profile import Candidate, Departure, Measured, TunedProfile
@@ -114,7 +115,7 @@ def tune(
         engine=options,
         departures=departures,
     )
-    folder = (disk_dir or DISK_DIR).expanduser().absolute()
+    folder = path_named(disk_dir or DISK_DIR, "--disk-dir").absolute()
     texts, checksum = _prompts(prompts)
     machine = _machine(model, folder, fast_memory)
     arguments = {

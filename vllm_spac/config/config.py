@@ -15,6 +15,7 @@ from vllm_spac.config import presets, rules, tree_shape, types
 from vllm_spac.config.tree_shape import MOST_NODES, TreeShape
 from vllm_spac.errors import ConfigError, brief, shortened
 from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.untrusted import path_named
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -386,8 +387,8 @@ class SpacConfig(BaseModel):
 
     @property
     def folder(self) -> Path:
-        """Folder of the packed experts."""
-        return (self.disk_dir or DISK_DIR).expanduser().absolute()
+        """Folder of the packed experts; ``ConfigError`` if it is below a home folder that nobody knows."""
+        return path_named(self.disk_dir or DISK_DIR, "--spac-disk-dir").absolute()
 
     @classmethod
     def parse(cls, raw: Any) -> SpacConfig:

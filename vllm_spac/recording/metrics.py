@@ -118,6 +118,21 @@ def adds_up(name: str, divided: str) -> bool:
     return name in _BYTES or (name in _EXPERTS and divided == "experts")
 
 
+POLL, _WAIT = 0.02, 1.0  # seconds between two looks, and for which expert workers may be behind
+
+
+def settled(workers: Sequence[dict[str, Any]], seconds: float) -> bool:
+    """Whether statistics are as new as they will be: who reads them asks again after ``POLL`` while they are not.
+
+    An engine does not wait for what its expert workers count, since its requests would wait with it.
+
+    Args:
+        seconds: since they were asked for first; what is as new is not behind, and nor is anything after a second.
+    """
+    each = (of_it for worker in workers for of_it in worker.get("expert_workers", {}).values())
+    return seconds > _WAIT or all(not of_it["present"] or of_it["counts_age_seconds"] <= seconds for of_it in each)
+
+
 def total(workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the statistics of an engine from those of its ranks; the same for an engine with one.
 

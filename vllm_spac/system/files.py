@@ -29,8 +29,10 @@ import shlex
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -286,7 +288,25 @@ def probe(folder: Path) -> tuple[str, bool | None]:
         return error.strerror or str(error), None
 
 
+def open_log(path: Path) -> BinaryIO:
+    """Opens a log to append to, for this user alone; created if there is none. Links are not followed.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file of one name that this user has made.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE)
+    try:
+        if _strange(os.fstat(file)):
+            raise OSError(errno.EINVAL, "it is not a log but was put there; remove it", str(path))
+        os.fchmod(file, FILE)
+    except BaseException:
+        os.close(file)
+        raise
+    return open(file, "ab")
+
+
 _MOST = 300  # bytes of what a holder writes
+_POLL, _QUIET = 0.05, 1.0  # seconds between two attempts to take a lock, and until it is said that there is a wait
 
 
 class LockFile:
@@ -301,17 +321,29 @@ class LockFile:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
-        self._writes, self._alone = not read_only, False
+        self._path, self._writes, self._alone = path, not read_only, False
         self._file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE)
         facts = os.fstat(self._file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             os.close(self._file)
             raise OSError(errno.EINVAL, "it is not a lock file but was put there; remove it", str(path))
 
-    def take(self) -> bool:
-        """Takes the lock alone, and writes who has it; False, and without any lock, if others have it."""
-        if not self._flock(fcntl.LOCK_EX | fcntl.LOCK_NB):
-            return False
+    def take(self, *, wait: float = 0.0, tell: Callable[[str], object] | None = None) -> bool:
+        """Takes the lock alone, and writes who has it; False, and without any lock, if others have it.
+
+        Args:
+            wait: seconds until it is given up.
+            tell: called once if that takes a second or more, with ``whom``.
+        """
+        began = time.monotonic()
+        while not self._flock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            waited = time.monotonic() - began
+            if waited >= wait:
+                return False
+            if tell is not None and waited >= _QUIET:
+                tell(self.whom())
+                tell = None
+            time.sleep(_POLL)
         self._alone = True
         self._write(f"{os.getpid()} {socket.gethostname()}\n")
         return True
@@ -328,6 +360,12 @@ class LockFile:
             return None
         ended = host == socket.gethostname() and not psutil.pid_exists(int(pid))
         return None if ended else (int(pid), printable(host))
+
+    def whom(self) -> str:
+        """Returns a few words for who has it alone."""
+        known = self.holder()
+        where = shlex.quote(str(self._path))
+        return f"process {known[0]} on {known[1]}" if known else f"another process (`fuser {where}` names it)"
 
     def close(self) -> None:
         """Releases the lock."""

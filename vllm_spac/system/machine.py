@@ -8,6 +8,7 @@ Settings of OpenMP that make idle threads spin take processors from them, too, a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -25,6 +26,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 import vllm_spac
+from vllm_spac.system.untrusted import path_named, path_of
 
 logger = logging.getLogger("vllm.spac")
 
@@ -159,7 +161,7 @@ def has_amx() -> bool:
 
 def disk_of(folder: Path) -> str:
     """Returns the device, file system and size of the disk of ``folder``, which may not exist yet."""
-    path = folder.expanduser().absolute()
+    path = path_named(folder, "--spac-disk-dir").absolute()
     while not path.exists():
         path = path.parent
     path = path.resolve()
@@ -189,8 +191,12 @@ def provenance() -> dict:
 
 
 def command(arguments: Sequence[str], root: Path) -> str:
-    """Returns a command line without the checkout's folder, which differs on every machine."""
-    return shlex.join([text.replace(f"{root}/", "").replace(str(Path.home()), "~") for text in arguments])
+    """Returns a command line without the checkout's and the user's folder, which differ on every machine."""
+    shown = [text.replace(f"{root}/", "") for text in arguments]
+    with contextlib.suppress(ValueError):  # a user without a home folder
+        home = str(path_of("~"))
+        shown = [text.replace(home, "~") for text in shown]
+    return shlex.join(shown)
 
 
 def versions() -> dict:

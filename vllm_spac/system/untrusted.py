@@ -29,7 +29,8 @@ def path_of(value: Any) -> Path:
     try:
         path = Path(value).expanduser()
     except RuntimeError as error:
-        raise ValueError("this machine does not know whose home folder that is; write the path out") from error
+        problem = "this machine does not know whose home folder that is; write the path out, or set HOME"
+        raise ValueError(problem) from error
     try:
         names = [os.fsencode(part) for part in path.parts]
     except UnicodeEncodeError as error:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.errors import SpacError
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.model_host import experts_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+_BROKEN = "_spac_broken"  # attribute of a runner: the error that one of its steps ended in
 ASIDE = "spac_aside"  # attribute of a SchedulerOutput: running requests that wait while others have their turn
 
 
@@ -49,6 +52,8 @@ def hook_steps(
 
     def executing(execute_model: Callable):
         def executed(self, *args: Any, **kwargs: Any):
+            if (broken := vars(self).get(_BROKEN)) is not None:
+                raise copy.copy(broken)
             try:
                 return execute_model(self, *args, **kwargs)
             except Exception as error:
@@ -83,6 +88,13 @@ def hook_steps(
 
 
 def _failed(runner: Any, error: Exception) -> None:
+    """Notes that a step ended in an error, for whoever waits for this process, and for the steps that would follow.
+
+    vLLM ends an engine in a process of its own then. One in its user's process keeps the requests of the step, and
+    would run steps without a row for ever. An error is kept without its traceback, whose frames hold the engine.
+    """
+    if isinstance(error, SpacError):
+        vars(runner).setdefault(_BROKEN, copy.copy(error))
     if (experts := managed_experts(runner)) is not None:
         experts.runtime.notes.end("error")
         experts.ranks.failed(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ from vllm_spac.errors import StoreError
 from vllm_spac.storage.checkpoint import contents, quant_config
 from vllm_spac.storage.checkpoint.contents import CheckpointContents
 from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -100,7 +102,10 @@ def _content(model: ModelConfig, load_format: str, folder: Path) -> CheckpointCo
         files = contents.weight_files(Path(model.model).absolute(), load_format)
         if not files:
             raise StoreError(f"spac: {model.model} has no weight files that --load-format {load_format} takes")
-        return contents.read(files, [folder, DISK_DIR.expanduser()])
+        folders = [folder]
+        with contextlib.suppress(ValueError):  # without a home folder, nothing is in it
+            folders.append(path_of(DISK_DIR))
+        return contents.read(files, folders)
     revision = str(model.revision)
     if not _COMMIT.fullmatch(revision) and getattr(model, "hf_config_path", None) is None:
         revision = str(getattr(model.hf_config, "_commit_hash", None))

@@ -33,12 +33,9 @@ class StoreLock:
         if self._file.share(wait=False):
             logger.info("spac: another process uses these experts in %s; sharing them with it", folder)
             return
-        known = self._file.holder()
-        whom = (
-            f"process {known[0]} on {known[1]}" if known else f"another process (`fuser {folder / name}.lock` names it)"
-        )
         logger.warning(
-            "spac: waiting for %s to pack these experts; this start goes on when that is done or ended", whom
+            "spac: waiting for %s to pack these experts; this start goes on when that is done or ended",
+            self._file.whom(),
         )
         self._file.share()
 

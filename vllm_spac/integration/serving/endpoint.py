@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,6 +108,7 @@ _EXPERT_WORKER_GAUGES = {
     "resident": "Experts in an expert worker's memory.",
     "slot_bytes": "Bytes of an expert worker's slots.",
     "memory_bytes": "Bytes of memory that an expert worker's process occupies.",
+    "counts_age_seconds": "Seconds since an expert worker was asked for the counts that are shown.",
 }
 _GAUGES = {
     "slots": "Slots for experts in fast memory.",
@@ -128,7 +130,7 @@ class WorkerCollector:
     async def refresh(self) -> None:
         """Queries the workers; if they do not respond, logs it and keeps their last counters."""
         if self._asked is None or self._asked.done():
-            self._asked = asyncio.ensure_future(self._client.collective_rpc("spac_stats"))
+            self._asked = asyncio.ensure_future(_statistics(self._client))
         await asyncio.wait({self._asked}, timeout=_PATIENCE)
         if not self._asked.done():
             logger.warning("spac: /metrics shows earlier counters: the workers have been busy for %s s", _PATIENCE)
@@ -213,6 +215,16 @@ def _metric(family: type[Family], name: str, text: str, values: list) -> Family:
     return metric
 
 
+async def _statistics(client: EngineClient) -> list[dict]:
+    """Returns the statistics of each worker; what expert workers count is waited for here, not in the engine."""
+    began = time.monotonic()
+    while True:
+        workers = await client.collective_rpc("spac_stats")
+        if metrics.settled(workers, time.monotonic() - began):
+            return workers
+        await asyncio.sleep(metrics.POLL)
+
+
 class RefreshedMetrics:
     """ASGI middleware: ``/metrics`` waits for the workers' counters; all other requests pass through."""
 
@@ -239,7 +251,7 @@ class SpacEndpoint:
 
         @router.get("/stats")
         async def stats(request: Request) -> dict:
-            workers = await _client(request).collective_rpc("spac_stats")
+            workers = await _statistics(_client(request))
             return {"workers": workers, "total": metrics.total(workers), "requests": live_page.read_requests()}
 
         @router.post("/budget", dependencies=_CONTROL)

@@ -25,14 +25,27 @@ from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
 from vllm_spac.methods.od_moe.places import Places
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.roster import Recovery, Roster, Shares, name
-from vllm_spac.methods.od_moe.wire import Frame, FrameKind, Header, Limits, encode, expert_payload, hint_payload
+from vllm_spac.methods.od_moe.wire import (
+    Frame,
+    FrameError,
+    FrameKind,
+    Header,
+    Limits,
+    decode,
+    encode,
+    expert_payload,
+    hint_payload,
+    stated_kind,
+)
 from vllm_spac.methods.od_moe.worker_link import Busy, Service, WorkerLink, facts
 from vllm_spac.storage.base import ExpertStore
 
 logger = logging.getLogger("vllm.spac")
 
 _LOCAL_TOKENS = 4  # whose experts of a layer have slots, where rows of lost workers are computed
-_JOIN, _AGAIN, _STORE, _FILL, _STATS = 30.0, 1.0, 60.0, 3600.0, 5.0  # seconds
+_JOIN, _AGAIN, _STORE, _FILL = 30.0, 1.0, 60.0, 3600.0  # seconds
+_ASK_AGAIN = 30.0  # seconds after which a worker that did not say what it counts is asked once more
+_MOST_WAITING = 64  # messages that are taken from a worker at once
 
 
 class WorkerClient:
@@ -78,6 +91,7 @@ class WorkerClient:
         self._samples: dict[int, inquiries.Sample] = {}
         self._resident: dict[int, np.ndarray] = {}  # of each worker at its last test
         self._counts = WorkerCounts()
+        self._asked: dict[int, tuple[int, float]] = {}  # of a worker that is to say what it counts: sequence, and when
         self._ended = threading.Event()
         self._recovery = Recovery(self._bring, self._ended)
         self._poller = zmq.Poller()
@@ -212,19 +226,52 @@ class WorkerClient:
         return call.out
 
     def counts(self) -> dict[str, Any]:
-        """Returns counters as plain data; asks each worker that is in.
+        """Returns counters as plain data, and does not wait for a worker, since layers of running requests would.
 
         The workers' counters and sizes, summed, and under ``expert_workers`` those of each worker, with its ``Share``
-        of the rows and whether it is ``present`` (0 or 1).
+        of the rows and whether it is ``present`` (0 or 1). They are what each said last; it is asked to say it again,
+        for the next call (see ``metrics.settled``). One that does not answer stays in; one whose connection ended is
+        out, as it is for the next layer.
         """
-        for worker, link in list(self._links.items()):
-            try:
-                self._counts.told(worker, link.ask(FrameKind.STATS, _STATS).text())
-            except SpacError as error:
-                self.roster.remove(worker, str(error))
+        for worker, link in self._links.items():
+            for _ in range(_MOST_WAITING):
+                if not link.socket.poll(0):
+                    break
+                self._hear(worker, link.receive())
+            if why := link.broken():
+                self.roster.remove(worker, why)
+            else:
+                self._ask(worker, link)
         self._let_go()
         each = {name(worker): self._of(worker) for worker in range(len(self.services))}
         return {**self._counts.total(), "expert_workers": each}
+
+    def _ask(self, worker: int, link: WorkerLink) -> None:
+        """Asks a worker what it counts, unless it is to say so already."""
+        now, epoch = time.monotonic(), self.roster.epoch(worker)
+        if epoch is None or now - self._asked.get(worker, (0, -_ASK_AGAIN))[1] < _ASK_AGAIN:
+            return
+        sequence = self.roster.sequence()
+        if link.send(encode(Header(FrameKind.STATS, epoch, sequence=sequence))):
+            self._asked[worker] = sequence, now
+
+    def _hear(self, worker: int, parts: Sequence[Any], call: LayerCall | None = None) -> None:
+        """Takes a message of a worker; what is no answer to ``_ask`` is for ``call``."""
+        if stated_kind(parts) != FrameKind.COUNTS:
+            if call is not None:
+                call.incoming(worker, parts, time.monotonic())
+            else:
+                self.shares.dropped += 1
+            return
+        try:
+            frame = decode(parts, self._limits)
+            sequence, asked = self._asked.get(worker, (0, 0.0))
+            if (frame.header.epoch, frame.header.sequence) != (self.roster.epoch(worker), sequence):
+                raise FrameError("spac: an answer to nobody")
+            self._counts.told(worker, frame.text(), asked)
+            del self._asked[worker]
+        except FrameError:
+            self.shares.dropped += 1
 
     def _of(self, worker: int) -> dict[str, Any]:
         """Returns what is known of a worker."""
@@ -332,6 +379,7 @@ class WorkerClient:
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         self.roster.admit(worker, link.epoch)
+        self._ask(worker, link)
 
     def _let_go(self) -> None:
         """Drops the links of workers that are out, and has them brought back."""
@@ -343,6 +391,7 @@ class WorkerClient:
                 link.drop()
                 del self._links[worker]
                 self._counts.lost(worker)
+                self._asked.pop(worker, None)
                 self._recovery.lost(worker)
 
     def _wait(self, call: LayerCall) -> None:
@@ -352,7 +401,7 @@ class WorkerClient:
         ready = {socket for socket, _ in self._poller.poll(int(1000 * left) + 1)}
         for worker, link in self._links.items():
             if link.socket in ready:
-                call.incoming(worker, link.receive(), time.monotonic())
+                self._hear(worker, link.receive(), call)
             if link.monitor in ready and (why := link.broken()):
                 call.gone(worker, why)
 

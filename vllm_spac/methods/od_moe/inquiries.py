@@ -8,6 +8,7 @@ process had counted stays in the sums.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,11 +41,18 @@ class WorkerCounts:
     """The counters of all workers of an engine."""
 
     def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._at: dict[int, float] = {}  # when each worker was asked for what it said last
         self._last: dict[int, dict[str, dict[str, Any]]] = {}  # worker -> its pools -> what each counted last
         self._pool: dict[int, str] = {}  # of each worker that is in
 
-    def told(self, worker: int, found: Mapping[str, Any]) -> None:
-        """Takes what ``worker`` says of itself; names that this version does not know are left out."""
+    def told(self, worker: int, found: Mapping[str, Any], asked: float) -> None:
+        """Takes what ``worker`` says of itself; names that this version does not know are left out.
+
+        Args:
+            asked: when it was asked, as of ``time.monotonic``.
+        """
+        self._at[worker] = asked
         pool = str(found.get("pool"))[:64]
         counts = {name: value for name in (*_COUNTERS, *_OWN, *SIZES) if _is_count(name, value := found.get(name))}
         self._last.setdefault(worker, {})[pool] = counts
@@ -55,10 +63,14 @@ class WorkerCounts:
         self._pool.pop(worker, None)
 
     def of(self, worker: int) -> dict[str, int | float]:
-        """Returns the chief counters of one worker, and the sizes of its memory, zeros while it is out."""
+        """Returns the chief counters of one worker, and the sizes of its memory, zeros while it is out.
+
+        ``counts_age_seconds``: since it was asked for them, or if it never answered since this object was made.
+        """
         found = self._all(worker)
         shown = {name: found.get(name, 0) for name in (*_SHOWN, *_OWN, *SIZES)}
-        return {**shown, "loaded_bytes": sum(found.get("bytes", {}).values())}
+        age = time.monotonic() - self._at.get(worker, self._began)
+        return {**shown, "loaded_bytes": sum(found.get("bytes", {}).values()), "counts_age_seconds": age}
 
     def total(self) -> dict[str, Any]:
         """Returns the counters and sizes of all workers, summed, as those of one engine."""

@@ -29,6 +29,7 @@ from typing import Annotated, Any, BinaryIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_spac.errors import ConfigError, SpacError, brief
+from vllm_spac.system.files import refusal
 from vllm_spac.system.host_memory import available_host_bytes
 from vllm_spac.system.untrusted import parse_json, read_text
 
@@ -89,8 +90,10 @@ class ClusterFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> ClusterFile:
-        """Reads and validates a file that only its owner can read; ``ConfigError`` if it is none."""
+        """Reads and validates a file of this user or root that its owner alone can read; else ``ConfigError``."""
         try:
+            if path.exists() and (problem := refusal(path)):
+                raise ConfigError(f"spac: {problem}, or name another file")
             if stat.S_IMODE(path.stat().st_mode) & 0o077:
                 raise ConfigError(f"spac: {path} has the workers' secret and others can read it; run chmod 600 {path}")
             return cls.model_validate(parse_json(read_text(path)))

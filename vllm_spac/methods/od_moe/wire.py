@@ -31,6 +31,7 @@ NO_FINGERPRINT = bytes(16)
 # fingerprint, checksum
 _FIELDS = struct.Struct("<4sBBBBQQQIIIHQ16s16s")
 HEADER_BYTES = _FIELDS.size
+_KIND = 5  # where a header has its kind
 _SUM = 16
 _ID = 4  # bytes of an expert's number (int32)
 _PAIR = 8  # bytes of a pair's weight (float32) and expert (int32)
@@ -223,6 +224,11 @@ def hint_payload(experts: Sequence[int] | np.ndarray) -> bytes:
 def raw(tensor: Tensor) -> bytes:
     """Returns the bytes of a CPU tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def stated_kind(parts: Sequence[Any]) -> int:
+    """Returns the kind that a received message states, which nobody has checked; 0 if it has no header."""
+    return parts[0][_KIND] if len(parts[0]) == HEADER_BYTES else 0
 
 
 def decode(parts: Sequence[Any], limits: Limits) -> Frame:

@@ -153,7 +153,7 @@ class Evaluation:
     def capture(self, window: int, every: int) -> None:
         """Starts keeping the routing of the following texts, and hidden states of each ``every``-th window."""
         path = self._experts.config.calibration  # of this model: start-up checked it
-        calibration = None if path is None else Calibration.read(path.expanduser())
+        calibration = None if path is None else Calibration.read(path)
         self._study = Study(self._experts, _managed(self._model), calibration, window, every)
         self._runtime.listeners.append(self._study)
 

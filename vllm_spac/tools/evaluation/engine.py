@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,22 @@ def options_of(text: str | None, name: str) -> dict:
     except ValueError as error:
         raise ConfigError(f'{name}: {error}; use a JSON object, e.g. \'{{"dtype": "bfloat16"}}\'') from error
     return value
+
+
+def length_of(text_tokens: int, more: int, options: Mapping[str, Any]) -> int:
+    """Returns the length of requests with a text of ``text_tokens`` tokens and ``more`` behind it.
+
+    Raises:
+        ConfigError: ``options``, those of ``--engine``, allow shorter ones only.
+    """
+    length, most = text_tokens + more, options.get("max_model_len")
+    if type(most) is int and 0 < most < length:
+        shorter = f"--text-tokens {most - more}, or " if most - more > 1 else ""
+        raise ConfigError(
+            f"--text-tokens {text_tokens}: with what follows a text, requests have {length} tokens, and --engine has "
+            f"max_model_len {most}; use {shorter}max_model_len {length}"
+        )
+    return length
 
 
 def spac_of(

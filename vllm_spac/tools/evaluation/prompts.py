@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.untrusted import path_of
 
 _KEYS = ("text", "prompt", "prompt_token_ids")
 _HELP = (
@@ -28,8 +29,8 @@ def read(path: str | Path) -> list[str | list[int]]:
         ConfigError: the file cannot be read, a line is not understood (named by its number), or there is no text.
     """
     try:
-        content = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        content = path_of(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}; {_HELP}") from error
     if content.lstrip().startswith("{"):
         lines = ((number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip())

@@ -219,7 +219,6 @@ def _loads(
 
 @contextmanager
 def _packed(kind: type[ExpertStore], size: ExpertSize, folder: Path, least: int) -> Iterator[ExpertStore]:
-    folder = folder.expanduser()
     experts = max(2 * least, min(_MOST_EXPERTS, _POOL_BYTES // size.nbytes))
     make_folder(folder)
     with tempfile.TemporaryDirectory(prefix=".profile-", dir=folder) as scratch:

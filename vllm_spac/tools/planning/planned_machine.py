@@ -15,6 +15,7 @@ from vllm_spac.storage.checkpoint.packed_folder import scan
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.untrusted import path_named
 from vllm_spac.tools.planning.planned_model import ServedModel
 
 HERE = "here"
@@ -63,19 +64,18 @@ class PlannedMachine:
         Raises:
             ConfigError: there is no such profile, it lacks what planning needs, or there is no GPU to have memory.
         """
-        folder = (folder or DISK_DIR).expanduser()
-        costs = (_profile_here(folder) if name == HERE else _profile(name)).as_attained()
+        here = path_named(folder or DISK_DIR, "the folder") if name == HERE else None
+        costs = (_profile(name) if here is None else _profile_here(here)).as_attained()
         capacity = costs.capacity
         if capacity is None:
             raise ConfigError(
                 f"the profile {name} does not say how much memory its machine has; run vllm-spac profile there again"
             )
-        here = name == HERE
         if fast_memory is not None and not capacity.gpu:
             raise ConfigError(f"--fast-memory is that of a GPU, and {name} has none; use --host-memory")
         gpu = fast_memory or capacity.gpu
-        host = host_memory or (available_host_bytes() if here else capacity.host)
-        found = cls(name, costs, gpu, host, _free(folder) if here else None)
+        host = host_memory or (capacity.host if here is None else available_host_bytes())
+        found = cls(name, costs, gpu, host, None if here is None else _free(here))
         return replace(found, memory=tuple(found._origins(fast_memory is not None, host_memory is not None)))
 
     @property
