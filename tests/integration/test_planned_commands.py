@@ -6,6 +6,7 @@ of a MoE kernel, on a platform that claims to be the machine's GPU. No weight is
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -23,6 +24,7 @@ import torch
 
 from vllm_spac.decisions.costs import Capacity, Costs, names
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
@@ -93,6 +95,7 @@ MEMORIES = [(fast, host) for fast in (None, 12 * GIB) for host in (1024 * GIB, 9
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is predicted: the commands of all choices are checked, not only that of the best."""
     monkeypatch.setenv("VLLM_PLUGINS", "spac")
+    monkeypatch.setattr(machines, "_free", lambda folder: 1 << 40)
     monkeypatch.setattr(plans, "predict", lambda *_: Prediction("low", 1.0, 1.0, "compute"))
     monkeypatch.setattr(plans, "first_token", lambda *_: (1.0, 1.0))
 
@@ -113,8 +116,13 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @cache
-def served(model: Path, on_cpu: bool, capability: Capability | None) -> ServedModel:
-    return ServedModel.read(str(model), on_cpu=on_cpu, capability=capability)
+def served(model: Path, on_cpu: bool, capability: Capability | None) -> list[ServedModel]:
+    """As an engine may choose by itself, and with our kernel where the host decides."""
+    named = find_model(str(model))
+    found = list(ServedModel.ways(named, on_cpu=on_cpu, capability=capability))
+    if not on_cpu and "table" not in (way.execution for way in found):
+        found += ServedModel.ways(named, "host", "table", on_cpu=on_cpu, capability=capability)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -136,18 +144,19 @@ def here(folder: Path) -> None:
     (folder / machines.PROFILE).write_text(profile.model_dump_json())
 
 
-def planned(model: Path, machine: str, memory: tuple[int | None, int], folder: Path) -> ServingPlan:
-    """The plan as the command line makes it."""
+def planned(model: Path, machine: str, memory: tuple[int | None, int], folder: Path, way: int) -> ServingPlan:
+    """The plan as the command line makes it, of one of ``served``."""
     fast, host = memory
     if fast == TINY:
-        whole = planned(model, machine, (12 * GIB, host), folder)
+        whole = planned(model, machine, (12 * GIB, host), folder, way)
         needed = whole.split.fast - whole.split.room + slot_bytes(whole.model, 0, tokens=2)
         fast = int(needed / UTILIZATION) + MIB
     if not machine.startswith(HERE):
         found = PlannedMachine.of(machine, fast, host)
     else:
         found = PlannedMachine.of(HERE, None, host if fast is None else fast, folder)
-    return make_plan(served(model, not found.gpu, found.capability), found, Load(2048, 1), (planned_routing.LOW,))
+    ways = served(model, not found.gpu, found.capability)
+    return make_plan(ways[way % len(ways)], found, Load(2048, 1), (planned_routing.LOW,))
 
 
 def printed(model: Path, machine: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], list[str]]:
@@ -156,14 +165,17 @@ def printed(model: Path, machine: str, folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Machine, "differences", lambda self, other: [])  # a GPU of this machine does not matter
     here(folder)
     found, refused = {}, []
-    for memory in MEMORIES:
+    for memory, way in itertools.product(MEMORIES, range(3)):
         try:
-            plan = planned(model, machine, memory, folder)
+            plan = planned(model, machine, memory, folder, way)
         except (ConfigError, UnsupportedError) as error:
             refused.append(str(error))
             continue
         for row in plan.rows:
             line = command(row.choice, plan.model, plan.machine, row.load)
+            if row.choice.store == "none":
+                assert not re.search("spac|moe|quantization", line.partition(plan.model.name)[2]), "stock's own choice"
+                continue
             found[re.sub(r"(memory\S*|slots) \d+", r"\1 N", line)] = line
     return set(found.values()), refused
 
@@ -358,6 +370,7 @@ def test_every_printed_command_is_accepted(kind, folders, tmp_path, monkeypatch,
             assert warnings == [], f"{machine}: {line}"
     print(f"{len(seen)} commands")
     assert len(seen) > len(GPUS), "experts in host memory and on a disk, with and without drafts"
+    assert any("--spac-kernel table" in options for _, options in seen)
 
 
 def test_a_cpu_without_amx_gets_no_command_for_quantised_experts(folders, tmp_path, monkeypatch) -> None:

@@ -13,6 +13,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.described import Architecture, described
 from vllm_spac.storage.checkpoint.headers import read_config
+from vllm_spac.storage.checkpoint.published import published
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 
 HERE = Path("model")
@@ -234,16 +235,73 @@ def test_whatever_a_config_holds_it_is_read_or_refused(changes: dict) -> None:
         found = Architecture.of(MIXTRAL | changes, HERE)
     except UnsupportedError:
         return
-    assert 0 <= found.kv_bytes(3) <= found.kv_bytes(4)
+    assert 0 <= found.token_bytes <= found.layer_kv * len(found.windows)
 
 
 def test_widths() -> None:
     found = Architecture.of(MIXTRAL | {"max_position_embeddings": 32768}, HERE)
-    assert found.kv_bytes(10) == 10 * 32 * 2 * 8 * 128 * 2 and found.longest == 32768 and not found.tied
+    assert found.token_bytes == 32 * 2 * 8 * 128 * 2 and found.longest == 32768 and not found.tied
     latent = MIXTRAL | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
-    assert Architecture.of(latent, HERE).kv_bytes(10) == 10 * 32 * (512 + 64) * 2
+    assert Architecture.of(latent, HERE).token_bytes == 32 * (512 + 64) * 2
     kinds = ["linear_attention", "full_attention", "sliding_attention", "full_attention"] * 8
     mixed = Architecture.of(MIXTRAL | {"layer_types": kinds, "sliding_window": 4}, HERE)
-    assert mixed.kv_bytes(10) == (16 * 10 + 8 * 4) * 2 * 8 * 128 * 2
+    assert (mixed.windows, mixed.recurrent, mixed.state) == ((None, 4, None) * 8, 8, None)
     with pytest.raises(UnsupportedError, match="does not say vocab_size"):
         Architecture.of(MIXTRAL | {"vocab_size": None}, HERE)
+
+
+# Bytes of KV cache of a token, by hand: layers x 2 x heads x width x 2 bytes, or layers x latent vector x 2 bytes.
+TOKEN_BYTES = {
+    "Qwen/Qwen3-30B-A3B": 48 * 2 * 4 * 128 * 2,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 32 * 2 * 8 * 128 * 2,
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": 27 * (512 + 64) * 2,
+    "zai-org/GLM-4.5-Air": 46 * 2 * 8 * 128 * 2,
+    "Qwen/Qwen3-235B-A22B": 94 * 2 * 4 * 128 * 2,
+    "Qwen/Qwen3-30B-A3B-FP8": 48 * 2 * 4 * 128 * 2,
+    "Qwen/Qwen3-30B-A3B-GPTQ-Int4": 48 * 2 * 4 * 128 * 2,
+    "casperhansen/mixtral-instruct-awq": 32 * 2 * 8 * 128 * 2,
+    "openai/gpt-oss-20b": 24 * 2 * 8 * 64 * 2,
+    "openai/gpt-oss-120b": 36 * 2 * 8 * 64 * 2,
+    "zai-org/GLM-4.5-Air-FP8": 46 * 2 * 8 * 128 * 2,
+}
+
+
+def test_the_kv_cache_of_a_token_of_each_published_model() -> None:
+    found = {name: Architecture.of(config, HERE) for name, config in published().items()}
+    assert {name: shape.token_bytes for name, shape in found.items()} == TOKEN_BYTES
+    for name, shape in found.items():
+        windows = [None] * len(shape.windows)
+        assert list(shape.windows) == ([128, None] * (len(windows) // 2) if "gpt-oss" in name else windows)
+        assert (shape.recurrent, shape.state) == (0, None)
+
+
+GATED_DELTA = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.parametrize("said", [{"full_attention_interval": 4}, {}], ids=["interval", "family's interval"])
+def test_layers_with_a_state_have_no_kv_cache(said: dict) -> None:
+    """Of Qwen3-Next, 12 of 48 layers have one; the others keep a convolution's rows, and a matrix per head."""
+    found = Architecture.of(MIXTRAL | GATED_DELTA | said | {"num_hidden_layers": 48}, HERE)
+    assert (found.windows, found.recurrent) == ((None,) * 12, 36)
+    assert found.token_bytes == 12 * found.layer_kv
+    assert found.state is not None
+    rows, values = 3 * (2 * 16 * 128 + 32 * 128) * 2, 32 * 128 * 128
+    assert found.state.nbytes(0, on_cpu=False) == rows + 2 * values
+    assert found.state.nbytes(2, on_cpu=True) == rows * 5 // 3 + 4 * values
+
+
+def test_a_window_of_all_layers_is_kept_unless_it_is_off() -> None:
+    def windows(**said: object) -> set:
+        return set(Architecture.of(MIXTRAL | said, HERE).windows)
+
+    assert windows(sliding_window=4096) == {4096}
+    assert windows(sliding_window=4096, use_sliding_window=False) == {None}
+    assert windows(sliding_window=4096, max_window_layers=28) == {None}, "vLLM's number of layers is not known"
+    kinds = {"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8, "attention_chunk_size": 8192}
+    assert windows(**kinds) == {None}, "vLLM keeps all tokens of both"

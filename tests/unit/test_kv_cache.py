@@ -170,7 +170,7 @@ def test_slots_of_published_models_with_no_flag_but_the_plugins(model: str) -> N
         parts = split(served, PlannedMachine.of(card, None, 1 << 40), Load(1, 1))
         both = parts.room + parts.kv
         asked = config(requests=256, tokens=shape.longest)
-        each = shape.kv_bytes(shape.longest)
+        each = shape.token_bytes * shape.longest
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fast_memory, "_request_bytes", lambda _, each=each: each)
             now = both - fast_memory.beside_slots(asked, both)

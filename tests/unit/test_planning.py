@@ -30,7 +30,7 @@ from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
 from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_percent, slot_bytes, split
-from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.planned_model import ServedModel, executions
 from vllm_spac.tools.planning.planned_serving import assumptions, make_plan
 from vllm_spac.tools.planning.predict import PROMPT, Prediction, first_token, predict
 from vllm_spac.tools.traces.locality import PUBLISHED, Locality
@@ -460,9 +460,35 @@ def test_bad_options(model: ServedModel, options: list[str], said: str) -> None:
     assert said in run(model.name, *options, code=1)
 
 
-def test_this_machine_must_be_measured_first(model: ServedModel, monkeypatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_machine_that_was_not_measured_is_measured_once(model: ServedModel, monkeypatch, tmp_path: Path) -> None:
+    """By the command that measures, in a process of its own, which is told the size of an expert."""
+    path, asked = tmp_path / "profile.json", []
+    monkeypatch.setattr(machines, "PROFILE", path)
+    measured = Costs.read("rtx4090")
+    origin = measured.provenance.model_copy(update={"how": "measured", "machine": Machine.here(), "store": "disk"})
+    capacity = Capacity(host=64 * GIB)
+    changes = {"provenance": origin, "load": measured.disk, "host": measured.load, "disk": None, "capacity": capacity}
+
+    def profile(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        asked.append(command)
+        path.write_text(measured.model_copy(update=changes).model_dump_json())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", profile)
+    text = run(model.name)
+    assert "this machine was not measured yet: doing so once" in text and f"kept in {path}" in text
+    assert "costs of here: measured" in text
+    assert asked[0][-4:-1] == ["profile", f"--expert-bytes={W_E}", f"--disk-dir={machines.DISK_DIR.expanduser()}"]
+    assert asked[0][-1] == f"--output={path}"
+    assert "not measured yet" not in run(model.name) and len(asked) == 1
+
+
+def test_a_machine_that_cannot_be_measured_is_an_error(model: ServedModel, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machines, "PROFILE", tmp_path / "absent.json")
-    assert "was not measured" in run(model.name, code=1)
+    failed = subprocess.CompletedProcess([], 1, "", "error: no room on the disk")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    assert "this machine cannot be measured: error: no room on the disk; name another" in run(model.name, code=1)
 
 
 def test_bad_models(tmp_path: Path) -> None:
@@ -495,7 +521,6 @@ def test_float32_is_served_as_16_bits(tmp_path: Path) -> None:
 COMMANDS = [
     Choice(25, "host", cpu=True),
     Choice(30, "tiers", 3 << 28, drafts=4),
-    Choice(100, "none"),
 ]
 PARSED = """
 import json, sys
@@ -519,12 +544,104 @@ def test_the_command_is_one_that_vllm_takes(model: ServedModel) -> None:
         [sys.executable, "-c", PARSED], input=json.dumps(lines), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    host, tiers, all_in = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
+    host, tiers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
     assert host[0] == {"slots": "25%", "store": "host", "decisions": "host", "cpu_experts": "auto"}
     assert SpacConfig.parse(tiers[0]).host_memory == 3 << 28
     assert tiers[0]["store"] == "disk" and tiers[3]["num_speculative_tokens"] == 4
-    assert [found[4] for found in (host, tiers, all_in)] == [1, 2, 1], "for graphs of each length of drafts"
-    assert all_in[0] == {"slots": "100%"} and all_in[1:3] == [2048, kv_bytes(model, ONE)]
+    assert [found[4] for found in (host, tiers)] == [1, 2], "for graphs of each length of drafts"
+    assert host[1:3] == [2048, kv_bytes(model, machine(GIB, GIB), ONE)]
+
+
+def test_where_all_experts_fit_the_command_is_stock_s(model: ServedModel) -> None:
+    """With what its defaults would not have room for: its longest context, and as many requests as it admits."""
+    everything = Choice(100, "none")
+
+    def options(fast: float, **changes: object) -> list[str]:
+        found = command(everything, replace(model, **changes), machine(fast, 0), Load(2048, 2))
+        line = shlex.split(found)
+        assert line[:3] == ["vllm", "serve", model.name] and "spac" not in found
+        return line[3:]
+
+    assert options(16 * GIB) == []
+    assert options(16 * GIB, revision="v1") == ["--revision", "v1"]
+    shape, long = model.architecture, 1 << 20
+    asked = replace(shape, longest=long)
+    taken = kv_bytes(replace(model, architecture=asked), machine(GIB, 0), Load(long, 1))
+    assert options(4 * GIB + taken, architecture=asked) == []
+    assert options(4 * GIB, architecture=asked) == ["--max-model-len", "2048"]
+    wide = replace(shape, vocabulary=1 << 20)
+    assert options(3 * GIB, architecture=wide) == ["--max-num-seqs", "2"]
+    drafts = shlex.split(command(replace(everything, drafts=4), model, machine(16 * GIB, 0), ONE))
+    assert drafts[3] == "--speculative-config" and len(drafts) == 5
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_fits_is_left_to_stock_with_the_reason(model: ServedModel) -> None:
+    text = run(model.name, "--machine", "rtx4090")
+    assert text.startswith(f"run: vllm serve {model.name} calculated, not measured: ")
+    assert "all experts fit in GPU memory, so stock vLLM serves this model: the plugin would have nothing to" in text
+    assert "all 256 experts" in text and "what to expect of stock vLLM" in text
+    for plugin_s in ("does not fit", "--decisions", "range:", "where the device decides", "a layer over slots"):
+        assert plugin_s not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_comes_first_then_what_it_rests_on_then_tables(model: ServedModel) -> None:
+    text = run(model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--host-memory", "8GiB")
+    order = ["run: vllm serve ", "calculated, not measured: ", "does not fit: ", "assumed: ", "memory, calculated"]
+    places = [text.index(part) for part in [*order, "what to expect with"]]
+    assert places == sorted(places) and places[0] == 0
+
+
+HERE_ONLY = {"on_cpu": False, "ours": False}
+
+
+@pytest.mark.parametrize(
+    ("decisions", "kernel", "where", "found"),
+    [
+        ("auto", "auto", {}, ("slots", "pointers")),
+        ("auto", "auto", {"ours": True}, ("pointers", "table")),
+        ("host", "auto", {}, ("slots",)),
+        ("host", "auto", {"ours": True}, ("table",)),
+        ("host", "vllm", {"ours": True}, ("slots",)),
+        ("device", "auto", {}, ("pointers",)),
+        ("device", "table", {}, ("pointers",)),
+        ("auto", "table", {}, ("table", "pointers")),
+        ("auto", "vllm", {}, ("slots",)),
+        ("auto", "auto", {"on_cpu": True}, ("slots",)),
+    ],
+)
+def test_executions_are_those_that_an_engine_may_choose(decisions, kernel, where, found) -> None:
+    assert executions(decisions, kernel, **HERE_ONLY | where) == found
+
+
+def test_knobs_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="use --kernel table, or --decisions host"):
+        executions("device", "vllm", **HERE_ONLY)
+    with pytest.raises(ConfigError, match="--kernel table is for a GPU"):
+        executions("auto", "table", ours=False, on_cpu=True)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_refusal_that_names_a_kernel_can_be_followed(tmp_path: Path) -> None:
+    """Of experts that vLLM's kernel does not read from slots; our kernel has them from a disk, too."""
+    folder, small = quantised(tmp_path, MXFP4), ("--machine", "rtx4090", "--fast-memory", "0.9GiB", "--context", 1024)
+    refused = run(folder, *small, "--decisions", "host", "--kernel", "vllm", code=1)
+    assert "use --spac-kernel table" in refused
+    text = run(folder, *small, "--host-memory", "4.1GiB", "--decisions", "host", "--spac-kernel", "table")
+    for part in ("--spac-store disk --spac-decisions host", "--spac-kernel table --moe-backend marlin", "kernel=table"):
+        assert part in text
+    chosen = run(folder, *small, "--host-memory", "4.1GiB")
+    assert "--spac-kernel table" in chosen, "where pointers have no host memory to read from"
+    assert "--kernel slots: use vllm or table" in run(folder, "--kernel", "slots", code=1)
+
+
+def test_states_of_unknown_size_leave_the_kv_cache_to_vllm(model: ServedModel) -> None:
+    shape = replace(model.architecture, recurrent=4)
+    found, here = replace(model, architecture=shape), machine(GIB, GIB)
+    assert "--kv-cache-memory-bytes" not in command(Choice(25, "host"), found, here, ONE)
+    plan = make_plan(found, machine(GIB * 1.25, 2 * GIB), ONE, [planned_routing.LOW])
+    assert any("states of its 4 recurrent layers take no memory" in text for text in assumptions(plan))
 
 
 MXFP4 = {"quant_method": "mxfp4"}
@@ -600,7 +717,6 @@ def test_a_plan_with_pointers(tmp_path: Path) -> None:
     for part in (said, "decisions=device, calculated", "timed on one H100", "--spac-decisions device"):
         assert part in text
     assert "--decisions tables: use host or device" in run(folder, "--decisions", "tables", code=1)
-    assert "reads no slots" in run(folder, "--machine", "rtx4090", "--decisions", "host", code=1)
 
 
 def test_flags_of_quantised_experts_are_separate_words(model: ServedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
@@ -17,11 +18,12 @@ from rich.table import Table
 
 from vllm_spac.cli.doctor import normal_url
 from vllm_spac.cli.tables import examples, print_table, say, shown
-from vllm_spac.config.types import DECIDED
+from vllm_spac.config.types import AUTO, DECIDED, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
+    from vllm_spac.storage.checkpoint.published import NamedModel
     from vllm_spac.tools.planning.measured_server import ServerSpeed
     from vllm_spac.tools.planning.planned_model import ServedModel
     from vllm_spac.tools.planning.planned_routing import Routing
@@ -31,14 +33,22 @@ if TYPE_CHECKING:
 EXAMPLES = examples("""
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090
 vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the weights are downloaded[/]
-vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# this machine, after vllm-spac profile[/]
-vllm-spac plan ./gpt-oss-120b --machine rtx4090 --decisions device   [dim]# packed experts, read by our kernels[/]
+vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# on this machine, measured once[/]
+vllm-spac plan openai/gpt-oss-120b --machine rtx4090 --kernel table --decisions host   [dim]# from a disk, too[/]
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --verify localhost:8000   [dim]# beside what a server reaches[/]
 """)
 
 CONTEXT = 4096
-_EXECUTIONS = {decisions: cast("Literal['slots', 'pointers']", name) for name, decisions in DECIDED.items()}
+_HERE = "here"
+_PLANES = {name: f"decisions={decided}" + (", kernel=table" * (name == "table")) for name, decided in DECIDED.items()}
+_OPTIONS = {
+    name: " ".join(f"--{knob.replace('=', ' ')}" for knob in plane.split(", ")) for name, plane in _PLANES.items()
+}
+_STOCK = (
+    "all experts fit in {}, so stock vLLM serves this model: the plugin would have nothing to load, and stock chooses "
+    "from all of its kernels, of which slots can use some"
+)
 
 
 def plan(
@@ -48,10 +58,10 @@ def plan(
     machine: Annotated[
         str,
         typer.Option(
-            help="here (measured by vllm-spac profile), a100, b200, h100, h200, rtx3090, rtx4090, rtx5090, or a file "
-            "of vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
+            help="here (measured first, if it was not yet), a100, b200, h100, h200, rtx3090, rtx4090, rtx5090, or a "
+            "file of vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
         ),
-    ] = "here",
+    ] = _HERE,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens per request, prompt included.", min=2, show_default=f"{CONTEXT}, or the model's"),
@@ -66,7 +76,24 @@ def plan(
     ] = None,
     decisions: Annotated[
         str | None,
-        typer.Option(help="host or device, as --spac-decisions.", show_default="the faster one"),
+        typer.Option(
+            "--decisions",
+            "--spac-decisions",
+            help="host or device: who decides which experts are loaded.",
+            show_default="the faster one",
+        ),
+    ] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            "--kernel",
+            "--spac-kernel",
+            help="vllm or table: what computes experts.",
+            show_default="the one that reads this checkpoint",
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a name on the hub, as for vllm serve.")
     ] = None,
     verify: Annotated[
         str | None, typer.Option(help="Also measure the server of this model at this address, and compare.")
@@ -78,22 +105,24 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Calculate how to serve a model: memory, tokens per second and time to first token of each way; the command."""
+    from vllm_spac.storage.checkpoint.published import find_model
     from vllm_spac.tools.planning.planned_machine import PlannedMachine
     from vllm_spac.tools.planning.planned_memory import Load
-    from vllm_spac.tools.planning.planned_model import ServedModel
+    from vllm_spac.tools.planning.planned_model import Decisions, Kernel, ServedModel
     from vllm_spac.tools.planning.planned_serving import best_plan
 
-    if decisions not in (None, *_EXECUTIONS):
-        raise ConfigError(f"--decisions {decisions}: use {' or '.join(_EXECUTIONS)}")
-    asked = None if decisions is None else _EXECUTIONS[decisions]
+    decided = cast(Decisions, _one_of(Decisions, "--decisions", decisions))
+    computed = cast(Kernel, _one_of(Kernel, "--kernel", kernel))
     sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
-    planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
     with Console(stderr=True).status("reading the model") as status:
-        on_cpu, capability = not planned.gpu, planned.capability
-        if asked is None:
-            ways = ServedModel.ways(model, on_cpu=on_cpu, capability=capability)
-        else:
-            ways = [ServedModel.read(model, asked, on_cpu=on_cpu, capability=capability)]
+        named = find_model(model, revision)
+        if machine == _HERE:
+            status.stop()
+            _measured_here(named)
+            status.start()
+        planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
+        status.update("calculating")
+        ways = list(ServedModel.ways(named, decided, computed, on_cpu=not planned.gpu, capability=planned.capability))
         served = ways[0]
         context = context or min(CONTEXT, served.architecture.longest or CONTEXT)
         found = best_plan(
@@ -103,13 +132,32 @@ def plan(
             _routings(trace, served),
             lambda text: status.update(shown(text)),
         )
-    checked = None if verify is None else _verified(normal_url(verify), api_key, model, found, trace)
+    checked = None if verify is None else _verified(normal_url(verify), api_key, named, found, trace)
     if as_json:
         print(json.dumps(_content(found) | ({} if checked is None else {"verified": asdict(checked)}), indent=2))
         return
     _show(Console(), found)
     if checked is not None:
         _show_verified(Console(), checked)
+
+
+def _one_of(kind: Any, option: str, text: str | None) -> str:
+    """Returns the value of an option, ``auto`` where it was not given."""
+    values = get_args(kind)
+    if text is not None and text not in values:
+        raise ConfigError(f"{option} {text}: use {' or '.join(value for value in values if value != AUTO)}")
+    return text or AUTO
+
+
+def _measured_here(named: NamedModel) -> None:
+    """Measures this machine with experts of such a model, if it was not measured yet."""
+    from vllm_spac.cli.profile import measure_first
+    from vllm_spac.system.machine import DISK_DIR
+    from vllm_spac.tools.planning.planned_machine import profile_path
+
+    path = profile_path()
+    if not path.exists():
+        measure_first(max(named.checkpoint().expert_bytes), DISK_DIR.expanduser(), path)
 
 
 @dataclass(frozen=True)
@@ -128,25 +176,27 @@ class PlanBesideServer:
         return f"{1 - found / low:.0%} below the range" if found < low else f"{found / high - 1:.0%} above the range"
 
 
-def _verified(url: str, api_key: str | None, model: str, found: ServingPlan, trace: Path | None) -> PlanBesideServer:
+def _verified(
+    url: str, api_key: str | None, named: NamedModel, found: ServingPlan, trace: Path | None
+) -> PlanBesideServer:
     from vllm_spac.tools.planning.measured_server import measure
-    from vllm_spac.tools.planning.planned_model import ServedModel
+    from vllm_spac.tools.planning.planned_model import Execution, ServedModel
     from vllm_spac.tools.planning.planned_serving import row_of
 
     machine = found.machine
     with Console(stderr=True).status(f"measuring {shown(url)}: a minute or two"):
         speed = measure(url, api_key, found.load.concurrency)
-    if speed.execution not in DECIDED:
+    if speed.execution not in _PLANES:
         raise ConfigError(f"the server at {url} runs execution={speed.execution}, which no plan calculates")
-    kind = cast("Literal['slots', 'pointers']", speed.execution)
-    served = ServedModel.read(model, kind, on_cpu=not machine.gpu, capability=machine.capability)
+    kind = cast(Execution, speed.execution)
+    served = ServedModel.of(named, kind, on_cpu=not machine.gpu, capability=machine.capability)
     planned = row_of(speed.choice, served, machine, found.load, _routings(trace, served), lambda text: None)
     return PlanBesideServer(url, speed, planned)
 
 
 def _show_verified(console: Console, checked: PlanBesideServer) -> None:
     speed, planned = checked.measured, checked.planned
-    how = f"{speed.percent}% of the experts in slots, decisions={DECIDED[speed.execution]}, store={speed.store}"
+    how = f"{speed.percent}% of the experts in slots, {_PLANES[speed.execution]}, store={speed.store}"
     text = f"{speed.tokens_per_second:.3g} tokens/s of {speed.requests} at once, first token {speed.first_token:.2g} s"
     say(console, f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}")
     band = _range(_speed(planned.low), _speed(planned.high))
@@ -180,30 +230,49 @@ def size_of(name: str, text: str | None) -> int | None:
 
 
 def _show(console: Console, found: ServingPlan) -> None:
+    """Prints the command, what it gives, what that rests on, and the tables that it is from."""
     from vllm_spac.tools.planning.planned_memory import command
     from vllm_spac.tools.planning.planned_serving import assumptions
 
+    best = found.best
+    console.print("[green]run:[/]")
+    say(console, shown(command(best.choice, found.model, found.machine, best.load)))
+    console.print()
+    for text in _summary(found):
+        console.print(shown(text), highlight=False)
+    console.print()
+    console.print("[dim]assumed:[/]")
+    for text in assumptions(found):
+        console.print(Padding(f"[dim]{shown(text)}[/]", (0, 0, 0, 2)), highlight=False)
+    console.print()
     print_table(console, _memory(found))
     print_table(console, _choices(found))
-    if found.beside is not None:
-        low, high = (_speed(each) for each in (found.beside.best.low, found.beside.best.high))
-        speeds = _range(low, high)
-        console.print(f"with --decisions {DECIDED[found.beside.model.execution]}: {speeds} tokens/s", highlight=False)
-    for problem in found.problems:
-        say(console, f"[yellow]does not fit:[/] {shown(problem)}")
-    even, resident = found.best.even, found.best.choice.store == "none"
-    if resident:
-        console.print("all experts fit: nothing is offloaded, and stock vLLM serves this model too", highlight=False)
-    elif even is not None:
-        text = "range: from routing with no locality at all to routing as local as published of Qwen3-30B-A3B"
-        say(console, f"{text} (at least {_speed(found.best.compared)} tokens/s); --trace of this model narrows it")
-    for text in assumptions(found):
-        say(console, f"[dim]assumed: {shown(text)}[/]")
-    if found.best.choice.cpu:
-        text = "CPU experts are exact up to rounding, and on an H100 they never paid"
-        console.print(f"{text}; without them, see the rows below the first", highlight=False)
-    best = command(found.best.choice, found.model, found.machine, found.best.load)
-    say(console, f"[green]run:[/] {shown(best)}")
+
+
+def _summary(found: ServingPlan) -> Iterator[str]:
+    """Yields what the command gives, and why it is this one, in sentences."""
+    best, beside = found.best, found.beside
+    speeds = _range(_speed(best.low), _speed(best.high))
+    first = _range(*(f"{seconds:.2g}" for seconds in best.first_token))
+    load = "one request" if found.load.concurrency == 1 else f"{found.load.concurrency} requests at once"
+    yield f"calculated, not measured: {speeds} tokens/s with {load}; first token after {first} s"
+    if best.choice.store == "none":
+        yield _STOCK.format("GPU memory" if found.machine.gpu else "memory")
+        return
+    yield from (f"does not fit: {problem}" for problem in found.problems)
+    if beside is not None and beside.best.choice.store != "none":
+        low, high = (_speed(each) for each in (beside.best.low, beside.best.high))
+        yield f"with {_OPTIONS[beside.model.execution]}: {_range(low, high)} tokens/s"
+    if best.even is not None:
+        yield (
+            "range: from routing with no locality at all to routing as local as published of Qwen3-30B-A3B (at least "
+            f"{_speed(best.compared)} tokens/s); --trace of this model narrows it"
+        )
+    if best.choice.cpu:
+        yield (
+            "CPU experts are exact up to rounding, and on an H100 they never paid; without them, see the rows below "
+            "the first"
+        )
 
 
 def _memory(found: ServingPlan) -> Table:
@@ -220,16 +289,19 @@ def _memory(found: ServingPlan) -> Table:
     count = sum(count for count, _ in slots)
     load = f"{found.load.concurrency} x {found.load.context:,} tokens"
     table.add_row("weights that are no experts", gib(split.weights), "fast memory")
-    table.add_row(f"KV cache, {load}", gib(split.kv), "fast memory")
+    shape = model.architecture
+    part = f" of {len(shape.windows)} of {len(shape.windows) + shape.recurrent} layers" if shape.recurrent else ""
+    table.add_row(f"KV cache{part}, {load}", gib(split.kv), "fast memory")
     table.add_row("run-time buffers", gib(split.working), "fast memory")
     if split.staging:
         table.add_row("buffers for prompts (staging)", gib(split.staging), "fast memory")
     if model.checkpoint.quantisation:
         method = shown(quant_config.method(model.checkpoint.quantisation))
-        table.add_row(
-            f"one expert in a slot ({method}, decisions={DECIDED[model.execution]})", f"{model.expert_bytes:,} B", ""
-        )
-    table.add_row(f"slots: {count:,} of {model.checkpoint.total:,} experts", gib(held), "fast memory")
+        table.add_row(f"one expert in a slot ({method}, {_PLANES[model.execution]})", f"{model.expert_bytes:,} B", "")
+    experts = (
+        f"all {count:,} experts" if best.store == "none" else f"slots: {count:,} of {model.checkpoint.total:,} experts"
+    )
+    table.add_row(experts, gib(held), "fast memory")
     table.add_row("left", gib(split.room - held), f"of {gib(split.fast)} of fast memory")
     if best.store == "host":
         table.add_row("all experts", gib(model.experts_bytes), "host memory")
@@ -241,7 +313,9 @@ def _memory(found: ServingPlan) -> Table:
 
 
 def _choices(found: ServingPlan) -> Table:
-    title = f"what to expect with decisions={DECIDED[found.model.execution]}, calculated: low–high"
+    stock = found.best.choice.store == "none"
+    served = "of stock vLLM" if stock else f"with {_PLANES[found.model.execution]}"
+    title = f"what to expect {served}, calculated: low–high"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)  # fits 80 columns
     columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token, s")
     for name in columns:
@@ -379,7 +453,6 @@ def document() -> str:
 def rows() -> list[tuple[str, str, str, str, str]]:
     """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
     from vllm_spac.config.config import SpacConfig, value_forms  # imports torch, which takes seconds
-    from vllm_spac.config.types import flag
 
     found, forms = [], value_forms()
     for name, field in SpacConfig.model_fields.items():

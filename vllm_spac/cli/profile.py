@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -116,6 +118,30 @@ def profile(
     if costs.network is not None:
         print_table(console, _network_table(costs.network, costs.provenance.points[_ROUND_TRIPS]))
     say(console, f"written: {shown(path)}")
+
+
+def measure_first(nbytes: int, folder: Path, path: Path) -> None:
+    """Measures this machine before a command that needs it, in a process of its own, and says so.
+
+    Args:
+        nbytes: of an expert.
+        folder: where experts are packed; ``path``: of the profile that is written.
+
+    Raises:
+        ConfigError: it cannot be measured.
+    """
+    text = "this machine was not measured yet: doing so once, as vllm-spac profile does, takes a minute or two"
+    say(Console(stderr=True), text)
+    asked = [f"--expert-bytes={nbytes}", f"--disk-dir={folder}", f"--output={path}"]
+    command = [sys.executable, "-P", "-m", "vllm_spac.cli.main", "profile", *asked]
+    terminal = sys.stderr.isatty()  # then its progress is seen; else its last words are in the error
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None if terminal else subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ConfigError(
+            f"this machine cannot be measured: {(done.stderr or done.stdout or 'see above').strip()}; name another "
+            "machine, or run vllm-spac profile"
+        )
+    say(Console(stderr=True), f"measured, and kept in {shown(path)}")
 
 
 def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: float) -> None:

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -117,7 +116,7 @@ def tune(
     )
     folder = path_named(disk_dir or DISK_DIR, "--disk-dir").absolute()
     texts, checksum = _prompts(prompts)
-    machine = _machine(model, folder, fast_memory)
+    machine = _machine(served, folder, fast_memory)
     arguments = {
         "tokens": output_tokens,
         "prompts": checksum,
@@ -343,22 +342,16 @@ def _prompts(path: Path | None) -> tuple[list[str | list[int]], str]:
     return found, checksum([list(text.encode()) if isinstance(text, str) else text for text in found])
 
 
-def _machine(model: str, folder: Path, fast_memory: str | None) -> PlannedMachine:
-    """Returns this machine; measures it first, in a process of its own, unless ``vllm-spac profile`` has."""
+def _machine(served: ServedModel, folder: Path, fast_memory: str | None) -> PlannedMachine:
+    """Returns this machine; measures it first, unless ``vllm-spac profile`` has."""
     from vllm_spac.cli.plan import size_of
-    from vllm_spac.tools.planning.planned_machine import HERE, PROFILE, UTILIZATION, PlannedMachine
+    from vllm_spac.cli.profile import measure_first
+    from vllm_spac.tools.planning.planned_machine import HERE, UTILIZATION, PlannedMachine, profile_path
 
     fast = size_of("fast", fast_memory)
     with suppress(ConfigError):
         return _limited(PlannedMachine.of(HERE, folder=folder), fast, UTILIZATION)
-    console = Console(stderr=True)
-    console.print("measuring this machine first, as vllm-spac profile does", highlight=False)
-    asked = ["--model", model, "--disk-dir", str(folder), "--output", str(folder / PROFILE)]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "vllm_spac.cli.main", "profile", *asked], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise ConfigError(f"vllm-spac profile failed: {done.stderr.strip() or done.stdout.strip()}")
+    measure_first(max(served.checkpoint.expert_bytes), folder, profile_path(folder))
     return _limited(PlannedMachine.of(HERE, folder=folder), fast, UTILIZATION)
 
 

@@ -119,7 +119,29 @@ INNER = (
 )
 _KV_BYTES = 2  # of a value: the cache has the model's 16 bits
 _MOST_TOKENS = 1 << 40
-_WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "conv")
+_STATES = ("linear_attention", "mamba", "recurrent", "conv")  # kinds of layers with a state in place of a KV cache
+_NEITHER = ("moe", "mlp")
+_GATED_DELTA = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+_INTERVAL = 4  # of full attention in those models, where a config does not say
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The state that a recurrent layer keeps of a request, as large however long that is.
+
+    Attributes:
+        rows: bytes of its convolution; ``draft``: more with each draft token of a step.
+        values: of its matrices; ``wide``: they are in float32 on a GPU, too.
+    """
+
+    rows: int
+    draft: int
+    values: int
+    wide: bool
+
+    def nbytes(self, drafts: int, on_cpu: bool) -> int:
+        """Returns its bytes; vLLM's kernels for a CPU have the matrices in float32."""
+        return self.rows + drafts * self.draft + self.values * (4 if self.wide or on_cpu else _KV_BYTES)
 
 
 @dataclass(frozen=True)
@@ -133,6 +155,8 @@ class Architecture:
         longest: context that the model was made for, in tokens; 0: unknown.
         layer_kv: bytes of KV cache of one token in one attention layer.
         windows: for each layer with a KV cache, the tokens that it keeps; None: all.
+        recurrent: number of layers that keep a state in place of a KV cache.
+        state: of one of them; None: there are none, or its size is not known.
     """
 
     hidden: int
@@ -146,6 +170,8 @@ class Architecture:
     longest: int
     layer_kv: int
     windows: tuple[int | None, ...]
+    recurrent: int = 0
+    state: LayerState | None = None
 
     @classmethod
     def of(cls, config: dict, where: Path) -> Architecture:
@@ -168,6 +194,7 @@ class Architecture:
             rotary = first_number(config, ("qk_rope_head_dim",))
             kv_heads, layer_kv = 1, (latent + rotary) * _KV_BYTES
             head = max(head, rotary + first_number(config, ("qk_nope_head_dim",)))
+        kinds = _kinds(config, needed(*LAYERS))
         return cls(
             hidden=hidden,
             inner=needed(*INNER),
@@ -179,19 +206,48 @@ class Architecture:
             tied=any(part.get("tie_word_embeddings") is True for part in quant_config.parts(config)),
             longest=first_number(config, ("max_position_embeddings", "max_seq_len", "seq_length"), _MOST_TOKENS),
             layer_kv=layer_kv,
-            windows=_windows(config, needed(*LAYERS)),
+            windows=_windows(config, kinds),
+            recurrent=sum(kind.startswith(_STATES) for kind in kinds),
+            state=_state(config),
         )
 
-    def kv_bytes(self, tokens: int) -> int:
-        """Returns the bytes of KV cache of a request of ``tokens``; states of layers without one are left out."""
-        return sum(self.layer_kv * (tokens if window is None else min(tokens, window)) for window in self.windows)
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV cache of one more token, while no window is full."""
+        return self.layer_kv * len(self.windows)
 
 
-def _windows(config: dict, layers: int) -> tuple[int | None, ...]:
-    """Returns the window of each layer with a KV cache; without ``layer_types``, all layers keep all tokens."""
-    kinds = next((part["layer_types"] for part in quant_config.parts(config) if part.get("layer_types")), None)
-    if not isinstance(kinds, list):
-        return (None,) * layers
-    window = first_number(config, ("sliding_window", "attention_chunk_size"), _MOST_TOKENS) or None
-    kept = [str(kind) for kind in kinds[:layers] if not str(kind).startswith(_WITHOUT_KV)]
-    return tuple(window if kind.startswith(("sliding", "chunked")) else None for kind in kept)
+def _kinds(config: dict, layers: int) -> list[str]:
+    """Returns the kind of each layer, by vLLM's names of them; without a list of kinds, attention."""
+    names = ("layer_types", "layers_block_type")
+    listed = next((part[name] for part in quant_config.parts(config) for name in names if part.get(name)), None)
+    if isinstance(listed, list):
+        return [str(kind) for kind in listed[:layers]]
+    interval = first_number(config, ("full_attention_interval",))
+    if not interval and first_number(config, _GATED_DELTA[:1]):
+        interval = _INTERVAL
+    if not interval:
+        return ["attention"] * layers
+    return ["linear_attention" if place % interval else "full_attention" for place in range(1, layers + 1)]
+
+
+def _windows(config: dict, kinds: list[str]) -> tuple[int | None, ...]:
+    """Returns the window of each layer with a KV cache; vLLM keeps all tokens where some layers attend to chunks."""
+    found = list(quant_config.parts(config))
+    off = any(part.get("use_sliding_window") is False or part.get("attention_chunk_size") for part in found)
+    window = None if off else first_number(config, ("sliding_window",), _MOST_TOKENS) or None
+    everywhere = not any(part.get(name) for part in found for name in ("layer_types", "max_window_layers"))
+    kept = (kind for kind in kinds if not kind.startswith((*_STATES, *_NEITHER)))
+    return tuple(window if everywhere or kind.startswith("sliding") else None for kind in kept)
+
+
+def _state(config: dict) -> LayerState | None:
+    """Returns the state of a gated delta net's layer: rows of its convolution in 16 bits, and a matrix per head."""
+    sizes = [first_number(config, (name,)) for name in _GATED_DELTA]
+    kernel = first_number(config, ("linear_conv_kernel_dim",))
+    if not (all(sizes) and kernel):
+        return None
+    key_heads, value_heads, key, value = sizes
+    row = (2 * key_heads * key + value_heads * value) * _KV_BYTES
+    wide = any(part.get("mamba_ssm_dtype") == "float32" for part in quant_config.parts(config))
+    return LayerState((kernel - 1) * row, row, value_heads * value * key, wide)

@@ -26,8 +26,10 @@ LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 _INSTEAD = "name a folder with config.json and *.safetensors, or a model of the Hugging Face hub"
 
 
+CONFIG, QUANTISED_BESIDE = "config.json", "hf_quant_config.json"  # the second of older ModelOpt
 INDEX = "model.safetensors.index.json"
 _MOST_INDEX = 100_000_000  # bytes
+_MOST_TOTAL = 1 << 50  # bytes of a checkpoint
 _EXPERT = re.compile(r".*?\b(?:layers?|blocks|h)\.(?P<index>\d{1,6})\..*?\bexperts\.(?:(?P<expert>\d{1,6})\.)?")
 _MOST = 1 << 20  # experts or layers that a config may claim
 
@@ -216,7 +218,7 @@ def read_config(path: Path) -> dict:
     The quantisation that older ModelOpt describes in a file beside it is added, as vLLM does.
     """
     check_kind(path)
-    config, beside = _mapping(path), path.with_name("hf_quant_config.json")
+    config, beside = _mapping(path), path.with_name(QUANTISED_BESIDE)
     if quant_config.of(config) is None and beside.exists():
         config[quant_config.QUANTISED[0]] = _mapping(beside)
     return config
@@ -266,6 +268,19 @@ def shards(folder: Path) -> list[Path]:
     if not files:
         raise UnsupportedError(f"{folder} has no *.safetensors; convert the checkpoint, or download it completely")
     return files
+
+
+def read_total(index: Path) -> int | None:
+    """Returns the bytes of all tensors, as the index of a checkpoint says; None: it does not.
+
+    Raises:
+        UnsupportedError: it is no index.
+    """
+    try:
+        total = parse_json(read_text(index, _MOST_INDEX)).get("metadata", {}).get("total_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnsupportedError(f"{index} is not an index of safetensors files: {error!r}") from error
+    return int(total) if isinstance(total, int | float) and 0 < total < _MOST_TOTAL else None
 
 
 def entries(path: Path) -> dict[str, dict]:

@@ -96,7 +96,10 @@ def only_ours(quantisation: Mapping, capability: Capability | None = None) -> bo
 
 
 def flags(
-    quantisation: Mapping | None, kernels: FormatKernels | None = None, capability: Capability | None = None
+    quantisation: Mapping | None,
+    kernels: FormatKernels | None = None,
+    capability: Capability | None = None,
+    plane: str = "--spac-decisions device",
 ) -> tuple[str, ...]:
     """Returns the options that make ``kernels`` run these experts, on each GPU that can.
 
@@ -110,12 +113,13 @@ def flags(
         quantisation: of the checkpoint; None: its experts are not quantised.
         kernels: None: vLLM's on a GPU, or ours where slots cannot hold these experts.
         capability: of the GPU; None: not known.
+        plane: the options that say who decides, where our kernels run the experts.
     """
     kernels = kernels or (FormatKernels.GPU if quantisation is None else _default(quantisation))
     if kernels is FormatKernels.CPU:
         return ()
     if kernels is FormatKernels.OURS:
-        return ("--spac-decisions device", *_beside_ours(quantisation, capability))
+        return (plane, *_beside_ours(quantisation, capability))
     if quantisation is None:
         return ("--moe-backend triton",)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()

@@ -139,7 +139,7 @@ class PlannedMachine:
         return launched * model.layers * vllm.layer + (0.0 if hidden else self._step(model))
 
     def _host_decides(self, store: Store, model: ServedModel) -> bool:
-        return bool(self.gpu) and store != "none" and model.execution == "slots"
+        return bool(self.gpu) and store != "none" and model.execution != "pointers"
 
     def _origins(self, gpu_given: bool, host_given: bool) -> Iterator[str]:
         """Yields a sentence for each size of memory: how much it is, and how that is known."""
@@ -156,8 +156,13 @@ class PlannedMachine:
         return self.costs.provenance.store == "disk"
 
 
+def profile_path(folder: Path | None = None) -> Path:
+    """Returns where the profile of this machine is, or would be."""
+    return (folder or DISK_DIR).expanduser() / PROFILE
+
+
 def _profile_here(folder: Path) -> Costs:
-    path = folder / PROFILE
+    path = profile_path(folder)
     if not path.exists():
         raise ConfigError(
             f"this machine was not measured: there is no {path}; run vllm-spac profile --model MODEL or --expert-bytes "

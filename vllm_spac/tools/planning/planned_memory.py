@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.staging import BUFFERS
 from vllm_spac.storage.checkpoint import quantisation
+from vllm_spac.storage.checkpoint.described import Architecture
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tools.planning.planned_machine import PlannedMachine, Store
 from vllm_spac.tools.planning.planned_model import ServedModel
 
 _ROWS = 2048  # vLLM's --max-num-batched-tokens when it serves
 _ROWS_GPU = 8192  # the same with a GPU, by vLLM or by the plugin
+_REQUESTS, _REQUESTS_LARGE, _REQUESTS_CPU = 256, 1024, 128  # its --max-num-seqs
+_LARGE = 70 << 30  # bytes of GPU memory from which they are more
 _GRAPHS_EACH = 8  # vLLM captures graphs of 1, 2, 4 and multiples of 8 rows
 _MOST_CAPTURED = 512
 _BLOCK = 128  # tokens: a request's KV cache is whole blocks, of at most this size
+_BLOCK_GPU = 16  # of which multiples hold a recurrent layer's state on a GPU
+_STATES_KEPT = 2  # of a request in a recurrent layer, with vLLM's prefix cache
+_UNEVEN = 1.5  # vLLM pads kinds of layers to the most common where they differ by less
 
 
 @dataclass(frozen=True)
@@ -61,24 +68,58 @@ def rows(machine: PlannedMachine) -> int:
 
 def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
     """Divides the fast memory of ``machine``."""
-    shape = model.architecture
-    moe = MoEWidths(model.checkpoint.top_k, shape.hidden, shape.inner)
-    widths = Widths(shape.hidden, shape.heads, shape.kv_heads, shape.head, shape.dense, (moe,), itemsize=2)
-    sampled = load.concurrency * (1 + load.drafts)
-    captured = min(2 * sampled, _MOST_CAPTURED) if machine.gpu else 0
-    graphs = 3 + captured // _GRAPHS_EACH if captured else 0
-    most = max(rows(machine), sampled)
-    working = Working.of(widths, shape.vocabulary, Batch(most, sampled, captured, graphs))
-    found = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, load), working.total)
+    working = _working(model, machine, load.concurrency * (1 + load.drafts))
+    found = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, machine, load), working)
     staging = BUFFERS * max(model.checkpoint.layer_bytes.values()) if model.execution == "pointers" else 0
     held = model.experts_bytes <= found.room or 4 * staging > found.room
     return found if held else replace(found, staging=staging)
 
 
-def kv_bytes(model: ServedModel, load: Load) -> int:
-    """Returns the bytes of KV cache of all requests, each with a block to spare."""
-    tokens = (-(-load.context // _BLOCK) + 1) * _BLOCK
-    return load.concurrency * model.architecture.kv_bytes(tokens)
+def _working(model: ServedModel, machine: PlannedMachine, sampled: int) -> int:
+    """Returns the bytes of run-time buffers, where a step samples after so many rows."""
+    shape = model.architecture
+    moe = MoEWidths(model.checkpoint.top_k, shape.hidden, shape.inner)
+    widths = Widths(shape.hidden, shape.heads, shape.kv_heads, shape.head, shape.dense, (moe,), itemsize=2)
+    captured = min(2 * sampled, _MOST_CAPTURED) if machine.gpu else 0
+    graphs = 3 + captured // _GRAPHS_EACH if captured else 0
+    most = max(rows(machine), sampled)
+    return Working.of(widths, shape.vocabulary, Batch(most, sampled, captured, graphs)).total
+
+
+def kv_bytes(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
+    """Returns the bytes of KV cache of all requests, as vLLM counts them, with the block that it holds back.
+
+    Layers share blocks: a group for each kind of layers, or several of the more common kind, each with as many layers.
+    A layer with a window keeps the tokens before it and those of all steps in flight; a recurrent one keeps states,
+    each in a block. Where their size is not known, they are left out.
+    """
+    shape = model.architecture
+    block, kinds = _block(shape, machine, load), []
+    for window, count in Counter(shape.windows).items():
+        kept = load.context if window is None else min(window - 1 + _in_flight(machine), load.context)
+        kinds.append((count, -(-kept // block) + (window is not None)))  # a window may begin inside of a block
+    if shape.state is not None and shape.recurrent:
+        kinds.append((shape.recurrent, _STATES_KEPT + load.drafts))
+    if not kinds:
+        return 0
+    least, most = (choose(count for count, _ in kinds) for choose in (min, max))
+    layers = most if most < _UNEVEN * least else least
+    blocks = sum(-(-count // layers) * each for count, each in kinds)
+    return (load.concurrency * blocks + 1) * layers * block * shape.layer_kv
+
+
+def _block(shape: Architecture, machine: PlannedMachine, load: Load) -> int:
+    """Returns the tokens of a block, which is as large as the state of a recurrent layer at least."""
+    if shape.state is None or not (shape.recurrent and shape.layer_kv):
+        return _BLOCK
+    step = _BLOCK_GPU if machine.gpu else _BLOCK
+    state = shape.state.nbytes(load.drafts, on_cpu=not machine.gpu)
+    return step * -(-state // (step * shape.layer_kv))
+
+
+def _in_flight(machine: PlannedMachine) -> int:
+    """Returns the most tokens of steps that have not ended: on a GPU, vLLM schedules one ahead."""
+    return rows(machine) * (2 if machine.gpu else 1)
 
 
 def slot_bytes(model: ServedModel, percent: int, tokens: int = 0) -> int:
@@ -156,22 +197,56 @@ class Choice:
 
 
 def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load) -> str:
-    """Returns the command that serves so; the KV cache is given, so that memory is divided as planned."""
-    options = ["--plugin", "spac", "--spac-slots", choice.slots]
+    """Returns the command that serves so; the KV cache is given, so that memory is divided as planned.
+
+    Where all experts fit, it is stock vLLM's, which chooses its kernels and the size of the KV cache by itself.
+    """
+    if choice.store == "none":
+        options = _stock(choice, model, machine, load)
+    else:
+        options = ["--plugin", "spac", "--spac-slots", choice.slots, *_knobs(choice, model, machine)]
+        least = 2 if choice.drafts else 1  # with one request only all drafts have full CUDA graphs: see draft_planning
+        options += ["--max-model-len", str(load.context), "--max-num-seqs", str(max(least, load.concurrency))]
+        if not model.architecture.recurrent or model.architecture.state is not None:
+            options += ["--kv-cache-memory-bytes", str(kv_bytes(model, machine, load))]
+    if model.revision is not None:
+        options = ["--revision", model.revision, *options]
+    if choice.drafts:
+        options += ["--speculative-config", json.dumps(NGRAM)]
+    if choice.store != "none":
+        plane = "--spac-decisions device" if model.execution == "pointers" else "--spac-kernel table"
+        entry = model.checkpoint.quantisation
+        options += " ".join(quantisation.flags(entry, model.kernels, machine.capability, plane)).split()
+    return shlex.join(["vllm", "serve", model.name, *options])
+
+
+def _knobs(choice: Choice, model: ServedModel, machine: PlannedMachine) -> list[str]:
+    options = []
     if choice.store in ("disk", "tiers"):
         options += ["--spac-store", "disk"]
     elif choice.store == "host":
         options += ["--spac-store", "host"]
-    if machine.gpu and choice.store == "host" and model.execution == "slots":
+    if machine.gpu and (model.execution == "table" or (choice.store == "host" and model.execution == "slots")):
         options += ["--spac-decisions", "host"]
     if choice.host_bytes:
         options += ["--spac-host-memory", f"{choice.host_bytes >> 20}MiB"]
     if choice.cpu:
         options += ["--spac-cpu-experts", "auto"]
-    least = 2 if choice.drafts else 1  # with one request only all drafts have full CUDA graphs: see draft_planning
-    options += ["--max-model-len", str(load.context), "--max-num-seqs", str(max(least, load.concurrency))]
-    options += ["--kv-cache-memory-bytes", str(kv_bytes(model, load))]
-    if choice.drafts:
-        options += ["--speculative-config", json.dumps(NGRAM)]
-    options += " ".join(quantisation.flags(model.checkpoint.quantisation, model.kernels, machine.capability)).split()
-    return shlex.join(["vllm", "serve", model.name, *options])
+    return options
+
+
+def _stock(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load) -> list[str]:
+    """Returns what stock vLLM must be told: a shorter context, or fewer requests, where its defaults do not fit."""
+    requests = _REQUESTS_LARGE if machine.gpu >= _LARGE else _REQUESTS if machine.gpu else _REQUESTS_CPU
+    longest = replace(load, context=model.architecture.longest or load.context, drafts=choice.drafts)
+
+    def fits(context: int, sampled: int) -> bool:
+        one = replace(longest, context=context, concurrency=1)
+        taken = kv_bytes(model, machine, one) + _working(model, machine, sampled * (1 + choice.drafts))
+        return model.checkpoint.other_bytes + model.experts_bytes + taken <= machine.fast
+
+    options, context = [], longest.context
+    if not fits(context, load.concurrency):
+        context = load.context
+        options += ["--max-model-len", str(context)]
+    return options if fits(context, requests) else [*options, "--max-num-seqs", str(load.concurrency)]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.described import Architecture
 from vllm_spac.storage.checkpoint.headers import Checkpoint
-from vllm_spac.storage.checkpoint.published import find_model
+from vllm_spac.storage.checkpoint.published import NamedModel, find_model
 from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
+
+Execution = Literal["slots", "table", "pointers"]
+Decisions = Literal["auto", "host", "device"]
+Kernel = Literal["auto", "vllm", "table"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class ServedModel:
         kernels: of quantised experts, which decide how large one is.
         halved: the weights are in float32, and the sizes half of theirs.
         remark: about sizes that are not from headers, a sentence.
+        revision: of a name on the hub; None: the newest.
     """
 
     name: str
@@ -31,15 +36,16 @@ class ServedModel:
     architecture: Architecture
     source: Literal["headers", "config.json"]
     halved: bool = False
-    execution: Literal["slots", "pointers"] = "slots"
+    execution: Execution = "slots"
     kernels: FormatKernels = FormatKernels.GPU
     remark: str = ""
+    revision: str | None = None
 
     @classmethod
     def read(
         cls,
         model: str,
-        execution: Literal["slots", "pointers"] | None = None,
+        execution: Execution | None = None,
         *,
         on_cpu: bool = False,
         capability: Capability | None = None,
@@ -47,43 +53,65 @@ class ServedModel:
         """Reads ``model``: a folder, a ``config.json``, or a name on the Hugging Face hub.
 
         Args:
-            execution: as the knob; None: slots, or pointers where slots of a GPU cannot hold its quantised experts.
+            execution: as the knobs say; None: the first of ``ways``.
             capability: of the GPU, which decides whether its slots can hold FP8; None: not known.
 
         Raises:
             UnsupportedError: there is none, it has no experts, or it cannot be served.
         """
-        named, path = find_model(model), Path(model)
-        config, name = named.config, str(path.parent) if path.is_file() else model
-        entry = quant_config.of(config)
+        named = find_model(model)
         if execution is None:
-            execution = "pointers" if entry is not None and not on_cpu and only_ours(entry, capability) else "slots"
-        kernels = FormatKernels.OURS if execution == "pointers" else FormatKernels.CPU if on_cpu else FormatKernels.GPU
-        checkpoint = named.checkpoint(kernels)
+            return next(cls.ways(named, on_cpu=on_cpu, capability=capability))
+        return cls.of(named, execution, on_cpu=on_cpu, capability=capability)
+
+    @classmethod
+    def of(
+        cls, named: NamedModel, execution: Execution, *, on_cpu: bool = False, capability: Capability | None = None
+    ) -> ServedModel:
+        """Returns the sizes of a model that was found, as ``execution`` serves it; arguments and errors as ``read``."""
+        entry, ours = quant_config.of(named.config), execution != "slots"
+        kernels = FormatKernels.OURS if ours else FormatKernels.CPU if on_cpu else FormatKernels.GPU
         if entry is not None and (reason := refusal(entry, kernels, capability)):
-            raise UnsupportedError(f"{model} has {reason}")
+            raise UnsupportedError(f"{named.name} has {reason}")
+        checkpoint = named.checkpoint(kernels)
         halved = checkpoint.dtypes == {"F32"}
         if halved:
             layers = {layer: count // 2 for layer, count in checkpoint.layer_bytes.items()}
             checkpoint = replace(checkpoint, layer_bytes=layers, other_bytes=checkpoint.other_bytes // 2)
         return cls(
-            name,
+            named.name,
             checkpoint,
-            Architecture.of(config, named.folder / "config.json"),
+            Architecture.of(named.config, named.folder / "config.json"),
             "headers" if named.origin == "folder" else "config.json",
             halved,
             execution,
             kernels,
             named.remark,
+            named.revision,
         )
 
     @classmethod
-    def ways(cls, model: str, *, on_cpu: bool, capability: Capability | None = None) -> list[ServedModel]:
-        """Reads ``model`` as each execution serves it that an engine may choose by itself; arguments as ``read``."""
-        found = [cls.read(model, on_cpu=on_cpu, capability=capability)]
-        if not on_cpu and found[0].execution == "slots":
-            found.append(cls.read(model, "pointers", capability=capability))
-        return found
+    def ways(
+        cls,
+        named: NamedModel,
+        decisions: Decisions = "auto",
+        kernel: Kernel = "auto",
+        *,
+        on_cpu: bool,
+        capability: Capability | None = None,
+    ) -> Iterator[ServedModel]:
+        """Yields the model as each execution serves it that an engine with these knobs may choose.
+
+        The first serves every checkpoint: slots, or where they cannot hold its quantised experts, pointers.
+
+        Raises:
+            ConfigError: the knobs contradict each other.
+            UnsupportedError: as ``read``.
+        """
+        entry = quant_config.of(named.config)
+        ours = entry is not None and not on_cpu and only_ours(entry, capability)
+        for execution in executions(decisions, kernel, ours=ours, on_cpu=on_cpu):
+            yield cls.of(named, execution, on_cpu=on_cpu, capability=capability)
 
     @property
     def quantised(self) -> bool:
@@ -111,3 +139,30 @@ class ServedModel:
         """Bytes of the other weights that a step reads: all but an input embedding, of which it reads few rows."""
         shape = self.architecture
         return max(0, self.checkpoint.other_bytes - (0 if shape.tied else 2 * shape.vocabulary * shape.hidden))
+
+
+def executions(decisions: Decisions, kernel: Kernel, *, ours: bool, on_cpu: bool) -> tuple[Execution, ...]:
+    """Returns the executions that an engine with these knobs may choose.
+
+    Args:
+        ours: only our kernels read the experts.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if kernel == "table" and on_cpu:
+        raise ConfigError(
+            "--kernel table is for a GPU: on a CPU it is a slow twin, for comparison; leave --kernel out, or name a "
+            "machine with a GPU"
+        )
+    if kernel == "vllm" and decisions == "device":
+        raise ConfigError(
+            "--kernel vllm reads experts in slots, and with --decisions device they are read where they are; use "
+            "--kernel table, or --decisions host"
+        )
+    host: Execution = "table" if kernel == "table" or (ours and kernel == "auto") else "slots"
+    if decisions == "host" or on_cpu or kernel == "vllm":
+        return ("pointers",) if decisions == "device" else (host,)
+    if decisions == "device":
+        return ("pointers",)
+    return ("pointers", host) if ours else (host, "pointers")

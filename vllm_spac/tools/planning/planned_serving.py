@@ -108,7 +108,8 @@ def make_plan(
     rows = [row_of(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
     if not rows:
         raise ConfigError(_no_store(model, machine))
-    best = max(rows, key=lambda row: row.compared.tokens_per_second)
+    plain = [row for row in rows if row.choice.store != "none" or not row.choice.drafts]  # stock as it is
+    best = max(plain, key=lambda row: row.compared.tokens_per_second)
     fewer = [percent for percent in _FEWER if model.checkpoint.smallest_percent() <= percent < best.choice.percent]
     if best.choice.store != "none":
         for percent in fewer[:2]:
@@ -191,17 +192,23 @@ def problems(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterato
 def assumptions(plan: ServingPlan) -> Iterator[str]:
     """Yields what the plan takes for granted."""
     model, machine, costs = plan.model, plan.machine, plan.machine.costs
-    yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
-    yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained)
-    yield from machine.memory
     if model.remark:
         yield model.remark
+    yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
+    stock = plan.best.choice.store == "none"
+    yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained, stock)
+    yield from machine.memory
+    if model.architecture.recurrent and model.architecture.state is None:
+        count = model.architecture.recurrent
+        yield f"the states of its {count} recurrent layers take no memory; vLLM is left to size the KV cache"
     if model.halved:
         yield "weights in float32 are served as 16 bits, half of their size"
     yield f"vLLM may use {UTILIZATION:.0%} of fast memory (--gpu-memory-utilization), and KV cache has 16 bits"
-    if machine.gpu:
+    if machine.gpu and not stock:
         yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM"
-    if model.execution == "pointers":
+    if model.execution == "table" and not stock:
+        yield "our kernel takes as long as vLLM's, as on an H100"
+    if model.execution == "pointers" and not stock:
         yield "decisions=device was timed on one H100, and no other GPU"
     if not machine.gpu and model.quantised and machine.name != HERE:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
@@ -215,8 +222,13 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
         yield f"taken to take no time: {', '.join(unknown)}; real speeds are lower"
 
 
-def _attained(assumed: Attained) -> Iterator[str]:
-    """Yields what a machine of data sheets is assumed to attain; see ``Attained``."""
+def _attained(assumed: Attained, stock: bool) -> Iterator[str]:
+    """Yields what a machine of data sheets is assumed to attain; see ``Attained``. ``stock``: without the plugin."""
+    work, vllm = assumed.host_work, assumed.vllm
+    step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))
+    if stock:
+        yield f"a step takes {step} of vLLM's host while the GPU computes, as on the host of an H100"
+        return
     yield (
         f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and GPU memory and disks all of "
         "theirs"
@@ -225,8 +237,6 @@ def _attained(assumed: Attained) -> Iterator[str]:
         f"experts on the CPU read {assumed.cpu:.0%} of memory's peak: no row measures it, and on the H100's virtual "
         "machine they never paid; auto leaves the CPU out where they do not"
     )
-    work, vllm = assumed.host_work, assumed.vllm
-    step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))
     yield (
         f"a step takes {step} of vLLM's host, and {ours} more where the device decides, while the GPU computes the one "
         f"before; launches of a layer's experts take {1e6 * vllm.layer:.0f} µs: measured on the host of an H100"

@@ -54,7 +54,7 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         trace,
         min(trace.facts.total, max(trace.facts.top_k, slots)),
         costs,
-        execution="slots" if choice.store == "none" else model.execution,
+        execution="pointers" if choice.store != "none" and model.execution == "pointers" else "slots",
         policy="reuse",
         balancer="waterfill" if choice.cpu else "none",
         expert_bytes=model.expert_bytes,

@@ -1,0 +1,142 @@
+"""The KV cache of a plan is as large as vLLM takes it to be, from vLLM's own groups of layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.storage.checkpoint.published import published
+from vllm_spac.tools.planning.planned_machine import PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Load, kv_bytes
+from vllm_spac.tools.planning.planned_model import ServedModel
+
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {
+    **{
+        name: published()[name]
+        for name in (
+            "Qwen/Qwen3-30B-A3B",
+            "mistralai/Mixtral-8x7B-Instruct-v0.1",
+            "deepseek-ai/DeepSeek-V2-Lite-Chat",
+            "openai/gpt-oss-20b",
+        )
+    },
+    "windows everywhere": published()["mistralai/Mixtral-8x7B-Instruct-v0.1"] | {"sliding_window": 1024},
+    "more windows than not": published()["openai/gpt-oss-20b"]
+    | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4},
+    "Qwen3-Next": QWEN3_NEXT,
+    "states in float32, as Qwen3.5 asks for": QWEN3_NEXT | {"mamba_ssm_dtype": "float32"},
+}
+CPU = PlannedMachine("cpu", Costs.read("rtx4090"), 0, 64 << 30)
+GPU = PlannedMachine("gpu", Costs.read("rtx4090"), 24 << 30, 64 << 30)
+IN_FLIGHT = {CPU.name: 2048, GPU.name: 2 * 8192}  # on a GPU vLLM schedules a step ahead
+
+
+def by_vllm(name: str, folder: Path, load: Load, machine: PlannedMachine) -> int:
+    """The bytes that vLLM wants for one request after another, and the block that it holds back."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core import kv_cache_utils
+
+    on_gpu = machine is GPU
+    drafts = {"method": "ngram", "num_speculative_tokens": load.drafts, "prompt_lookup_max": 4} if load.drafts else None
+    config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=load.context,
+        max_num_batched_tokens=IN_FLIGHT[machine.name],
+        async_scheduling=False,
+        mamba_ssm_cache_dtype="float32" if "mamba_ssm_dtype" in MODELS[name] or not on_gpu else "bfloat16",
+        block_size=16 if on_gpu else None,
+        speculative_config=drafts,
+    ).create_engine_config()
+    config.cache_config.kv_cache_layout = "LBNHC"  # as FlashAttention's; the engine's core would choose it
+    specs = layers(config)
+    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+    each = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
+    return load.concurrency * each + kv_cache_utils._pool_bytes_per_block(config, groups)
+
+
+def layers(config: Any) -> dict[str, Any]:
+    """What each layer of the model would tell vLLM of its cache, by vLLM's reading of the config."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    model, text = config.model_config, config.model_config.hf_text_config
+    if model.is_hybrid:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        current_platform._find_non_ssm_backends = lambda _: [CPUAttentionBackend]  # no layer is built here
+        current_platform._align_hybrid_block_size(config, CPUAttentionBackend)
+        del current_platform._find_non_ssm_backends
+    heads = model.get_num_kv_heads(config.parallel_config)
+    sizes = {"num_kv_heads": heads, "head_size": model.get_head_size(), "dtype": torch.bfloat16}
+    sizes["block_size"] = config.cache_config.block_size
+    everywhere = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [everywhere] * text.num_hidden_layers
+    found: dict[str, Any] = {}
+    for place, kind in enumerate(kinds):
+        if kind == "linear_attention":
+            kind_of_model, _ = ModelRegistry.resolve_model_cls(model.architectures, model_config=model)
+            spec: Any = MambaSpec(
+                shapes=kind_of_model.get_mamba_state_shape_from_config(config),
+                dtypes=kind_of_model.get_mamba_state_dtype_from_config(config),
+                block_size=config.cache_config.block_size,
+                page_size_padded=config.cache_config.mamba_page_size_padded,
+                mamba_cache_mode=config.cache_config.mamba_cache_mode,
+                num_speculative_blocks=config.num_speculative_tokens,
+            )
+        elif model.use_mla:
+            spec = MLAAttentionSpec(**sizes)
+        elif kind == "sliding_attention" or (
+            getattr(text, "sliding_window", None) and not getattr(text, "layer_types", None)
+        ):
+            spec = SlidingWindowSpec(**sizes, sliding_window=text.sliding_window)
+        else:
+            spec = FullAttentionSpec(**sizes)
+        found[f"layers.{place}"] = spec
+    return found
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kv_cache_is_what_vllm_wants(
+    name: str, machine: PlannedMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the blocks, which are taken to be as large as those of any attention backend."""
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    config = {key: value for key, value in MODELS[name].items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ServedModel.read(str(tmp_path), "slots", on_cpu=machine is CPU)
+    for load in (Load(4096, 1), Load(16000, 3), *([Load(4096, 1, drafts=4)] if machine is GPU else [])):
+        wanted, found = by_vllm(name, tmp_path, load, machine), kv_bytes(model, machine, load)
+        assert wanted <= found < 1.1 * wanted, load
+        assert found == wanted or name.startswith("deepseek") or machine is GPU, "blocks of 128 tokens"
