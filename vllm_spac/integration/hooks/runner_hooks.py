@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.model_host import experts_of
+from vllm_spac.recording import last_words
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -85,6 +86,7 @@ def hook_steps(
 def _failed(runner: Any, error: Exception) -> None:
     if (experts := managed_experts(runner)) is not None:
         experts.runtime.notes.end("error")
+        last_words.tell(error)
         experts.ranks.failed(error)
 
 
@@ -132,7 +134,7 @@ def install() -> None:
 def _warming_up(warm_up: Callable):
     def warmed(self):
         experts = managed_experts(self.model_runner)
-        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext():
+        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext(), last_words.told():
             return warm_up(self)
 
     return warmed
