@@ -17,7 +17,12 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
+from openai import InternalServerError
 from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from vllm_server import OF_THE_TESTS, PATIENCE, TARGET, Server
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
@@ -1019,7 +1024,60 @@ def test_vllm_serve_ends_with_the_sentence_of_its_engine(tmp_path, level):
     said, last = done.stdout + done.stderr, done.stderr.strip().splitlines()[-1]
     assert "the disk is on fire" in said
     assert (last == "vllm: error: spac: the disk is on fire; put it out") is (level == "INFO"), done.stderr
-    assert "Traceback" in said or level == "INFO"
+    assert ("Traceback" in said) is (level == "DEBUG"), said
+
+
+FAILING_LATER = """
+import os
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.errors import StoreError
+
+
+class Failing(LRU):
+    def enter(self, layer):
+        if os.path.exists(os.environ["SPAC_TEST_FIRE"]):
+            raise StoreError("spac: the disk is on fire; put it out")
+"""
+
+
+def test_a_server_ends_with_the_sentence_of_a_step_that_failed(tmp_path, monkeypatch):
+    (tmp_path / "spac_failing.py").write_text(FAILING_LATER)
+    fire = tmp_path / "fire"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SPAC_TEST_FIRE", str(fire))
+    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-store", "host"]
+    server = Server(tmp_path, *flags, "--spac-policy", "spac_failing:Failing")
+    try:
+        server.wait()
+        assert server.complete("import os\n")
+        fire.touch()
+        with pytest.raises(InternalServerError):
+            server.complete("import os\n")
+        server.process.wait(PATIENCE)
+    finally:
+        server.stop()
+    log = server.log.read_text()
+    assert "Traceback" not in log, log
+    own = [line for line in log.splitlines() if line.startswith("vllm: error: ")]
+    assert own == ["vllm: error: spac: the disk is on fire; put it out"]
+    assert "EngineCore encountered a fatal error: spac: the disk is on fire" in log
+
+
+def test_a_server_ends_with_the_sentence_of_a_kv_cache_without_room_for_a_tree(tmp_path, monkeypatch):
+    """Of a cache of a named type, blocks are counted once it is set up."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    head = {"method": "eagle3", "model": str(TARGET.parent / "eagle3")}
+    command = [Path(sys.executable).with_name("vllm"), "serve", TARGET, "--enforce-eager", "--max-model-len", "256"]
+    command += ["--kv-cache-dtype", "bfloat16", "--kv-cache-memory-bytes", "3000000", "--speculative-config"]
+    command += [json.dumps(head), "--plugin", "spac", "--spac-slots", "25%", "--spac-store", "host"]
+    environment = {name: value for name, value in os.environ.items() if name not in OF_THE_TESTS}
+    command += ["--spac-tree", "16", "--max-num-seqs", "4"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "Traceback" not in said, said
+    (last,) = [line for line in said.splitlines() if line.startswith("vllm: error: ")]
+    assert "trees (--spac-tree) of one request need 34 of 25 KV cache blocks" in last
+    assert "requests at once" not in said
 
 
 def test_an_offline_llm_raises_one_line(moe):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
-from vllm_spac.integration import arguments, last_words
+from vllm_spac.integration import arguments
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.stepping.v1 import draft_handover
+from vllm_spac.recording import last_words
 from vllm_spac.system import machine
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def install() -> None:
     patches.wrap(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
     patches.wrap(f"{patches.LOADER}.load_model", _managed)
     draft_handover.install_in_engine_core()
+    last_words.shorten(fatal=patches.ENGINE_CORE.rpartition(".")[2])
 
 
 def _checked(create_engine_config: Callable):
@@ -78,12 +80,36 @@ def _checked(create_engine_config: Callable):
         preflight.check_engine(config, vllm_config)
         if getattr(self, "spac_command", False):
             last_words.expect()
+            patches.wrap(patches.ENGINE_CORE, _Ending)
         if config.longest_gap is not None:
             vllm_config.scheduler_config.scheduler_cls = compatibility.SLICES
         patches.wrap(patches.ENDPOINTS, _with_routes)
         return vllm_config
 
     return create
+
+
+class _Ending:
+    """``run_engine_core`` whose process ends without the traceback of an error that the command tells of.
+
+    A process that is spawned begins with it, before any plugin is loaded, so it is wrapped there when it is unpickled.
+    """
+
+    def __init__(self, run_engine_core: Callable) -> None:
+        self._run_engine_core = run_engine_core
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        with last_words.ending():
+            self._run_engine_core(*args, **kwargs)
+
+    def __reduce__(self):
+        return _ending_here, ()
+
+
+def _ending_here() -> _Ending:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    return _Ending(EngineCoreProc.run_engine_core)
 
 
 def _with_routes(load_endpoint_plugins: Callable):

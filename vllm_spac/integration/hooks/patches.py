@@ -59,6 +59,7 @@ ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+ENGINE_CORE = "vllm.v1.engine.core:EngineCoreProc.run_engine_core"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 ENDPOINTS = "vllm.plugins:load_endpoint_plugins"
 EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
@@ -117,6 +118,13 @@ PATCHES = (
         "frontend",
         until="routes for some servers only",
         loses=_NO_ROUTES,
+    ),
+    Patch(
+        ENGINE_CORE,
+        "an engine that an error of the plugin's ends leaves its sentence and no traceback",
+        "frontend",
+        until="a start-up error that vLLM hands to the process that started the engine",
+        loses="an engine that an error ends prints tracebacks before the error's sentence",
     ),
     Patch(
         f"{LOADER}.load_model",

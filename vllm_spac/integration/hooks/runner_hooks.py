@@ -12,6 +12,7 @@ from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.model_host import experts_of
+from vllm_spac.recording import last_words
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -97,6 +98,7 @@ def _failed(runner: Any, error: Exception) -> None:
         vars(runner).setdefault(_BROKEN, copy.copy(error))
     if (experts := managed_experts(runner)) is not None:
         experts.runtime.notes.end("error")
+        last_words.tell(error)
         experts.ranks.failed(error)
 
 
@@ -144,7 +146,7 @@ def install() -> None:
 def _warming_up(warm_up: Callable):
     def warmed(self):
         experts = managed_experts(self.model_runner)
-        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext():
+        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext(), last_words.told():
             return warm_up(self)
 
     return warmed

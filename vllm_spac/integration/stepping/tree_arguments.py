@@ -12,6 +12,7 @@ from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, u
 from vllm_spac.integration.hooks import drafts, patches
 from vllm_spac.integration.hooks.ranks import Refusal
 from vllm_spac.methods.trees import tree_room
+from vllm_spac.methods.trees.tensors import Scratch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,6 +106,22 @@ def requests_of(shape: TreeShape, vllm_config: VllmConfig, blocks: int | None, r
     rows = scheduler.max_num_batched_tokens if rows is None else rows
     fit = tree_room.most_requests(shape, rows, blocks, vllm_config.cache_config.block_size, longest)
     return min(fit, scheduler.max_num_seqs)
+
+
+def requests_at_once(shape: TreeShape, vllm_config: VllmConfig, usable: int, block_size: int) -> int:
+    """As ``requests_of``, once the KV cache has its size, of ``usable`` blocks.
+
+    Raises:
+        ConfigError: the trees of one request would take too much of it; says what helps.
+    """
+    if fit := requests_of(shape, vllm_config, usable):
+        return fit
+    need = Scratch(shape, 1, block_size).count
+    raise ConfigError(
+        f"spac: trees (--spac-tree) of one request need {need} of {usable} KV cache blocks of {block_size} tokens as "
+        "scratch, at most a fifth is given to them; use a smaller --spac-tree, a smaller --block-size, or a larger "
+        "--kv-cache-memory-bytes"
+    )
 
 
 def _blocks(vllm_config: VllmConfig) -> int | None:

@@ -11,8 +11,9 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.runner_hooks import managed_experts
 from vllm_spac.integration.stepping.runner_adapter import RunnerAdapter
-from vllm_spac.integration.stepping.tree_arguments import requests_of
+from vllm_spac.integration.stepping.tree_arguments import requests_at_once
 from vllm_spac.methods.trees.tensors import Scratch
+from vllm_spac.recording import last_words
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -36,9 +37,10 @@ def _initializing(adapter: RunnerAdapter, initialize: Callable):
         experts = managed_experts(self)
         if is_profiling or experts is None:
             return result
-        if experts.config.draft_tree is not None:
-            _plant(adapter, self, experts, kv_cache_config)
-        adapter.follow_drafts(self, experts)
+        with last_words.told():
+            if experts.config.draft_tree is not None:
+                _plant(adapter, self, experts, kv_cache_config)
+            adapter.follow_drafts(self, experts)
         return result
 
     return initialized
@@ -48,12 +50,12 @@ def _plant(adapter: RunnerAdapter, runner: Any, experts: Any, kv_cache_config: K
     _check(runner, kv_cache_config)
     shape, block_size = experts.config.draft_tree, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     scheduler, usable = runner.vllm_config.scheduler_config, kv_cache_config.num_blocks - 1  # block 0 is vLLM's own
-    requests, asked = max(1, requests_of(shape, runner.vllm_config, usable)), scheduler.max_num_seqs
+    requests, asked = requests_at_once(shape, runner.vllm_config, usable, block_size), scheduler.max_num_seqs
     if requests < asked:
         scheduler.max_num_seqs = requests
         logger.warning(
-            "spac: %d requests run at once, not the %d of --max-num-seqs: scratch of draft trees takes at most a fifth "
-            "of %d KV cache blocks; for more, use a smaller --spac-tree or a larger KV cache",
+            "spac: requests at once: %d, not the %d of --max-num-seqs, because scratch of draft trees takes at most a "
+            "fifth of %d KV cache blocks; for more, use a smaller --spac-tree or a larger --kv-cache-memory-bytes",
             requests,
             asked,
             usable,

@@ -8,8 +8,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_spac.config.config import config_of
-from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration.stepping.tree_arguments import requests_of
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration.stepping.tree_arguments import requests_at_once
 from vllm_spac.methods.trees.tensors import Scratch
 
 if TYPE_CHECKING:
@@ -50,14 +50,8 @@ def reserve(scheduler: Scheduler, vllm_config: VllmConfig, shape: TreeShape) -> 
     """
     pool, size = scheduler.kv_cache_manager.block_pool, vllm_config.cache_config.block_size
     asked, usable = vllm_config.scheduler_config.max_num_seqs, pool.get_num_free_blocks()
-    fit = requests_of(shape, vllm_config, usable)
-    scratch = Scratch(shape, max(1, fit), size)
-    if not fit:
-        raise ConfigError(
-            f"spac: trees (--spac-tree) of one request need {scratch.count} of {usable} KV cache blocks of {size} "
-            "tokens as scratch, at most a fifth is given to them; use a smaller --spac-tree, a smaller --block-size, "
-            "or a larger KV cache"
-        )
+    fit = requests_at_once(shape, vllm_config, usable, size)
+    scratch = Scratch(shape, fit, size)
     if fit < asked:
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = fit
     taken = [block.block_id for block in pool.get_new_blocks(scratch.count)]
