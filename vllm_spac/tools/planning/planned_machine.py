@@ -158,7 +158,7 @@ class PlannedMachine:
 
 def profile_path(folder: Path | None = None) -> Path:
     """Returns where the profile of this machine is, or would be."""
-    return (folder or DISK_DIR).expanduser() / PROFILE
+    return path_named(folder or DISK_DIR, "--disk-dir") / PROFILE
 
 
 def _profile_here(folder: Path) -> Costs:
