@@ -60,8 +60,8 @@ test-gpu: setup ## the tests that need a CUDA device, with three engines: some m
 test-gpu-full: setup ## the same with both runners, all ways to draft and to reach experts: most of an hour
 	@$(PYTEST) -m gpu -rs $(GPU_TESTS)
 
-soak: setup ## 10^5 steps or an hour of mixed requests: stock's tokens, constant memory (SOAK="--steps N --minutes M")
-	@$(BIN)/python tests/soak/soak.py $(SOAK)
+soak: setup ## 10^5 steps or an hour of mixed requests: stock's tokens, constant memory (SOAK="--steps N --minutes M", RUNNER=v2)
+	@$(if $(filter v2,$(RUNNER)),$(V2)) $(BIN)/python tests/soak/soak.py $(SOAK)
 
 lock: setup ## give .ci/constraints.lock the versions of .ci/constraints.txt, and the hashes of their files
 	@$(BIN)/uv pip compile --quiet --no-deps --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \

@@ -22,6 +22,9 @@ FLAGS += ["--block-size", "128", "--num-gpu-blocks-override", "80"]
 FLAGS += ["--chat-template", "{% for message in messages %}{{ message.content }}\n{% endfor %}"]
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 NGRAM = ["--speculative-config", json.dumps(_NGRAM), "--no-async-scheduling"]  # the latter for guard=on
+_EAGLE3 = {"method": "eagle3", "model": str(vllm_server.TARGET.parent / "eagle3"), "num_speculative_tokens": 4}
+# V2's guard plans drafts in the scheduler, and so in the worker's process.
+EAGLE3 = ["--speculative-config", json.dumps(_EAGLE3), "--no-async-scheduling", "--distributed-executor-backend", "uni"]
 EXPERTS = 384
 THREE_TIERS = ("--spac-host-memory", "6MiB")  # host memory for a third of the experts, beside their slots and the disk
 

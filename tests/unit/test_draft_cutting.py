@@ -422,8 +422,9 @@ def test_requests_that_ended_are_not_remembered_though_a_step_was_launched_with_
         chooser.forget([])
         chooser.forget([name])  # the step after its last one begins, and then that one ends
         chooser.took(StepDrafts({name: Drafted([1], [0.5])}, {name: 1}, 0), {name: [9]}, 1, 1.0)
+        assert chooser.facts()["remembered"] == 1
     chooser.forget([])
-    assert chooser._odds.requests == 0
+    assert chooser.facts() == {"drafts": 50, "cut_drafts": 0, "remembered": 0}
 
 
 def test_a_step_with_a_prompt_teaches_what_was_right_and_not_what_it_cost() -> None:

@@ -206,6 +206,25 @@ def test_a_worker_that_does_not_say_how_fast_it_is(client, monkeypatch: pytest.M
             client(Threads(2), size=2)
 
 
+def test_a_worker_that_does_not_say_how_many_slots_it_has(client, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """One that was lost and says so when it returns is tried again, and its rows are computed meanwhile."""
+    real = WorkerLink.ask
+
+    def without(self, kind, *given, **fields):
+        frame = real(self, kind, *given, **fields)
+        return replace(frame, payload=memoryview(b"{}")) if kind == FrameKind.FILL else frame
+
+    places = Threads(2)
+    found = client(places, replicas=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerLink, "ask", without)
+        with pytest.raises(SpacError, match="worker-0 does not say how many slots it has"):
+            client(Threads(2))
+        places.running[0].end()
+        until(lambda: assert_right(found, 0) or "worker-0 is not back yet: spac: worker-0 does not say" in caplog.text)
+    until(lambda: assert_right(found, 0, seed=1) or found.shares.workers[0].readmissions == 1)
+
+
 def test_a_worker_s_part_follows_from_its_own_speed(client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have all experts; one takes a second for an expert, and gets none of three."""
     places = Threads(2)

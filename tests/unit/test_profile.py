@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -199,6 +201,41 @@ def test_nothing_is_left_behind_when_it_fails(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(profile, "available_host_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match="stop something else"):
         profile._turns(NBYTES)
+
+
+_HELD = """
+import sys
+from pathlib import Path
+from vllm_spac.tools.machine.measure import _scratch
+with _scratch(Path(sys.argv[1])) as scratch:
+    (scratch / "expert").write_bytes(bytes(5))
+    print(scratch.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_profile_left_is_removed_by_the_next_and_no_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HELD, str(tmp_path)]
+    killed, running = (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    names = []
+    for process in (killed, running):
+        assert process.stdout is not None
+        names.append(process.stdout.readline().strip())
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "lock").touch()
+    (tmp_path / ".profile-link").symlink_to(elsewhere)
+    (tmp_path / ".profile-mine").mkdir()  # not made by a profile
+    with profile._scratch(tmp_path) as scratch:
+        assert {*names, scratch.name} < {path.name for path in tmp_path.iterdir()}
+    killed.kill()
+    killed.communicate()
+    with profile._scratch(tmp_path) as scratch:
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left == {scratch.name, names[1], ".profile-link", ".profile-mine", "elsewhere"}
+    running.communicate("")
+    assert not (tmp_path / names[1]).exists() and (elsewhere / "lock").exists()
 
 
 def test_command_writes_what_costs_reads(tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from vllm_spac.cli.main import app
 from vllm_spac.errors import StoreError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation, quantising, repacking
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
+from vllm_spac.system.files import partial_of
 
 CONFIG = {"model_type": "toy", "num_hidden_layers": 2, "num_experts": 2, "num_experts_per_tok": 1}
 EXPERTS = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(2) for e in range(2)]
@@ -85,12 +90,17 @@ def test_round_trip(source, tmp_path, codes, linears):
     assert checkpoint.expert_bytes[0] < 24 * 64 * (1.2 if codes == "int8" else 0.7)
 
 
-def test_it_goes_on_where_it_was_stopped(source, tmp_path, monkeypatch):
+def interrupted(source: Path, target: Path, *arguments: object) -> str:
+    """Output of a copy that ended after its weights were written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantising.Copy, "_put_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        return run(source, *arguments, "--output", target, code=1)
+
+
+def test_it_goes_on_where_it_was_stopped(source, tmp_path):
     """A copy without config.json is no checkpoint; what is there is not written again."""
     target, arguments = tmp_path / "copy", ["--format", "int8"]
-    with monkeypatch.context() as patch:
-        patch.setattr(quantising.Copy, "_put_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-        assert "No space left; the same command goes on" in run(source, *arguments, "--output", target, code=1)
+    assert "No space left; the same command goes on" in interrupted(source, target, *arguments)
     assert not (target / "config.json").exists()
     (target / "b.safetensors").unlink()
     stamp = (target / "a.safetensors").stat().st_mtime_ns
@@ -101,9 +111,72 @@ def test_it_goes_on_where_it_was_stopped(source, tmp_path, monkeypatch):
     assert "holds something else" in run(source, *arguments, "--output", target, code=1)
 
 
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(source, tmp_path):
+    """safetensors has errors of its own for what the system refuses."""
+    target, limits = tmp_path / "copy", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # Python ignores the signal
+    try:
+        said = run(source, "--format", "int8", "--output", target, code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "a.safetensors cannot be written" in said and "the same command goes on from here" in said
+    assert [path.name for path in target.iterdir()] == ["quantise.json"]
+    run(source, "--format", "int8", "--output", target)
+    assert read_checkpoint(target).total == 4
+
+
+def test_weights_that_were_exchanged_are_not_mixed(source, tmp_path):
+    """The second file of a copy would be that of another model."""
+    target = tmp_path / "copy"
+    interrupted(source, target, "--format", "int8")
+    (target / "b.safetensors").unlink()
+    weights = load_file(source / "b.safetensors")
+    save_file({name: -tensor for name, tensor in weights.items()}, source / "b.safetensors")
+    said = run(source, "--format", "int8", "--output", target, code=1)
+    assert f"the weights in {source} are not those that {target} was begun with; delete that folder" in said
+    assert not (target / "b.safetensors").exists()
+
+
+def test_what_a_killed_copy_left_is_removed_and_what_another_writes_is_not(source, tmp_path):
+    target = tmp_path / "copy"
+    interrupted(source, target, "--format", "int8")
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    for name in ("a.safetensors", "config.json"):
+        partial_of(target / name, gone.pid).write_bytes(b"half")
+    partial_of(target / "b.safetensors", os.getppid()).write_bytes(b"half")
+    run(source, "--format", "int8", "--output", target)
+    assert [path.name for path in target.glob("*.partial")] == [f"b.safetensors.{os.getppid()}.partial"]
+
+
+@pytest.mark.parametrize(("columns", "group"), [((256, 384), 128), ((256, 192), 64), ((64, 96), 32)])
+def test_the_largest_group_that_divides_all_columns_is_chosen_and_said(source, tmp_path, columns, group):
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    rng = torch.Generator().manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(16, columns[i % 2], generator=rng) for i, name in enumerate(EXPERTS)}
+    save_file(weights, source / "a.safetensors")
+    said = run(source, "--format", "int4", "--output", tmp_path / "copy")
+    assert (f"--group {group}: some weights have no multiple of 128 columns" in said) == (group != 128)
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == group
+    if group != 128:
+        assert f"no multiple of 128; use --group {group}" in run(
+            source, "--format", "int4", "--group", 128, "--output", tmp_path / "other", code=1
+        )
+
+
+def test_columns_that_no_group_divides(source, tmp_path):
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    save_file({f"{name}.weight": torch.ones(8, 72) for name in EXPERTS}, source / "a.safetensors")
+    said = run(source, "--format", "int4", "--output", tmp_path / "copy", code=1)
+    assert "has 72 columns, no multiple of 32; use --format int8" in said
+
+
 def test_what_cannot_be_quantised(source, tmp_path):
     rounding = quantising.Rounding("int4", 48)
-    with pytest.raises(UnsupportedError, match="no multiple of 48 columns; use another --group"):
+    with pytest.raises(UnsupportedError, match="has 64 columns, no multiple of 48; use --group 64"):
         quantising.Copy(source, tmp_path / "copy", rounding)
     run(source, "--format", "int8", "--output", tmp_path / "copy")
     with pytest.raises(UnsupportedError, match="is quantised already"):

@@ -1,4 +1,4 @@
-"""The growth test of `make soak`: what it must detect, and what it must not mistake for growth."""
+"""What `make soak` must detect: growth, which noise is not, and requests that are never forgotten."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
 
+import soak  # noqa: E402
 from trend import trend  # noqa: E402
 
 STEPS = np.linspace(0, 1e5, 1200)
@@ -68,3 +69,22 @@ def test_one_descriptor_a_thousand_steps_is():
 def test_too_few_samples_are_refused():
     with pytest.raises(AssertionError, match="too few"):
         trend(STEPS[:20], STEPS[:20], 1)
+
+
+@pytest.mark.parametrize(
+    ("v2", "remembered", "answered", "says"),
+    [
+        (True, soak.REMEMBERED, 1000, []),
+        (True, soak.REMEMBERED + 1, 1000, ["the guard remembers 41 requests, and at most 40 were there at once"]),
+        (True, 0, 1000, ["the guard remembered no request"]),
+        (True, 3, 50, ["too few requests to tell whether they are forgotten"]),
+        (False, 0, 1000, ["the guard chose one length only"]),
+    ],
+)
+def test_a_guard_that_does_not_forget_fails_a_soak_of_v2(
+    monkeypatch: pytest.MonkeyPatch, v2: bool, remembered: int, answered: int, says: list[str]
+) -> None:
+    monkeypatch.setattr(soak, "V2", v2)
+    seen = soak.Tally(compared=answered - 20, aborted=10, lossy=10, lossy_differ=3)
+    stats = {"misses": 9, "slots": 1, "steps": {"verify": 5}, "guard": {"steps": {"4": 7}}}
+    assert soak.problems(seen, {}, stats, 2, remembered) == says

@@ -267,7 +267,12 @@ def quantise(
     format: Annotated[
         Codes, typer.Option(help="fp8 with a scale for each block, int8 for each row, int4 for each group.")
     ] = Codes.INT4,
-    group: Annotated[int, typer.Option(help="Columns that share a scale, of int4.", min=8)] = 128,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Columns that share a scale, of int4.", min=8, show_default="the largest of 128, 64, 32 that fits"
+        ),
+    ] = None,
     linears: Annotated[Linears, typer.Option(help="What is rounded: the experts, or all linear layers.")] = (
         Linears.EXPERTS
     ),
@@ -276,10 +281,12 @@ def quantise(
 
     Weights are rounded to the nearest code, without calibration: measure what it costs before you serve it.
     """
-    from vllm_spac.storage.checkpoint.quantising import Copy, Rounding
+    from vllm_spac.storage.checkpoint.quantising import GROUPS, Copy, Rounding
 
     console = Console()
     copy = Copy(find_folder(model), output, Rounding(format.value, group, linears.value))
+    if format == Codes.INT4 and group is None and copy.rounding.group != GROUPS[0]:
+        say(console, f"--group {copy.rounding.group}: some weights have no multiple of {GROUPS[0]} columns")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -186,7 +186,9 @@ def _changing(path: Path, console: Console) -> Iterator[None]:
         console.print(f"waiting for {whom}, which changes {path}", markup=False, soft_wrap=True)
 
     with contextlib.closing(lock):
-        if not lock.take(wait=_WAIT, tell=tell):
+        with writing(beside, _REMEDY):  # a file system without locks says so here
+            taken = lock.take(wait=_WAIT, tell=tell)
+        if not taken:
             raise ConfigError(
                 f"spac: {lock.whom()} has been changing {path} for {_WAIT:.0f} s; end it and try again, or {_REMEDY}"
             )

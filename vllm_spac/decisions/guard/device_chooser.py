@@ -112,8 +112,9 @@ class DeviceChooser:
         self._finished = finished
 
     def facts(self) -> dict:
-        """Statistics to report: drafts that steps had, and those of them that were cut."""
-        return {name: self._counts[name] for name in ("drafts", "cut_drafts")}
+        """Statistics: drafts that steps had, those of them that were cut, and how many requests are remembered."""
+        counts = {name: self._counts[name] for name in ("drafts", "cut_drafts")}
+        return counts | {"remembered": self._odds.requests}
 
     def _of(self, requests: Sequence[str], drafts: Sequence[int]) -> StepCost:
         return self._costs[(len(requests) - 1).bit_length(), max(drafts)]

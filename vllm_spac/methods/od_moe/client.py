@@ -368,7 +368,9 @@ class WorkerClient:
         found = ready.text()
         if self._divider is not None:
             self._rates[worker] = inquiries.rates(worker, found, self._message)
-        return int(found["slots"])
+        if type(slots := found.get("slots")) is not int:
+            raise SpacError(f"spac: {name(worker)} does not say how many slots it has")
+        return slots
 
     def _admit(self, worker: int, link: WorkerLink) -> None:
         self._links[worker] = link

@@ -13,19 +13,19 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_spac.errors import StoreError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.headers import entries, read_config, shards
-from vllm_spac.system.files import replacing, write_text
+from vllm_spac.system.files import remove_leftovers, replacing, write_text
 from vllm_spac.system.untrusted import parse_json, read_text
 
 _EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight")
@@ -33,6 +33,7 @@ _NEVER = re.compile(r"(.*\.)?(lm_head|embed_tokens|gate|router|shared_expert_gat
 _BESIDE = {".json", ".txt", ".model", ".jinja", ".md"}
 _FLOATS = {"BF16", "F16", "F32"}
 BLOCK = 128  # of FP8, in both directions
+GROUPS = 128, 64, 32  # of INT4, which vLLM's kernels and ours read
 _INDEX, _MARK, _CONFIG = "model.safetensors.index.json", "quantise.json", "config.json"
 
 
@@ -42,12 +43,12 @@ class Rounding:
 
     Attributes:
         codes: fp8 by block, int8 by row, or int4 by group.
-        group: columns that share a scale, of int4.
+        group: columns that share a scale, of int4; None: the largest of ``GROUPS`` that divides the columns.
         linears: ``experts``: the routed experts' only; ``all``: of every linear layer but routers and the output.
     """
 
     codes: Literal["fp8", "int8", "int4"]
-    group: int = 128
+    group: int | None = 128
     linears: Literal["experts", "all"] = "experts"
 
     def takes(self, name: str, entry: Mapping) -> bool:
@@ -60,7 +61,10 @@ class Rounding:
         """Returns what a weight [N, K] becomes, by the last parts of names."""
         if self.codes == "fp8":
             return fp8(weight)
-        return int8(weight) if self.codes == "int8" else int4(weight, self.group)
+        if self.codes == "int8":
+            return int8(weight)
+        assert self.group is not None
+        return int4(weight, self.group)
 
     def entry(self, kept: list[str]) -> dict:
         """Returns the ``quantization_config``; ``kept``: modules whose weights stay as they are."""
@@ -119,6 +123,26 @@ def _steps(wide: Tensor, count: float) -> Tensor:
     return torch.where(greatest == 0, 1.0, greatest / count)
 
 
+def _group(rounding: Rounding, columns: Mapping[int, str]) -> int:
+    """Returns the group of INT4.
+
+    Args:
+        columns: numbers of columns that weights have -> one of these weights.
+
+    Raises:
+        UnsupportedError: a weight has no multiple of these columns, or of any of ``GROUPS``.
+    """
+    fits = next((group for group in GROUPS if not any(count % group for count in columns)), None)
+    group = fits if rounding.group is None else rounding.group
+    step = math.lcm(group or GROUPS[-1], 8)  # a word has 8
+    odd = next((count for count in columns if count % step), None)
+    if odd is not None:
+        way = "--format int8" if fits is None else f"--group {fits}"
+        raise UnsupportedError(f"{columns[odd]} has {odd} columns, no multiple of {step}; use {way}")
+    assert group is not None
+    return group
+
+
 class Copy:
     """A quantised copy that is to be written.
 
@@ -128,6 +152,7 @@ class Copy:
 
     Attributes:
         files: name and bytes of each file that is to be read.
+        rounding: with the group that was chosen.
 
     Raises:
         UnsupportedError: the source cannot be quantised so.
@@ -135,7 +160,7 @@ class Copy:
     """
 
     def __init__(self, source: Path, target: Path, rounding: Rounding) -> None:
-        self._source, self._target, self._rounding = source, target, rounding
+        self._source, self._target = source, target
         self._config = read_config(source / _CONFIG)
         if quant_config.of(self._config) is not None:
             raise UnsupportedError(f"{source} is quantised already; name the checkpoint that it was made of")
@@ -147,10 +172,8 @@ class Copy:
             raise UnsupportedError(
                 f"{source} has no experts in tensors of their own (experts.0.up_proj.weight, ...) in 16 or 32 bits"
             )
-        step = math.lcm(rounding.group, 8)  # a word has 8
-        odd = next((name for name, entry in taken if entry["shape"][1] % step), None)
-        if rounding.codes == "int4" and odd is not None:
-            raise UnsupportedError(f"{odd} has no multiple of {step} columns; use another --group")
+        columns = {entry["shape"][1]: name for name, entry in taken}
+        self.rounding = rounding if rounding.codes != "int4" else replace(rounding, group=_group(rounding, columns))
         partial = next((name for name, entry in taken if any(size % BLOCK for size in entry["shape"])), None)
         if rounding.codes == "fp8" and partial is not None:
             raise UnsupportedError(f"{partial} is no multiple of {BLOCK} x {BLOCK}; use --format int8")
@@ -160,7 +183,9 @@ class Copy:
             for name, entry in all_entries
             if name.endswith(".weight") and len(entry["shape"]) == 2 and name not in taken_names
         )
-        self.files = {path.name: path.stat().st_size for path in self._paths}
+        facts = {path.name: path.stat() for path in self._paths}
+        self.files = {name: found.st_size for name, found in facts.items()}
+        self._times = {name: found.st_mtime_ns for name, found in facts.items()}
 
     def write(self) -> Iterator[tuple[str, int]]:
         """Writes the copy; yields the name and size of each source file when it is done, also if it was before."""
@@ -170,8 +195,14 @@ class Copy:
         for path in self._paths:
             target = self._target / path.name
             if not target.exists():
-                with replacing(target, by_name=True) as partial:
-                    save_file(dict(self._converted(path)), partial, metadata={"format": "pt"})
+                tensors = dict(self._converted(path))
+                try:
+                    with replacing(target, by_name=True) as partial:
+                        save_file(tensors, partial, metadata={"format": "pt"})
+                except SafetensorError as error:  # of a full disk, too
+                    raise StoreError(
+                        f"{target} cannot be written: {error}; the same command goes on from here"
+                    ) from error
             header = entries(target)
             weights |= dict.fromkeys(header, path.name)
             total += sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
@@ -184,32 +215,41 @@ class Copy:
         for path in sorted(self._source.iterdir()):  # tokenizer, generation, chat template
             if path.is_file() and path.suffix in _BESIDE and path.name not in (_INDEX, _CONFIG):
                 shutil.copyfile(path, self._target / path.name)
-        self._put(_CONFIG, self._config | {"quantization_config": self._rounding.entry(self._kept)})
+        self._put(_CONFIG, self._config | {"quantization_config": self.rounding.entry(self._kept)})
         (self._target / _MARK).unlink()
 
     def _begin(self) -> None:
         """Makes the folder and says in it what it will hold."""
         mark = self._target / _MARK
-        facts = {"source": str(self._source.resolve()), **asdict(self._rounding)}
+        facts = {"source": str(self._source.resolve()), **asdict(self.rounding)}
+        files = {name: [size, self._times[name]] for name, size in self.files.items()}
         self._target.mkdir(parents=True, exist_ok=True)
         if any(self._target.iterdir()):
             try:
-                same = parse_json(read_text(mark)) == facts
+                found = parse_json(read_text(mark))
             except (OSError, ValueError):
-                same = False
-            if not same:
+                found = None
+            begun = found.pop("files", None) if isinstance(found, dict) else None
+            if found != facts:
                 raise StoreError(f"{self._target} holds something else; name a new folder with --output")
-        self._put(_MARK, facts)
+            if begun != files:
+                raise StoreError(
+                    f"the weights in {self._source} are not those that {self._target} was begun with; delete that "
+                    "folder, or name a new one with --output"
+                )
+        for name in (*self.files, _INDEX, _CONFIG, _MARK):
+            remove_leftovers(self._target / name)
+        self._put(_MARK, facts | {"files": files})
 
     def _converted(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         header = self._headers[path.name]
         with safe_open(path, framework="pt") as file:
             for name in header:
                 tensor = file.get_tensor(name)
-                if not self._rounding.takes(name, header[name]):
+                if not self.rounding.takes(name, header[name]):
                     yield name, tensor
                     continue
-                for last, part in self._rounding.tensors(tensor).items():
+                for last, part in self.rounding.tensors(tensor).items():
                     yield f"{name.removesuffix('weight')}{last}", part
 
     def _put(self, name: str, content: dict) -> None:

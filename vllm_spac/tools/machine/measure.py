@@ -7,10 +7,12 @@ A measurement is the median of its repeats.
 from __future__ import annotations
 
 import importlib
+import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -35,12 +37,12 @@ from vllm_spac.decisions.costs import (
     fit_compute,
     fit_load,
 )
-from vllm_spac.errors import ConfigError
+from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.integration.hooks.device import request_amx
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.storage.host import HostStore
-from vllm_spac.system.files import make_folder
+from vllm_spac.system.files import LockFile, make_folder
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import Machine
 from vllm_spac.system.timing import ROWS, median
@@ -217,12 +219,39 @@ def _loads(
     return found
 
 
+_SCRATCH, _HELD = ".profile-", "lock"
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """Context with a new folder in ``folder``, which is removed at its end, or by the next one if it was killed."""
+    make_folder(folder)
+    for left in folder.glob(f"{_SCRATCH}*"):
+        _remove_left(left)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as name, closing(LockFile(Path(name, _HELD))) as lock:
+        if not (lock.take() and Path(name, _HELD).exists()):  # found by ``_remove_left`` before it was held
+            raise StoreError(f"spac: another vllm-spac profile has removed {name} while it was made; try again")
+        yield Path(name)
+
+
+def _remove_left(scratch: Path) -> None:
+    """Removes the scratch folder of a process that has ended: the system has released its lock, on any machine."""
+    if scratch.is_symlink() or scratch.lstat().st_uid != os.geteuid():
+        return
+    try:
+        lock = LockFile(scratch / _HELD, read_only=True)
+    except OSError:  # it has just been made, or is removed right now, or is none
+        return
+    with closing(lock):
+        if lock.take():
+            shutil.rmtree(scratch)
+
+
 @contextmanager
 def _packed(kind: type[ExpertStore], size: ExpertSize, folder: Path, least: int) -> Iterator[ExpertStore]:
     experts = max(2 * least, min(_MOST_EXPERTS, _POOL_BYTES // size.nbytes))
-    make_folder(folder)
-    with tempfile.TemporaryDirectory(prefix=".profile-", dir=folder) as scratch:
-        store = kind(size.shape(experts), "profile", Path(scratch))
+    with _scratch(folder) as scratch:
+        store = kind(size.shape(experts), "profile", scratch)
         try:
             store.reserve(experts)
             rng = torch.Generator().manual_seed(0)
