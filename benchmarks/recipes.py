@@ -20,7 +20,7 @@ from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
 from vllm_spac.config.types import DECIDED
-from vllm_spac.storage.checkpoint.published import published
+from vllm_spac.storage.checkpoint.published import find_model, published
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import gib
@@ -68,7 +68,7 @@ def served(recipe: dict[str, Any], capability: Capability | None = None) -> list
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(recipe["config"]))
-        ways = ServedModel.ways(str(path), on_cpu=False, capability=capability)
+        ways = ServedModel.ways(find_model(str(path)), on_cpu=False, capability=capability)
         return [replace(way, name=recipe["model"]) for way in ways]
 
 
@@ -115,7 +115,7 @@ def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
     for plan in plans:
         best = plan.best
         if best.choice.store == "none":
-            yield f"| `{plan.machine.name}` | 100 % | all fit: stock vLLM serves it, too | | | | | | |"
+            yield f"| `{plan.machine.name}` | 100 % | all fit: stock vLLM serves it | | | | | | |"
             continue
         speeds = (f"{one.tokens_per_second:.3g}" for one in (best.even, best.compared, best.high) if one is not None)
         yield (

@@ -24,11 +24,12 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import SlotCount, flag
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.recording.metrics import summary
 from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint import headers, packed_folder
 from vllm_spac.system import machine
 from vllm_spac.system.files import partial_of
-from vllm_spac.tools.machine.server_stats import RequestNumbers
+from vllm_spac.tools.machine.server_stats import RequestNumbers, WaitShares
 
 FINGERPRINT = "0123456789abcdef" * 2
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 2, 16, 4
@@ -269,10 +270,46 @@ def serve():
         server.server_close()
 
 
-def test_stats_shows_each_worker(serve):
+def test_stats_shows_what_matters_of_each_worker_in_words(serve):
+    """And nothing that has not happened."""
     text = run("stats", serve(200, json.dumps({"workers": [WORKER, {**WORKER, "hits": 1}]})) + "/")
-    for part in ("hit rate │ 75.0% │ 50.0%", "bytes: disk │ 3.0 MiB", "steps: decode │ 1,234", "stall_seconds │ 0.500"):
+    for part in ("hit rate │ 75.0% │ 50.0%", "experts loaded │ 3.0 MiB", "waiting for experts │ 0.4 ms per step"):
         assert part in text
+    assert "_" not in text and "CPU" not in text and "read ahead" not in text
+    everything = run("stats", "--all", serve(200, json.dumps({"workers": [WORKER, {**WORKER, "cpu_late": 0}]})))
+    for part in ("bytes: disk │ 3.0 MiB", "steps: decode │ 1,234", "stall seconds │ 0.500", "cpu late │ │ 0"):
+        assert part in everything
+
+
+def test_a_worker_in_ten_rows_at_most():
+    """Of one that does all that a worker can do; counters that are zero give no row."""
+    worker = WORKER | {"experts": 64, "resident": 12, "slot_bytes": 32768, "store": "disk", "host_experts": 20}
+    worker |= {"cpu_experts": 1, "prefetches": 8, "prefetch_hits": 6, "policy": "reuse", "guard": {"draft_length": 3}}
+    assert summary(worker, tokens=12, waited=0.25) == {
+        "mode": "exact",
+        "experts in fast memory": "12 of 64, 32.0 KiB",
+        "the others": "disk, 20 of them in host memory",
+        "hit rate": "75.0%",
+        "experts loaded": "256.0 KiB per generated token",
+        "waiting for experts": "0.4 ms per step, now 25% of the time",
+        "computed on the CPU": "25.0% of experts",
+        "read ahead": "8 experts, 75% used",
+    }
+    failed = summary(worker | {"read_retries": 1, "prefetch_failed": 2, "stopped": {"trace": "disk full"}})
+    assert failed["reads that failed"] == "3" and failed["recordings that stopped"] == "trace"
+    assert failed["experts loaded"] == "3.0 MiB"
+    assert (
+        summary({name: 0 for name in worker if name not in ("bytes", "steps", "guard", "mode", "store", "policy")})
+        == {}
+    )
+
+
+def test_the_share_of_the_last_minute_that_layers_waited():
+    waits = WaitShares()
+    assert waits.add([1.0, 2.0], now=100.0) == (None, None)
+    assert waits.add([2.0, 2.0], now=110.0) == (0.1, 0.0)
+    assert waits.add([12.0, 2.0], now=165.0) == (pytest.approx(10 / 55), 0.0), "of the last minute"
+    assert waits.add([0.0, 0.0], now=170.0) == (None, None), "the server was started again"
 
 
 REQUESTS = {"running": 2, "waiting": 1, "tokens": 1000, "first_token_seconds": 1.0, "first_tokens": 4}
@@ -299,10 +336,18 @@ def test_requests_of_the_last_minute():
     assert RequestNumbers().add(nobody)["time to first token"] == "-"
 
 
-def test_stats_shows_requests(serve):
+def test_stats_shows_requests(serve, monkeypatch):
+    """While some run, of two readings, which give a speed."""
+    waits = []
+    monkeypatch.setattr(doctor.time, "sleep", waits.append)
     text = run("stats", serve(200, json.dumps({"workers": [WORKER, WORKER], "requests": REQUESTS})))
     for part in ("requests running │ 2 │ │", "time to first token │ 250.0 ms │ │", "hit rate │ 75.0% │ 75.0%"):
         assert part in text, text
+    assert waits == [1.0] and "tokens/s, all requests │ 0.0 │ │" in text
+    idle = run(
+        "stats", serve(200, json.dumps({"workers": [WORKER], "requests": REQUESTS | {"running": 0, "waiting": 0}}))
+    )
+    assert len(waits) == 1 and "requests" not in idle.replace("all requests", "")
     for wrong in ([], {"tokens": "x"}, REQUESTS | {"finished": None}, {}):
         assert "error: " in run("stats", serve(200, json.dumps({"workers": [WORKER], "requests": wrong})), code=1)
 
@@ -354,7 +399,7 @@ def test_stats_of_something_else_are_one_line(serve, workers):
 
 def test_stats_prints_what_a_server_says_and_does_not_obey_it(serve):
     odd = {"mode": "\x1b[2J[red]exact", "a\nb\x1b]0;owned\x07": {"\u202ekey": "[link=http://x]y[/link]"}}
-    text = run("stats", serve(200, json.dumps({"workers": [odd]})))
+    text = run("stats", "--all", serve(200, json.dumps({"workers": [odd]})))
     assert not set(text) & set("\x1b\x07\u202e")
     for part in (r"\x1b[2J[red]exact", r"a\nb\x1b]0;owned\x07: \u202ekey", "[link=http://x]y[/link]"):
         assert part in text

@@ -195,11 +195,36 @@ def test_the_default_is_not_said_to_be_the_best_of_what_was_not_tried(world: Mod
     assert written(folder) == ["tuned"] and profile(folder).keeps_default
 
 
-@pytest.mark.parametrize("starts", [0, 1, 4, 9])
+BEST_SO_FAR = {
+    0: "stopped: nothing was compared so far;",
+    1: "stopped: nothing was compared so far;",
+    2: "stopped: the default is the fastest so far;",
+    4: "stopped: the fastest so far is drafts=ngram ",
+    9: "stopped: the fastest so far is ",
+}
+
+
+def test_what_each_measurement_found_is_said_while_it_runs(world: ModuleType, folder: Path) -> None:
+    """With the time that the rest takes at most, which gets shorter."""
+    world.Imagined.rate = staticmethod(faster(io_threads=1.2))
+    world.Imagined.change = staticmethod(lambda c, ids: [0] + ids[1:] if c.drafts else ids)
+    text = run(folder, code=1)
+    assert re.search(r"\d+ ways to serve are measured in about 30 min, after the first start", text)
+    assert "round 1, default: 10.0 tokens/s; at most 30 min left" in text
+    assert re.search(r"round 1, io_threads=2: 12.0 tokens/s, 1.20 times the default's; at most \d+ min left", text)
+    assert re.search(r"round 1, drafts=ngram 4: 10.0 tokens/s, and wrong tokens; at most", text)
+    left = [int(found) for found in re.findall(r"at most (\d+) min left", text)]
+    assert left == sorted(left, reverse=True) and left[-1] < left[0]
+
+
+@pytest.mark.parametrize("starts", BEST_SO_FAR)
 def test_an_interrupted_run_leaves_no_profile_and_continues(world: ModuleType, folder: Path, starts: int) -> None:
     world.Imagined.rate = staticmethod(faster(io_threads=1.2, drafts=1.5))
     world.Imagined.interrupt = starts
-    assert f"stopped, {starts} measurements are kept; the same command continues" in run(folder, code=130)
+    text = run(folder, code=130)
+    assert f"; {starts} measurements are kept; the same command continues" in text
+    assert BEST_SO_FAR[starts] in text
+    assert ("to serve so: vllm serve" in text) == (starts > 2)
     assert written(folder) == ["tuning"]
     world.Imagined.interrupt, before = None, list(world.Imagined.started)
     world.Imagined.started.clear()

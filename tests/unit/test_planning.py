@@ -22,6 +22,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
+from vllm_spac.storage.checkpoint import published
 from vllm_spac.storage.checkpoint.described import Architecture
 from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.system.machine import Machine
@@ -634,6 +635,20 @@ def test_a_refusal_that_names_a_kernel_can_be_followed(tmp_path: Path) -> None:
     chosen = run(folder, *small, "--host-memory", "4.1GiB")
     assert "--spac-kernel table" in chosen, "where pointers have no host memory to read from"
     assert "--kernel slots: use vllm or table" in run(folder, "--kernel", "slots", code=1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_is_looked_for_once_however_many_ways_are_compared(model: ServedModel, monkeypatch) -> None:
+    """A name on the hub costs a request or two each time."""
+    asked, find = [], published.find_model
+
+    def counted(name: str, revision: str | None = None) -> published.NamedModel:
+        asked.append((name, revision))
+        return find(name)
+
+    monkeypatch.setattr(published, "find_model", counted)
+    text = run(model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--revision", "v1")
+    assert "with --decisions " in text and asked == [(model.name, "v1")]
 
 
 def test_states_of_unknown_size_leave_the_kv_cache_to_vllm(model: ServedModel) -> None:

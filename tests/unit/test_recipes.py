@@ -71,7 +71,8 @@ def test_the_slots_of_a_table_are_those_that_fit(name: str) -> None:
         if decided.startswith("all fit"):
             assert (100, 0) in fitting.values()
         else:
-            assert fitting["pointers" if decided == "the device" else "slots"] == (int(percent), 0)
+            names = ("pointers",) if decided == "the device" else ("slots", "table")
+            assert (int(percent), 0) in [fitting[name] for name in names if name in fitting]
 
 
 @pytest.mark.full

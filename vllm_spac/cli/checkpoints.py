@@ -169,9 +169,12 @@ SHARES = (10, 25, 50, 100)
 
 def inspect(
     model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or its name on the Hugging Face hub.")],
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a name on the hub, as for vllm serve.")
+    ] = None,
 ) -> None:
     """Show how much memory a checkpoint needs and whether it can be served; reads headers only, never weights."""
-    named = find_model(model)
+    named = find_model(model, revision)
     checkpoint = named.checkpoint()
     quantised = checkpoint.quantisation
     not_on_cpu = quantisation.refusal(quantised, FormatKernels.CPU) if quantised else None
@@ -188,7 +191,8 @@ def inspect(
         console,
         f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer",
     )
-    plain = f"vllm serve {shown(model)} --plugin spac --spac-slots {max(25, smallest)}%"
+    at = "" if revision is None else f" --revision {shown(revision)}"
+    plain = f"vllm serve {shown(model)}{at} --plugin spac --spac-slots {max(25, smallest)}%"
     if not quantised:
         lines = [f"[green]supported[/]: {plain}"]
     else:

@@ -165,23 +165,29 @@ class _Run:
     def run(
         self, texts: Sequence, tokens: int, seconds: float, measurer: Measurer, fresh: bool, disk_dir: Path | None
     ) -> None:
+        from vllm_spac.tools.tuning import session
         from vllm_spac.tools.tuning.candidates import candidates, left_out
-        from vllm_spac.tools.tuning.session import Session
 
         file = self._file(fresh)
         found = candidates(self._served, self._machine, self._allowed)
         if (sentence := left_out(self._served, self._machine, found)) is not None:
             say(self._console, shown(sentence))
+        longest = f"about {session.minutes(seconds)}, after the first start, which packs the experts"
+        say(self._console, f"{len(found)} ways to serve are measured in {longest}; Ctrl-C keeps what was found")
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%")
         with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
             task = progress.add_task("", total=seconds)
 
             def tell(text: str, spent: float) -> None:
-                progress.update(task, completed=spent, description=shown(text))
+                left = f", at most {session.minutes(max(0.0, seconds - spent))} left" if spent else ""
+                progress.update(task, completed=spent, description=shown(text + left))
 
-            session = Session(found, texts, tokens, seconds, measurer, file, tell)
-            outcome = self._measured(session, file)
-        self._finish(outcome, list(session.candidates.values()), file, disk_dir)
+            def report(text: str) -> None:
+                say(progress.console, f"[dim]{shown(text)}[/]")
+
+            one = session.Session(found, texts, tokens, seconds, measurer, file, tell, report=report)
+            outcome = self._measured(one, file, disk_dir)
+        self._finish(outcome, list(one.candidates.values()), file, disk_dir)
 
     def _file(self, fresh: bool) -> ProgressFile:
         from vllm_spac.tools.tuning.progress import ProgressFile, key_of
@@ -197,15 +203,20 @@ class _Run:
             self._console.print(text, highlight=False)
         return file
 
-    def _measured(self, session: Session, file: ProgressFile) -> TuneOutcome:
+    def _measured(self, one: Session, file: ProgressFile, disk_dir: Path | None) -> TuneOutcome:
+        from vllm_spac.tools.tuning import session
         from vllm_spac.tools.tuning.measurer import MeasuringError
         from vllm_spac.tools.tuning.session import last_line
 
         try:
-            return session.run()
+            return one.run()
         except KeyboardInterrupt:
-            text = f"stopped, {len(file.content.runs)} measurements are kept; the same command continues"
-            self._console.print(text, highlight=False)
+            found = one.stopped()
+            kept = f"{len(file.content.runs)} measurements are kept; the same command continues"
+            say(self._console, shown(f"stopped: {session.best_so_far(found)}; {kept}"))
+            if found.contender is not None:
+                by_hand = session.command(self._model, found.contender, disk_dir)
+                say(self._console, f"[green]to serve so:[/] {shown(by_hand)}")
             raise typer.Exit(130) from None
         except MeasuringError as error:
             for line in str(error).splitlines():

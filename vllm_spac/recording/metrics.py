@@ -187,3 +187,47 @@ def _text(name: str, value: Any) -> str:
     if name.endswith("_seconds"):
         return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+_PLACES = {"host": "host memory", "disk": "disk"}
+
+
+def summary(worker: Mapping[str, Any], tokens: float | None = None, waited: float | None = None) -> dict[str, str]:
+    """Returns what matters of a worker's statistics, in words, without what has not happened.
+
+    Args:
+        tokens: that the server has generated; None: not known.
+        waited: share of the last seconds that layers waited for experts; None: not known.
+
+    Raises:
+        TypeError, ValueError, KeyError, OverflowError: these are no statistics of a worker.
+    """
+    described(worker)  # or it raises
+    get, found = worker.get, dict[str, str]()
+    asked, steps = get("hits", 0) + get("misses", 0), sum(get("steps", {}).values())
+    if "mode" in worker:
+        found["mode"] = str(worker["mode"])
+    if get("slots"):
+        of_all = f" of {worker['experts']:,}" if get("experts") else ""
+        memory = f", {gib(worker['slot_bytes'])}" if get("slot_bytes") else ""
+        found["experts in fast memory"] = f"{get('resident', worker['slots']):,}{of_all}{memory}"
+    if get("store") in _PLACES:
+        host = f", {worker['host_experts']:,} of them in host memory" if get("host_experts") else ""
+        found["the others"] = f"{_PLACES[worker['store']]}{host}"
+    found["hit rate"] = f"{100 * get('hits', 0) / asked:.1f}%" if asked else "-"
+    moved = sum(get("bytes", {}).values())
+    if moved:
+        found["experts loaded"] = f"{gib(moved / tokens)} per generated token" if tokens else gib(moved)
+    if get("stall_seconds") and steps:
+        share = "" if waited is None else f", now {waited:.0%} of the time"
+        found["waiting for experts"] = f"{1000 * worker['stall_seconds'] / steps:,.1f} ms per step{share}"
+    if get("cpu_experts"):
+        found["computed on the CPU"] = f"{worker['cpu_experts'] / asked:.1%} of experts" if asked else "some experts"
+    if get("prefetches"):
+        used = get("prefetch_hits", 0) / worker["prefetches"]
+        found["read ahead"] = f"{worker['prefetches']:,} experts, {used:.0%} used"
+    if get("read_retries") or get("prefetch_failed"):
+        found["reads that failed"] = f"{get('read_retries', 0) + get('prefetch_failed', 0):,}"
+    if get("stopped"):
+        found["recordings that stopped"] = ", ".join(worker["stopped"])
+    return found

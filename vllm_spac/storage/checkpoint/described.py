@@ -126,7 +126,7 @@ _INTERVAL = 4  # of full attention in those models, where a config does not say
 
 
 @dataclass(frozen=True)
-class LayerState:
+class RecurrentState:
     """The state that a recurrent layer keeps of a request, as large however long that is.
 
     Attributes:
@@ -171,7 +171,7 @@ class Architecture:
     layer_kv: int
     windows: tuple[int | None, ...]
     recurrent: int = 0
-    state: LayerState | None = None
+    state: RecurrentState | None = None
 
     @classmethod
     def of(cls, config: dict, where: Path) -> Architecture:
@@ -241,7 +241,7 @@ def _windows(config: dict, kinds: list[str]) -> tuple[int | None, ...]:
     return tuple(window if everywhere or kind.startswith("sliding") else None for kind in kept)
 
 
-def _state(config: dict) -> LayerState | None:
+def _state(config: dict) -> RecurrentState | None:
     """Returns the state of a gated delta net's layer: rows of its convolution in 16 bits, and a matrix per head."""
     sizes = [first_number(config, (name,)) for name in _GATED_DELTA]
     kernel = first_number(config, ("linear_conv_kernel_dim",))
@@ -250,4 +250,4 @@ def _state(config: dict) -> LayerState | None:
     key_heads, value_heads, key, value = sizes
     row = (2 * key_heads * key + value_heads * value) * _KV_BYTES
     wide = any(part.get("mamba_ssm_dtype") == "float32" for part in quant_config.parts(config))
-    return LayerState((kernel - 1) * row, row, value_heads * value * key, wide)
+    return RecurrentState((kernel - 1) * row, row, value_heads * value * key, wide)

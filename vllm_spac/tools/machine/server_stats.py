@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_spac.errors import SpacError
@@ -94,6 +94,26 @@ class RequestNumbers:
             "time to first token": _mean(counted, before, "first_token_seconds", "first_tokens"),
             "time per token of a request": _mean(counted, before, "token_seconds", "finished"),
         }
+
+
+class WaitShares:
+    """Readings of how long each worker's layers have waited for experts, for a minute."""
+
+    def __init__(self) -> None:
+        self._read: deque[tuple[float, tuple[float, ...]]] = deque()
+
+    def add(self, seconds: Sequence[float], now: float | None = None) -> tuple[float | None, ...]:
+        """Adds a reading and returns the share of the last minute of each worker; None at the first reading."""
+        now, found = time.monotonic() if now is None else now, tuple(seconds)
+        if self._read and (len(found) != len(self._read[-1][1]) or sum(found) < sum(self._read[-1][1])):
+            self._read.clear()  # the server was started again
+        while self._read and now - self._read[0][0] > WINDOW:
+            self._read.popleft()
+        began, before = self._read[0] if self._read else (now, ())
+        self._read.append((now, found))
+        if now <= began:
+            return (None,) * len(found)
+        return tuple((after - earlier) / (now - began) for after, earlier in zip(found, before, strict=True))
 
 
 def _mean(counted: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: str, count: str) -> str:

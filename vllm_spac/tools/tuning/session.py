@@ -24,6 +24,7 @@ SEARCH = 0.65  # of the time; the rest is for the turns
 PROMPTS = 3  # of the first round
 
 Tell = Callable[[str, float], object]
+Report = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Session:
         prompts: are used in order, as many as a round needs, and repeated in turns.
         seconds: of the whole run, without the first engine, which may have to pack the experts.
         tell: called with what is being measured, and the seconds spent.
+        report: called with what each measurement found, in a sentence.
 
     Attributes:
         candidates: with the combination that was found to be worth trying.
@@ -77,11 +79,12 @@ class Session:
         file: ProgressFile,
         tell: Tell = lambda text, spent: None,
         seed: int = 0,
+        report: Report = lambda text: None,
     ) -> None:
         self.candidates = {candidate.name: candidate for candidate in candidates}
         self._default = candidates[0]
         self._prompts, self._tokens, self._seconds, self._seed = prompts, tokens, seconds, seed
-        self._measurer, self._file, self._tell = measurer, file, tell
+        self._measurer, self._file, self._tell, self._report = measurer, file, tell, report
         kept = [candidate.name for candidate in candidates if candidate.group == "baseline"]
         kept += [name for name in (LRU,) if name in self.candidates]
         self._halving = Halving(list(self.candidates), kept, SEARCH * seconds, seed)
@@ -100,13 +103,33 @@ class Session:
         while (run := self._halving.next()) is not None:
             if run.round == 1 and not self._joined:
                 self._join()
-            self._observe(run, self._recorded.get((run.arm, run.round)) or self._measure(run))
+            known = self._recorded.get((run.arm, run.round))
+            self._observe(run, known or self._measure(run))
+            if known is None:
+                self._report(self._sentence(run))
         contender = self._contender()
         ratio = None if contender is None else self._compare(contender)
+        return self._outcome(contender, ratio)
+
+    def stopped(self) -> TuneOutcome:
+        """Returns what was found until now, of a run that is stopped; nothing is chosen without all turns."""
+        return self._outcome(self._contender(), None)
+
+    def _outcome(self, contender: Candidate | None, ratio: Ratio | None) -> TuneOutcome:
         choice = contender if contender is not None and ratio is not None and ratio.is_faster else self._default
         speeds = {name: speed for name in self.candidates if (speed := self._halving.speed(name)) is not None}
         untried = tuple(c for name, c in self.candidates.items() if name not in self._last)
         return TuneOutcome(choice, contender, ratio, speeds, self._last, self._compared, untried)
+
+    def _sentence(self, run: Run) -> str:
+        """Says what a measurement found, and how long the rest takes at most."""
+        found, speed = self._last[run.arm], self._halving.speed(run.arm)
+        rate = f"{statistics.median(found.rates):.1f} tokens/s" if found.rates else "failed"
+        compared = f", {speed:.2f} times the default's" if speed is not None and run.arm != self._default.name else ""
+        wrong = (tokens := self._compared.get(run.arm)) is not None and tokens.verdict == "wrong"
+        text = ", and wrong tokens" if wrong else compared
+        left = max(0.0, self._seconds - self._halving.spent)
+        return f"round {run.round + 1}, {run.arm}: {rate}{text}; at most {minutes(left)} left"
 
     def _join(self) -> None:
         """Adds the combination of what was faster than the default, if there are several such changes."""
@@ -211,6 +234,20 @@ class Session:
         if wrong or len(kept.turns) < FEWEST:
             return None
         return Ratio.of([turn.other / turn.default for turn in kept.turns], self._seed)
+
+
+def minutes(seconds: float) -> str:
+    """Formats a time that is left."""
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def best_so_far(outcome: TuneOutcome) -> str:
+    """Says what a run that was stopped would serve with, as far as it came."""
+    if outcome.contender is None:
+        return "the default is the fastest so far" if len(outcome.last) > 1 else "nothing was compared so far"
+    name = outcome.contender.name
+    speed = outcome.speeds[name]
+    return f"the fastest so far is {name}: {speed:.2f} times the default's tokens/s, not compared in turns yet"
 
 
 def measured(outcome: TuneOutcome, candidates: Sequence[Candidate]) -> tuple[Measured, ...]:
