@@ -99,7 +99,7 @@ def _content(model: ModelConfig, load_format: str, folder: Path) -> CheckpointCo
     if Path(model.model).is_dir():
         files = contents.weight_files(Path(model.model).absolute(), load_format)
         if not files:
-            raise StoreError(f"spac: {model.model} has no weight files that --load-format {load_format} takes")
+            raise StoreError(contents.no_weights(model.model, load_format))
         return contents.read(files, [folder, DISK_DIR.expanduser()])
     revision = str(model.revision)
     if not _COMMIT.fullmatch(revision) and getattr(model, "hf_config_path", None) is None:
