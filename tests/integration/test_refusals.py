@@ -31,6 +31,7 @@ from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError, StoreError, UnsupportedError
 from vllm_spac.integration import preflight
 from vllm_spac.storage import disk
+from vllm_spac.storage.checkpoint import headers
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -62,14 +63,13 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_
 def write_config(folder: Path, config: dict) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors, which is not refused
     return folder
 
 
 @pytest.fixture
 def moe(tmp_path) -> Path:
-    folder = write_config(tmp_path / "moe", QWEN)
-    (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors, which is not refused
-    return folder
+    return write_config(tmp_path / "moe", QWEN)
 
 
 def engine_config(model: Path, spac, **options):
@@ -119,7 +119,9 @@ def engine_config(model: Path, spac, **options):
         ({"budget": 8, "budget_ranking": "static"}, ["static", "--spac-calibration", "vllm-spac calibrate"]),
         ({"budget": 8, "budget_coverage": "none"}, ["budget_coverage='none'", "substitution"]),
         ({"budget": "/not/there"}, ["budget=/not/there", "no such file", "16 or 0.98"]),
-        ({"calibration": "/not/there"}, ["calibration=/not/there", "no such file"]),
+        ({"calibration": "/not/there"}, ["calibration=/not/there", "no such file", "vllm-spac calibrate"]),
+        ({"host_memory": "3 potatoes"}, ["'3 potatoes' is no size", "32GiB"]),
+        ({"host_memory": "GiB"}, ["'GiB' is no size", "32GiB"]),
         ({"cpu_experts": "auto"}, ["cpu_experts=auto", "--spac-cpu-experts", "add --spac-store host"]),
         ({"cpu_experts": 2, "store": "disk"}, ["cpu_experts=2", "add --spac-store host"]),
     ],
@@ -895,11 +897,11 @@ def test_bad_keys_on_the_command_line_are_one_line(flags, said):
 # --- before weights are read ------------------------------------------------------------------------------------------
 
 
-def _weights(folder: Path, names: int = 16) -> Path:
+def _weights(folder: Path, names: int = 16, layers: int = 2) -> Path:
     """The experts of ``QWEN``, of which a layer has 16."""
     made = {
         f"model.layers.{layer}.mlp.experts.{expert}.{kind}_proj.weight": torch.zeros(64, 128, dtype=torch.bfloat16)
-        for layer in range(2)
+        for layer in range(layers)
         for expert in range(names)
         for kind in ("gate", "up", "down")
     }
@@ -919,6 +921,67 @@ def test_a_file_of_weights_that_the_index_names_and_that_is_not_there(moe):
     (moe / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     with pytest.raises(UnsupportedError, match=r"model-2.safetensors is not .*No such file"):
         engine_config(moe, {})
+
+
+def test_a_tensor_of_the_index_that_a_complete_file_lacks(moe):
+    path, index = _weights(moe), moe / "model.safetensors.index.json"
+    names = dict.fromkeys(headers.entries(path), path.name)
+    index.write_text(json.dumps({"weight_map": names}))
+    engine_config(moe, {})
+    index.write_text(json.dumps({"weight_map": names | {"model.norm.weight": path.name}}))
+    with pytest.raises(UnsupportedError, match=r"model.safetensors lacks 'model.norm.weight', .*; download both again"):
+        engine_config(moe, {})
+
+
+def test_a_folder_without_weights(moe):
+    (moe / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedError, match=r"moe has no weight files .*; download the checkpoint completely"):
+        engine_config(moe, {})
+    (moe / "pytorch_model.bin").write_bytes(b"")
+    engine_config(moe, {})
+
+
+@pytest.mark.parametrize("name", ["./nonexist", "/nonexist/model", "../nonexist"])
+def test_a_path_to_nothing(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedError, match=f"spac: {name} is not a folder on this machine; check the path"):
+        engine_config(name, {})
+
+
+def test_a_name_that_the_hub_does_not_give():
+    said = r"spac: nobody/nothing is not in the .* cache.*check the name"
+    with pytest.raises(UnsupportedError, match=said) as caught, preflight.naming_model("nobody/nothing"):
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nCheck your internet connection")
+    assert "Check your internet" not in str(caught.value)
+    with pytest.raises(OSError, match="a disk"), preflight.naming_model("/a/folder"):
+        raise OSError("a disk")
+
+
+def test_a_kv_cache_that_one_request_does_not_fit_into(moe, monkeypatch):
+    """A token has 2 layers x keys and values x 2 heads x 32 x 2 bytes, a request 128 tokens."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    whole = 128 * 512
+    engine_config(moe, {}, kv_cache_memory_bytes=whole)
+    with pytest.raises(ConfigError, match=rf"has {whole - 1} bytes, .* 128 takes {whole}; use --kv-cache-memory-bytes"):
+        engine_config(moe, {}, kv_cache_memory_bytes=whole - 1)
+
+
+def test_the_experts_of_an_mtp_head_need_room_on_the_disk(moe, tmp_path, monkeypatch):
+    """The head has one layer of the checkpoint's three."""
+    _weights(moe, layers=3)
+    each, folder = 3 * 64 * 128 * 2 + 4096, tmp_path / "packed"
+    room = {"free": (256 << 20) + 48 * each - 1}
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(**room))
+    config = SpacConfig(slots="50%", store="disk", disk_dir=str(folder))
+    vllm_config = engine_config(moe, {"slots": "50%", "store": "disk", "disk_dir": str(folder)})
+    vllm_config.speculative_config = SimpleNamespace(method="mtp", draft_model_config=vllm_config.model_config)
+    with pytest.raises(StoreError, match="packing 48 experts needs"):
+        preflight._check_disk(config, vllm_config)
+    room["free"] += 1
+    preflight._check_disk(config, vllm_config)
+    room["free"] -= 16 * each
+    vllm_config.speculative_config.method = "eagle3"
+    preflight._check_disk(config, vllm_config)
 
 
 def test_a_disk_without_room_for_what_is_not_packed_yet(moe, tmp_path, monkeypatch):

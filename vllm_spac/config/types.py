@@ -83,12 +83,19 @@ def no_bool(value: Any) -> Any:
     return value
 
 
+_A_UNIT = "Give a number with a unit, e.g. 32GiB or 512MiB"
+
+
 def _check_size(value: Any) -> Any:
     """Refuses a number without a unit that is smaller than any expert: 32 was meant to be 32GiB."""
     value = no_bool(value)
     if re.fullmatch(r"\s*\d+(\.\d*)?\s*", str(value)) and 0 < float(value) < _LEAST_BYTES:
         number = str(value).strip()
-        raise ValueError(f"that is {number} bytes; did you mean {number}GiB? Give a unit, e.g. 32GiB or 512MiB")
+        raise ValueError(f"that is {number} bytes; did you mean {number}GiB? {_A_UNIT}")
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*\d+(?:\.\d*)?\s*([A-Za-z]*)\s*", value)
+        if found is None or found[1].lower() not in {"", *ByteSize.byte_sizes}:
+            raise ValueError(f"{brief(value)} is no size. {_A_UNIT}")
     return value
 
 

@@ -72,7 +72,7 @@ def _checked(create_engine_config: Callable):
         trees.request(self, config)
         graphs.request(self, config)
         chosen = self.max_num_seqs is not None
-        with preflight.naming_drafter(self.speculative_config):
+        with preflight.naming_model(self.model), preflight.naming_drafter(self.speculative_config):
             vllm_config = create_engine_config(self, *args, **kwargs)
         if not chosen:
             trees.bound(config, vllm_config)

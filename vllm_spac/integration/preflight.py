@@ -29,7 +29,7 @@ from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, b
 from vllm_spac.integration import compatibility
 from vllm_spac.integration.hooks import device, ranks
 from vllm_spac.integration.hooks.device import WORKER_EXTENSION
-from vllm_spac.integration.loading import expert_workers, fast_memory
+from vllm_spac.integration.loading import expert_workers, fast_memory, head_experts
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import tree_arguments as trees
 from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
@@ -37,15 +37,17 @@ from vllm_spac.methods.moe_spec.settings import validate
 from vllm_spac.recording.timeline_file import check_target as check_timeline
 from vllm_spac.recording.trace_writer import check_target
 from vllm_spac.storage.checkpoint import quant_config, quantisation
+from vllm_spac.storage.checkpoint.contents import no_weights, weight_files
 from vllm_spac.storage.checkpoint.headers import (
     INDEX,
     LAYERS,
-    entries,
+    check_shards,
     find_folder,
     first_number,
+    is_hub_name,
     no_checkpoint,
+    no_folder,
     read_checkpoint,
-    shards,
 )
 from vllm_spac.storage.checkpoint.packed_folder import HEADER, scan
 from vllm_spac.storage.disk import check_room as check_disk_room
@@ -60,7 +62,13 @@ logger = logging.getLogger("vllm.spac")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}  # load formats that prefer these
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of an element
+_LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
+_WRITES = {  # knob of a file -> how a user gets one
+    "calibration": "vllm-spac calibrate writes one",
+    "predictor_file": "vllm-spac train-predictor writes one",
+    "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac budgets",
+}
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
 
 
@@ -107,8 +115,7 @@ def check_knobs(config: SpacConfig) -> None:
     given = {"calibration": config.calibration, "predictor_file": config.predictor_file, "budget": config.bound.file}
     for name, path in given.items():
         if path is not None and not os.path.isfile(path):
-            hint = "; a budget is a number, 16 or 0.98, or a file of vllm-spac budgets" if name == "budget" else ""
-            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file{hint}")
+            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file; {_WRITES[name]}")
     if config.profile is not None:
         with _naming(config, "profile"):
             Costs.read(config.profile)
@@ -157,7 +164,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     check_weights(vllm_config)
     check_room(config, vllm_config, device.is_cpu())
     _check_folder(config, model.get_num_experts())
-    _check_disk(config, model)
+    _check_disk(config, vllm_config)
     _check_files(config, vllm_config)
     warn_of_sampling(config, vllm_config)
     warn_of_spinning(os.environ)
@@ -328,13 +335,14 @@ def _check_folder(config: SpacConfig, experts: int) -> None:
         raise ConfigError(f"{what}: {there} cannot be written to: {error.strerror}; name a writable folder") from error
 
 
-def _check_disk(config: SpacConfig, model: ModelConfig) -> None:
+def _check_disk(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Refuses a disk without room for the experts that are not packed yet, as far as headers and folders tell.
 
     Which folder this engine uses is known once its layers are built: here it has whatever one of this model has at
     most, or one of a model that is not known. ``DiskStore.reserve`` checks again.
     """
-    persistent = config.store_class_on("cpu" if device.is_cpu() else "cuda").persistent
+    model, on_cpu = vllm_config.model_config, device.is_cpu()
+    persistent = config.store_class_on("cpu" if on_cpu else "cuda").persistent
     if config.has_workers or not persistent or _holds_all(config, model.get_num_experts()):
         return
     try:
@@ -347,8 +355,13 @@ def _check_disk(config: SpacConfig, model: ModelConfig) -> None:
     whole = sum(checkpoint.layer_bytes.values()) * min(stored, model.dtype.itemsize) // stored
     each = whole // checkpoint.total + HEADER
     found = [packed for packed in scan(config.folder) if packed.model in ("", model.model)]
-    held = max((len(packed.experts) for packed in found), default=0)
-    missing = checkpoint.total - held
+    held = sorted(len(packed.experts) for packed in found)
+    missing = checkpoint.total - sum(held[-1:])
+    speculation, ranks = vllm_config.speculative_config, vllm_config.parallel_config.tensor_parallel_size
+    if getattr(speculation, "method", None) == "mtp" and (
+        head_experts.kept_whole(config, vllm_config, speculation.draft_model_config, on_cpu, ranks) is None
+    ):  # in a folder of its own
+        missing += max(0, checkpoint.experts * len(checkpoint.draft_layer_bytes) - sum(held[-2:-1]))
     there = next(path for path in (config.folder, *config.folder.parents) if path.exists())
     check_disk_room(there, missing, missing * each)
 
@@ -371,9 +384,26 @@ def _naming(config: SpacConfig, name: str) -> Iterator[None]:
 
 
 def check_model(model: str) -> None:
-    """Refuses what is no checkpoint; ``UnsupportedError`` says what it is."""
-    if problem := no_checkpoint(model):
+    """Refuses what is no checkpoint, and paths to nothing; ``UnsupportedError`` says what it is."""
+    problem = no_checkpoint(model)
+    if not problem and model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
+        problem = no_folder(model)
+    if problem:
         raise UnsupportedError(f"spac: {problem}")
+
+
+@contextmanager
+def naming_model(model: str) -> Iterator[None]:
+    """Says in one sentence that a model of the Hugging Face hub is not to be had, where a request to it fails."""
+    try:
+        yield
+    except OSError as error:
+        if not is_hub_name(model):
+            raise
+        raise UnsupportedError(
+            f"spac: {model} is not in the Hugging Face cache, and the hub does not give it: "
+            f"{brief(str(error).partition(chr(10))[0])}; check the name and the network, or name a folder"
+        ) from error
 
 
 @contextmanager
@@ -394,22 +424,23 @@ def naming_drafter(speculation: Mapping | None) -> Iterator[None]:
 
 
 def check_weights(vllm_config: VllmConfig) -> None:
-    """Refuses safetensors that are missing or cut off, of the model and its drafter; reads headers and sizes only.
+    """Refuses weights that are missing or cut off, of the model and its drafter; reads headers and sizes only.
 
     Raises:
         UnsupportedError: names the file, and the tensor that it lacks.
     """
     speculation = vllm_config.speculative_config
     models = [vllm_config.model_config, getattr(speculation, "draft_model_config", None)]
-    if str(vllm_config.load_config.load_format) not in _SAFETENSORS:
+    if (load_format := str(vllm_config.load_config.load_format)) not in _SAFETENSORS:
         return
     for folder in {Path(model.model) for model in models if model is not None and os.path.isdir(model.model)}:
         if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
             try:
-                for path in shards(folder):
-                    entries(path)
+                check_shards(folder)
             except UnsupportedError as error:
                 raise UnsupportedError(f"spac: {error}") from error
+        elif not weight_files(folder, load_format):
+            raise UnsupportedError(no_weights(str(folder), load_format))
 
 
 def check_room(config: SpacConfig, vllm_config: VllmConfig, on_cpu: bool) -> None:
@@ -421,6 +452,7 @@ def check_room(config: SpacConfig, vllm_config: VllmConfig, on_cpu: bool) -> Non
     parallel = vllm_config.parallel_config
     ranks_of_experts = parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1
     check_slots(config.parsed_slots, vllm_config.model_config.model, ranks_of_experts)
+    check_one_request(vllm_config)
     if on_cpu:
         check_kv_cache(vllm_config)
 
@@ -438,6 +470,22 @@ def check_slots(slots: SlotCount, model: str, ranks: int = 1) -> None:
         return
     layers = Counter(count // checkpoint.experts for count in checkpoint.layer_bytes.values())
     sizing.check_share(slots, min(layers.values()) * (checkpoint.experts // ranks), checkpoint.top_k)
+
+
+def check_one_request(vllm_config: VllmConfig) -> None:
+    """Refuses a KV cache of a size that the user named, and that one request of maximum length does not fit into."""
+    given, needed = vllm_config.cache_config.kv_cache_memory_bytes, fast_memory.one_request(vllm_config)
+    if given is None or needed is None or given >= needed:
+        return
+    longest = vllm_config.model_config.max_model_len
+    blocks = 2 + longest // _LARGEST_BLOCK
+    raise ConfigError.refused(
+        f"spac: the KV cache (--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE) has {given} bytes, and one request of "
+        f"--max-model-len {longest} takes {needed}",
+        use(vllm_kv_cache_memory_bytes=2 * blocks * _LARGEST_BLOCK * needed // longest).but(
+            " or more, or lower --max-model-len"
+        ),
+    )
 
 
 def check_kv_cache(vllm_config: VllmConfig) -> None:

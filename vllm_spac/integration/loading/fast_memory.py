@@ -134,6 +134,19 @@ def _is_named(vllm_config: VllmConfig) -> bool:
     return vllm_config.model_config.original_max_model_len not in (None, _FITTED)
 
 
+def one_request(vllm_config: VllmConfig) -> int | None:
+    """Least bytes of KV cache that a request of maximum length takes; None where the configuration does not tell.
+
+    It does not of layers with windows or states, nor of a length that vLLM fits to the cache.
+    """
+    model = vllm_config.model_config
+    whole = not model.is_hybrid and not model.use_mla and all(each is None for each in _windows(model, vllm_config))
+    fitted = model.original_max_model_len == _FITTED
+    if fitted or not whole or str(vllm_config.cache_config.cache_dtype) != "auto":
+        return None
+    return _request_bytes(vllm_config)
+
+
 def _request_bytes(vllm_config: VllmConfig) -> int:
     """Bytes of a request of maximum length, from the configuration; layers may keep a window of its tokens only."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config

@@ -101,7 +101,7 @@ def _content(model: ModelConfig, load_format: str, folder: Path) -> CheckpointCo
     if Path(model.model).is_dir():
         files = contents.weight_files(Path(model.model).absolute(), load_format)
         if not files:
-            raise StoreError(f"spac: {model.model} has no weight files that --load-format {load_format} takes")
+            raise StoreError(contents.no_weights(model.model, load_format))
         folders = [folder]
         with contextlib.suppress(ValueError):  # without a home folder, nothing is in it
             folders.append(path_of(DISK_DIR))

@@ -24,7 +24,9 @@ from vllm_spac.integration.loading.model_experts import ModelExperts
 from vllm_spac.runtime import Runtime
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_spac.config.config import SpacConfig
 
 logger = logging.getLogger("vllm.spac")
 
@@ -36,21 +38,20 @@ def target_of(draft: ModelConfig) -> ModelExperts | None:
         return None
     if all(execution.holds_all for execution in target.runtime.executions):
         return None  # as the model's
-    if (why := _whole(target, draft)) is not None:
+    if (why := kept_whole(target.config, target.vllm_config, draft, target.on_cpu, target.ranks.size)) is not None:
         logger.info("spac: the experts of the MTP head, if it has any, stay in memory as a whole: %s", why)
         return None
     return target
 
 
-def _whole(target: ModelExperts, draft: ModelConfig) -> str | None:
+def kept_whole(config: SpacConfig, vllm_config: VllmConfig, draft: ModelConfig, on_cpu: bool, ranks: int) -> str | None:
     """Returns why a head's experts have no slots of their own; None if they have."""
-    config = target.config
-    graphs = getattr(target.vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
+    graphs = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
     reasons = {
-        "it is in another checkpoint than the model": draft.model != target.vllm_config.model_config.model,
+        "it is in another checkpoint than the model": draft.model != vllm_config.model_config.model,
         "slots=auto (--spac-slots) counts them so; set it to share them": config.parsed_slots == SlotCount(),
-        f"CUDA graphs ({graphs}) would hold its layers": not target.on_cpu and graphs != "NONE",
-        "there are several ranks": target.ranks.size > 1,
+        f"CUDA graphs ({graphs}) would hold its layers": not on_cpu and graphs != "NONE",
+        "there are several ranks": ranks > 1,
         f"execution={config.execution_name}": config.execution_name != "slots",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

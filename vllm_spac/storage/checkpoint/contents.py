@@ -105,6 +105,14 @@ def weight_files(folder: Path, load_format: str) -> list[Path]:
     return weights + sorted(folder.glob("*.index.json")) if weights else []
 
 
+def no_weights(model: str, load_format: str) -> str:
+    """Says that ``weight_files`` finds none in the folder ``model``, and what to do."""
+    return (
+        f"spac: {model} has no weight files that --load-format {load_format} takes; download the checkpoint "
+        "completely, or name a folder with *.safetensors"
+    )
+
+
 def read(files: Sequence[Path], folders: Iterable[Path]) -> CheckpointContents:
     """Reads the ``files`` of a checkpoint, or trusts the checksums of an earlier start.
 

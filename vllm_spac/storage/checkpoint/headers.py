@@ -42,6 +42,7 @@ class Checkpoint:
         layer_bytes: bytes of all experts of each MoE layer, in the order of the layers.
         other_bytes: bytes of everything else.
         draft_bytes: bytes of the layers after the target's last one, which only a draft of the same checkpoint uses.
+        draft_layer_bytes: those of experts among them, by layer.
         dtypes: element types of the experts.
     """
 
@@ -51,6 +52,7 @@ class Checkpoint:
     layer_bytes: dict[int, int]
     other_bytes: int
     draft_bytes: int = 0
+    draft_layer_bytes: dict[int, int] = field(default_factory=dict)
     dtypes: frozenset[str] = field(default_factory=frozenset)
     quantisation: Mapping | None = None
 
@@ -99,7 +101,7 @@ def find_folder(model: str) -> Path:
             raise UnsupportedError(
                 f"{model} is neither a folder nor in the Hugging Face cache; run: hf download {model}"
             ) from error
-    raise UnsupportedError(_no_folder(model))
+    raise UnsupportedError(no_folder(model))
 
 
 def is_hub_name(model: str) -> bool:
@@ -127,7 +129,8 @@ def _begins_as_gguf(path: Path) -> bool:
         return False
 
 
-def _no_folder(model: str) -> str:
+def no_folder(model: str) -> str:
+    """Returns what ``model``, which is no folder, is instead, and what to name."""
     if problem := no_checkpoint(model):
         return problem
     if os.path.lexists(model):
@@ -144,7 +147,7 @@ def check_kind(path: Path) -> None:
     if problem := no_checkpoint(str(path)):
         raise UnsupportedError(problem)
     if not os.path.lexists(path):
-        raise UnsupportedError(_no_folder(str(path.parent)))
+        raise UnsupportedError(no_folder(str(path.parent)))
 
 
 def read_checkpoint(folder: Path, kernels: quantisation.FormatKernels | None = None) -> Checkpoint:
@@ -177,6 +180,7 @@ def count(
         raise UnsupportedError(f"{folder}/config.json says that a token uses {top_k} of {experts} experts")
     layers = first_number(config, LAYERS) or math.inf
     layer_bytes: Counter[int] = Counter()
+    draft_layer_bytes: Counter[int] = Counter()
     dtypes, draft, other, named = set(), 0, 0, set()
     coded: dict[str, dict] = {}
     quantised = quant_config.of(config)
@@ -185,6 +189,8 @@ def count(
         match = _EXPERT.match(name)
         if name.startswith("mtp.") or (match and int(match["index"]) >= layers):
             draft += size
+            if match:
+                draft_layer_bytes[int(match["index"])] += size
         elif match:
             if quantised:
                 coded[name] = entry
@@ -207,6 +213,7 @@ def count(
         layer_bytes=dict(sorted(layer_bytes.items())),
         other_bytes=other,
         draft_bytes=draft,
+        draft_layer_bytes=dict(sorted(draft_layer_bytes.items())),
         dtypes=frozenset(dtypes),
         quantisation=quantised,
     )
@@ -254,17 +261,33 @@ def shards(folder: Path) -> list[Path]:
     Raises:
         UnsupportedError: there are none, or the index is damaged or names files of other folders.
     """
+    return sorted(_promised(folder))
+
+
+def check_shards(folder: Path) -> None:
+    """Reads all headers; raises ``UnsupportedError`` for a file that is cut off, or lacks a tensor of the index."""
+    for path, names in _promised(folder).items():
+        if lacking := sorted(names - entries(path).keys()):
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            raise UnsupportedError(f"{path} lacks {brief(lacking[0])}{more}, which {INDEX} names; download both again")
+
+
+def _promised(folder: Path) -> dict[Path, set[str]]:
+    """Returns the tensors that each safetensors file has according to the index; without one, of all files none."""
     index = folder / INDEX
+    files: dict[Path, set[str]] = {}
     if os.path.lexists(index):
         try:
-            names = set(parse_json(read_text(index, _MOST_INDEX))["weight_map"].values())
-            if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
-                raise ValueError(f"{outside[0]} is outside of its folder")
-            files = sorted(folder / name for name in names)
+            for tensor, name in parse_json(read_text(index, _MOST_INDEX))["weight_map"].items():
+                if Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise ValueError(f"{name} is outside of its folder")
+                files.setdefault(folder / name, set()).add(tensor)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UnsupportedError(f"{index} is not an index of safetensors files: {error!r}") from error
+            raise UnsupportedError(
+                f"{index} is not an index of safetensors files: {error!r}; download it again"
+            ) from error
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = {path: set() for path in folder.glob("*.safetensors")}
     if not files:
         raise UnsupportedError(f"{folder} has no *.safetensors; convert the checkpoint, or download it completely")
     return files
