@@ -185,10 +185,6 @@ def _reason(error: BaseException) -> str:
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} was not reached"
 
 
-def _answer(error: BaseException | None) -> Any:
-    """Returns the answer of the hub that an error, or one that it was raised for, is about; None: there was none."""
-    while error is not None:
-        if (answer := getattr(error, "response", None)) is not None:
-            return answer
-        error = error.__cause__
-    return None
+def _answer(error: BaseException) -> Any:
+    """Returns the answer of the hub that an error is about; None: there was none."""
+    return getattr(error, "response", None)
