@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 from openai import OpenAI
@@ -39,7 +40,13 @@ def free_port() -> int:
 class Server:
     """A `vllm serve` in a process group of its own, its output in a file."""
 
-    def __init__(self, folder: Path, *flags: str, common: Sequence[str] = COMMON) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        common: Sequence[str] = COMMON,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.url, self.log = f"http://127.0.0.1:{free_port()}", folder / "server.log"
         command = ["vllm", "serve", str(TARGET), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], *common]
         environment = os.environ | {
@@ -48,6 +55,7 @@ class Server:
         }
         for name in OF_THE_TESTS:
             environment.pop(name, None)
+        environment |= variables
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [*command, *flags], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

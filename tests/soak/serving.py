@@ -23,7 +23,9 @@ FLAGS += ["--chat-template", "{% for message in messages %}{{ message.content }}
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 NGRAM = ["--speculative-config", json.dumps(_NGRAM), "--no-async-scheduling"]  # the latter for guard=on
 _EAGLE3 = {"method": "eagle3", "model": str(vllm_server.TARGET.parent / "eagle3"), "num_speculative_tokens": 4}
-# V2's guard plans drafts in the scheduler, and so in the worker's process.
+# V2's guard plans drafts in the scheduler, and so in the worker's process. vLLM's CPU platform has workers of their own
+# unless this variable is 0; a server's engine core has its process all the same.
+VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else {}
 EAGLE3 = ["--speculative-config", json.dumps(_EAGLE3), "--no-async-scheduling", "--distributed-executor-backend", "uni"]
 EXPERTS = 384
 THREE_TIERS = ("--spac-host-memory", "6MiB")  # host memory for a third of the experts, beside their slots and the disk
@@ -42,7 +44,7 @@ class Server(vllm_server.Server):
     def __init__(self, folder: Path, *flags: str) -> None:
         logs = folder / f"server-{next(self._numbers)}"
         logs.mkdir(parents=True)
-        super().__init__(logs, *flags)
+        super().__init__(logs, *flags, variables=VARIABLES)
         self.main = psutil.Process(self.process.pid)
 
     def processes(self) -> list[psutil.Process]:
