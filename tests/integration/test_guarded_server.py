@@ -68,10 +68,10 @@ def test_a_key_covers_our_routes(server):
 @pytest.mark.parametrize(
     ("variables", "flags", "code", "said"),
     [
-        ({}, ["--api-key", KEY], 0, "hit rate"),
-        ({"VLLM_API_KEY": KEY}, [], 0, "hit rate"),
+        ({}, ["--api-key", KEY], 0, "experts in fast memory"),
+        ({"VLLM_API_KEY": KEY}, [], 0, "experts in fast memory"),
         ({"OPENAI_API_KEY": KEY}, [], 1, "wants a key; name its own with --api-key or VLLM_API_KEY"),
-        ({"VLLM_API_KEY": "wrong"}, ["--api-key", KEY], 0, "hit rate"),
+        ({"VLLM_API_KEY": "wrong"}, ["--api-key", KEY], 0, "experts in fast memory"),
         ({}, [], 1, "wants a key; name its own with --api-key or VLLM_API_KEY"),
         ({"VLLM_API_KEY": "wrong"}, [], 1, "refuses this key"),
     ],

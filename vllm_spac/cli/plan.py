@@ -152,11 +152,13 @@ def _one_of(kind: Any, option: str, text: str | None) -> str:
 def _measured_here(named: NamedModel) -> None:
     """Measures this machine with experts of such a model, if it was not measured yet."""
     from vllm_spac.cli.profile import measure_first
+    from vllm_spac.system.machine import DISK_DIR
+    from vllm_spac.system.untrusted import path_named
     from vllm_spac.tools.planning.planned_machine import profile_path
 
     path = profile_path()
     if not path.exists():
-        measure_first(max(named.checkpoint().expert_bytes), path.parent, path)
+        measure_first(max(named.checkpoint().expert_bytes), path_named(DISK_DIR, "--disk-dir"), path)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,8 @@ def summary(worker: Mapping[str, Any], tokens: float | None = None, waited: floa
     if get("store") in _PLACES:
         host = f", {worker['host_experts']:,} of them in host memory" if get("host_experts") else ""
         found["the others"] = f"{_PLACES[worker['store']]}{host}"
-    found["hit rate"] = f"{100 * get('hits', 0) / asked:.1f}%" if asked else "-"
+    if asked:
+        found["hit rate"] = f"{100 * get('hits', 0) / asked:.1f}%"
     moved = sum(get("bytes", {}).values())
     if moved:
         found["experts loaded"] = f"{gib(moved / tokens)} per generated token" if tokens else gib(moved)
