@@ -189,7 +189,7 @@ def test_a_page_that_was_not_asked_for_is_closed() -> None:
     SpacEndpoint().attach_router(app)
     app.state.spac_client = object()
     for path in ("/spac/", "/spac/events"):
-        answer = TestClient(app).get(path)
+        answer = TestClient(app, base_url="http://localhost").get(path)
         assert answer.status_code == 404 and "--spac-page" in answer.json()["detail"]
 
 
