@@ -140,8 +140,10 @@ def distil(
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 10.0,
     rate: Annotated[float, typer.Option(help="learning rate: of the size of a correction's columns")] = 0.02,
     batch: Annotated[int, typer.Option(help=f"windows of {LENGTH} tokens of a step")] = 4,
+    balance: Annotated[float, typer.Option(help="how much an even load of the experts counts")] = 0.3,
+    seed: Annotated[int, typer.Option(help="which windows: another one to go on with an artefact")] = 1000,
 ) -> None:
-    """Trains the corrections end to end, to the dense model's distribution."""
+    """Trains the corrections and routers end to end, to the dense model's distribution."""
     model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
     student = Student(model, target.layers, target.numbers["top_k"])
     begun = time.monotonic()
@@ -149,8 +151,10 @@ def distil(
     def said(step: int, divergence: float, mean: float) -> None:
         console.print(f"step {step:4}  KL {divergence:.3f}  mean {mean:.3f}  {time.monotonic() - begun:.0f} s")
 
-    distilled(student, shuffled(read_texts(texts, "fit"), 4000, 1000), minutes * 60, rate, batch, said)
-    numbers = target.numbers | {"distilled": {"minutes": minutes, "rate": rate, "batch": batch}}
+    ids = shuffled(read_texts(texts, "fit"), 40_000, seed)
+    distilled(student, ids, minutes * 60, rate, batch, balance, said)
+    run = {"minutes": minutes, "rate": rate, "batch": batch, "balance": balance, "seed": seed}
+    numbers = target.numbers | {"distilled": [*target.numbers.get("distilled", []), run]}
     artefact.save({TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
 
 
