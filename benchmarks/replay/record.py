@@ -2,7 +2,8 @@
 
 Prompts are text that the model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
 at batch 8; of the carved model ``draft`` is its dense parent. Each trace begins with a few tokens of warm-up. Routers'
-weights are left out: nothing here reads them, and with them a trace is three times as large. Beside a trace is what the
+weights are left out unless ``--weights`` asks for them: with them a trace is three times as large, and only
+``locality.py`` reads them. Beside a trace is what the
 tree keeps of it, packed (``toy/stored.py``); ``traces.json``, or ``traces-SEED.json``, says how they were recorded.
 """
 
@@ -62,6 +63,7 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the prompts; with another than 0 it is part of the names.")] = 0,
+    weights: Annotated[bool, typer.Option("--weights", help="Keep the routers' weights.")] = False,
     folder: Annotated[Path, typer.Option(help="Folder to write CASE.trace or CASE-SEED.trace to.")] = TRACES,
 ) -> None:
     exit_on_sigterm()
@@ -85,7 +87,8 @@ def main(
         if error:
             raise typer.BadParameter(f"{name}: {error}")
         trace = Trace.load(path)
-        replace(trace, facts=replace(trace.facts, model=name_of_model), weights=None).save(path)
+        kept = trace.weights if weights else None
+        replace(trace, facts=replace(trace.facts, model=name_of_model), weights=kept).save(path)
         pack(path)
         recorded[path.name] = {
             "speculation": speculation,

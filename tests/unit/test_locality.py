@@ -157,6 +157,25 @@ def test_use_by_hand() -> None:
     assert locality.use(text).tolist() == [[1, 0.75, 0.25, 0]]
 
 
+def test_sets_by_hand() -> None:
+    """The order in which a router names its experts is no other set."""
+    even = decoding([[0, 1], [1, 0], [2, 3], [3, 2]], 4)
+    assert locality.sets_perplexity(Text.of(even)).tolist() == pytest.approx([2])
+    uneven = decoding([[0, 1]] * 3 + [[2, 3]], 4)
+    assert locality.sets_perplexity(Text.of(uneven)).tolist() == pytest.approx([4 / 3**0.75])
+
+
+def test_gini_by_hand() -> None:
+    found = locality.gini(np.array([[0.5, 0.5, 0.5, 0.5], [0, 0, 0, 1], [0.1, 0.3, 0.2, 0.4]]))
+    assert found.tolist() == pytest.approx([0, 0.75, 0.25])
+
+
+def test_heaviest_by_hand() -> None:
+    text = Text.of(decoding([[0, 1], [2, 3]], 4, [[0.75, 0.25], [0.25, 0.25]]))
+    assert locality.heaviest(text).tolist() == [(0.75 + 0.5) / 2]
+    assert np.isnan(locality.heaviest(Text.of(decoding([[0, 1], [2, 3]], 4)))).all()
+
+
 def test_a_trace_without_text() -> None:
     found = Locality.of(trace_of([("pp", 1)], np.zeros((2, 3, 1), dtype=np.int64), 8))
     assert found.tokens == 0 and found.rows == 2

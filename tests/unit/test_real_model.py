@@ -314,9 +314,9 @@ def test_a_file_with_other_bytes_is_named(tmp_path: Path, change: str, monkeypat
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
     build.SUMS.write_text("".join(f"{build.sha256(tmp_path / name)}  {name}\n" for name in names))
-    assert build.checked(tmp_path) == []
+    assert build.checked(tmp_path, [(tmp_path / name).parent for name in names]) == []
     if change == "missing":
         (tmp_path / names[1]).unlink()
     else:
         (tmp_path / names[1]).write_text("other")
-    assert build.checked(tmp_path) == [names[1]]
+    assert build.checked(tmp_path, [(tmp_path / name).parent for name in names]) == [names[1]]

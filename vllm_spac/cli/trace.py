@@ -177,6 +177,7 @@ FIGURES = {
     "least": ("least used", _percent),
     "most": ("most used", _percent),
     "rare": ("below 0.2%", _count),
+    "sets_perplexity": ("sets, perplexity", _count),
 }
 
 

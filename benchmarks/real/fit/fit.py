@@ -54,6 +54,7 @@ from llama import Llama, windows
 LENGTH = 256
 SIZES = (8192, 16384, 24576)  # of draft vocabularies that are compared
 TARGET = "target"
+SAVED = 600.0  # seconds from one time that what is learned so far is saved to the next
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 console = Console(highlight=False)
@@ -140,18 +141,31 @@ def distil(
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 10.0,
     rate: Annotated[float, typer.Option(help="learning rate: of the size of a correction's columns")] = 0.02,
     batch: Annotated[int, typer.Option(help=f"windows of {LENGTH} tokens of a step")] = 4,
+    balance: Annotated[float, typer.Option(help="how much an even load of the experts counts")] = 0.3,
+    seed: Annotated[int, typer.Option(help="which windows: another one to go on with an artefact")] = 1000,
 ) -> None:
-    """Trains the corrections end to end, to the dense model's distribution."""
+    """Trains the corrections and routers end to end, to the dense model's distribution."""
     model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
     student = Student(model, target.layers, target.numbers["top_k"])
     begun = time.monotonic()
+    run = {"minutes": minutes, "rate": rate, "batch": batch, "balance": balance, "seed": seed}
+
+    def save(**ended: float) -> None:
+        numbers = target.numbers | {"distilled": [*target.numbers.get("distilled", []), run | ended]}
+        artefact.save({TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
+
+    saved = begun
 
     def said(step: int, divergence: float, mean: float) -> None:
-        console.print(f"step {step:4}  KL {divergence:.3f}  mean {mean:.3f}  {time.monotonic() - begun:.0f} s")
+        nonlocal saved
+        now = time.monotonic()
+        console.print(f"step {step:4}  KL {divergence:.3f}  mean {mean:.3f}  {now - begun:.0f} s")
+        if now - saved > SAVED:
+            save(ended=(now - begun) / 60)
+            saved = now
 
-    distilled(student, shuffled(read_texts(texts, "fit"), 4000, 1000), minutes * 60, rate, batch, said)
-    numbers = target.numbers | {"distilled": {"minutes": minutes, "rate": rate, "batch": batch}}
-    artefact.save({TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
+    distilled(student, shuffled(read_texts(texts, "fit"), 40_000, seed), minutes * 60, rate, batch, balance, said)
+    save()
 
 
 def progress() -> Callable[[int, float], None]:

@@ -17,6 +17,7 @@ from vllm_spac.tools.traces.trace_text import Text
 SMALL_CACHE, LARGE_CACHE = 0.19, 0.38  # of a layer's experts
 LONG_WINDOW, SHORT_WINDOW = 63, 9  # rows of EAGLE-3's tree, and of a verify step with 8 drafts
 RARE = 0.002  # of the tokens
+UNION_ROWS = (2, 5, 8, 16)  # of steps: a draft, a chain of 4, a chain of 7 or 8 requests, a tree
 _CHUNK = 1 << 12  # tokens
 
 
@@ -35,6 +36,11 @@ class Locality:
         least: share of the tokens that select the least used expert.
         most: share of the tokens that select the most used expert.
         rare: experts that less than 0.2 % of the tokens select.
+        sets_perplexity: of the sets of experts that tokens select (e to the entropy, in nats, of how often each
+            occurs): 1 if all tokens select the same, and at most the number of tokens.
+        gini: of the experts' use: 0 if all are used alike, near 1 if few are used.
+        heaviest: share of a token's routing weights that its heaviest expert has.
+        unions: ``distinct`` of each of ``UNION_ROWS`` consecutive tokens.
     """
 
     overlap: np.ndarray
@@ -46,6 +52,10 @@ class Locality:
     least: np.ndarray
     most: np.ndarray
     rare: np.ndarray
+    sets_perplexity: np.ndarray
+    gini: np.ndarray
+    heaviest: np.ndarray
+    unions: dict[int, np.ndarray]
     tokens: int
     rows: int
 
@@ -65,6 +75,10 @@ class Locality:
             least=shares.min(axis=1),
             most=shares.max(axis=1),
             rare=np.where(np.isnan(shares[:, 0]), np.nan, (shares < RARE).sum(axis=1)),
+            sets_perplexity=sets_perplexity(text),
+            gini=gini(shares),
+            heaviest=heaviest(text),
+            unions={rows: distinct(text, rows) for rows in UNION_ROWS},
             tokens=len(text),
             rows=text.rows,
         )
@@ -144,6 +158,32 @@ def distinct(text: Text, rows: int) -> np.ndarray:
     """Returns float64 [layers], experts that a window of ``rows`` tokens selects; windows do not overlap."""
     counts = [(found > 0).sum(axis=1) for found in _sums(text, rows, None)]
     return np.mean(counts, axis=0) if counts else np.full(text.layers, np.nan)
+
+
+def sets_perplexity(text: Text) -> np.ndarray:
+    """Returns float64 [layers], the perplexity of the sets of experts that tokens select; nan without tokens."""
+    found = np.full(text.layers, np.nan)
+    for layer in range(text.layers if len(text) else 0):
+        _, counts = np.unique(np.sort(text.ids[:, layer], axis=1), axis=0, return_counts=True)
+        shares = counts / len(text)
+        found[layer] = np.exp(-(shares * np.log(shares)).sum())
+    return found
+
+
+def gini(shares: np.ndarray) -> np.ndarray:
+    """Returns the Gini coefficient of each row, float64 [layers]; ``shares`` as of ``use``."""
+    ordered, count = np.sort(shares, axis=1), shares.shape[1]
+    weights = 2 * np.arange(1, count + 1) - count - 1
+    with np.errstate(invalid="ignore"):
+        return (ordered * weights).sum(axis=1) / (count * ordered.sum(axis=1))
+
+
+def heaviest(text: Text) -> np.ndarray:
+    """Returns float64 [layers], the mean share of a token's routing weights that its heaviest expert has."""
+    if text.weights is None or not len(text):
+        return np.full(text.layers, np.nan)
+    weights = text.weights.astype(np.float64)
+    return (weights.max(axis=2) / weights.sum(axis=2)).mean(axis=0)
 
 
 def use(text: Text) -> np.ndarray:
