@@ -75,10 +75,13 @@ def built(output: Path, wheel: Path | None, routed: bool = False) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     stamp = output / "built.json"
     sources = [*sorted(Path(__file__).parent.glob("*.py")), artefact.PATH, artefact.HEAD, artefact.VOCABULARY]
-    made_of = {path.name: sha256(path) for path in [*sources, *[artefact.ROUTED] * routed]}
     models, head = artefact.load(), artefact.load_head()
     if routed:
+        if not artefact.ROUTED.is_file():
+            raise BuildError(f"{artefact.ROUTED} is not here; fit/fit.py makes it")
         models[ROUTED] = artefact.load(artefact.ROUTED)["target"]
+        sources.append(artefact.ROUTED)
+    made_of = {path.name: sha256(path) for path in sources}
     folders = [output / "dense", *(output / name for name in models), output / "eagle3"]
     if stamp.exists() and json.loads(stamp.read_text()) == made_of and all(folder.is_dir() for folder in folders):
         return folders
@@ -104,8 +107,8 @@ def built(output: Path, wheel: Path | None, routed: bool = False) -> list[Path]:
 
 def checked(output: Path, folders: list[Path]) -> list[str]:
     """The files of these folders that are missing or whose bytes are not those that the checksums name."""
-    lines = [line.split() for line in SUMS.read_text().splitlines()]
-    lines = [(digest, name) for digest, name in lines if output / Path(name).parent in folders]
+    pairs = (line.split() for line in SUMS.read_text().splitlines())
+    lines = [(digest, name) for digest, name in pairs if output / Path(name).parent in folders]
     return [name for digest, name in lines if not (output / name).is_file() or sha256(output / name) != digest]
 
 

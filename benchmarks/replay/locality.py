@@ -32,10 +32,9 @@ def main(
         trace = Trace.load(path)
         found = Locality.of(trace)
         known = {"sha256": sha256(path), "model": trace.facts.model, "toy_model": is_toy(ROOT / trace.facts.model)}
-        known |= {"tokens": found.tokens, "rows": found.rows, "mean": rounded(found.means())}
-        known["mean"]["union"] = rounded({rows: float(values.mean()) for rows, values in found.unions.items()})
-        layers = found.layers() | {"union": found.unions}
-        known["layers"] = {name: rounded(values) for name, values in layers.items()}
+        unions = {rows: float(values.mean()) for rows, values in found.unions.items()}
+        known |= {"tokens": found.tokens, "rows": found.rows, "mean": rounded(found.means() | {"union": unions})}
+        known["layers"] = rounded(found.layers() | {"union": found.unions})
         result["traces"][path.stem] = known
         print(path.name, known["mean"])
     write_result(output, result)
