@@ -168,7 +168,7 @@ def _percent(value: float) -> str:
 
 # Figures of ``Locality``: heading and format. Top half: of the routing weights of the selected experts.
 FIGURES = {
-    "overlap": ("overlap with previous token", _percent),
+    "overlap": ("overlap with the token before", _percent),
     "lru_small": ("LRU, 19%", _percent),
     "lru_large": ("LRU, 38%", _percent),
     "top_half_long": ("top half, 63 rows", _percent),
@@ -177,7 +177,7 @@ FIGURES = {
     "least": ("least used", _percent),
     "most": ("most used", _percent),
     "rare": ("below 0.2%", _count),
-    "sets_perplexity": ("sets, perplexity", _count),
+    "sets_perplexity": ("sets", _count),
 }
 
 
