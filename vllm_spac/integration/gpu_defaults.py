@@ -87,7 +87,7 @@ def _planes(
     """Returns the knobs that are left to the plugin, each with its value and, where there is a choice, the reason."""
     found: dict[str, tuple[str, str]] = {}
     decided = config.decided_on
-    only_ours = entry is not None and facts is not None and quantisation.only_ours(entry, facts.capability)
+    only_ours = facts is not None and quantisation.only_ours(entry, facts.capability)
     if decided == AUTO:
         reason = _of_engine(engine_args, config) or reason_for_host(model, entry, facts)
         decided = "device" if reason is None else "host"

@@ -311,7 +311,7 @@ class ModelExperts:
         exactness = description.mode(plan.budget, self.runtime.executions)
         entry = quant_config.of(vllm_config.model_config.hf_config.to_dict())
         facts = device.query()
-        only_ours = entry is not None and facts is not None and quantisation.only_ours(entry, facts.capability)
+        only_ours = facts is not None and quantisation.only_ours(entry, facts.capability)
         exactness = description.shown_mode(exactness, config, self.on_cpu, only_ours)
         told = plan.budget.describe()
         mode = told if plan.budget.lossy else exactness + told.removeprefix("exact")

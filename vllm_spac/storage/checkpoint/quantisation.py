@@ -90,9 +90,9 @@ def refusal_without_amx(quantisation: Mapping) -> str:
     )
 
 
-def only_ours(quantisation: Mapping, capability: Capability | None = None) -> bool:
+def only_ours(quantisation: Mapping | None, capability: Capability | None = None) -> bool:
     """Returns whether slots cannot hold these experts on a GPU, so that only our kernels may run them there."""
-    return refusal(quantisation, FormatKernels.GPU, capability) is not None
+    return quantisation is not None and refusal(quantisation, FormatKernels.GPU, capability) is not None
 
 
 def flags(

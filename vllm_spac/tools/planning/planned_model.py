@@ -109,7 +109,7 @@ class ServedModel:
             UnsupportedError: as ``read``.
         """
         entry = quant_config.of(named.config)
-        ours = entry is not None and not on_cpu and only_ours(entry, capability)
+        ours = not on_cpu and only_ours(entry, capability)
         for execution in executions(decisions, kernel, ours=ours, on_cpu=on_cpu):
             yield cls.of(named, execution, on_cpu=on_cpu, capability=capability)
 
