@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import zoo
 
-from vllm_spac.storage.checkpoint.described import Architecture, described
+from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import read_checkpoint, read_config
+from vllm_spac.tools.planning.architecture import Architecture
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

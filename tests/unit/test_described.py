@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.storage.checkpoint.described import Architecture, described
+from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import read_config
 from vllm_spac.storage.checkpoint.published import published
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
+from vllm_spac.tools.planning.architecture import Architecture
 
 HERE = Path("model")
 MIXTRAL = {

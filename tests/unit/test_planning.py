@@ -23,12 +23,12 @@ from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published
-from vllm_spac.storage.checkpoint.described import Architecture
 from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
+from vllm_spac.tools.planning.architecture import Architecture
 from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_percent, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel, executions

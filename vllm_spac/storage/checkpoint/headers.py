@@ -22,6 +22,14 @@ from vllm_spac.system.untrusted import open_file, parse_json, read_header, read_
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+INNER = (
+    "moe_intermediate_size",
+    "expert_intermediate_size",
+    "moe_ffn_hidden_size",
+    "expert_ffn_hidden_size",
+    "intermediate_size",
+    "ffn_dim",
+)
 
 _INSTEAD = "name a folder with config.json and *.safetensors, or a model of the Hugging Face hub"
 

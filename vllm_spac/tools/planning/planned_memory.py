@@ -11,8 +11,8 @@ from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.staging import BUFFERS
 from vllm_spac.storage.checkpoint import quantisation
-from vllm_spac.storage.checkpoint.described import Architecture
 from vllm_spac.system.host_memory import gib
+from vllm_spac.tools.planning.architecture import Architecture
 from vllm_spac.tools.planning.planned_machine import PlannedMachine, Store
 from vllm_spac.tools.planning.planned_model import ServedModel
 

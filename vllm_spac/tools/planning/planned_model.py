@@ -8,10 +8,10 @@ from typing import Literal
 
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
-from vllm_spac.storage.checkpoint.described import Architecture
 from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.storage.checkpoint.published import NamedModel, find_model
 from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
+from vllm_spac.tools.planning.architecture import Architecture
 
 Execution = Literal["slots", "table", "pointers"]
 Decisions = Literal["auto", "host", "device"]

@@ -13,7 +13,7 @@ import torch
 
 from vllm_spac.decisions.costs import Costs, names
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.storage.checkpoint.described import INNER
+from vllm_spac.storage.checkpoint.headers import INNER
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest import kernel_checks, plane_checks, tiny_model
 
