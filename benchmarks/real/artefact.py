@@ -12,8 +12,8 @@ with ``NAME.scale`` (float32) beside each int8 tensor: one scale for a row of a 
 The file's metadata has a JSON object for each model.
 
 ``eagle3.safetensors`` has the head's matrices, int8 [out, in] with a scale for each row, and its norms, bfloat16. Its
-embeddings are the target's, and so are its output rows: those of the tokens that ``draft_vocabulary.bits`` has a bit
-for, most significant bit first.
+embeddings are the target's, and so are its output rows, but for ``rows_left @ rows_right``: those of the tokens that
+``draft_vocabulary.bits`` has a bit for, most significant bit first.
 """
 
 from __future__ import annotations

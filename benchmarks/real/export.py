@@ -74,19 +74,21 @@ def _moe(old: dict[str, torch.Tensor], number: int, layer: Experts, top_k: int) 
 def write_eagle(dense: Path, head: Head, vocabulary: torch.Tensor, folder: Path) -> None:
     """The EAGLE-3 head for vLLM's ``LlamaForCausalLMEagle3``, which takes the embeddings of the target.
 
-    Its output rows are those of the target for the tokens of ``vocabulary``, int64 [drafted], ascending. As published
-    heads do, ``d2t`` adds to the number of a row what makes it the token's.
+    Its output rows are those of the target for the tokens of ``vocabulary``, int64 [drafted], ascending, with what
+    the head adds to them. As published heads do, ``d2t`` adds to the number of a row what makes it the token's.
     """
     shape = json.loads((dense / "config.json").read_text())
     keys = shape["hidden_size"] // shape["num_attention_heads"] * shape["num_key_value_heads"]
     weights = dict(head.weights)
     q, k, v = weights.pop("qkv").split([shape["hidden_size"], keys, keys])
     fc_norms = weights.pop("fc_norms")
+    left, right = weights.pop("rows_left", None), weights.pop("rows_right", None)
     new = {"fc.weight": weights.pop("fc"), "norm.weight": weights.pop("norm")}
     new |= {f"fc_norm.{i}.weight": norm for i, norm in enumerate(fc_norms)}
     new |= {f"midlayer.self_attn.{part}_proj.weight": weight for part, weight in zip("qkv", (q, k, v), strict=True)}
     new |= {f"midlayer.{HEAD_NAMES[name]}.weight": weight for name, weight in weights.items()}
-    new["lm_head.weight"] = load_file(dense / "model.safetensors")["model.embed_tokens.weight"][vocabulary]
+    rows = load_file(dense / "model.safetensors")["model.embed_tokens.weight"][vocabulary]
+    new["lm_head.weight"] = rows if left is None else rows.float() + left @ right
     tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
     tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
     numbers = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from carve import CarvedLayer, weights_of
-from eagle import DEPTHS, Head, attended, rolled_out
+from eagle import DEPTHS, Head, attended
 from llama import COMPUTE, FFN, Llama, normed, rotated
 from torch import Tensor
 
@@ -111,6 +111,44 @@ class _Rows:
 
 
 @torch.inference_mode()
+def said(model: Llama, layers: list[CarvedLayer], prompt: Tensor, length: int) -> Tensor:
+    """A prompt [prompt] and what the target says next, greedily, up to ``length`` tokens: int64 [length]."""
+    shape = model.shape
+    ids = F.pad(prompt[None], (0, length - len(prompt)))
+    keys, values = (torch.zeros(shape.layers, 1, shape.kv_heads, length, shape.head, dtype=COMPUTE) for _ in range(2))
+    cosines, sines = model.rotations(length)
+    begin = 0
+    for end in range(len(prompt), length):
+        rotations = cosines[begin:end], sines[begin:end]
+        x = F.embedding(ids[:, begin:end], model.embedding)
+        for number, layer in enumerate(layers):
+            x = _attended_from(model, number, x, rotations, keys[number], values[number], begin)
+            x = x + layer(model.ffn_input(number, x))
+        ids[:, end] = model.logits(x[:, -1]).argmax(-1)
+        begin = end
+    return ids[0]
+
+
+def _attended_from(
+    model: Llama, number: int, x: Tensor, rotations: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, begin: int
+) -> Tensor:
+    """``Llama.attended`` for tokens from ``begin`` on; fills the cache [count, heads, length, head]."""
+    shape, layer = model.shape, model.layers[number]
+    batch, tokens, _ = x.shape
+    end = begin + tokens
+    qkv = F.linear(normed(x, layer.attention_norm, shape.epsilon), layer.qkv)
+    heads = qkv.view(batch, tokens, -1, shape.head).transpose(1, 2)
+    q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    keys[:, :, begin:end], values[:, :, begin:end] = rotated(k, *rotations), v
+    q, k, v = rotated(q, *rotations), keys[:, :, :end], values[:, :, :end]
+    if tokens > 1:
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:  # the queries of a group as if they were tokens: no copies of the keys
+        mixed = F.scaled_dot_product_attention(q.view(batch, shape.kv_heads, -1, shape.head), k, v).view(q.shape)
+    return x + F.linear(mixed.transpose(1, 2).reshape(batch, tokens, shape.hidden), layer.o)
+
+
+@torch.inference_mode()
 def chains(
     model: Llama, layers: list[CarvedLayer], head: Head, prompt: Tensor, tokens: int, most: int, shares: tuple[int, ...]
 ) -> dict[str, Chains]:
@@ -128,11 +166,11 @@ def chains(
         return layers[number](h)
 
     length = len(prompt) + tokens + most + 1
-    ids = rolled_out(model, layers, prompt[None], length, torch.ones(1, dtype=torch.bool), 1.0).ids
+    ids = said(model, layers, prompt, length)[None]
     target, dense = Text.read(model, ids, carved), Text.read(model, ids, model.ffn)
     routed = torch.stack([experts[0] for experts in chosen], 1)
     places = torch.arange(len(prompt) - 1, length - most - 2)
-    said = torch.stack([ids[0, places + 2 + step] for step in range(most)], 1)
+    goals = torch.stack([ids[0, places + 2 + step] for step in range(most)], 1)
     found = {
         "ngram": _looked_up(ids[0], places, most),
         "eagle3": _by_head(head, model, ids, target.streams, places, most),
@@ -157,7 +195,7 @@ def chains(
             rows.read(token)
             experts.append(torch.stack(chosen, 1))
         named = names.get(name, torch.zeros(0, dtype=torch.uint8))
-        every[name] = Chains(drafts, chances, drafts == said, torch.stack(experts, 1), named)
+        every[name] = Chains(drafts, chances, drafts == goals, torch.stack(experts, 1), named)
     return every
 
 

@@ -5,127 +5,64 @@ are a thousand times the others) and the embedding of token t+1, and predicts to
 the target's at t+1, and so on. Training unrolls that chain ("training-time test" of the EAGLE-3 paper): the keys of
 step 0, which come from the target's streams, are causal; step j also attends to the keys of its own steps 1 to j.
 
-The head learns on what the target itself goes on to say, greedily or sampled: at that it has to be good.
+The head learns what the target itself goes on to say, greedily or sampled (``rolls.py``): at that it has to be good.
+Its goal is the target's distribution over the tokens that it drafts. What it has learned is a running mean of its
+weights, so that training can end, and go on, at any time.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from carve import CarvedLayer
-from llama import COMPUTE, Llama, normed, rotated
+from llama import COMPUTE, FFN, Llama, normed, rotated
+from rolls import LENGTH, Rolls
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 DEPTHS = (10, 20, 30)  # the streams before these layers; 30 is the one after the last
-STEPS = 4
+STEPS = 7  # of a chain while it learns
+DRAFTS = 4  # of a chain that is judged
 DECAY = 0.8  # weight of step j in the loss: later steps matter only if the earlier ones were right
-PROMPT = 48  # tokens
-ROLL = 224  # tokens, with the prompt
-TEMPERATURE = 0.7  # of the rows that are sampled
-COMMON = 8192  # tokens that are in every softmax
-RANDOM = 2048
-HIDDEN = 1.0  # weight of the relative error of the last hidden states
-BASES = 48  # positions of a window whose chains go on after step 0
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """What the target said, and its streams."""
-
-    ids: Tensor  # int64 [count, length]
-    streams: Tensor  # [count, length, depths, hidden]
-    greedy: Tensor  # bool [count]
-    begun: int
-    """Tokens of a prompt; the others are the target's."""
+BASES = 64  # positions of a window whose chains go on after step 0
+RANK = 64  # of what the head adds to the target's output rows
+ROWS = 0.1  # the rate of these, as a part of that of all others
+HIDDEN = 1.0  # weight of the relative error of the last streams, where training begins
+HIDDEN_TOKENS = 300_000  # after which it has fallen to nothing
+WARM_UP = 50  # steps to the full rate
+MEAN = 0.999  # of the weights' running mean, a step
 
 
 @torch.inference_mode()
-def rolled_out(
-    model: Llama, layers: list[CarvedLayer], prompts: Tensor, length: int, greedy: Tensor, temperature: float
-) -> Rollouts:
-    """The target's continuations of prompts int64 [count, prompt] to ``length`` tokens, all at once.
-
-    Rows with ``greedy`` [count] take the likeliest token, others sample. The stream of the last token is not known.
-    """
-    count, prompt = prompts.shape
-    shape = model.shape
-    ids = F.pad(prompts, (0, length - prompt))
-    keys, values = (
-        torch.zeros(shape.layers, count, shape.kv_heads, length, shape.head, dtype=COMPUTE) for _ in range(2)
-    )
-    streams = torch.zeros(count, length, len(DEPTHS), shape.hidden, dtype=COMPUTE)
-    cosines, sines = model.rotations(length)
-    generator = torch.Generator().manual_seed(int(prompts.sum()) % 2**31)
-    begin = 0
-    for end in range(prompt, length):
-        rotations = cosines[begin:end], sines[begin:end]
-        x = F.embedding(ids[:, begin:end], model.embedding)
-        for number, layer in enumerate(layers):
-            if number in DEPTHS:
-                streams[:, begin:end, DEPTHS.index(number)] = x
-            x = _attended_from(model, number, x, rotations, keys[number], values[number], begin)
-            x = x + layer(model.ffn_input(number, x))
-        streams[:, begin:end, DEPTHS.index(len(layers))] = x
-        logits = model.logits(x[:, -1])
-        ids[:, end] = logits.argmax(-1)
-        likely = (logits[~greedy] / temperature).softmax(-1).cumsum(-1)
-        drawn = torch.rand(len(likely), 1, generator=generator) * likely[:, -1:]
-        ids[~greedy, end] = torch.searchsorted(likely, drawn)[:, 0].clamp_max(likely.shape[1] - 1)
-        begin = end
-    return Rollouts(ids, streams, greedy, prompt)
-
-
-def save(rollouts: Rollouts, path: Path) -> None:
-    tensors = {"ids": rollouts.ids.int(), "streams": rollouts.streams, "greedy": rollouts.greedy}
-    save_file(tensors, path, {"begun": str(rollouts.begun)})
-
-
-def load(path: Path) -> Rollouts:
-    with safe_open(path, "pt") as file:
-        ids, streams, greedy = (file.get_tensor(name) for name in ("ids", "streams", "greedy"))
-        return Rollouts(ids.long(), streams.to(COMPUTE), greedy, int(file.metadata()["begun"]))
-
-
-def joined(parts: list[Rollouts]) -> Rollouts:
-    ids, streams, greedy = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "streams", "greedy"))
-    return Rollouts(ids, streams, greedy, parts[0].begun)
-
-
-def _attended_from(
-    model: Llama, number: int, x: Tensor, rotations: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, begin: int
-) -> Tensor:
-    """``Llama.attended`` for tokens from ``begin`` on; fills the cache [count, heads, length, head]."""
-    shape, layer = model.shape, model.layers[number]
-    batch, tokens, _ = x.shape
-    end = begin + tokens
-    qkv = F.linear(normed(x, layer.attention_norm, shape.epsilon), layer.qkv)
-    heads = qkv.view(batch, tokens, -1, shape.head).transpose(1, 2)
-    q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    keys[:, :, begin:end], values[:, :, begin:end] = rotated(k, *rotations), v
-    q, k, v = rotated(q, *rotations), keys[:, :, :end], values[:, :, :end]
-    if tokens > 1:
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:  # the queries of a group as if they were tokens: no copies of the keys
-        mixed = F.scaled_dot_product_attention(q.view(batch, shape.kv_heads, -1, shape.head), k, v).view(q.shape)
-    return x + F.linear(mixed.transpose(1, 2).reshape(batch, tokens, shape.hidden), layer.o)
+def streams_of(model: Llama, ids: Tensor, ffn: FFN) -> Tensor:
+    """The target's streams at ``DEPTHS`` of a text [tokens]: [1, tokens, depths, hidden]."""
+    rotations, x = model.rotations(len(ids)), F.embedding(ids[None], model.embedding)
+    found = {}
+    for number in range(model.shape.layers):
+        found[number] = x
+        x = model.attended(number, x, rotations)
+        x = x + ffn(number, model.ffn_input(number, x))
+    found[model.shape.layers] = x
+    return torch.stack([found[depth] for depth in DEPTHS], 2)
 
 
 class Head(nn.Module):
-    """The head. Embeddings and output rows are the target's.
+    """The head. Embeddings are the target's, and so are its output rows, but for a difference of a low rank.
 
     Args:
+        neurons: of its FFN.
         vocabulary: tokens that it drafts, int64 [drafted]; None: all.
+        rank: of what it adds to the target's output rows; 0: nothing.
     """
 
-    def __init__(self, model: Llama, neurons: int, vocabulary: Tensor | None = None) -> None:
+    def __init__(self, model: Llama, neurons: int, vocabulary: Tensor | None = None, rank: int = 0) -> None:
         super().__init__()
         self.vocabulary = torch.arange(len(model.embedding)) if vocabulary is None else vocabulary
         self._output = model.embedding if vocabulary is None else model.embedding[vocabulary]
@@ -147,7 +84,18 @@ class Head(nn.Module):
         self.fc_norms = nn.Parameter(torch.ones(len(DEPTHS), hidden))
         self.embedding_norm, self.hidden_norm, self.ffn_norm = (nn.Parameter(torch.ones(hidden)) for _ in range(3))
         self.norm = nn.Parameter(model.norm.float().clone())
-        self._rotations = model.rotations(512)
+        if rank:
+            self.rows_left = nn.Parameter(torch.zeros(len(self.vocabulary), rank))
+            self.rows_right = linear(hidden, rank)
+        self._rotations = model.rotations(LENGTH)
+
+    @classmethod
+    def of(cls, model: Llama, weights: dict[str, Tensor], vocabulary: Tensor | None = None) -> Head:
+        """The head with these weights."""
+        rank = weights["rows_right"].shape[0] if "rows_right" in weights else 0
+        head = cls(model, len(weights["gate"]), vocabulary, rank)
+        head.load_state_dict(weights)
+        return head
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return normed(x, weight.to(COMPUTE), self.shape.epsilon)
@@ -183,23 +131,33 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Of each token of the draft vocabulary, float32 [..., drafted]."""
-        return F.linear(self.finals(x), self._output).float()
+        final = self.finals(x)
+        logits = F.linear(final, self._output)
+        if hasattr(self, "rows_right"):
+            logits = logits + F.linear(F.linear(final, self.rows_right.to(COMPUTE)), self.rows_left.to(COMPUTE))
+        return logits.float()
 
-    def unrolled(self, embedded: Tensor, streams: Tensor, bases: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def goals(self, finals: Tensor) -> Tensor:
+        """The target's logits of the tokens that are drafted, float32 [..., drafted], of its normed last streams."""
+        return F.linear(finals, self._output).float()
+
+    def unrolled(self, embedded: Tensor, streams: Tensor, bases: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (positions [n] that the chain starts from, residual stream [batch, n, hidden]) for each step.
 
-        embedded [batch, length + STEPS, hidden]: of the token after each position; streams [batch, more, …] are read
-        up to ``length``.
-        Step 0 runs at all positions, later ones at ``bases`` [n].
+        Step 0 runs at all positions, later ones at ``bases`` [n], of which each has ``steps - 1`` positions behind it.
+
+        Args:
+            embedded: of the token after each position, [batch, positions, hidden].
+            streams: of at least as many positions, [batch, more, depths, hidden].
         """
-        every = torch.arange(embedded.shape[1] - STEPS)
+        every = torch.arange(embedded.shape[1])
         x = self.combined(streams[:, : len(every)])
-        q, base_k, base_v = self.projected(embedded[:, every], x, every)
+        q, base_k, base_v = self.projected(embedded, x, every)
         x = self.finished(x, F.scaled_dot_product_attention(q, base_k, base_v, is_causal=True))
         yield every, x
         x, chain = x[:, bases], []
         future = every > bases[:, None]
-        for step in range(1, STEPS):
+        for step in range(1, steps):
             rows = bases + step
             q, k, v = self.projected(embedded[:, rows], x, rows)
             chain.append((k, v))
@@ -220,82 +178,150 @@ def attended(q: Tensor, base_k: Tensor, base_v: Tensor, chain: list[tuple[Tensor
     return mixed
 
 
-Report = Callable[[int, float, list[float]], None]
-"""Told the step, its loss, and how often each step of the chain agrees with the target so far."""
+@dataclass
+class Learned:
+    """How far training is: what a later run goes on from.
 
-
-def trained(
-    head: Head,
-    model: Llama,
-    rollouts: Rollouts,
-    common: Tensor,
-    seconds: float,
-    rate: float,
-    batch: int,
-    report: Report,
-) -> None:
-    """Trains for a time, in as many passes as there are.
-
-    The softmax of a step is over the ``common`` tokens, int64 [common], what the target prefers in the batch, and as
-    many other tokens. The last hidden states are matched too: they say more than tokens where texts are few.
+    Attributes:
+        windows: that were learned from, each pass counted.
+        tokens: of these, without their prompts.
+        curve: (tokens, tokens a step on held prompts), by time.
     """
-    optimiser = torch.optim.AdamW(head.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
-    begun, mean = time.monotonic(), [0.0] * STEPS
-    generator = torch.Generator().manual_seed(2)
-    length = rollouts.ids.shape[1] - 1 - STEPS
-    step, order = 0, torch.empty(0, dtype=torch.long)
-    while (done := (time.monotonic() - begun) / seconds) < 1:
-        if len(order) < batch:
-            order = torch.randperm(len(rollouts.ids), generator=generator)
-        pick, order = order[:batch], order[batch:]
-        bases = torch.randperm(length, generator=generator)[:BASES].sort().values
-        streams, ids = rollouts.streams[pick], rollouts.ids[pick]
-        others = torch.randint(0, len(model.embedding), (RANDOM,), generator=generator)
-        output = model.embedding[torch.cat([common, ids.flatten(), others]).unique()]
-        with torch.no_grad():
-            finals = normed(streams[:, 1:-1, -1], model.norm, model.shape.epsilon)
-            goals = F.linear(finals, output)  # of position t + 1 at index t
-        loss, total = torch.zeros(()), 0.0
-        for number, (starts, x) in enumerate(head.unrolled(F.embedding(ids[:, 1:], model.embedding), streams, bases)):
-            rows, final = starts + number, head.finals(x)
-            goal, got = goals[:, rows].float().softmax(-1), F.linear(final, output).float()
-            apart = (final.float() - finals[:, rows].float()).pow(2).mean() / finals.float().pow(2).mean()
-            entropy = -(goal * got.log_softmax(-1)).sum(-1).mean()
-            loss = loss + DECAY**number * (entropy + HIDDEN * apart)
-            total += DECAY**number
-            same = float((goal.argmax(-1) == got.argmax(-1)).float().mean())
-            mean[number] = 0.98 * mean[number] + 0.02 * same if step else same
-        descended(optimiser, loss / total, rate, step, done)
-        report(step, float(loss.detach()) / total, mean)
-        step += 1
+
+    windows: int
+    tokens: int
+    curve: list[tuple[int, float]]
 
 
-def descended(optimiser: torch.optim.Optimizer, loss: Tensor, rate: float, step: int, done: float) -> None:
-    """One step down the loss: 50 steps to the full rate, then along a cosine to a twentieth of it at ``done`` = 1."""
-    optimiser.zero_grad()
-    loss.backward()
-    for group in optimiser.param_groups:
-        nn.utils.clip_grad_norm_(group["params"], 1.0)
-        group["lr"] = rate * min(1, (step + 1) / 50) * (0.05 + 0.95 * (0.5 + 0.5 * math.cos(math.pi * done)))
-    optimiser.step()
+class Trainer:
+    """Trains a head, ``batch`` windows of ``rolls`` at a time.
+
+    Args:
+        ffn: of the target.
+        rate: learning rate, after a warm-up.
+    """
+
+    def __init__(self, head: Head, model: Llama, ffn: FFN, rolls: Rolls, rate: float, batch: int) -> None:
+        self.head, self.learned = head, Learned(0, 0, [])
+        self._model, self._ffn, self._rolls, self._rate, self._batch = model, ffn, rolls, rate, batch
+        named = dict(head.named_parameters())
+        rows = [named.pop(name) for name in ("rows_left", "rows_right") if name in named]
+        groups = [{"params": [*named.values()], "share": 1.0}, {"params": rows, "share": ROWS}]
+        self._optimiser = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
+        self._mean = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+        self._drafted = torch.zeros(len(model.embedding), dtype=torch.bool)
+        self._drafted[head.vocabulary] = True
+
+    @property
+    def steps(self) -> int:
+        return self.learned.windows // self._batch
+
+    def mean(self) -> dict[str, Tensor]:
+        """The running mean of the weights, by name, float32."""
+        return self._mean
+
+    def step(self) -> tuple[float, list[float]]:
+        """Learns from the next windows.
+
+        Returns:
+            the loss, and how often each step of a chain agrees with the target's choice.
+        """
+        self._optimiser.zero_grad()
+        losses, agreed, parts = 0.0, torch.zeros(STEPS), torch.zeros(STEPS)
+        for number in range(self.learned.windows, self.learned.windows + self._batch):
+            turn, place = divmod(number, len(self._rolls))
+            order = torch.randperm(len(self._rolls), generator=torch.Generator().manual_seed(turn))
+            ids, begun = self._rolls.window(int(order[place]))
+            generator = torch.Generator().manual_seed(number)
+            loss, same = self._loss(ids, begun, generator)
+            (loss / self._batch).backward()
+            losses += float(loss.detach()) / self._batch
+            known = ~same.isnan()
+            agreed[known] += same[known]
+            parts += known
+            self.learned.tokens += len(ids) - begun
+        self.learned.windows += self._batch
+        for group in self._optimiser.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
+            group["lr"] = self._rate * group["share"] * min(1, self.steps / WARM_UP)
+        self._optimiser.step()
+        keep = min(MEAN, self.steps / (self.steps + 10))
+        for name, weight in self.head.named_parameters():
+            self._mean[name].lerp_(weight.detach(), 1 - keep)
+        return losses, (agreed / parts).tolist()
+
+    def _loss(self, ids: Tensor, begun: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Of one window [tokens]; and how often each step agrees [STEPS], NaN where it drafted nothing."""
+        head, model = self.head, self._model
+        streams = streams_of(model, ids, self._ffn)
+        finals = normed(streams[:, 1:, -1], model.norm, model.shape.epsilon)  # of position t + 1 at index t
+        size = finals.float().pow(2).mean()
+        last = len(ids) - 2  # positions from which a known token is drafted
+        first = max(0, begun - 1)
+        bases = first + torch.randperm(max(0, last - first - STEPS + 1), generator=generator)[:BASES].sort().values
+        loss, weights, agreed = torch.zeros(()), 0.0, torch.full((STEPS,), torch.nan)
+        embedded = F.embedding(ids[None, 1:], model.embedding)
+        near = HIDDEN * max(0.0, 1 - self.learned.tokens / HIDDEN_TOKENS)
+        for number, (starts, x) in enumerate(head.unrolled(embedded, streams, bases, STEPS)):
+            rows = starts + number
+            # Where the target says a token that is never drafted, the chain ends whatever is drafted.
+            kept = (rows >= first) & (rows < last) & self._drafted[ids[(rows + 2).clamp_max(len(ids) - 1)]]
+            if not kept.any():
+                continue
+            x, rows = x[:, kept], rows[kept]
+            goal = head.goals(finals[:, rows])
+            got = head.logits(x).log_softmax(-1)
+            apart = F.kl_div(got, goal.log_softmax(-1), log_target=True, reduction="none").sum(-1).mean()
+            if near:
+                apart = apart + near * (head.finals(x).float() - finals[:, rows].float()).pow(2).mean() / size
+            loss = loss + DECAY**number * apart
+            weights += DECAY**number
+            agreed[number] = (goal.argmax(-1) == got.argmax(-1)).float().mean()
+        return loss / max(weights, 1e-9), agreed
+
+    def save(self, path: Path) -> None:
+        """Writes all that ``resume`` needs."""
+        tensors = {}
+        for name, weight in self.head.named_parameters():
+            moments = self._optimiser.state.get(weight, {})
+            parts = {"weight": weight.detach(), "mean": self._mean[name]}
+            parts |= {part: moments[part] for part in ("exp_avg", "exp_avg_sq") if part in moments}
+            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        scratch = path.with_name(f"{path.name}.part")
+        save_file(tensors, scratch, {"learned": json.dumps(self.learned.__dict__)})
+        scratch.replace(path)
+
+    def resume(self, path: Path) -> None:
+        """Goes on from what ``save`` wrote."""
+        with safe_open(path, "pt") as file, torch.no_grad():
+            self.learned = Learned(**json.loads(file.metadata()["learned"]))
+            names = set(file.keys())
+            for name, weight in self.head.named_parameters():
+                weight.copy_(file.get_tensor(f"{name}.weight"))
+                self._mean[name].copy_(file.get_tensor(f"{name}.mean"))
+                if f"{name}.exp_avg" in names:
+                    state: dict[str, Any] = {"step": torch.tensor(float(self.steps))}
+                    state |= {part: file.get_tensor(f"{name}.{part}") for part in ("exp_avg", "exp_avg_sq")}
+                    self._optimiser.state[weight] = state
 
 
 @torch.inference_mode()
-def tokens_a_step(head: Head, model: Llama, rollouts: Rollouts) -> float:
-    """As an engine counts them that drafts STEPS tokens, on what the target said greedily."""
-    length = rollouts.ids.shape[1] - 1 - STEPS
-    bases = torch.arange(rollouts.begun - 1, length)
+def tokens_a_step(head: Head, model: Llama, ffn: FFN, rolls: Rolls) -> list[float]:
+    """Tokens a step as an engine counts them that drafts ``DRAFTS``, in each window of ``rolls``, which are greedy."""
     found = []
-    for ids, streams in zip(rollouts.ids.split(16), rollouts.streams.split(16), strict=True):
-        right = torch.ones(len(ids), len(bases), dtype=torch.long)
+    for number in range(len(rolls)):
+        ids, begun = rolls.window(number)
+        bases = torch.arange(begun - 1, len(ids) - 1 - DRAFTS)
+        streams, embedded = streams_of(model, ids, ffn), F.embedding(ids[None, 1:], model.embedding)
+        right = torch.ones(len(bases), dtype=torch.long)
         accepted = torch.zeros_like(right)
-        embedded = F.embedding(ids[:, 1:], model.embedding)
-        for number, (_, x) in enumerate(head.unrolled(embedded, streams, bases)):
-            drafts = head.vocabulary[head.logits(x if number else x[:, bases]).argmax(-1)]
-            right = right * (drafts == ids[:, bases + number + 2])
+        for step, (_, x) in enumerate(head.unrolled(embedded, streams, bases, DRAFTS)):
+            drafts = head.vocabulary[head.logits(x if step else x[:, bases])[0].argmax(-1)]
+            right = right * (drafts == ids[bases + step + 2])
             accepted += right
-        found.append(accepted)
-    return passed(torch.cat(found))
+        if len(bases):
+            found.append(passed(accepted[None]))
+    return found
 
 
 def passed(accepted: Tensor) -> float:

@@ -6,18 +6,17 @@
     python benchmarks/real/fit/fit.py correct --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py distil --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
-    python benchmarks/real/fit/fit.py roll --dense DIR/dense --texts … --output rolls.safetensors
-    python benchmarks/real/fit/fit.py head --dense DIR/dense --texts … --rolls rolls.safetensors
-    python benchmarks/real/fit/fit.py prune --dense DIR/dense --texts … --rolls rolls.safetensors --held held.st …
+    python benchmarks/real/fit/rolls.py --target DIR/target --texts … --output rolls.safetensors
+    python benchmarks/real/fit/rolls.py --target DIR/target --texts … --output held.safetensors --side held --windows 60
+    python benchmarks/real/fit/fit.py head --dense DIR/dense --rolls rolls.safetensors --held held.safetensors --state S
     python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
     python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
 ``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
 in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
-``roll`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said. ``prune`` trains a
-draft model of a third of the parent's layers, which nothing is built of. ``vocabulary`` chooses the tokens that the
-head drafts. ``chains`` records what each drafter would draft behind every token (for
-``benchmarks/replay/drafts.py``).
+``rolls.py`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said; with ``--resume`` it
+goes on. ``vocabulary`` chooses the tokens that the head drafts. ``chains`` records what each drafter would draft behind
+every token (for ``benchmarks/replay/drafts.py``).
 """
 
 from __future__ import annotations
@@ -45,13 +44,14 @@ import artefact
 import chains
 import eagle
 import held
-import prune
 from artefact import ModelChange
 from carve import CarvedLayer, Plan, carved, corrected
 from distill import Student, distilled
 from llama import Llama, windows
+from rolls import Rolls
 
 LENGTH = 256
+PROMPT = 48  # tokens, of chains
 SIZES = (8192, 16384, 24576)  # of draft vocabularies that are compared
 TARGET = "target"
 SAVED = 600.0  # seconds from one time that what is learned so far is saved to the next
@@ -179,118 +179,58 @@ def progress() -> Callable[[int, float], None]:
 
 
 @app.command()
-def roll(
-    dense: Dense,
-    texts: Texts,
-    output: Annotated[Path, typer.Option(help="the safetensors file to write")],
-    artefact_path: Artefact = artefact.PATH,
-    side: Annotated[
-        str, typer.Option(help="fit: half of the prompts are chats, half of the rows sample; or held")
-    ] = "fit",
-    count: Annotated[int, typer.Option(help="rows")] = 192,
-    seed: Annotated[int, typer.Option(help="which prompts")] = 0,
-) -> None:
-    """Lets the carved model go on from prompts of all kinds, and keeps its streams."""
-    model = Llama(dense)
-    layers = carved_layers(model, artefact_path)
-    found = read_texts(texts, side)
-    if "chat" not in found:
-        raise typer.BadParameter(f"none has chats to {side} on; also give chats.py's file", param_hint="--texts")
-    chat = found.pop("chat").long()
-    starts = ((chat[:-1] == chat[0]) & (chat[1:] == chat[1])).nonzero()[:-1, 0]  # of chats: <|im_start|>system
-    chosen = starts[torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))][: count // 2]
-    rows = [torch.stack([chat[start : start + eagle.PROMPT] for start in chosen.tolist()])]
-    share = (count - len(chosen)) // len(found)
-    rows += [windows(text, share, eagle.PROMPT, seed + i) for i, text in enumerate(found.values())]
-    prompts = torch.cat(rows)
-    greedy = torch.ones(len(prompts), dtype=torch.bool)
-    if side == "fit":
-        greedy[1::2] = False
-    eagle.save(eagle.rolled_out(model, layers, prompts, eagle.ROLL, greedy, eagle.TEMPERATURE), output)
-
-
-@app.command()
 def head(
     dense: Dense,
-    texts: Texts,
-    rolls: Annotated[list[Path], typer.Option(help="files of roll; may be given several times")],
-    held: Annotated[Path | None, typer.Option(help="a file of roll on held texts, to judge by")] = None,
-    output: Annotated[Path, typer.Option(help="the file to write")] = artefact.HEAD,
-    minutes: Annotated[float, typer.Option(help="how long to learn")] = 25.0,
-    rate: Annotated[float, typer.Option(help="learning rate")] = 1.5e-3,
-    batch: Annotated[int, typer.Option(help="rows of a step")] = 4,
-    neurons: Annotated[int, typer.Option(help="of the head's FFN")] = 1024,
-    start: Annotated[Path | None, typer.Option(help="a head to go on from")] = None,
-) -> None:
-    """Trains the EAGLE-3 head; keeps what there is every 200 steps."""
-    model = Llama(dense)
-    found = eagle.joined([eagle.load(path) for path in rolls])
-    judged_by = eagle.load(held) if held else None
-    learned = [*read_texts(texts, "fit").values(), found.ids[:, found.begun :].flatten()]
-    common = by_frequency(learned, len(model.embedding))[: eagle.COMMON]
-    trainee, begun = eagle.Head(model, neurons), time.monotonic()
-    if start:
-        trainee.load_state_dict(artefact.load_head(start).weights)
-    numbers = {"depths": list(eagle.DEPTHS), "tokens": found.ids.numel(), "minutes": minutes, "rate": rate}
-
-    def said(step: int, loss: float, agreed: list[float]) -> None:
-        if step % 20 == 0:
-            parts = " ".join(f"{part:.3f}" for part in agreed)
-            console.print(f"step {step:5}  loss {loss:.3f}  agreed {parts}  {time.monotonic() - begun:.0f} s")
-        if step % 200 == 199:
-            finish()
-
-    def finish() -> None:
-        weights = {name: weight.detach() for name, weight in trainee.named_parameters()}
-        artefact.save_head(artefact.Head(weights, numbers), output)
-        if judged_by:
-            console.print(f"tokens a step on held prompts: {eagle.tokens_a_step(trainee, model, judged_by):.3f}")
-
-    eagle.trained(trainee, model, found, common, minutes * 60, rate, batch, said)
-    finish()
-
-
-@app.command("prune")
-def prune_command(
-    dense: Dense,
-    texts: Texts,
-    rolls: Annotated[list[Path], typer.Option(help="files of roll; may be given several times")],
-    held: Annotated[Path, typer.Option(help="a file of roll on held texts, to judge by")],
-    output: Annotated[Path, typer.Option(help="folder for the draft model")],
-    kept: Annotated[str, typer.Option(help="layers of the parent that stay")] = "0,1,2,6,10,14,18,22,27,29",
-    minutes: Annotated[float, typer.Option(help="how long to learn")] = 50.0,
-    rate: Annotated[float, typer.Option(help="learning rate")] = 6e-4,
-    batch: Annotated[int, typer.Option(help="windows of a step")] = 5,
-    every: Annotated[int, typer.Option(help="steps between judgements")] = 200,
+    rolls: Annotated[list[Path], typer.Option(help="files of rolls.py; may be given several times")],
+    held_rolls: Annotated[Path, typer.Option("--held", help="a file of rolls.py on held texts, to judge by")],
+    state: Annotated[Path, typer.Option(help="what a later run goes on from; written every ten minutes")],
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the state")] = False,
+    output: Annotated[Path, typer.Option(help="the file to write the head to")] = artefact.HEAD,
     artefact_path: Artefact = artefact.PATH,
+    minutes: Annotated[float, typer.Option(help="how long to learn")] = 60.0,
+    rate: Annotated[float, typer.Option(help="learning rate")] = 8e-4,
+    batch: Annotated[int, typer.Option(help="windows of a step")] = 4,
+    neurons: Annotated[int, typer.Option(help="of the head's FFN")] = 1024,
 ) -> None:
-    """Trains a draft model of some layers of the parent, and says how well it drafts."""
+    """Trains the EAGLE-3 head on what the target said, and judges it every ten minutes."""
+    if state.exists() and not resume:
+        raise typer.BadParameter(f"{state} is there already; --resume goes on from it", param_hint="--state")
     model = Llama(dense)
-    layers = carved_layers(model, artefact_path)
-    found, said = read_texts(texts, "fit"), eagle.joined([eagle.load(path) for path in rolls])
-    common = by_frequency([*found.values(), said.ids[:, said.begun :].flatten()], len(model.embedding))[: eagle.COMMON]
-    ids = torch.cat([shuffled(found, 6000, 2000, eagle.ROLL), said.ids])
-    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(4))]
-    judged_by, trainee = eagle.load(held), prune.Pruned(model, [int(number) for number in kept.split(",")])
-    begun, tokens = time.monotonic(), batch * eagle.ROLL
+    layers, begun = carved_layers(model, artefact_path), time.monotonic()
+    said, judged_by = Rolls.load(rolls), Rolls.load([held_rolls])
 
-    def report(step: int, loss: float, agreed: float) -> None:
-        if step % 20 == 0:
+    def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
+        return layers[number](h)
+
+    trainee = eagle.Head(model, neurons, artefact.load_vocabulary(), eagle.RANK)
+    trainer = eagle.Trainer(trainee, model, ffn, said, rate, batch)
+    if resume:
+        trainer.resume(state)
+    known = trainer.learned.tokens
+    console.print(f"{len(said):,} windows with {len(said.ids):,} tokens; {known:,} tokens learned from")
+
+    def kept() -> None:
+        weights = trainer.mean()
+        judged = eagle.Head.of(model, weights, trainee.vocabulary)
+        each = eagle.tokens_a_step(judged, model, ffn, judged_by)
+        tokens = sum(each) / len(each)
+        trainer.learned.curve.append((trainer.learned.tokens, round(tokens, 3)))
+        numbers = {"depths": list(eagle.DEPTHS), "rate": rate, "batch": batch, **asdict(trainer.learned)}
+        artefact.save_head(artefact.Head(weights, numbers), output)
+        trainer.save(state)
+        console.print(f"{trainer.learned.tokens:,} tokens: {tokens:.3f} tokens a step on {len(each)} held prompts")
+
+    saved = begun
+    while time.monotonic() - begun < minutes * 60:
+        loss, agreed = trainer.step()
+        if trainer.steps % 20 == 1:
+            parts = " ".join(f"{part:.3f}" for part in agreed)
             seconds = time.monotonic() - begun
-            console.print(
-                f"step {step:5}  {step * tokens:8} tokens  loss {loss:.3f}  agreed {agreed:.3f}  {seconds:.0f} s"
-            )
-        if step % every == every - 1:
-            judge_it()
-
-    def judge_it() -> None:
-        with torch.no_grad():
-            prune.write(trainee.model(), dense, output)
-            console.print(f"tokens a step on held prompts: {prune.tokens_a_step(trainee.model(), judged_by):.3f}")
-
-    judge_it()
-    prune.trained(trainee, model, layers, ids, common, minutes * 60, rate, batch, report)
-    judge_it()
+            console.print(f"step {trainer.steps:5}  loss {loss:.3f}  agreed {parts}  {seconds:.0f} s")
+        if time.monotonic() - saved > SAVED:
+            kept()
+            saved = time.monotonic()
+    kept()
 
 
 @app.command()
@@ -298,32 +238,20 @@ def vocabulary(
     dense: Dense,
     texts: Texts,
     size: Annotated[int, typer.Option(help="tokens that the head drafts")] = 16384,
-    count: Annotated[int, typer.Option("--prompts", help="held prompts to judge by; texts lie beside the model")] = 0,
-    tokens: Annotated[int, typer.Option(help="that the target says after each")] = 80,
     output: Annotated[Path, typer.Option(help="the file to write")] = artefact.VOCABULARY,
 ) -> None:
     """Chooses the tokens that the head drafts: what ends a text, and the most frequent ones of the texts to fit on."""
-    model, known = Llama(dense), artefact.load_head().weights
+    model = Llama(dense)
     order = by_frequency(list(read_texts(texts, "fit").values()), len(model.embedding))
     ends = torch.tensor(json.loads((dense / "generation_config.json").read_text())["eos_token_id"])
     order = torch.cat([ends, order[~torch.isin(order, ends)]])
     artefact.save_vocabulary(order[:size].sort().values, len(order), output)
-    judged_by, rolls = read_texts(texts, "held"), None
-    if count:
-        asked = held.prompts(dense, held.beside(dense), count, eagle.PROMPT, 11)
-        length = min(map(len, asked))
-        starts, greedy = torch.tensor([ids[-length:] for ids in asked]), torch.ones(count, dtype=torch.bool)
-        rolls = eagle.rolled_out(model, carved_layers(model, artefact.PATH), starts, length + tokens, greedy, 1.0)
-        judged_by["what the target says"] = rolls.ids[:, length:].flatten()
-    table = Table("coverage", *judged_by, *(("tokens per step",) if rolls else ()))
+    judged_by = read_texts(texts, "held")
+    table = Table("coverage", *judged_by)
     for drafted in (*SIZES, len(order)):
         ids = order[:drafted].sort().values
-        row = [float(torch.isin(text, ids).float().mean()) for text in judged_by.values()]
-        if rolls:
-            trained = eagle.Head(model, len(known["gate"]), ids)
-            trained.load_state_dict(known)
-            row.append(eagle.tokens_a_step(trained, model, rolls))
-        table.add_row(f"{drafted:,}", *(f"{figure:.3f}" for figure in row))
+        shares = (float(torch.isin(text, ids).float().mean()) for text in judged_by.values())
+        table.add_row(f"{drafted:,}", *(f"{share:.3f}" for share in shares))
     console.print(table)
 
 
@@ -340,12 +268,10 @@ def record(
     """Records the chains of each drafter behind every token of what the carved model says to held prompts."""
     model = Llama(dense)
     layers = carved_layers(model, artefact.PATH)
-    known = artefact.load_head(artefact.HEAD).weights
-    trained = eagle.Head(model, len(known["gate"]), artefact.load_vocabulary())
-    trained.load_state_dict(known)
+    trained = eagle.Head.of(model, artefact.load_head().weights, artefact.load_vocabulary())
     tensors: dict[str, torch.Tensor] = {}
     slots = tuple(int(share) for share in shares.split(","))
-    for number, prompt in enumerate(held.prompts(dense, held.beside(dense), count, eagle.PROMPT, seed)):
+    for number, prompt in enumerate(held.prompts(dense, held.beside(dense), count, PROMPT, seed)):
         for name, found in chains.chains(model, layers, trained, torch.tensor(prompt), tokens, most, slots).items():
             tensors |= {f"{number}.{name}.{part}": tensor for part, tensor in found._asdict().items()}
         console.print(f"{number + 1} of {count} prompts")
