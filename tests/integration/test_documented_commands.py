@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +34,8 @@ NOT_RUN = {
     "pip install .": "it would replace the installation that is tested; test_packaging.py builds what it installs",
     "vllm-spac doctor --fix": "it changes the installation; test_doctor.py has its cases",
     "vllm-spac tune MODEL": "it takes ten minutes; test_tune.py measures real engines, for a minute",
-    "vllm-spac stats http://localhost:8000 --watch": "it ends with Ctrl-C; test_guarded_server.py asks once",
 }
+WATCHED = "vllm-spac stats http://localhost:8000 --watch"  # of the first server below
 SAID = {
     "vllm-spac plan MODEL --machine rtx4090": "vllm serve",
     "vllm-spac inspect MODEL": "6 x 64 = 384",
@@ -72,7 +75,8 @@ ALWAYS = ("vllm serve MODEL --plugin spac", "--spac-tree")  # the whole command,
 
 def test_each_command_is_run_or_says_why_not() -> None:
     assert len(ALL) > 12 and len(SERVED) > 5
-    assert {command for command in ALL if command not in SERVED} == NOT_RUN.keys() | SAID.keys() | MEASURED.keys()
+    others = {command for command in ALL if command not in SERVED}
+    assert others == {WATCHED} | NOT_RUN.keys() | SAID.keys() | MEASURED.keys()
 
 
 @pytest.mark.parametrize("command", SAID)
@@ -98,12 +102,30 @@ def test_documented_commands_that_measure_end_well(tmp_path: Path) -> None:
         assert re.search(said, done.stdout, re.DOTALL), f"{command}: {done.stdout}"
 
 
+def _watched(server: Server) -> bytes:
+    """What the command draws in a terminal until it has drawn twice, and is interrupted."""
+    command = [part.replace("http://localhost:8000", server.url) for part in _spac(WATCHED)]
+    ours, its = pty.openpty()
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"COLUMNS": "200"})
+    os.close(its)
+    text = b""
+    with open(ours, "rb", buffering=0) as terminal:
+        while text.count(server.url.encode()) < 2 and (more := terminal.read(4096)):
+            text += more
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other side is closed
+            while more := terminal.read(4096):
+                text += more
+    assert process.wait() == 0, text
+    return text
+
+
 def _served(command: str):
     often = command == ALWAYS[0] or ALWAYS[1] in command
     return pytest.param(command, marks=() if often else pytest.mark.full)
 
 
-@pytest.mark.parametrize("command", map(_served, SERVED))
+@pytest.mark.parametrize("command", [_served(command) for command in SERVED])
 def test_a_documented_server_starts_and_answers(command: str, tmp_path: Path) -> None:
     program, verb, model, *flags = filled(command)
     assert (program, verb, model) == ("vllm", "serve", str(TARGET))
@@ -112,6 +134,9 @@ def test_a_documented_server_starts_and_answers(command: str, tmp_path: Path) ->
     try:
         server.wait()
         assert server.complete("import os\n")
+        if command == ALWAYS[0]:
+            drawn = _watched(server)
+            assert b"loads and waits since the start of the server" in drawn and b"Traceback" not in drawn
         log = server.log.read_text()  # vLLM's API server may log a traceback when its engine ends first
     finally:
         server.stop()
