@@ -38,7 +38,7 @@ import artefact
 import held
 from carve import CarvedLayer, weights_of
 from common import RESULTS, ROOT, provenance, show, write_result
-from eagle import DEPTHS, Head
+from eagle import DEPTHS, Eagle
 from llama import COMPUTE, Llama, normed, rotated
 from proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.kernels.reference.shortlist import selected_first, shortlist, sorted_by
@@ -246,22 +246,19 @@ class ByHead:
     """Grows trees with the EAGLE-3 head."""
 
     def __init__(self, target: Target) -> None:
-        self._model, known = target.model, artefact.load_head(artefact.HEAD).weights
-        self._head = Head(self._model, len(known["gate"]), artefact.load_vocabulary())
-        self._head.load_state_dict(known)
+        self._model = target.model
+        self._head = Eagle.of(self._model, artefact.load_head().weights, artefact.load_vocabulary())
 
     def tree(self, shape: DynamicShape, ids: Tensor, streams: Tensor) -> Chosen:
         head, model = self._head, self._model
         every = torch.arange(len(ids) - 1)
-        x = head.combined(streams[None])
-        q, keys, values = head.projected(F.embedding(ids[None, 1:], model.embedding), x, every)
+        x, q, keys, values = head.begun(F.embedding(ids[None, 1:], model.embedding), head.read(streams[None]), every)
         x = head.finished(x, F.scaled_dot_product_attention(q, keys, values, is_causal=True))[:, -1:]
 
         def level(tokens: Tensor, parent: Tensor, number: int, sees: Tensor) -> Tensor:
             nonlocal x, keys, values
-            x = x[:, parent]
             rows = torch.full_like(tokens, len(every) - 1 + number)
-            q, k, v = head.projected(F.embedding(tokens[None], model.embedding), x, rows)
+            x, q, k, v = head.begun(F.embedding(tokens[None], model.embedding), head.left(x[:, parent]), rows)
             keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
             mask = F.pad(sees, (len(every), 0), value=True)[None, None]
             x = head.finished(x, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))

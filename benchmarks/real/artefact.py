@@ -11,7 +11,8 @@ with ``NAME.scale`` (float32) beside each int8 tensor: one scale for a row of a 
 ``right``. A neuron that is seldom active has large entries in ``right``, so neurons cannot share a scale.
 The file's metadata has a JSON object for each model.
 
-``eagle3.safetensors`` has the head's matrices, int8 [out, in] with a scale for each row, and its norms, bfloat16. Its
+``eagle3.safetensors`` has the head's matrices, int8 [out, in] with a scale for each row, and its norms, bfloat16;
+``mtp.safetensors`` has those of a multi-token prediction layer, whose experts are the target's last layer's. The head's
 embeddings are the target's, and so are its output rows, but for ``rows_left @ rows_right``: those of the tokens that
 ``draft_vocabulary.bits`` has a bit for, most significant bit first.
 """
@@ -31,6 +32,7 @@ from safetensors.torch import save_file
 PATH = Path(__file__).with_name("carved.safetensors")
 ROUTED = Path(__file__).with_name("routed.safetensors")  # as ``PATH``, of the model whose eight choices are eight
 HEAD = Path(__file__).with_name("eagle3.safetensors")
+MTP = Path(__file__).with_name("mtp.safetensors")  # as ``HEAD``, of a multi-token prediction layer
 VOCABULARY = Path(__file__).with_name("draft_vocabulary.bits")
 
 
@@ -63,7 +65,7 @@ class ModelChange:
 
 @dataclass
 class Head:
-    """An EAGLE-3 head: its matrices and norms by the names of ``fit/eagle.py``, float32, and numbers for its config."""
+    """A drafter: its matrices and norms by the names of ``fit/eagle.py`` or ``fit/mtp.py``, float32, and numbers."""
 
     weights: dict[str, torch.Tensor]
     numbers: dict[str, Any]

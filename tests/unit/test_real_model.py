@@ -27,10 +27,13 @@ artefact = importlib.import_module("artefact")
 carve = importlib.import_module("carve")
 chains = importlib.import_module("chains")
 dense = importlib.import_module("dense")
+drafter = importlib.import_module("drafter")
 eagle = importlib.import_module("eagle")
 export = importlib.import_module("export")
 fit = importlib.import_module("fit")
+learning_by = importlib.import_module("learning")
 llama = importlib.import_module("llama")
+mtp = importlib.import_module("mtp")
 rolls = importlib.import_module("rolls")
 
 MOST_BYTES = 12_000_000
@@ -146,29 +149,39 @@ def head_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     tiny(folder / "dense")
     monkeypatch.setattr(eagle, "DEPTHS", (0, 1))
     model = llama.Llama(folder / "dense")
-    return model, eagle.Head(model, 16)
+    return model, eagle.Eagle(model, 16)
 
 
-def test_a_chain_of_drafts_attends_as_a_decoder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def mtp_of(model: Any, vocabulary: torch.Tensor | None = None) -> Any:
+    return mtp.Mtp(model, experts(), TOP_K, vocabulary)
+
+
+@pytest.mark.parametrize("form", ["eagle3", "mtp"])
+def test_a_chain_of_drafts_attends_as_a_decoder_does(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training unrolls the chains of all bases at once; here one chain is decoded token by token."""
     model, head = head_of(tmp_path, monkeypatch)
+    if form == "mtp":
+        head = mtp_of(model)
     generator = torch.Generator().manual_seed(0)
-    streams = torch.randn(2, 10, 2, HIDDEN, generator=generator).to(torch.bfloat16)
+    streams = torch.randn(2, 10, len(head.depths), HIDDEN, generator=generator).to(torch.bfloat16)
     embedded = torch.randn(2, 9, HIDDEN, generator=generator).to(torch.bfloat16)
     base = 3
     bases = torch.tensor([1, base])
     steps = [x for _, x in head.unrolled(embedded, streams, bases, 4)]
     assert len(steps) == 4
 
-    x = head.combined(streams[:, : base + 1])
-    _, keys, values = head.projected(embedded[:, : base + 1], x, torch.arange(base + 1))
-    x = x[:, -1:]
+    before = head.read(streams[:, : base + 1])
+    _, _, keys, values = head.begun(embedded[:, : base + 1], before, torch.arange(base + 1))
+    before = before[:, -1:]
     for step, wanted in enumerate(steps):
         rows = torch.tensor([base + step])
-        q, k, v = head.projected(embedded[:, rows], x, rows)
+        x, q, k, v = head.begun(embedded[:, rows], before, rows)
         if step:
             keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
         x = head.finished(x, F.scaled_dot_product_attention(q, keys, values))
+        before = head.left(x)
         wanted = wanted[:, base if step == 0 else 1]
         assert (x[:, 0] - wanted).detach().float().norm() < 0.02 * wanted.detach().float().norm()
 
@@ -185,7 +198,7 @@ def test_what_the_target_says_is_what_a_single_pass_chooses(tmp_path: Path, monk
     prompt = torch.randint(0, 20, (5,), generator=torch.Generator().manual_seed(0))
     ids = chains.said(model, layers, prompt, 12)
     assert torch.equal(ids[:5], prompt)
-    streams = eagle.streams_of(model, ids, ffn)
+    streams = drafter.streams_of(model, ids, ffn, eagle.DEPTHS)
     assert torch.equal(streams[:, :, 1], model.hidden(ids[None], ffn))
     logits = model.logits(streams[0, 4:-1, 1])
     best, second = logits.topk(2).values.unbind(-1)
@@ -214,7 +227,7 @@ def test_prompts_are_of_all_kinds_in_turn() -> None:
 
 
 @pytest.fixture
-def learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes trainers on two windows that a tiny target said."""
     model, _ = head_of(tmp_path, monkeypatch)
     layers, ffn = target_of(model)
@@ -222,24 +235,78 @@ def learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], An
     ids = chains.said(model, layers, prompt, 40).tolist()
     said = rolls.Rolls.of([(ids[:5], ids[5:]), (ids[:3], ids[3:30])])
 
-    def trainer() -> Any:
-        head = eagle.Head(model, 16, torch.tensor(sorted(set(ids))), rank=3)
-        return eagle.Trainer(head, model, ffn, said, 3e-3, 1)
+    def trainer(form: str = "eagle3") -> Any:
+        known = torch.tensor(sorted(set(ids)))
+        heads = {"eagle3": lambda: eagle.Eagle(model, 16, known, rank=3), "mtp": lambda: mtp_of(model, known)}
+        return learning_by.Trainer(heads[form](), model, ffn, said, 3e-3, 1)
 
     return trainer
 
 
-def test_a_head_learns_what_the_target_says(learning: Callable[[], Any]) -> None:
+def test_a_multi_token_layer_learns_its_router_too(learning: Callable[..., Any]) -> None:
+    trainer = learning("mtp")
+    before = trainer.head.router.detach().clone()
+    losses = [trainer.step()[0] for _ in range(60)]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert not torch.equal(before, trainer.head.router)
+
+
+def test_an_exported_multi_token_layer_computes_what_was_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names and the formulas of vLLM's ``DeepSeekMTPModel``, one position without attention to others."""
+    model, _ = head_of(tmp_path, monkeypatch)
+    layer = mtp_of(model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight += 0.1 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+    change = artefact.ModelChange([experts()], {"top_k": TOP_K})
+    export.write_mtp(tmp_path / "dense", change, artefact.Head(weights, {}), tmp_path / "mtp")
+    found = load_file(tmp_path / "mtp" / "model.safetensors")
+    tensors = {name.removeprefix("model.layers.1."): value.float() for name, value in found.items()}
+    assert all(name.startswith("model.layers.1.") for name in found)
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * tensors[f"{name}.weight"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, tensors[f"{name}.weight"])
+
+    def mlp(x: torch.Tensor, name: str) -> torch.Tensor:
+        active = F.silu(linear(x, f"{name}.gate_proj")) * linear(x, f"{name}.up_proj")
+        return linear(active, f"{name}.down_proj")
+
+    stream, embedded = torch.randn(2, 1, HIDDEN, generator=generator)
+    before = layer.read(stream[None, :, None].to(llama.COMPUTE))
+    row = torch.tensor([3])
+    x, _, _, v = layer.begun(embedded[None].to(llama.COMPUTE), before, row)
+    wanted = layer.left(layer.finished(x, v))[0].detach().float()
+
+    x = linear(torch.cat([normed(embedded, "enorm"), normed(before[0].float(), "hnorm")], -1), "eh_proj")
+    value = linear(normed(x, "input_layernorm"), "self_attn.qkv_proj")[:, 2 * HIDDEN :]
+    x = x + linear(value, "self_attn.o_proj")
+    h = normed(x, "post_attention_layernorm")
+    shares, ids = linear(h, "mlp.gate").softmax(-1).topk(TOP_K, -1)
+    y = mlp(h, "mlp.shared_experts")
+    for share, expert in zip((shares / shares.sum())[0], ids[0].tolist(), strict=True):
+        y = y + share * mlp(h, f"mlp.experts.{expert}")
+    got = normed(x + y, "shared_head.norm")
+    assert float((got - wanted).norm() / wanted.norm()) < 0.03, "up to the rounding of bfloat16"
+
+
+def test_a_head_learns_what_the_target_says(learning: Callable[..., Any]) -> None:
     trainer = learning()
     losses = [trainer.step()[0] for _ in range(60)]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
-    judged = eagle.Head.of(trainer._model, trainer.mean(), trainer.head.vocabulary)
-    each = eagle.tokens_a_step(judged, trainer._model, trainer._ffn, trainer._rolls)
-    assert len(each) == 2 and all(1 <= tokens <= 1 + eagle.DRAFTS for tokens in each)
+    judged = eagle.Eagle.of(trainer._model, trainer.mean(), trainer.head.vocabulary)
+    each = drafter.tokens_a_step(judged, trainer._model, trainer._ffn, trainer._rolls)
+    assert len(each) == 2 and all(1 <= tokens <= 1 + drafter.DRAFTS for tokens in each)
     assert trainer.head.rows_left.abs().max() > 0, "output rows learn too"
 
 
-def test_training_goes_on_where_it_ended(learning: Callable[[], Any], tmp_path: Path) -> None:
+def test_training_goes_on_where_it_ended(learning: Callable[..., Any], tmp_path: Path) -> None:
     """As if it had never ended: the same windows, moments and mean."""
     whole, first, second = learning(), learning(), learning()
     wanted = [whole.step()[0] for _ in range(6)]
@@ -256,7 +323,7 @@ def test_training_goes_on_where_it_ended(learning: Callable[[], Any], tmp_path: 
 def test_an_exported_head_has_the_names_and_shapes_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = head_of(tmp_path, monkeypatch)
     vocabulary = torch.tensor([1, 2, 5, 9, 19])
-    head = eagle.Head(model, 16, vocabulary, rank=2)
+    head = eagle.Eagle(model, 16, vocabulary, rank=2)
     torch.nn.init.normal_(head.rows_left, generator=torch.Generator().manual_seed(3))
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
     artefact.save_head(artefact.Head(weights, {"depths": [0, 1]}), tmp_path / "head")
@@ -301,7 +368,7 @@ def test_a_head_drafts_its_best_token_of_a_draft_vocabulary(tmp_path: Path, monk
     """As a head of all tokens does whose other tokens are masked; chains name the target's tokens."""
     model, head = head_of(tmp_path, monkeypatch)
     vocabulary = torch.arange(3, len(model.embedding), 2)
-    some = eagle.Head(model, 16, vocabulary)
+    some = eagle.Eagle(model, 16, vocabulary)
     some.load_state_dict(head.state_dict())
     ids = torch.randint(0, 20, (1, 14), generator=torch.Generator().manual_seed(1))
     streams = torch.randn(1, 14, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

@@ -108,9 +108,13 @@ class CarvedLayer:
         """Takes the experts' ``left`` and ``right`` as they are now."""
         self._down = self.experts.corrected(self._layer.down).to(COMPUTE)
 
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """The router's logits, float32 [..., experts]."""
+        return F.linear(h, self._router).float()
+
     def neurons(self, h: torch.Tensor, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``down'`` multiplies, float32 [tokens, neurons], and the router's logits [tokens, experts]."""
-        logits = F.linear(h, self._router).float()
+        logits = self.logits(h)
         weights = (choice or weights_of)(logits, self.top_k)
         active = F.silu(F.linear(h, self._layer.gate)) * F.linear(h, self._layer.up)
         return active.float() * (self._always + weights @ self._holders), logits

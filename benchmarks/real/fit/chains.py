@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from carve import CarvedLayer, weights_of
-from eagle import DEPTHS, Head, attended
+from drafter import attended
+from eagle import DEPTHS, Eagle
 from llama import COMPUTE, FFN, Llama, normed, rotated
 from torch import Tensor
 
@@ -150,7 +151,13 @@ def _attended_from(
 
 @torch.inference_mode()
 def chains(
-    model: Llama, layers: list[CarvedLayer], head: Head, prompt: Tensor, tokens: int, most: int, shares: tuple[int, ...]
+    model: Llama,
+    layers: list[CarvedLayer],
+    head: Eagle,
+    prompt: Tensor,
+    tokens: int,
+    most: int,
+    shares: tuple[int, ...],
 ) -> dict[str, Chains]:
     """The chains of each drafter behind ``tokens`` tokens that the target says after a prompt [prompt].
 
@@ -235,11 +242,11 @@ def drafted(model: Llama, ffn: FFN, text: Text, tokens: Tensor, places: Tensor, 
 
 
 def _by_head(
-    head: Head, model: Llama, ids: Tensor, streams: Tensor, places: Tensor, most: int
+    head: Eagle, model: Llama, ids: Tensor, streams: Tensor, places: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
     every = torch.arange(ids.shape[1] - 1)
-    x = head.combined(streams[:, : len(every)])
-    q, keys, values = head.projected(F.embedding(ids[:, 1:], model.embedding), x, every)
+    before = head.read(streams[:, : len(every)])
+    x, q, keys, values = head.begun(F.embedding(ids[:, 1:], model.embedding), before, every)
     x = head.finished(x, F.scaled_dot_product_attention(q, keys, values, is_causal=True))[:, places]
     own, later = list[tuple[Tensor, Tensor]](), every > places[:, None]
     drafts, chances = list[Tensor](), list[Tensor]()
@@ -248,7 +255,7 @@ def _by_head(
         drafts.append(head.vocabulary[best.indices])
         chances.append(best.values)
         rows = places + step + 1
-        q, k, v = head.projected(F.embedding(drafts[-1][None], model.embedding), x, rows)
+        x, q, k, v = head.begun(F.embedding(drafts[-1][None], model.embedding), head.left(x), rows)
         own.append((k, v))
         x = head.finished(x, attended(q, keys, values, own, later))
     return torch.stack(drafts, 1), torch.stack(chances, 1)

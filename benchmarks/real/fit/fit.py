@@ -26,6 +26,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -42,11 +43,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import artefact
 import chains
+import drafter
 import eagle
 import held
+import mtp
 from artefact import ModelChange
 from carve import CarvedLayer, Plan, carved, corrected
 from distill import Student, distilled
+from learning import Trainer
 from llama import Llama, windows
 from rolls import Rolls
 
@@ -54,6 +58,7 @@ LENGTH = 256
 PROMPT = 48  # tokens, of chains
 SIZES = (8192, 16384, 24576)  # of draft vocabularies that are compared
 TARGET = "target"
+FORMS = {"eagle3": artefact.HEAD, "mtp": artefact.MTP}  # of drafters, and their artefacts
 SAVED = 600.0  # seconds from one time that what is learned so far is saved to the next
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -185,14 +190,19 @@ def head(
     held_rolls: Annotated[Path, typer.Option("--held", help="a file of rolls.py on held texts, to judge by")],
     state: Annotated[Path, typer.Option(help="what a later run goes on from; written every ten minutes")],
     resume: Annotated[bool, typer.Option("--resume", help="go on from the state")] = False,
-    output: Annotated[Path, typer.Option(help="the file to write the head to")] = artefact.HEAD,
+    form: Annotated[
+        str, typer.Option(help="eagle3, or mtp: a multi-token prediction layer in DeepSeek's form")
+    ] = "eagle3",
+    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
     artefact_path: Artefact = artefact.PATH,
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 60.0,
     rate: Annotated[float, typer.Option(help="learning rate")] = 8e-4,
     batch: Annotated[int, typer.Option(help="windows of a step")] = 4,
-    neurons: Annotated[int, typer.Option(help="of the head's FFN")] = 1024,
+    neurons: Annotated[int, typer.Option(help="of an EAGLE-3 head's FFN")] = 1024,
 ) -> None:
-    """Trains the EAGLE-3 head on what the target said, and judges it every ten minutes."""
+    """Trains a drafter on what the target said, and judges it every ten minutes."""
+    if form not in FORMS:
+        raise typer.BadParameter(f"{form} is none of {', '.join(FORMS)}", param_hint="--form")
     if state.exists() and not resume:
         raise typer.BadParameter(f"{state} is there already; --resume goes on from it", param_hint="--state")
     model = Llama(dense)
@@ -202,21 +212,26 @@ def head(
     def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
         return layers[number](h)
 
-    trainee = eagle.Head(model, neurons, artefact.load_vocabulary(), eagle.RANK)
-    trainer = eagle.Trainer(trainee, model, ffn, said, rate, batch)
+    known, last = artefact.load_vocabulary(), layers[-1]
+    makers = {
+        "eagle3": lambda: eagle.Eagle(model, neurons, known, eagle.RANK),
+        "mtp": lambda: mtp.Mtp(model, last.experts, last.top_k, known),
+    }
+    trainee = makers[form]()
+    trainer = Trainer(trainee, model, ffn, said, rate, batch)
     if resume:
         trainer.resume(state)
-    known = trainer.learned.tokens
-    console.print(f"{len(said):,} windows with {len(said.ids):,} tokens; {known:,} tokens learned from")
+    tokens = trainer.learned.tokens
+    console.print(f"{len(said):,} windows with {len(said.ids):,} tokens; {tokens:,} tokens learned from")
 
     def kept() -> None:
-        weights = trainer.mean()
-        judged = eagle.Head.of(model, weights, trainee.vocabulary)
-        each = eagle.tokens_a_step(judged, model, ffn, judged_by)
+        weights, judged = trainer.mean(), deepcopy(trainee)
+        judged.load_state_dict(weights)
+        each = drafter.tokens_a_step(judged, model, ffn, judged_by)
         tokens = sum(each) / len(each)
         trainer.learned.curve.append((trainer.learned.tokens, round(tokens, 3)))
-        numbers = {"depths": list(eagle.DEPTHS), "rate": rate, "batch": batch, **asdict(trainer.learned)}
-        artefact.save_head(artefact.Head(weights, numbers), output)
+        numbers = {"depths": list(trainee.depths), "rate": rate, "batch": batch, **asdict(trainer.learned)}
+        artefact.save_head(artefact.Head(weights, numbers), output or FORMS[form])
         trainer.save(state)
         console.print(f"{trainer.learned.tokens:,} tokens: {tokens:.3f} tokens a step on {len(each)} held prompts")
 
@@ -268,7 +283,7 @@ def record(
     """Records the chains of each drafter behind every token of what the carved model says to held prompts."""
     model = Llama(dense)
     layers = carved_layers(model, artefact.PATH)
-    trained = eagle.Head.of(model, artefact.load_head().weights, artefact.load_vocabulary())
+    trained = eagle.Eagle.of(model, artefact.load_head().weights, artefact.load_vocabulary())
     tensors: dict[str, torch.Tensor] = {}
     slots = tuple(int(share) for share in shares.split(","))
     for number, prompt in enumerate(held.prompts(dense, held.beside(dense), count, PROMPT, seed)):
@@ -310,9 +325,21 @@ def judge(
 
 
 def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor) -> dict[str, float]:
-    """One kind's figures; ids int64 [windows, LENGTH]."""
+    """One kind's figures; ids int64 [windows, LENGTH].
+
+    ``next`` is how many of the experts that a layer selects its router names for the input of the layer before.
+    """
+    top_k = layers[0].top_k
+    named = torch.zeros(0)  # the experts that a layer's router names for the input of the one before
+    found = 0.0
 
     def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
+        nonlocal named, found
+        if number:
+            chosen = layers[number].logits(h).topk(top_k, -1).indices
+            found += float((chosen[..., None] == named[..., None, :]).float().sum() / top_k)
+        if number + 1 < len(layers):
+            named = layers[number + 1].logits(h).topk(top_k, -1).indices
         return layers[number](h)
 
     losses, agreed, apart = [0.0, 0.0], 0.0, 0.0
@@ -330,6 +357,7 @@ def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor) -> dict[s
         "ratio": carved / dense,
         "KL": apart / tokens,
         "top-1": agreed / tokens,
+        "next": found / ids.numel() / (len(layers) - 1),
     }
 
 
