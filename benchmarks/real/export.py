@@ -34,17 +34,21 @@ MTP_NAMES = {
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def write_target(dense: Path, change: ModelChange, folder: Path) -> None:
+def write_target(dense: Path, change: ModelChange, folder: Path, predicting: int = 0) -> None:
     """The MoE for vLLM's ``DeepseekForCausalLM``: Llama's attention, a shared expert, softmax over the top-k.
 
     That class does not tie embeddings, so the checkpoint has them twice; without ``lm_head.weight`` all logits are NaN.
+
+    Args:
+        predicting: layers of multi-token prediction that are beside it (``write_mtp``): vLLM asks its config.
     """
     old = load_file(dense / "model.safetensors")
     new = {name: weight for name, weight in old.items() if ".mlp." not in name}
     new["lm_head.weight"] = old["model.embed_tokens.weight"].clone()
     for number, layer in enumerate(change.layers):
         new |= _moe(old, number, layer, change.numbers["top_k"])
-    write_checkpoint(new, dense, _moe_numbers(change) | {"architectures": ["DeepseekForCausalLM"]}, folder)
+    numbers = _moe_numbers(change) | {"architectures": ["DeepseekForCausalLM"]}
+    write_checkpoint(new, dense, numbers | ({"num_nextn_predict_layers": predicting} if predicting else {}), folder)
 
 
 def _moe_numbers(change: ModelChange) -> dict[str, Any]:
@@ -139,7 +143,7 @@ def write_mtp(dense: Path, change: ModelChange, head: Head, folder: Path) -> Non
         "model_type": "deepseek_v3",
         "num_nextn_predict_layers": 1,
         "topk_method": "greedy",
-        "kv_lora_rank": None,
+        "kv_lora_rank": 0,
         "q_lora_rank": None,
         "qk_nope_head_dim": 0,
         "qk_rope_head_dim": 0,
