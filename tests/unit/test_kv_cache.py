@@ -48,7 +48,7 @@ def config(
             get_num_kv_heads=lambda parallel: 2,
             get_head_size=lambda: 64,
         ),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(
             max_num_seqs=requests, max_num_batched_tokens=256, disable_hybrid_kv_cache_manager=not hybrid
         ),
@@ -249,6 +249,40 @@ def test_what_requests_cannot_use_is_not_taken_and_the_log_says_so(said) -> None
 )
 def test_a_size_that_the_user_chose_stays(said, given: dict) -> None:
     assert chosen(20 << 30, config(**given)) == 20 << 30 and said == []
+
+
+@pytest.fixture
+def ram(monkeypatch: pytest.MonkeyPatch):
+    """Sets what vLLM finds available on each of two nodes of 32 GiB."""
+    from vllm.utils import cpu_resource_utils
+
+    def available(*gib: int) -> None:
+        nodes = [SimpleNamespace(total_memory=32 << 30, available_memory=one << 30) for one in gib]
+        monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda: list(range(len(nodes))))
+        monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", nodes.__getitem__)
+
+    return available
+
+
+def test_a_machine_that_others_use_too_gives_what_is_left(said, ram) -> None:
+    """vLLM's default share of RAM would end each worker before it loads anything."""
+    ram(31, 17)
+    engine = config()
+    fast_memory.fit(engine)
+    assert engine.cache_config.gpu_memory_utilization == 0.5, "of the fuller node, less half a GiB for each process"
+    (line,) = said
+    assert "--gpu-memory-utilization 0.50" in line and "17.00 GiB of 32.00 GiB" in line
+    assert not fast_memory.sized_by_user(engine), "so the KV cache is bounded by what requests can use"
+    assert chosen(20 << 30, engine) == fast_memory.usable(engine, layers())
+
+
+@pytest.mark.parametrize("given", [{"kv_cache_memory_bytes": 1 << 30}, {"gpu_memory_utilization": 0.8}, {}])
+def test_what_the_user_named_or_a_free_machine_stays(said, ram, given: dict) -> None:
+    ram(17 if given else 32)
+    engine = config(**given)
+    before = engine.cache_config.gpu_memory_utilization
+    fast_memory.fit(engine)
+    assert engine.cache_config.gpu_memory_utilization == before and said == []
 
 
 def test_it_is_never_more_than_vllm_found(said) -> None:

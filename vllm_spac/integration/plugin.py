@@ -77,6 +77,7 @@ def _checked(create_engine_config: Callable):
         if not chosen:
             trees.bound(config, vllm_config)
         graphs.split(vllm_config, config)
+        fast_memory.fit(vllm_config)
         preflight.check_engine(config, vllm_config)
         if getattr(self, "spac_command", False):
             last_words.expect()

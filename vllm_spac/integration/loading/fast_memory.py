@@ -7,6 +7,7 @@ is measured first.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ _FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to
 _SHARE = 4  # of a GPU's memory for both, the KV cache gets at most this part where the length is not the user's
 _SHORT = 8192  # tokens of a request that the log names
 _PART = 8192  # tokens of a prompt that are computed at once
+_STARTING = 1 << 29  # bytes of RAM that a process takes before vLLM looks at what is available
+_LOWERED = "spac_lowered"  # attribute of the cache's configuration
 _FITTED = -1  # --max-model-len: vLLM takes the longest that fits
 
 
@@ -39,7 +42,35 @@ def sized_by_user(vllm_config: VllmConfig) -> bool:
 
     cache = vllm_config.cache_config
     given = cache.kv_cache_memory_bytes, cache.num_gpu_blocks_override
-    return given != (None, None) or cache.gpu_memory_utilization != CacheConfig.gpu_memory_utilization
+    usual = getattr(cache, _LOWERED, CacheConfig.gpu_memory_utilization)
+    return given != (None, None) or cache.gpu_memory_utilization != usual
+
+
+def fit(vllm_config: VllmConfig) -> None:
+    """Lowers the share of RAM that a CPU's worker takes to what is available, where the user named none.
+
+    With vLLM's default no worker starts on a machine of which other processes use more than a twelfth.
+    """
+    cache = vllm_config.cache_config
+    if not is_cpu() or sized_by_user(vllm_config):
+        return
+    from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
+
+    nodes = [get_memory_node_info(node) for node in get_visible_memory_node()]
+    least = min(nodes, key=lambda node: node.available_memory / node.total_memory)
+    taken = _STARTING * (1 + vllm_config.parallel_config.tensor_parallel_size)
+    share = math.floor(100 * (least.available_memory - taken) / least.total_memory) / 100
+    if not 0 < share < cache.gpu_memory_utilization:
+        return
+    logger.info(
+        "spac: --gpu-memory-utilization %.2f, since %s of %s of RAM are available: with vLLM's %.2f no worker starts",
+        share,
+        gib(least.available_memory),
+        gib(least.total_memory),
+        cache.gpu_memory_utilization,
+    )
+    cache.gpu_memory_utilization = share
+    setattr(cache, _LOWERED, share)  # for ``sized_by_user``, also in the worker's process
 
 
 def usable(vllm_config: VllmConfig, specs: Collection[KVCacheSpec]) -> int | None:
