@@ -401,15 +401,13 @@ def draw(what: Subject, ours: Run, stock: Run, slots: str, equal: bool) -> None:
     speed.axvline(1, color="#a9a9a9", linestyle="--", linewidth=1)
     speed.plot(ratios, [1] * len(ratios), "o", color="#2a6f97", alpha=0.5)
     speed.set_yticks([1], ["each turn"])
-    title = "tokens/s over stock's, each turn"
+    title = "tokens/s over stock's"
     if len(ratios) >= FEWEST:
         found = Ratio.of(ratios)
         ends = [[found.median - found.low], [found.high - found.median]]
         speed.errorbar([found.median], [0], xerr=ends, fmt="s", color="#2a6f97", capsize=4)
         speed.set_yticks([1, 0], ["each turn", "median, 95 %"])
-        title += (
-            f"\n{found.median:.2f}, 95 % interval {found.low:.2f} \N{EN DASH} {found.high:.2f}, {found.turns} turns"
-        )
+        title += f"\n{found.turns} turns: {found.median:.2f} ({found.low:.2f} \N{EN DASH} {found.high:.2f})"
     speed.set_title(title, fontsize=10)
     speed.set_ylim(-1, 2)
     speed.set_xlim(0, 1.1 * max([1.0, *ratios]))
