@@ -39,7 +39,7 @@ from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]
 
 import artefact
 import chains
@@ -49,6 +49,7 @@ import held
 import mtp
 from artefact import ModelChange
 from carve import CarvedLayer, Plan, carved, corrected
+from common import provenance, write_result
 from distill import Student, distilled
 from learning import Trainer
 from llama import Llama, windows
@@ -321,7 +322,7 @@ def judge(
         table.add_row(name, *(f"{row[name]:.3f}" for row in rows.values()))
     console.print(table)
     if output:
-        output.write_text(json.dumps(rows, indent=1) + "\n")
+        write_result(output, {"provenance": provenance(), "kinds": rows})
 
 
 def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor) -> dict[str, float]:
