@@ -39,7 +39,8 @@ from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import artefact
 import chains
