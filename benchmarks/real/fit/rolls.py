@@ -30,7 +30,7 @@ PROMPTS = (16, 256)  # tokens of the shortest and the longest
 GREEDY = 192  # tokens that are said greedily at most: so small a model soon repeats itself
 QUESTION = 96
 TEMPERATURES = (0.7, 1.0)  # of those that sample, and of questions
-ROUND = 64  # windows, of which vLLM runs 32 at once
+ROUND = 256  # windows, of which vLLM runs half at once
 
 console = Console(highlight=False)
 
@@ -113,9 +113,16 @@ def main(
     found: dict[str, Tensor] = {}
     for path in texts:
         with safe_open(path, "pt") as file:
-            names = (name for name in file if name.endswith(f".{side}"))
+            names = (name for name in sorted(file.keys()) if name.endswith(f".{side}"))
             found |= {name.partition(".")[0]: file.get_tensor(name) for name in names}
-    llm = LLM(str(target), dtype=dtype, max_model_len=LENGTH, max_num_seqs=32, seed=seed, kv_cache_memory_bytes=2 << 30)
+    llm = LLM(
+        str(target),
+        dtype=dtype,
+        max_model_len=LENGTH,
+        max_num_seqs=ROUND // 2,
+        seed=seed,
+        kv_cache_memory_bytes=2 << 30,
+    )
     tokenizer = llm.get_tokenizer()
 
     def encoded(text: str) -> list[int]:
