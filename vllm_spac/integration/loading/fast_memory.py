@@ -63,7 +63,7 @@ def fit(vllm_config: VllmConfig) -> None:
     if not 0 < share < cache.gpu_memory_utilization:
         return
     logger.info(
-        "spac: --gpu-memory-utilization %.2f, since %s of %s of RAM are available: with vLLM's %.2f no worker starts",
+        "spac: --gpu-memory-utilization %.2f, since %s of %s of RAM are available; vLLM's %.2f may start no worker",
         share,
         gib(least.available_memory),
         gib(least.total_memory),
