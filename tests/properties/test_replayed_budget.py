@@ -171,6 +171,29 @@ def test_a_row_that_the_device_cuts_has_no_vote(rule, bound, ranking, coverage, 
         assert device.counters.snapshot()["rows"] >= short.counters.snapshot()["rows"]
 
 
+def test_a_budget_changes_between_steps_after_one_in_which_rows_were_cut() -> None:
+    """vLLM runs steps in inference mode, and answers a change of the budget outside of it."""
+    step, cut = Step((RequestRows(0, 4, RowKind.VERIFY),)), torch.zeros(ROWS, 1, dtype=torch.bool)
+    cut[3] = True
+    layer = routing(RULES[0], 0, 1.0, False)
+    device = control(RULES[0], budget=3, when="all")
+
+    def stepped() -> tuple:
+        with torch.inference_mode():
+            device.begin_step(step, cut)
+            found = device.apply(0, *layer, step)
+            device.end_step()
+        return found
+
+    stepped()
+    device.counters.reset()
+    assert set(device.counters.snapshot().values()) == {0}
+    device.change(BudgetSettings(budget=TOP_K, when="all"))
+    wanted = control(RULES[0], budget=TOP_K, when="all")
+    wanted.begin_step(step, cut)
+    same(stepped(), wanted.apply(0, *layer, step))
+
+
 @settings(max_examples=200)
 @given(
     rule=st.sampled_from(RULES),

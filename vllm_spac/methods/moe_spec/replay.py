@@ -22,6 +22,12 @@ from vllm_spac.methods.moe_spec.settings import STEPS, BudgetSettings, RoutingRu
 _PENDING = 64  # shortlists that are counted together
 
 
+def _lasting(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros that are written between steps too, where a tensor that was made in a step's inference mode refuses it."""
+    with torch.inference_mode(False):
+        return torch.zeros(size, dtype=dtype, device=device)
+
+
 class BudgetCounters:
     """Effect of a budget since the start, or since ``reset``, summed over layers and forwards.
 
@@ -54,7 +60,7 @@ class BudgetCounters:
 
     def count_on(self, device: torch.device | str) -> None:
         """Allocates the counters of graphs on ``device``, at a fixed address."""
-        self.on_device = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
+        self.on_device = _lasting(len(self._counted), torch.float64, device)
 
     def reset(self) -> None:
         """Sets all counters to zero."""
@@ -250,8 +256,8 @@ class ReplayBuffers:
     """
 
     def __init__(self, rows: int, layers: int, device: torch.device | str) -> None:
-        self.votes = torch.zeros(rows, dtype=torch.float64, device=device)
-        self.bounds = torch.zeros(layers, dtype=torch.int64, device=device)
+        self.votes = _lasting(rows, torch.float64, device)
+        self.bounds = _lasting(layers, torch.int64, device)
         self._silent = True
 
     def bound(self, experts: Sequence[int]) -> None:
