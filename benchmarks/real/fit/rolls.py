@@ -30,7 +30,7 @@ PROMPTS = (16, 256)  # tokens of the shortest and the longest
 GREEDY = 192  # tokens that are said greedily at most: so small a model soon repeats itself
 QUESTION = 96
 TEMPERATURES = (0.7, 1.0)  # of those that sample, and of questions
-ROUND = 256  # windows, of which vLLM runs half at once
+ROUND = 128  # windows, of which vLLM runs half at once
 
 console = Console(highlight=False)
 
