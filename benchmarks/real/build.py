@@ -78,7 +78,7 @@ def built(output: Path, wheel: Path | None, routed: bool = False) -> list[Path]:
     models, head = artefact.load(), artefact.load_head()
     if routed:
         if not artefact.ROUTED.is_file():
-            raise BuildError(f"{artefact.ROUTED} is not here; fit/fit.py makes it")
+            raise BuildError(f"{artefact.ROUTED} is not here; make setup unpacks it")
         models[ROUTED] = artefact.load(artefact.ROUTED)["target"]
         sources.append(artefact.ROUTED)
     made_of = {path.name: sha256(path) for path in sources}

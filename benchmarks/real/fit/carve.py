@@ -88,6 +88,11 @@ Choice = Callable[[torch.Tensor, int], torch.Tensor]
 """From the router's logits and k to the weights of experts, as ``weights_of`` does."""
 
 
+def always_of(experts: Experts) -> torch.Tensor:
+    """1 for each neuron of the shared expert, float32 [neurons]."""
+    return torch.zeros(experts.neurons).index_fill(0, experts.shared, 1.0)
+
+
 def holders_of(sets: torch.Tensor, neurons: int) -> torch.Tensor:
     """S: float32 [experts, neurons], 1 where an expert holds a neuron; sets int64 [experts, size]."""
     return torch.zeros(len(sets), neurons).scatter(1, sets, 1.0)
@@ -98,9 +103,7 @@ class CarvedLayer:
 
     def __init__(self, layer: Layer, experts: Experts, top_k: int) -> None:
         self.experts, self.top_k, self._layer = experts, top_k, layer
-        self._holders = holders_of(experts.sets, experts.neurons)
-        self._always = torch.zeros(experts.neurons)
-        self._always[experts.shared] = 1
+        self._holders, self._always = holders_of(experts.sets, experts.neurons), always_of(experts)
         self._router = experts.router.to(COMPUTE)
         self.update()
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from artefact import Experts
-from carve import holders_of, weights_of
-from llama import COMPUTE, Llama
+from carve import always_of, holders_of, weights_of
+from llama import COMPUTE, Layer, Llama
 
 ROUTERS = 0.01  # the rate of routers, as a part of that of corrections; at 0.2 the divergence trebled in 40 steps
 EVERY = 2  # the divergence is taken at one position in so many
@@ -44,6 +44,20 @@ def selected(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tens
     return weights + (soft - soft.detach()), load
 
 
+def added(
+    layer: Layer, h: torch.Tensor, neurons: torch.Tensor, left: torch.Tensor, right: torch.Tensor
+) -> torch.Tensor:
+    """What the FFN of a dense layer adds to the stream, with a correction ``left @ right`` to its down projection.
+
+    Args:
+        h: its input [batch, tokens, hidden].
+        neurons: the weight of each, float32 [batch * tokens, neurons].
+    """
+    mask = neurons.view(*h.shape[:-1], -1).to(COMPUTE)
+    active = F.silu(F.linear(h, layer.gate)) * F.linear(h, layer.up) * mask
+    return F.linear(active, layer.down) + F.linear(F.linear(active, right.to(COMPUTE)), left.to(COMPUTE))
+
+
 class Student:
     """The carved model; its corrections and routers learn. Columns have unit size: steps are relative to them."""
 
@@ -61,9 +75,7 @@ class Student:
             self._scales.append(scales)
             left, right = ((part / scale).requires_grad_(True) for part, scale in zip(pair, scales, strict=True))
             self.parameters.append((left, right))
-            always = torch.zeros(experts.neurons)
-            always[experts.shared] = 1
-            self._masks.append((holders_of(experts.sets, experts.neurons), always))
+            self._masks.append((holders_of(experts.sets, experts.neurons), always_of(experts)))
             length = experts.router.pow(2).mean().sqrt()
             self._lengths.append(length)
             self.routers.append((experts.router / length).requires_grad_(True))
@@ -86,10 +98,7 @@ class Student:
         logits = F.linear(h.detach(), self.router(number).to(COMPUTE)).float().flatten(0, 1)
         weights, load = selected(logits, self.top_k)
         self.load = self.load + load
-        mask = (always + weights @ holders).view(*h.shape[:2], -1).to(COMPUTE)
-        neurons = F.silu(F.linear(h, layer.gate)) * F.linear(h, layer.up) * mask
-        left, right = (part.to(COMPUTE) for part in self.correction(number))
-        return F.linear(neurons, layer.down) + F.linear(F.linear(neurons, right), left)
+        return added(layer, h, always + weights @ holders, *self.correction(number))
 
     def result(self) -> list[Experts]:
         """The layers as they have been learned."""

@@ -148,13 +148,7 @@ def attended(q: Tensor, base_k: Tensor, base_v: Tensor, chain: list[tuple[Tensor
 @torch.inference_mode()
 def streams_of(model: Llama, ids: Tensor, ffn: FFN, depths: tuple[int, ...]) -> Tensor:
     """The target's streams at ``depths`` of a text [tokens]: [1, tokens, depths, hidden]."""
-    rotations, x = model.rotations(len(ids)), F.embedding(ids[None], model.embedding)
-    found = {}
-    for number in range(model.shape.layers):
-        found[number] = x
-        x = model.attended(number, x, rotations)
-        x = x + ffn(number, model.ffn_input(number, x))
-    found[model.shape.layers] = x
+    found = list(model.streams(ids[None], ffn))
     return torch.stack([found[depth] for depth in depths], 2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,13 +123,20 @@ class Llama:
 
     def hidden(self, ids: torch.Tensor, ffn: FFN | None = None) -> torch.Tensor:
         """ids [batch, tokens] -> the residual stream after the last layer [batch, tokens, hidden]."""
+        for x in self.streams(ids, ffn):  # noqa: B007 - the last
+            pass
+        return x
+
+    def streams(self, ids: torch.Tensor, ffn: FFN | None = None) -> Iterator[torch.Tensor]:
+        """Yields the streams [batch, tokens, hidden] of ids [batch, tokens] before each layer, and the last one."""
         ffn = ffn or self.ffn
         rotations = self.rotations(ids.shape[1])
         x = F.embedding(ids, self.embedding)
         for number in range(self.shape.layers):
+            yield x
             x = self.attended(number, x, rotations)
             x = x + ffn(number, self.ffn_input(number, x))
-        return x
+        yield x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [..., vocabulary], of the residual stream after the last layer."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from artefact import Experts
-from carve import holders_of
-from distill import selected
+from carve import always_of, holders_of
+from distill import added, selected
 from drafter import Drafter
 from llama import COMPUTE, Llama
 from torch import Tensor, nn
@@ -31,9 +31,7 @@ class Mtp(Drafter):
         layer, hidden = model.layers[-1], model.shape.hidden
         self._layer, self._target_norm, self._top_k = layer, model.norm, top_k
         self._depths = (model.shape.layers,)
-        self._holders = holders_of(experts.sets, experts.neurons)
-        self._always = torch.zeros(experts.neurons)
-        self._always[experts.shared] = 1
+        self._holders, self._always = holders_of(experts.sets, experts.neurons), always_of(experts)
         self.project = self.linear(2 * hidden, hidden, 0.3)
         with torch.no_grad():
             self.project[:, hidden:] += 0.3 * torch.eye(hidden)
@@ -63,10 +61,7 @@ class Mtp(Drafter):
     def ffn(self, x: Tensor) -> Tensor:
         h = self.normed(x, self.ffn_norm)
         weights, _ = selected(F.linear(h, self.router.to(COMPUTE)).float().flatten(0, -2), self._top_k)
-        mask = (self._always + weights @ self._holders).view(*h.shape[:-1], -1).to(COMPUTE)
-        neurons = F.silu(F.linear(h, self._layer.gate)) * F.linear(h, self._layer.up) * mask
-        left, right = self.down_left.to(COMPUTE), self.down_right.to(COMPUTE)
-        return F.linear(neurons, self._layer.down) + F.linear(F.linear(neurons, right), left)
+        return added(self._layer, h, self._always + weights @ self._holders, self.down_left, self.down_right)
 
     def left(self, x: Tensor) -> Tensor:
         return self.finals(x)

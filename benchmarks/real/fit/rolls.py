@@ -11,12 +11,12 @@ another ``--seed`` says something else. ``--side held`` asks what nothing is fit
 from __future__ import annotations
 
 import random
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import chats
 import numpy as np
 import torch
 import typer
@@ -24,6 +24,10 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import held
+from held import chats
 
 LENGTH = 512  # tokens of a window, with its prompt
 PROMPTS = (16, 256)  # tokens of the shortest and the longest
@@ -83,7 +87,9 @@ class Rolls:
         scratch.replace(path)
 
 
-def prompts(texts: dict[str, Tensor], questions: list[list[int]], count: int, draw: random.Random) -> list[list[int]]:
+def prompts(
+    texts: dict[str, np.ndarray], questions: list[list[int]], count: int, draw: random.Random
+) -> list[list[int]]:
     """``count`` prompts of all kinds in turn: windows of ``texts``, kind -> ids [tokens], and ``questions``."""
     kinds, found = ["chat"] * bool(questions) + [kind for kind in texts if kind != "chat"], []
     for number in range(count):
@@ -110,11 +116,7 @@ def main(
     from vllm import LLM, SamplingParams
 
     begun, draw = time.monotonic(), random.Random(seed)
-    found: dict[str, Tensor] = {}
-    for path in texts:
-        with safe_open(path, "pt") as file:
-            names = (name for name in sorted(file.keys()) if name.endswith(f".{side}"))
-            found |= {name.partition(".")[0]: file.get_tensor(name) for name in names}
+    found = held.texts(texts, side)
     llm = LLM(
         str(target),
         dtype=dtype,

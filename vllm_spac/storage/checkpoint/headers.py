@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_spac.errors import UnsupportedError, brief
 from vllm_spac.storage.checkpoint import quant_config, quantisation
@@ -249,14 +249,19 @@ def _mapping(path: Path) -> dict:
     return found
 
 
+def first_value(config: dict, names: tuple[str, ...]) -> Any:
+    """Returns the first of ``names`` that the config or a nested model config has; None for none."""
+    found = (part[name] for part in quant_config.parts(config) for name in names if part.get(name))
+    return next(found, None)
+
+
 def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int:
     """Returns the first of ``names`` that the config or a nested model config has, of a list the largest; 0 for none.
 
     Raises:
         UnsupportedError: it is no number from 0 to ``most``.
     """
-    found = (part[name] for part in quant_config.parts(config) for name in names if part.get(name))
-    value = next(found, 0)
+    value = first_value(config, names) or 0
     values = value if isinstance(value, list) else [value]
     if not all(type(number) is int and 0 <= number <= most for number in values):
         raise UnsupportedError(f"config.json says {names[0]}={brief(value)}; it must be a number up to {most}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
-from vllm_spac.storage.checkpoint.headers import INNER, LAYERS, first_number
+from vllm_spac.storage.checkpoint.headers import INNER, LAYERS, first_number, first_value
 from vllm_spac.tools.planning.recurrent_state import GATED_DELTA, KV_BYTES, RecurrentState, state_of
 
 HIDDEN = ("hidden_size", "d_model", "n_embd")
@@ -15,7 +15,7 @@ HEADS = ("num_attention_heads", "n_heads", "n_head")
 _MOST_TOKENS = 1 << 40
 _STATES = ("linear_attention", "mamba", "recurrent", "conv")  # kinds of layers with a state in place of a KV cache
 _NEITHER = ("moe", "mlp")
-_PATTERN, _OF_PATTERN = "hybrid_override_pattern", {"M": "mamba", "E": "moe", "-": "mlp", "*": "attention"}
+_OF_PATTERN = {"M": "mamba", "E": "moe", "-": "mlp", "*": "attention"}
 _INTERVAL = 4  # of full attention in those models, where a config does not say
 
 
@@ -94,11 +94,10 @@ class Architecture:
 
 def _kinds(config: dict, layers: int) -> list[str]:
     """Returns the kind of each layer, by vLLM's names of them; without a list of kinds, attention."""
-    names = ("layer_types", "layers_block_type")
-    listed = next((part[name] for part in quant_config.parts(config) for name in names if part.get(name)), None)
+    listed = first_value(config, ("layer_types", "layers_block_type"))
     if isinstance(listed, list):
         return [str(kind) for kind in listed[:layers]]
-    pattern = next((part[_PATTERN] for part in quant_config.parts(config) if part.get(_PATTERN)), None)
+    pattern = first_value(config, ("hybrid_override_pattern",))
     if isinstance(pattern, str):  # of Nemotron-H
         return [_OF_PATTERN.get(letter, "attention") for letter in pattern[:layers]]
     period, first = first_number(config, ("attn_layer_period",)), first_number(config, ("attn_layer_offset",))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_spac.storage.checkpoint import quant_config
-from vllm_spac.storage.checkpoint.headers import first_number
+from vllm_spac.storage.checkpoint.headers import first_number, first_value
 
 KV_BYTES = 2  # of a value: caches have the model's 16 bits
 GATED_DELTA = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -53,7 +52,7 @@ def _gated_delta(config: dict, hidden: int) -> RecurrentState | None:
         return None
     key_heads, value_heads, key, value, kernel = sizes
     row = (2 * key_heads * key + value_heads * value) * KV_BYTES
-    wide = _says(config, "mamba_ssm_dtype") == _FLOAT32
+    wide = first_value(config, ("mamba_ssm_dtype",)) == _FLOAT32
     return RecurrentState((kernel - 1) * row, row, value_heads * value * key, wide)
 
 
@@ -66,8 +65,8 @@ def _mamba2(config: dict, hidden: int) -> RecurrentState | None:
     expand, head = first_number(config, ("mamba_expand",)), first_number(config, ("mamba_head_dim",))
     inner = heads * head or (expand or 2) * hidden
     row = (inner + 2 * groups * width) * KV_BYTES
-    own = _says(config, "mamba_head_dim") is not None  # Nemotron-H, whose states vLLM widens where nothing is said
-    wide = (_says(config, "mamba_ssm_cache_dtype") or (_FLOAT32 if own else None)) == _FLOAT32
+    usual = _FLOAT32 if head else None  # Nemotron-H alone has a head's size, and vLLM widens its states
+    wide = (first_value(config, ("mamba_ssm_cache_dtype",)) or usual) == _FLOAT32
     return RecurrentState((kernel - 1) * row, row, inner * width, wide)
 
 
@@ -86,7 +85,3 @@ def _short_convolution(config: dict, hidden: int) -> RecurrentState | None:
 
 def _kernel(config: dict) -> int:
     return first_number(config, ("mamba_d_conv", "conv_kernel"))
-
-
-def _says(config: dict, name: str) -> object:
-    return next((part[name] for part in quant_config.parts(config) if part.get(name)), None)
