@@ -33,6 +33,7 @@ from vllm_spac.tools.traces.locality import PUBLISHED
 SOURCES = ROOT / "benchmarks" / "pages"
 INDEX = "README"
 CARVED = '{% include "carved.jinja" %}'  # first on each page with figures of the carved model
+CLUSTERED = '{% include "clustered.jinja" %}'  # instead, where they are of the one before it
 WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 Row = Mapping[str, Any]
 
@@ -49,6 +50,7 @@ class Made:
         timed: whether its numbers are times.
         answered: the commit that still has the script of a question that is answered; its commands run there.
         stale: why its results are not from the code, command or traces in the tree, until it is made again.
+        clustered: its results are of the carved model before the present one, until it is made again.
         note: further remarks.
     """
 
@@ -59,6 +61,7 @@ class Made:
     timed: bool = False
     answered: str = ""
     stale: str = ""
+    clustered: bool = False
     note: str = ""
 
 
@@ -125,7 +128,7 @@ def _page(name: str) -> tuple[str, str]:
     body, module = _template(text)
     pictures = "".join(f"![{made.title}]({file})\n\n" for file in made.files if file.endswith(".png"))
     said = f"{made.title} {module.verdict} {body}"
-    about = f"{expression(CARVED)}\n\n" if "carved" in said else ""
+    about = f"{expression(CLUSTERED if made.clustered else CARVED)}\n\n" if "carved" in said else ""
     page = f"# {made.title}\n\n> {module.verdict}\n\n{about}{body.strip()}\n\n{pictures}## Made by\n\n{_footer(made)}"
     return _tidy(page), f"| [{made.title}](results/{name}.md) | {module.figure} | {module.verdict} |"
 

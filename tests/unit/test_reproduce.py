@@ -123,7 +123,6 @@ SENTENCES = (
     + "| a toy, inflated to 8 GB of experts | {{ peers[1]|ratio }} | {{ peers[2]|ratio }} | {{ peers[0]|ratio }} |",
     "{% set found = result('peers_real') %}{% set peers = found.rows[0].peers %}| the carved model,"
     " {{ (found.gguf_bytes/1e9)|f(1) }} GB | {{ peers[1]|ratio }} | {{ peers[2]|ratio }} | {{ peers[0]|ratio }} |",
-    "91.7 % of its rows select one cluster of experts",  # test_documents counts them in the trace
     SOAK + "{{ '{:,}'.format(soak.steps) }} steps in {{ (soak.seconds/60)|f(0) }} minutes",
     SOAK + "{{ '{:,}'.format(soak.requests.aborted) }} of them aborted",
     SOAK + "all {{ '{:,}'.format(soak.requests.compared) }} answers outside of budgets equal stock's",

@@ -34,7 +34,7 @@ PROMPTS = (16, 256)  # tokens of the shortest and the longest
 GREEDY = 192  # tokens that are said greedily at most: so small a model soon repeats itself
 QUESTION = 96
 TEMPERATURES = (0.7, 1.0)  # of those that sample, and of questions
-ROUND = 128  # windows, of which vLLM runs half at once
+ROUND = 256  # windows that vLLM runs at once
 
 console = Console(highlight=False)
 
@@ -121,9 +121,9 @@ def main(
         str(target),
         dtype=dtype,
         max_model_len=LENGTH,
-        max_num_seqs=ROUND // 2,
+        max_num_seqs=ROUND,
         seed=seed,
-        kv_cache_memory_bytes=2 << 30,
+        kv_cache_memory_bytes=6 << 30,
     )
     tokenizer = llm.get_tokenizer()
 

@@ -17,6 +17,7 @@ from vllm_spac.tools.traces.trace_text import Text
 SMALL_CACHE, LARGE_CACHE = 0.19, 0.38  # of a layer's experts
 LONG_WINDOW, SHORT_WINDOW = 63, 9  # rows of EAGLE-3's tree, and of a verify step with 8 drafts
 RARE = 0.002  # of the tokens
+SETS_TOKENS = 1850  # of a stretch whose sets of experts are counted
 UNION_ROWS = (2, 5, 8, 16)  # of steps: a draft, a chain of 4, a chain of 7 or 8 requests, a tree
 _CHUNK = 1 << 12  # tokens
 
@@ -37,7 +38,7 @@ class Locality:
         most: share of the tokens that select the most used expert.
         rare: experts that less than 0.2 % of the tokens select.
         sets_perplexity: of the sets of experts that tokens select (e to the entropy, in nats, of how often each
-            occurs): 1 if all tokens select the same, and at most the number of tokens.
+            occurs): 1 if all tokens select the same; at most ``SETS_TOKENS``.
         gini: of the experts' use: 0 if all are used alike, near 1 if few are used.
         heaviest: share of a token's routing weights that its heaviest expert has.
         unions: ``distinct`` of each of ``UNION_ROWS`` consecutive tokens.
@@ -161,13 +162,22 @@ def distinct(text: Text, rows: int) -> np.ndarray:
 
 
 def sets_perplexity(text: Text) -> np.ndarray:
-    """Returns float64 [layers], the perplexity of the sets of experts that tokens select; nan without tokens."""
-    found = np.full(text.layers, np.nan)
+    """Returns float64 [layers], the perplexity of the sets of experts that tokens select; nan without tokens.
+
+    The mean over stretches of ``SETS_TOKENS``, since a longer text has more sets; of a shorter one, its own.
+    """
+    found, ends = np.full(text.layers, np.nan), range(SETS_TOKENS, len(text) + 1, SETS_TOKENS)
+    stretches = [slice(end - SETS_TOKENS, end) for end in ends] or [slice(len(text))]
     for layer in range(text.layers if len(text) else 0):
-        _, counts = np.unique(np.sort(text.ids[:, layer], axis=1), axis=0, return_counts=True)
-        shares = counts / len(text)
-        found[layer] = np.exp(-(shares * np.log(shares)).sum())
+        found[layer] = np.mean([_perplexity(text.ids[stretch, layer]) for stretch in stretches])
     return found
+
+
+def _perplexity(ids: np.ndarray) -> float:
+    """e to the entropy, in nats, of how often each set comes; ids [tokens, top_k]."""
+    _, counts = np.unique(np.sort(ids, axis=1), axis=0, return_counts=True)
+    shares = counts / len(ids)
+    return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
 def gini(shares: np.ndarray) -> np.ndarray:
