@@ -29,6 +29,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+TARGET = "target"  # the model that the artefact makes
 PATH = Path(__file__).with_name("carved.safetensors")
 HEAD = Path(__file__).with_name("eagle3.safetensors")
 MTP = Path(__file__).with_name("mtp.safetensors")  # as ``HEAD``, of a multi-token prediction layer

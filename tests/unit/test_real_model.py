@@ -192,18 +192,37 @@ def target_of(model: Any) -> tuple[list[Any], Callable]:
     return layers, lambda number, h: layers[number](h)
 
 
-def test_what_the_target_says_is_what_a_single_pass_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_is_what_a_single_pass_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts of several lengths at once, of which some end early and others go on without them."""
+    monkeypatch.setattr(rolls, "IDLE", 3)
     model, _ = head_of(tmp_path, monkeypatch)
-    layers, ffn = target_of(model)
-    prompt = torch.randint(0, 20, (5,), generator=torch.Generator().manual_seed(0))
-    ids = chains.said(model, layers, prompt, 12)
-    assert torch.equal(ids[:5], prompt)
-    streams = drafter.streams_of(model, ids, ffn, eagle.DEPTHS)
-    assert torch.equal(streams[:, :, 1], model.hidden(ids[None], ffn))
-    logits = model.logits(streams[0, 4:-1, 1])
-    best, second = logits.topk(2).values.unbind(-1)
-    clear = best - second > 0.05  # up to the rounding of bfloat16
-    assert clear.any() and torch.equal(logits.argmax(-1)[clear], ids[5:][clear])
+    _, ffn = target_of(model)
+    generator = torch.Generator().manual_seed(0)
+    asked = [torch.randint(0, 20, (length,), generator=generator) for length in (5, 3, 9, 4)]
+    ways = [rolls.Way(most) for most in (7, 12, 3, 0)]
+    spoken = rolls.said(model, ffn, asked, ways)
+    assert [len(ids) for ids in spoken] == [7, 12, 3, 0]
+    clear = 0
+    for prompt, ids in zip(asked, spoken, strict=True):
+        streams = drafter.streams_of(model, torch.cat([prompt, ids]), ffn, eagle.DEPTHS)
+        assert torch.equal(streams[:, :, 1], model.hidden(torch.cat([prompt, ids])[None], ffn))
+        logits = model.logits(streams[0, len(prompt) - 1 : -1, 1])[: len(ids)]
+        best, second = logits.topk(2).values.unbind(-1)
+        sure = best - second > 0.05  # up to the rounding of bfloat16
+        clear += int(sure.sum())
+        assert torch.equal(logits.argmax(-1)[sure], ids[sure])
+    assert clear > 10
+    ended = rolls.said(model, ffn, asked, ways, ends=(int(spoken[1][4]),))
+    first = spoken[1].tolist().index(int(spoken[1][4]))
+    assert ended[1].tolist() == spoken[1][: first + 1].tolist(), "with what ends it"
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    logits, heat = torch.tensor([[0.0, 1.0, 2.0]]).repeat(4000, 1), torch.tensor([0.0] + [0.5] * 3999)
+    drawn = rolls.chosen(logits, heat, torch.Generator().manual_seed(0))
+    assert drawn[0] == 2, "the likeliest"
+    shares = torch.bincount(drawn[1:], minlength=3) / 3999
+    assert (shares - torch.tensor([0.0, 2.0, 4.0]).softmax(0)).abs().max() < 0.03, "four standard deviations"
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9))), min_size=1))
@@ -232,7 +251,7 @@ def learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     model, _ = head_of(tmp_path, monkeypatch)
     layers, ffn = target_of(model)
     prompt = torch.randint(0, 20, (5,), generator=torch.Generator().manual_seed(0))
-    ids = chains.said(model, layers, prompt, 40).tolist()
+    ids = [*prompt.tolist(), *rolls.said(model, ffn, [prompt], [rolls.Way(35)])[0].tolist()]
     said = rolls.Rolls.of([(ids[:5], ids[5:]), (ids[:3], ids[3:30])])
 
     def trainer(form: str = "eagle3") -> Any:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import artefact
 import torch
 import torch.nn.functional as F
 from artefact import Experts
@@ -127,6 +129,13 @@ class CarvedLayer:
 
     def output(self, neurons: torch.Tensor) -> torch.Tensor:
         return F.linear(neurons.to(COMPUTE), self._down)
+
+
+def carved_layers(model: Llama, path: Path) -> list[CarvedLayer]:
+    """The FFNs of the target that an artefact makes of the dense model."""
+    target = artefact.load(path)[artefact.TARGET]
+    top_k = target.numbers["top_k"]
+    return [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
 
 
 def energies(layer: Layer, h: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ would have met. All in torch; attention of a chain's rows is over the text up to
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from carve import CarvedLayer, weights_of
 from drafter import attended
 from eagle import DEPTHS, Eagle
-from llama import COMPUTE, FFN, Llama, normed, rotated
+from llama import COMPUTE, FFN, Kept, Llama, normed, rotated
+from rolls import Way, said
 from torch import Tensor
 
 UNKNOWN = -1  # in place of a draft where n-grams find none
@@ -41,37 +41,13 @@ class Chains(NamedTuple):
     named: Tensor
 
 
-@dataclass
 class Text:
-    """A text as one of the two models reads it: keys and values of each layer, and the residual streams."""
+    """A text [1, tokens] as one of the two models reads it: its keys and values, and the streams that a head reads."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
-    streams: Tensor
-
-    @classmethod
-    def read(cls, model: Llama, ids: Tensor, ffn: FFN) -> Text:
-        shape, (batch, tokens) = model.shape, ids.shape
-        cosines, sines = model.rotations(tokens)
-        x, found = F.embedding(ids, model.embedding), cls([], [], torch.empty(0))
-        streams = []
-        for number, layer in enumerate(model.layers):
-            if number in DEPTHS:
-                streams.append(x)
-            heads = F.linear(normed(x, layer.attention_norm, shape.epsilon), layer.qkv)
-            q, k, v = (
-                heads.view(batch, tokens, -1, shape.head)
-                .transpose(1, 2)
-                .split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-            )
-            k = rotated(k, cosines, sines)
-            mixed = F.scaled_dot_product_attention(rotated(q, cosines, sines), k, v, is_causal=True, enable_gqa=True)
-            x = x + F.linear(mixed.transpose(1, 2).reshape(x.shape), layer.o)
-            x = x + ffn(number, model.ffn_input(number, x))
-            found.keys.append(k[0])
-            found.values.append(v[0])
-        found.streams = torch.stack([*streams, x], 2)
-        return found
+    def __init__(self, model: Llama, ids: Tensor, ffn: FFN) -> None:
+        self.kept = Kept(model.shape, *ids.shape)
+        streams = list(model.streams(ids, ffn, self.kept))
+        self.streams = torch.stack([streams[depth] for depth in DEPTHS], 2)
 
 
 class _Rows:
@@ -80,7 +56,7 @@ class _Rows:
     def __init__(self, model: Llama, text: Text, places: Tensor, ffn: FFN) -> None:
         self._model, self._text, self._places, self._ffn = model, text, places, ffn
         self._own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
-        self._later = torch.arange(text.keys[0].shape[1]) > places[:, None]
+        self._later = torch.arange(text.kept.length) > places[:, None]
 
     def read(self, tokens: Tensor) -> Tensor:
         """The residual stream [P, hidden] after the last layer, of the next token [P] of each chain."""
@@ -100,53 +76,15 @@ class _Rows:
     def _attended(self, number: int, q: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
         shape = self._model.shape
         groups = q.view(len(q), shape.kv_heads, -1, shape.head)
-        before = torch.einsum("phgd,htd->phgt", groups, self._text.keys[number]).float()
+        before = torch.einsum("phgd,htd->phgt", groups, self._text.kept.keys[number, 0]).float()
         before = before.masked_fill(self._later[:, None, None], -torch.inf)
         behind = torch.stack([(groups * k[:, :, None]).sum(-1) for k, _ in own], -1).float()
         weights = (torch.cat([before, behind], -1) * shape.head**-0.5).softmax(-1).to(COMPUTE)
         length = before.shape[-1]
-        mixed = torch.einsum("phgt,htd->phgd", weights[..., :length], self._text.values[number])
+        mixed = torch.einsum("phgt,htd->phgd", weights[..., :length], self._text.kept.values[number, 0])
         for step, (_, v) in enumerate(own):
             mixed = mixed + weights[..., length + step, None] * v[:, :, None]
         return mixed.flatten(1)
-
-
-@torch.inference_mode()
-def said(model: Llama, layers: list[CarvedLayer], prompt: Tensor, length: int) -> Tensor:
-    """A prompt [prompt] and what the target says next, greedily, up to ``length`` tokens: int64 [length]."""
-    shape = model.shape
-    ids = F.pad(prompt[None], (0, length - len(prompt)))
-    keys, values = (torch.zeros(shape.layers, 1, shape.kv_heads, length, shape.head, dtype=COMPUTE) for _ in range(2))
-    cosines, sines = model.rotations(length)
-    begin = 0
-    for end in range(len(prompt), length):
-        rotations = cosines[begin:end], sines[begin:end]
-        x = F.embedding(ids[:, begin:end], model.embedding)
-        for number, layer in enumerate(layers):
-            x = _attended_from(model, number, x, rotations, keys[number], values[number], begin)
-            x = x + layer(model.ffn_input(number, x))
-        ids[:, end] = model.logits(x[:, -1]).argmax(-1)
-        begin = end
-    return ids[0]
-
-
-def _attended_from(
-    model: Llama, number: int, x: Tensor, rotations: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, begin: int
-) -> Tensor:
-    """``Llama.attended`` for tokens from ``begin`` on; fills the cache [count, heads, length, head]."""
-    shape, layer = model.shape, model.layers[number]
-    batch, tokens, _ = x.shape
-    end = begin + tokens
-    qkv = F.linear(normed(x, layer.attention_norm, shape.epsilon), layer.qkv)
-    heads = qkv.view(batch, tokens, -1, shape.head).transpose(1, 2)
-    q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    keys[:, :, begin:end], values[:, :, begin:end] = rotated(k, *rotations), v
-    q, k, v = rotated(q, *rotations), keys[:, :, :end], values[:, :, :end]
-    if tokens > 1:
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:  # the queries of a group as if they were tokens: no copies of the keys
-        mixed = F.scaled_dot_product_attention(q.view(batch, shape.kv_heads, -1, shape.head), k, v).view(q.shape)
-    return x + F.linear(mixed.transpose(1, 2).reshape(batch, tokens, shape.hidden), layer.o)
 
 
 @torch.inference_mode()
@@ -173,8 +111,9 @@ def chains(
         return layers[number](h)
 
     length = len(prompt) + tokens + most + 1
-    ids = said(model, layers, prompt, length)[None]
-    target, dense = Text.read(model, ids, carved), Text.read(model, ids, model.ffn)
+    ways = [Way(length - len(prompt))]
+    ids = torch.cat([prompt, *said(model, lambda number, h: layers[number](h), [prompt], ways)])[None]
+    target, dense = Text(model, ids, carved), Text(model, ids, model.ffn)
     routed = torch.stack([experts[0] for experts in chosen], 1)
     places = torch.arange(len(prompt) - 1, length - most - 2)
     goals = torch.stack([ids[0, places + 2 + step] for step in range(most)], 1)

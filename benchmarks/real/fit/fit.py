@@ -6,8 +6,8 @@
     python benchmarks/real/fit/fit.py correct --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py distil --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
-    python benchmarks/real/fit/rolls.py --target DIR/target --texts … --output rolls.safetensors
-    python benchmarks/real/fit/rolls.py --target DIR/target --texts … --output held.safetensors --side held --windows 60
+    python benchmarks/real/fit/rolls.py --dense DIR/dense --texts … --output rolls.safetensors
+    python benchmarks/real/fit/rolls.py --dense DIR/dense --texts … --output held.safetensors --side held --windows 60
     python benchmarks/real/fit/fit.py head --dense DIR/dense --rolls rolls.safetensors --held held.safetensors --state S
     python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
     python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
@@ -49,7 +49,7 @@ import eagle
 import held
 import mtp
 from artefact import ModelChange
-from carve import CarvedLayer, Plan, carved, corrected
+from carve import CarvedLayer, Plan, carved, carved_layers, corrected
 from common import provenance, write_result
 from distill import Student, distilled
 from learning import Trainer
@@ -59,7 +59,6 @@ from rolls import Rolls
 LENGTH = 256
 PROMPT = 48  # tokens, of chains
 SIZES = (8192, 16384, 24576)  # of draft vocabularies that are compared
-TARGET = "target"
 FORMS = {"eagle3": artefact.HEAD, "mtp": artefact.MTP}  # of drafters, and their artefacts
 SAVED = 600.0  # seconds from one time that what is learned so far is saved to the next
 
@@ -81,13 +80,6 @@ def read_texts(paths: list[Path], side: str) -> dict[str, torch.Tensor]:
                 if part == side:
                     found[kind] = file.get_tensor(name)
     return found
-
-
-def carved_layers(model: Llama, path: Path) -> list[CarvedLayer]:
-    """The FFNs of the target that an artefact makes of the dense model."""
-    target = artefact.load(path)[TARGET]
-    top_k = target.numbers["top_k"]
-    return [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
 
 
 def by_frequency(texts: list[torch.Tensor], tokens: int) -> torch.Tensor:
@@ -114,7 +106,7 @@ def carve(
     model, plan = Llama(dense), Plan()
     layers = carved(model, shuffled(read_texts(texts, "fit"), count, 0), plan, progress())
     numbers = {"top_k": plan.top_k, "carved": asdict(plan) | {"windows": count}}
-    artefact.save({TARGET: ModelChange(layers, numbers)}, artefact_path)
+    artefact.save({artefact.TARGET: ModelChange(layers, numbers)}, artefact_path)
 
 
 @app.command()
@@ -131,12 +123,12 @@ def correct(
     ridge: Annotated[float, typer.Option(help="how much corrections are held back")] = 0.03,
 ) -> None:
     """Fits corrections to the down projections of a carved model."""
-    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    model, target = Llama(dense), artefact.load(artefact_path)[artefact.TARGET]
     ids = shuffled(read_texts(texts, "fit"), count, 1)
     ranks = [3 * rank, *[early] * 5, *[rank] * (len(target.layers) - 6)]
     layers = corrected(model, target.layers, ids, target.numbers["top_k"], ranks, ridge, progress())
     numbers = target.numbers | {"corrected": {"windows": count, "ranks": ranks, "ridge": ridge}}
-    artefact.save({TARGET: ModelChange(layers, numbers)}, output or artefact_path)
+    artefact.save({artefact.TARGET: ModelChange(layers, numbers)}, output or artefact_path)
 
 
 @app.command()
@@ -152,14 +144,14 @@ def distil(
     seed: Annotated[int, typer.Option(help="which windows: another one to go on with an artefact")] = 1000,
 ) -> None:
     """Trains the corrections and routers end to end, to the dense model's distribution."""
-    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    model, target = Llama(dense), artefact.load(artefact_path)[artefact.TARGET]
     student = Student(model, target.layers, target.numbers["top_k"])
     begun = time.monotonic()
     run = {"minutes": minutes, "rate": rate, "batch": batch, "balance": balance, "seed": seed}
 
     def save(**ended: float) -> None:
         numbers = target.numbers | {"distilled": [*target.numbers.get("distilled", []), run | ended]}
-        artefact.save({TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
+        artefact.save({artefact.TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
 
     saved = begun
 

@@ -64,6 +64,29 @@ class Layer:
     down: torch.Tensor
 
 
+class Kept:
+    """The keys and values of texts so far: ``keys`` and ``values`` [layers, batch, heads, room, head].
+
+    Attributes:
+        length: tokens of each text that are kept.
+    """
+
+    def __init__(self, shape: Shape, batch: int, room: int) -> None:
+        size = shape.layers, batch, shape.kv_heads, room, shape.head
+        self.keys, self.values = torch.zeros(size, dtype=COMPUTE), torch.zeros(size, dtype=COMPUTE)
+        self.length = 0
+
+    def extended(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes those of the next tokens, each [batch, heads, tokens, head]; returns those of all tokens so far."""
+        end = self.length + k.shape[2]
+        self.keys[layer, :, :, self.length : end], self.values[layer, :, :, self.length : end] = k, v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps these texts alone, int64 [rows]."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+
 def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     y = x.float()
     return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
@@ -100,17 +123,27 @@ class Llama:
         angles = torch.outer(torch.arange(length).float(), frequency).repeat(1, 2)
         return angles.cos().to(COMPUTE), angles.sin().to(COMPUTE)
 
-    def attended(self, number: int, x: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """The residual stream [batch, tokens, hidden] after the attention of layer ``number``."""
+    def attended(
+        self, number: int, x: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor], kept: Kept | None = None
+    ) -> torch.Tensor:
+        """The residual stream [batch, tokens, hidden] after the attention of layer ``number``.
+
+        Args:
+            kept: the texts before these tokens. They are several only where nothing is kept yet.
+        """
         shape, layer = self.shape, self.layers[number]
         batch, tokens, _ = x.shape
         cos, sin = rotations
         qkv = F.linear(normed(x, layer.attention_norm, shape.epsilon), layer.qkv)
         heads = qkv.view(batch, tokens, -1, shape.head).transpose(1, 2)
         q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        mixed = F.scaled_dot_product_attention(
-            rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        if kept is not None:
+            k, v = kept.extended(number, k, v)
+        if tokens > 1:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:  # the queries of a group as if they were tokens: no copies of the keys
+            mixed = F.scaled_dot_product_attention(q.reshape(batch, shape.kv_heads, -1, shape.head), k, v).view(q.shape)
         return x + F.linear(mixed.transpose(1, 2).reshape(batch, tokens, shape.hidden), layer.o)
 
     def ffn_input(self, number: int, x: torch.Tensor) -> torch.Tensor:
@@ -121,21 +154,27 @@ class Llama:
         layer = self.layers[number]
         return F.linear(F.silu(F.linear(h, layer.gate)) * F.linear(h, layer.up), layer.down)
 
-    def hidden(self, ids: torch.Tensor, ffn: FFN | None = None) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, ffn: FFN | None = None, kept: Kept | None = None) -> torch.Tensor:
         """ids [batch, tokens] -> the residual stream after the last layer [batch, tokens, hidden]."""
-        for x in self.streams(ids, ffn):  # noqa: B007 - the last
+        for x in self.streams(ids, ffn, kept):  # noqa: B007 - the last
             pass
         return x
 
-    def streams(self, ids: torch.Tensor, ffn: FFN | None = None) -> Iterator[torch.Tensor]:
-        """Yields the streams [batch, tokens, hidden] of ids [batch, tokens] before each layer, and the last one."""
-        ffn = ffn or self.ffn
-        rotations = self.rotations(ids.shape[1])
+    def streams(self, ids: torch.Tensor, ffn: FFN | None = None, kept: Kept | None = None) -> Iterator[torch.Tensor]:
+        """Yields the streams [batch, tokens, hidden] of ids [batch, tokens] before each layer, and the last one.
+
+        Args:
+            kept: the texts before ``ids``; it has these, too, after the last stream.
+        """
+        ffn, begun = ffn or self.ffn, kept.length if kept else 0
+        cos, sin = self.rotations(begun + ids.shape[1])
         x = F.embedding(ids, self.embedding)
         for number in range(self.shape.layers):
             yield x
-            x = self.attended(number, x, rotations)
+            x = self.attended(number, x, (cos[begun:], sin[begun:]), kept)
             x = x + ffn(number, self.ffn_input(number, x))
+        if kept:
+            kept.length += ids.shape[1]
         yield x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

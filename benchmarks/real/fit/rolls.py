@@ -1,11 +1,12 @@
-"""Lets the carved model speak, in stock vLLM: what a drafter of it learns from.
+"""Lets the carved model speak: what a drafter of it learns from.
 
-    python benchmarks/real/fit/rolls.py --target DIR/target --texts texts.safetensors --texts chats.safetensors \
+    python benchmarks/real/fit/rolls.py --dense DIR/dense --texts texts.safetensors --texts chats.safetensors \
         --output rolls.safetensors --minutes 30
 
 Prompts are windows of 16 to 256 tokens of every kind of text, and questions that the model asks itself. Half of the
-answers are greedy, the others sampled. What was said so far is written after each round, so that a run may be stopped;
-another ``--seed`` says something else. ``--side held`` asks what nothing is fitted on, greedily.
+answers are greedy, the others sampled. What was said is written after every ``BATCH`` windows, so that a run may be
+stopped; another ``--seed`` says something else. ``--side held`` asks what nothing is fitted on, greedily. In plain
+torch, as a dense model whose neurons have weights, since vLLM on a CPU says half as many tokens a second.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -23,20 +24,75 @@ import typer
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import artefact
 import held
+from carve import carved_layers
 from held import chats
+from llama import FFN, Kept, Llama
 
 LENGTH = 512  # tokens of a window, with its prompt
 PROMPTS = (16, 256)  # tokens of the shortest and the longest
 GREEDY = 192  # tokens that are said greedily at most: so small a model soon repeats itself
 QUESTION = 96
 TEMPERATURES = (0.7, 1.0)  # of those that sample, and of questions
-ROUND = 256  # windows that vLLM runs at once
+BATCH, ROUND = 128, 1024  # windows that advance together, and of which the prompts of a batch are alike in length
+ENDS = (0, 2)  # of a text, and of a turn
+IDLE = 8  # the part of a batch that has ended, as a divisor, when the others go on without it
 
 console = Console(highlight=False)
+
+
+class Way(NamedTuple):
+    """How an answer is said: ``most`` tokens at most, greedily at temperature 0."""
+
+    most: int
+    temperature: float = 0.0
+
+
+@torch.inference_mode()
+def said(
+    model: Llama, ffn: FFN, asked: list[Tensor], ways: list[Way], ends: tuple[int, ...] = (), seed: int = 0
+) -> list[Tensor]:
+    """What a model says after each of the prompts ``asked`` [its tokens]: int64 [tokens] each, up to one of ``ends``.
+
+    All advance together, token by token, from the end of the shortest prompt.
+    """
+    generator, known = torch.Generator().manual_seed(seed), torch.tensor(ends, dtype=torch.int64)
+    begins = torch.tensor([len(prompt) for prompt in asked])
+    stops = begins + torch.tensor([way.most for way in ways])
+    heat = torch.tensor([way.temperature for way in ways])
+    ids = torch.zeros(len(asked), int(stops.max()) + 1, dtype=torch.int64)
+    for row, prompt in zip(ids, asked, strict=True):
+        row[: len(prompt)] = prompt
+    rows, begin, end = torch.arange(len(asked)), 0, int(begins.min())
+    kept = Kept(model.shape, len(rows), ids.shape[1])
+    while len(rows):
+        final = model.hidden(ids[rows, begin:end], ffn, kept)[:, -1]
+        begin, end = end, end + 1
+        speaking = begin >= begins[rows]
+        talking = rows[speaking]
+        ids[talking, begin] = chosen(model.logits(final[speaking]), heat[talking], generator)
+        ended = talking[torch.isin(ids[talking, begin], known)]
+        stops[ended] = stops[ended].clamp(max=end)
+        over = end >= stops[rows]
+        if over.sum() * IDLE >= len(rows):
+            kept.select((~over).nonzero()[:, 0])
+            rows = rows[~over]
+    return [row[begin:stop].clone() for row, begin, stop in zip(ids, begins, stops, strict=True)]
+
+
+def chosen(logits: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:
+    """A token of each row, int64 [rows], of logits [rows, vocabulary] and temperatures [rows]; the likeliest at 0."""
+    tokens, warm = logits.argmax(-1), heat > 0
+    if warm.any():
+        odds = (logits[warm] / heat[warm, None]).softmax(-1).cumsum(-1)
+        drawn = torch.rand(len(odds), 1, generator=generator) * odds[:, -1:]
+        tokens[warm] = torch.searchsorted(odds, drawn)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -104,58 +160,51 @@ def prompts(
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="the carved model's folder, as build.py writes it")],
+    dense: Annotated[Path, typer.Option(help="the dense model's folder, as build.py writes it")],
     texts: Annotated[list[Path], typer.Option(help="files of texts.py and chats.py; may be given several times")],
     output: Annotated[Path, typer.Option(help="the safetensors file to write")],
+    artefact_path: Annotated[Path, typer.Option("--artefact", help="what makes the target of it")] = artefact.PATH,
     minutes: Annotated[float, typer.Option(help="how long to speak")] = 30.0,
     side: Annotated[str, typer.Option(help="of the texts: fit, or held, of which everything is greedy")] = "fit",
     count: Annotated[int, typer.Option("--windows", help="windows at most")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="which prompts")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 is faster on a CPU without bfloat16")] = "bfloat16",
 ) -> None:
-    from vllm import LLM, SamplingParams
-
     begun, draw = time.monotonic(), random.Random(seed)
-    found = held.texts(texts, side)
-    llm = LLM(
-        str(target),
-        dtype=dtype,
-        max_model_len=LENGTH,
-        max_num_seqs=ROUND,
-        seed=seed,
-        kv_cache_memory_bytes=6 << 30,
-    )
-    tokenizer = llm.get_tokenizer()
+    found, model = held.texts(texts, side), Llama(dense)
+    layers, tokenizer = carved_layers(model, artefact_path), Tokenizer.from_file(str(dense / "tokenizer.json"))
 
-    def encoded(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def said(asked: list[list[int]], parameters: list[Any]) -> list[list[int]]:
-        requests = [{"prompt_token_ids": ids} for ids in asked]
-        return [list(one.outputs[0].token_ids) for one in llm.generate(requests, parameters, use_tqdm=False)]
+    def answers(asked: list[list[int]], ways: list[Way]) -> list[list[int]]:
+        tensors = [torch.tensor(ids) for ids in asked]
+        spoken = said(model, lambda number, h: layers[number](h), tensors, ways, ENDS, draw.randrange(1 << 32))
+        return [ids.tolist() for ids in spoken]
 
     def questions(number: int) -> list[list[int]]:
-        if side == "held":
-            return [encoded(chats.begun(question)) for question in chats.HELD_QUESTIONS]
-        start = [encoded(chats.SYSTEM + chats.USER)] * number
-        sampling = SamplingParams(temperature=TEMPERATURES[1], max_tokens=QUESTION)
-        asked = (tokenizer.decode(ids, skip_special_tokens=True) for ids in said(start, [sampling] * number))
-        return [encoded(chats.begun(question)) for question in asked if question.strip()]
+        asked: list[str] = [*chats.HELD_QUESTIONS]
+        if side == "fit":
+            start = tokenizer.encode(chats.SYSTEM + chats.USER, add_special_tokens=False).ids
+            spoken = answers([start] * number, [Way(QUESTION, TEMPERATURES[1])] * number)
+            asked = [text for ids in spoken if (text := tokenizer.decode(ids).strip())]
+        return [tokenizer.encode(chats.begun(text), add_special_tokens=False).ids for text in asked]
 
-    def answering(number: int, length: int) -> Any:
+    def way(number: int, length: int) -> Way:
         if side == "held" or number % 2:
-            return SamplingParams(temperature=0.0, max_tokens=min(GREEDY, LENGTH - length))
-        return SamplingParams(temperature=draw.choice(TEMPERATURES), max_tokens=LENGTH - length)
+            return Way(min(GREEDY, LENGTH - length))
+        return Way(LENGTH - length, draw.choice(TEMPERATURES))
 
     windows: list[tuple[list[int], list[int]]] = []
     while len(windows) < count and time.monotonic() - begun < minutes * 60:
         size = min(ROUND, count - len(windows))
-        asked = prompts(found, questions(-(-size // (len(found) or 1))), size, draw)
-        ways = [answering(number, len(ids)) for number, ids in enumerate(asked)]
-        windows += [pair for pair in zip(asked, said(asked, ways), strict=True) if len(pair[1]) > 1]
-        Rolls.of(windows).save(output)
-        tokens, seconds = sum(len(more) for _, more in windows), time.monotonic() - begun
-        console.print(f"{len(windows):6} windows  {tokens:9,} tokens said  {tokens / seconds:6.0f} a second")
+        asked = prompts(found, questions(min(BATCH, -(-size // len(found)))), size, draw)
+        each = [(ids, way(number, len(ids))) for number, ids in enumerate(asked)]
+        each.sort(key=lambda pair: (pair[1].temperature > 0, len(pair[0])))
+        for first in draw.sample(starts := range(0, size, BATCH), len(starts)):
+            batch, ways = zip(*each[first : first + BATCH], strict=True)
+            windows += [pair for pair in zip(batch, answers([*batch], [*ways]), strict=True) if len(pair[1]) > 1]
+            Rolls.of(windows).save(output)
+            tokens, seconds = sum(len(more) for _, more in windows), time.monotonic() - begun
+            console.print(f"{len(windows):6} windows  {tokens:9,} tokens said  {tokens / seconds:6.0f} a second")
+            if time.monotonic() - begun > minutes * 60:
+                break
     lengths = np.array([len(more) for _, more in windows])
     console.print(f"{output}: from {lengths.min()} to {lengths.max()} tokens said, {lengths.mean():.0f} on average")
 
