@@ -227,7 +227,7 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"trace": ""}, "--spac-trace.*path is empty"),
         ({"timeline": "/no/such/folder/t"}, "--spac-timeline.*No such file or directory; name another file"),
         ({"timeline": "text"}, "--spac-timeline.*no timeline; name another file"),
-        ({"timeline": "pipe"}, "--spac-timeline.*no timeline; name another file"),
+        ({"timeline": "pipe"}, "--spac-timeline.*not a regular file; name another file"),
         ({"timeline": "."}, "--spac-timeline.*name another file"),
         (AUTO | {"profile": "text"}, "--spac-profile.*no profile of format"),
         (AUTO | {"profile": "deep"}, "--spac-profile.*no profile of format"),
