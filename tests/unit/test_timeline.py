@@ -365,6 +365,7 @@ while True:
         events, _ = read(path)
         assert len(events) == 1000
         assert_nested(events)
+    (tmp_path / f"run.timeline.{process.pid}.partial").touch()  # whenever the kill came
     TimelineWriter(path, FACTS, 5)
     assert list(tmp_path.iterdir()) == [path]
 
