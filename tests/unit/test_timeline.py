@@ -386,9 +386,9 @@ def test_a_target_is_a_timeline_or_nothing(clock, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="would replace a file that is no timeline"):
             check_target(tmp_path / name)
         assert (tmp_path / name).read_bytes() == before
-    for name in ("no/folder", "."):
+    for path in (tmp_path / "no" / "folder", tmp_path, Path("."), Path("/")):
         with pytest.raises(ConfigError, match="the timeline .*name another file"):
-            check_target(tmp_path / name)
+            check_target(path)
 
 
 def test_the_old_command_says_where_a_timeline_is_opened() -> None:

@@ -127,10 +127,8 @@ def check_target(path: Path) -> None:
         ConfigError: it cannot be written, or it would replace a file that is no timeline.
     """
     with writing(f"the timeline {path}"):
+        if path.exists():
+            with open_file(path) as file:
+                if file.read(len(_FIRST)) not in (b"", _FIRST.encode()):
+                    raise ConfigError(f"the timeline {path} would replace a file that is no timeline; name another")
         check_replaceable(path)
-        if not path.exists():
-            return
-        with open_file(path) as file:
-            begin = file.read(len(_FIRST))
-    if begin not in (b"", _FIRST.encode()):
-        raise ConfigError(f"the timeline {path} would replace a file that is no timeline; name another file")
