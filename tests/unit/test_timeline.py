@@ -392,7 +392,8 @@ def test_a_target_is_a_timeline_or_nothing(clock, tmp_path: Path) -> None:
 
 
 def test_the_old_command_says_where_a_timeline_is_opened() -> None:
-    result = CliRunner().invoke(app, ["trace", "timeline", "run.timeline"], env={"COLUMNS": "200"})
+    given = ["trace", "timeline", "run.timeline", "--output", "run.json"]
+    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
     assert result.exit_code == 1 and "open it in https://ui.perfetto.dev" in " ".join(result.output.split())
 
 
