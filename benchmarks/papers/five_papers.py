@@ -35,6 +35,7 @@ from moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
 from od_moe import NETWORKS
 from od_moe_clock import cacheless
 from pages import result
+from simulated_workers import LayerTimes
 from sp_moe import replayed
 
 from vllm_spac.config.presets import PRESETS
@@ -42,7 +43,6 @@ from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace
 from vllm_spac.tools.traces.replayed import Outcome
-from vllm_spac.tools.traces.simulated_workers import LayerTimes
 from vllm_spac.tools.traces.simulation import simulate
 
 BUDGETS = (24, 16)

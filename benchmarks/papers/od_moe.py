@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 from common import RESULTS, provenance, show, write_result
 from od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
 from policies import facts, stack
+from simulated_workers import LayerTimes, cached
 
 from vllm_spac.decisions.costs import Costs, Network
 from vllm_spac.recording.trace_file import Trace
-from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 PAPER, RESIDENT = 3.69, 4.89

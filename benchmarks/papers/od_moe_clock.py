@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from simulated_workers import LayerTimes, WorkerRun
 
 from vllm_spac.decisions.costs import Network
-from vllm_spac.tools.traces.simulated_workers import LayerTimes, WorkerRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,9 +25,9 @@ from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spec.control import BudgetControl
-from vllm_spac.recording.timeline_file import GENERATING, Recording, TimelineFacts, TimelineWriter, split
-from vllm_spac.recording.timeline_file import PROMPTS as WITH_PROMPTS
-from vllm_spac.recording.timeline_recorder import Kind
+from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
+from vllm_spac.recording.timeline_recorder import STEP_KINDS, Kind, Recording
+from vllm_spac.recording.token_time import TokenTime
 from vllm_spac.runtime import Runtime
 from vllm_spac.storage.host import HostStore
 from vllm_spac.system.host_blocks import HostBlock
@@ -119,7 +120,7 @@ def recorded(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             model.run(runtime, PREFILL if number % 8 == 0 else DECODE)
     finally:
         runtime.close()
-    yield model, Recording.load(tmp_path / "run.timeline")
+    yield model, Recording.of(writer.timeline, 100)
 
 
 def test_every_load_is_recorded_with_its_bytes(recorded) -> None:
@@ -159,10 +160,11 @@ def test_steps_hold_layers_and_layers_hold_waits(recorded) -> None:
         seen[kind] += 1
     assert seen[Kind.WAIT] > 0
     assert bool(seen[Kind.WAIT_CPU]) == any(execution.counters.cpu_experts for execution in model.executions)
-    for kinds, steps in ((GENERATING, STEPS - STEPS // 8), (WITH_PROMPTS, STEPS // 8)):
-        time_of = split(found, kinds)
-        assert time_of.steps == steps and min(time_of.parts.values()) >= 0
-        assert time_of.tokens == (2 * steps if kinds == GENERATING else steps)
+    time_of = TokenTime.of(found)
+    assert time_of.steps == STEPS - STEPS // 8 and min(time_of.parts.values()) >= 0
+    assert time_of.tokens == 2 * time_of.steps
+    prompts = (found.kind == Kind.STEP) & (found.a == STEP_KINDS.index("prefill"))
+    assert found.b[prompts].tolist() == [1] * (STEPS // 8)
 
 
 def test_cpu_experts_are_recorded_in_their_thread(recorded) -> None:
@@ -202,7 +204,7 @@ def test_recording_ends_and_begins_between_steps(tmp_path: Path) -> None:
         assert runtime.counts_tokens is False, "between steps nobody waits for tokens"
     finally:
         runtime.close()
-    found = Recording.of(writer.timeline, model.facts, 100)
+    found = Recording.of(writer.timeline, 100)
     assert (found.kind == Kind.STEP).sum() == 6 and not (tmp_path / "run.timeline").exists()
 
 
@@ -220,9 +222,8 @@ def test_dummy_runs_and_failed_forwards_are_no_steps(tmp_path: Path) -> None:
         model.run(runtime, DECODE)
     finally:
         runtime.close()
-    found = Recording.load(tmp_path / "run.timeline")
-    assert (found.kind == Kind.STEP).sum() == (found.kind == Kind.FORWARD).sum() == 1
-    assert (found.kind == Kind.LAYER).sum() == 2 * LAYERS
+    found = Counter(event.get("cat") for event in json.loads((tmp_path / "run.timeline").read_text()))
+    assert found["step"] == found["forward"] == 1 and found["layer"] == 2 * LAYERS
 
 
 def test_an_engine_records_what_it_counts(tmp_path: Path) -> None:
@@ -231,20 +232,17 @@ def test_an_engine_records_what_it_counts(tmp_path: Path) -> None:
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off", "timeline": str(path)}
     options = {"speculative_config": METHODS["ngram"], "dtype": "float32"}
     stock, run = compare(TOY / "target", [None, spac], prompts=prompts, max_tokens=12, **options)
-    found = Recording.load(path)
-    assert sum(run.stats["steps"].values()) == (found.kind == Kind.STEP).sum() < 256
-    loads = found.kind == Kind.LOAD
-    assert loads.sum() == run.stats["loads"] + run.stats["prefetches"] and min(run.stats["loads"], loads.sum()) > 0
-    assert found.b[loads].sum() == sum(run.stats["bytes"].values()) and set(run.stats["bytes"]) <= {
-        "disk",
-        "disk ahead",
-    }
-    assert found.facts.store == "disk" and len(found.facts.layers) == run.stats["layers"]
-    assert set(found.a[found.kind == Kind.LAYER].tolist()) == set(range(run.stats["layers"]))
-    tokens = [split(found, kinds).tokens for kinds in (GENERATING, WITH_PROMPTS)]
-    most = sum(map(len, run.tokens)) + 4 * len(prompts)
-    assert most - 4 * len(prompts) <= sum(tokens) <= most, "a request's last step may accept more than it may emit"
-    drafted = found.kind == Kind.DRAFT
-    assert drafted.sum() == (found.kind == Kind.STEP).sum() and found.a[drafted].sum() > 0
-    assert split(found, GENERATING).parts["drafts"] > 0
+    events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+    steps, loads, layers, drafted = (
+        [e for e in events if e["cat"] == kind] for kind in ("step", "load", "layer", "draft")
+    )
+    assert sum(run.stats["steps"].values()) == len(steps) < 256
+    assert len(loads) == run.stats["loads"] + run.stats["prefetches"] and min(run.stats["loads"], len(loads)) > 0
+    assert sum(load["args"]["bytes"] for load in loads) == sum(run.stats["bytes"].values())
+    assert set(run.stats["bytes"]) <= {"disk", "disk ahead"} and {load["args"]["from"] for load in loads} == {"disk"}
+    assert {layer["args"]["layer"] for layer in layers} == set(range(run.stats["layers"]))
+    assert len({layer["name"] for layer in layers}) == run.stats["layers"]
+    most, tokens = sum(map(len, run.tokens)) + 4 * len(prompts), sum(step["args"]["tokens"] for step in steps)
+    assert most - 4 * len(prompts) <= tokens <= most, "a request's last step may accept more than it may emit"
+    assert len(drafted) == len(steps) and sum(draft["args"]["tokens"] for draft in drafted) > 0
     assert run.tokens == stock.tokens

@@ -1,12 +1,17 @@
-"""Timelines: rings that wrap while others read, the file and what it refuses, where time went, the Chrome trace."""
+"""Timelines: rings that wrap while others read, the file, also of a killed process or a full disk, where time went."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
+import resource
+import signal
+import subprocess
+import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,24 +20,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording import timeline_recorder
-from vllm_spac.recording.timeline_file import (
-    GENERATING,
-    PROMPTS,
-    Recording,
-    TimelineFacts,
-    TimelineWriter,
-    check_target,
-    median_step,
-    split,
-)
-from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, capacity_of
-from vllm_spac.tools.traces import timeline_pictures
+from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter, check_target
+from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Recording, Timeline, capacity_of
+from vllm_spac.recording.token_time import TokenTime
 
 FACTS = TimelineFacts("toy", "disk", ("layers.0", "layers.1"), (4, 6))
 DECODE, VERIFY, PREFILL = (STEP_KINDS.index(kind) for kind in ("decode", "verify", "prefill"))
@@ -79,6 +75,32 @@ def two_steps(clock: Clock) -> Timeline:
     clock.add(timeline, Kind.DRAFT, 1152, 1160, 4, 1)
     clock.add(timeline, Kind.STEP, 1107, 1167, VERIFY, 2)
     return timeline
+
+
+@st.composite
+def nested(draw) -> list[tuple[Kind, int, int, int]]:
+    """(kind, start, end, a) of steps as a forward thread runs them, the inner events first."""
+    events, time = [], 0
+
+    def passing() -> int:
+        nonlocal time
+        time += draw(st.integers(0, 20))
+        return time
+
+    for _ in range(draw(st.integers(1, 4))):
+        begun = passing()
+        for layer in range(draw(st.integers(0, 3))):
+            entered = passing()
+            for kind in draw(st.lists(st.sampled_from([Kind.WAIT, Kind.WAIT_AHEAD, Kind.WAIT_CPU]), max_size=3)):
+                events.append((kind, passing(), passing(), 0))
+            events.append((Kind.LAYER, entered, passing(), layer % 2))
+        events.append((Kind.FORWARD, begun, passing(), 1))
+        events.append((Kind.UPDATE, passing(), passing(), 0))
+        if draw(st.booleans()):
+            events.append((Kind.DRAFT, passing(), passing(), 0))
+        time += 1  # a step takes some time
+        events.append((Kind.STEP, begun, passing(), draw(st.sampled_from([DECODE, VERIFY, PREFILL]))))
+    return events
 
 
 # -- rings ---------------------------------------------------------------------------------------------------------
@@ -143,13 +165,13 @@ def test_a_recording_has_whole_steps_only(clock) -> None:
         clock.add(timeline, Kind.FORWARD, start + 1, start + 50, 1, 1)
         clock.add(timeline, Kind.STEP, start, start + 90, DECODE, 1)
     clock.add(timeline, Kind.LAYER, 1001, 1002)
-    found = Recording.of(timeline, FACTS, 100)
+    found = Recording.of(timeline, 100)
     steps = found.kind == Kind.STEP
     assert steps.sum() == 2, "15 events are kept: the layer, 5 of each of two steps, and 4 of the one before"
     assert found.start[0] == 0 and found.kind[0] == Kind.STEP
     assert (found.kind == Kind.LOAD).sum() == 6 and (found.kind == Kind.FORWARD).sum() == 2
     assert (found.kind == Kind.LAYER).sum() == 0
-    assert (Recording.of(timeline, FACTS, 1).kind == Kind.STEP).sum() == 1
+    assert (Recording.of(timeline, 1).kind == Kind.STEP).sum() == 1
 
 
 def test_a_capacity_is_enough_for_the_steps_that_were_asked_for(clock) -> None:
@@ -167,237 +189,49 @@ def test_a_capacity_is_enough_for_the_steps_that_were_asked_for(clock) -> None:
         clock.add(timeline, Kind.UPDATE, start + 900, start + 901)
         clock.add(timeline, Kind.DRAFT, start + 902, start + 903)
         clock.add(timeline, Kind.STEP, start, start + 950, DECODE, 1)
-    assert (Recording.of(timeline, FACTS, steps).kind == Kind.STEP).sum() == steps
+    assert (Recording.of(timeline, steps).kind == Kind.STEP).sum() == steps
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_holds_what_was_recorded(clock, tmp_path: Path) -> None:
-    recorded = Recording.of(two_steps(clock), FACTS, 5)
-    recorded.save(tmp_path / "run.timeline")
-    found = Recording.load(tmp_path / "run.timeline")
-    assert found.facts == FACTS and found.threads == ("MainThread", "spac-io_0")
-    for name in ("thread", "kind", "start", "duration", "a", "b"):
-        assert np.array_equal(getattr(found, name), getattr(recorded, name)), name
-    assert len(found.start) == 14 and found.start[0] == 0 and found.kind[0] == Kind.STEP
+def read(path: Path) -> tuple[list[dict], dict[int, str]]:
+    """Returns the events of a file, and the names of the threads."""
+    found = json.loads(path.read_text())
+    assert found[0]["name"] == "process_name" and {event["ph"] for event in found} <= {"X", "M"}
+    names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    return [event for event in found if event["ph"] == "X"], names
 
 
-def test_a_recording_without_steps_can_be_saved_and_read(clock, tmp_path: Path) -> None:
-    writer = TimelineWriter(tmp_path / "run.timeline", FACTS, 5)
-    clock.add(writer.timeline, Kind.LAYER, 1, 2)
-    writer.save()
-    assert len(Recording.load(tmp_path / "run.timeline").start) == 0
-    result = CliRunner().invoke(app, ["trace", "timeline", str(tmp_path / "run.timeline")])
-    assert result.exit_code == 1 and "holds no finished step" in " ".join(result.output.split())
-
-
-def test_an_existing_file_stays_until_there_is_a_step(clock, tmp_path: Path) -> None:
-    path = tmp_path / "run.timeline"
-    Recording.of(two_steps(clock), FACTS, 5).save(path)
-    writer = TimelineWriter(path, FACTS, 5)
-    writer.save()
-    assert len(Recording.load(path).start) == 14
-    clock.add(writer.timeline, Kind.STEP, 5, 9, DECODE, 1)
-    writer.save()
-    assert len(Recording.load(path).start) == 1
-
-
-def spoiled(path: Path, change: Callable[[dict, dict], None]) -> None:
-    """Rewrites a file after ``change(tensors, metadata)``."""
-    header = path.read_bytes()
-    metadata = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]
-    tensors = load_file(path)
-    change(tensors, metadata)
-    save_file(tensors, path, metadata)
-
-
-def put(name: str, index: int, value: int) -> Callable[[dict, dict], None]:
-    def change(tensors: dict, metadata: dict) -> None:
-        tensors[name][index] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda tensors, metadata: tensors.pop("b"), "its columns are"),
-        (lambda tensors, metadata: tensors.update(a=tensors["a"][:-1].clone()), "column a has another"),
-        (lambda tensors, metadata: tensors.update(kind=tensors["kind"].long()), "column kind has another"),
-        (lambda tensors, metadata: tensors.update(start=tensors["start"].double()), "tensors of other types"),
-        (lambda tensors, metadata: metadata.update(format="spac-trace-1"), "not a timeline of format"),
-        (lambda tensors, metadata: metadata.pop("layers"), "layers"),
-        (lambda tensors, metadata: metadata.update(layers='["one"]'), "differ in number"),
-        (lambda tensors, metadata: metadata.update(layers="[1, 2]"), "no names"),
-        (lambda tensors, metadata: metadata.update(experts="[4, true]"), "no numbers"),
-        (lambda tensors, metadata: metadata.update(experts="[4, 99999999]"), "impossible numbers"),
-        (lambda tensors, metadata: metadata.update(experts="[4, 0]"), "impossible numbers"),
-        (lambda tensors, metadata: metadata.update(threads='["MainThread"]'), "of no thread"),
-        (lambda tensors, metadata: metadata.update(threads="[" * 100000), "nested too deeply"),
-        (put("kind", 3, len(Kind)), "of no kind"),
-        (put("duration", 3, -1), "negative time"),
-        (put("start", 0, -1), "negative time"),
-        (put("duration", 3, 1 << 62), "too long"),
-        (put("start", 3, 1 << 60), "out of order"),
-        (put("a", 0, len(STEP_KINDS)), "STEP has a number beyond 4"),
-        (put("a", 2, 2), "LAYER has a number beyond 1"),
-        (put("a", 2, -1), "negative number"),
-        (put("duration", 0, 108), "steps overlap"),
-    ],
-)
-def test_what_is_no_timeline_is_refused_in_one_line(clock, tmp_path: Path, change, problem: str) -> None:
-    path = tmp_path / "run.timeline"
-    Recording.of(two_steps(clock), FACTS, 5).save(path)
-    spoiled(path, change)
-    with pytest.raises(ConfigError, match=problem) as refused:
-        Recording.load(path)
-    assert str(path) in str(refused.value) and "--spac-timeline" in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-@given(st.data())
-def test_a_damaged_file_is_refused_or_read(tmp_path_factory, data) -> None:
-    """Whatever bytes change: no other error, and no impossible event."""
-    path = tmp_path_factory.mktemp("damaged") / "run.timeline"
-    columns = {name: np.zeros(3, np.uint8) for name in ("thread", "kind")}
-    columns |= {name: np.arange(3) for name in ("start", "duration", "a", "b")}
-    Recording(FACTS, ("one",), **columns | {"kind": np.full(3, Kind.CPU, np.uint8)}).save(path)
-    content = bytearray(path.read_bytes())
-    for place in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
-        content[place] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
-    try:
-        found = Recording.load(path)
-    except ConfigError:
-        return
-    assert (found.duration >= 0).all() and (found.kind < len(Kind)).all()
-    split(found, GENERATING)
-
-
-def test_a_target_is_a_timeline_or_nothing(clock, tmp_path: Path) -> None:
-    check_target(tmp_path / "new")
-    Recording.of(two_steps(clock), FACTS, 5).save(tmp_path / "run.timeline")
-    check_target(tmp_path / "run.timeline")
-    (tmp_path / "empty").touch()
-    check_target(tmp_path / "empty")
-    save_file({"a": torch.zeros(1)}, tmp_path / "weights")
-    (tmp_path / "text").write_text("kept")
-    for name in ("weights", "text"):
-        before = (tmp_path / name).read_bytes()
-        with pytest.raises(ConfigError, match="would replace a file that is no timeline"):
-            check_target(tmp_path / name)
-        assert (tmp_path / name).read_bytes() == before
-    for name in ("no/folder", "."):
-        with pytest.raises(ConfigError, match="the timeline .*name another file"):
-            check_target(tmp_path / name)
-
-
-# -- where the time goes ---------------------------------------------------------------------------------------------
-
-
-def test_a_split_by_hand(clock) -> None:
-    recording = Recording.of(two_steps(clock), FACTS, 5)
-    found = split(recording, GENERATING)
-    assert (found.steps, found.tokens) == (1, 2)
-    assert found.parts == {
-        "waiting for loads": 10 + 1,
-        "waiting for CPU experts": 3,
-        "experts": 20 - 14,
-        "rest of the forward": 40 - 20,
-        "policies and predictors": 2,
-        "drafts": 8,
-        "sampling and the rest of the step": 60 - 40 - 2 - 8,
-        "between steps": 7,
-    }
-    prompts = split(recording, PROMPTS)
-    assert (prompts.steps, prompts.tokens, prompts.total) == (1, 1, 100)
-    assert prompts.parts["experts"] == 40 and prompts.parts["between steps"] == 0
-    assert median_step(recording, GENERATING) == (107, 167) and median_step(recording, ("mixed",)) is None
-
-
-def test_the_engine_may_have_been_idle_before_a_prompt(clock) -> None:
-    timeline = Timeline(8)
-    for kind, start in ((DECODE, 0), (PREFILL, 1000), (DECODE, 1013)):
-        clock.add(timeline, Kind.STEP, start, start + 10, kind, UNKNOWN if kind == DECODE else 1)
-    recording = Recording.of(timeline, FACTS, 5)
-    assert split(recording, PROMPTS).parts["between steps"] == 0
-    found = split(recording, GENERATING)
-    assert found.parts["between steps"] == 3 and found.tokens is None and found.total == 23
-
-
-@st.composite
-def nested(draw) -> list[tuple[Kind, int, int, int]]:
-    """(kind, start, end, a) of steps as a forward thread runs them, the inner events first."""
-    events, time = [], 0
-
-    def passing() -> int:
-        nonlocal time
-        time += draw(st.integers(0, 20))
-        return time
-
-    for _ in range(draw(st.integers(1, 4))):
-        begun = passing()
-        for layer in range(draw(st.integers(0, 3))):
-            entered = passing()
-            for kind in draw(st.lists(st.sampled_from([Kind.WAIT, Kind.WAIT_AHEAD, Kind.WAIT_CPU]), max_size=3)):
-                events.append((kind, passing(), passing(), 0))
-            events.append((Kind.LAYER, entered, passing(), layer % 2))
-        events.append((Kind.FORWARD, begun, passing(), 1))
-        events.append((Kind.UPDATE, passing(), passing(), 0))
-        if draw(st.booleans()):
-            events.append((Kind.DRAFT, passing(), passing(), 0))
-        time += 1  # a step takes some time
-        events.append((Kind.STEP, begun, passing(), draw(st.sampled_from([DECODE, VERIFY, PREFILL]))))
-    return events
-
-
-@given(nested())
-def test_parts_are_never_negative_and_together_all_time(events) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        clock, timeline = Clock(patched), Timeline(256)
-        for kind, start, end, a in events:
-            clock.add(timeline, kind, start, end, a, 1)
-    recording = Recording.of(timeline, FACTS, 100)
-    steps = [(start, end, a) for kind, start, end, a in events if kind == Kind.STEP]
-    for kinds in (GENERATING, PROMPTS):
-        found = split(recording, kinds)
-        assert all(value >= 0 for value in found.parts.values())
-        total = 0
-        for number, (start, end, a) in enumerate(steps):
-            if STEP_KINDS[a] in kinds:
-                total += end - start
-                total += start - steps[number - 1][1] if number and a != PREFILL else 0
-        assert found.total == total
-        assert found.tokens == found.steps == sum(STEP_KINDS[a] in kinds for *_, a in steps)
-
-
-# -- the Chrome trace -------------------------------------------------------------------------------------------------
+def spans(events: list[dict]) -> list[tuple[int, int, int]]:
+    """(thread, start, duration) of each event, in nanoseconds."""
+    return [(event["tid"] - 1, round(1000 * event["ts"]), round(1000 * event["dur"])) for event in events]
 
 
 def assert_nested(events: list[dict]) -> None:
-    """On each thread an event is inside another or beside it, as Chrome's format wants."""
-    threads = defaultdict(list)
-    for event in events:
-        threads[event["tid"]].append((round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)))
-    for spans in threads.values():
-        outer: list[int] = []
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            assert end >= start
-            while outer and outer[-1] <= start:
-                outer.pop()
-            assert not outer or end <= outer[-1], "it begins in an event and ends after it"
-            outer.append(end)
+    """In the file's order, on each thread: an event begins in another and ends in it, or begins when that has ended."""
+    outer: dict[int, list[int]] = defaultdict(list)
+    latest = 0
+    for thread, start, duration in spans(events):
+        assert 0 <= latest <= start and duration >= 0
+        latest, around = start, outer[thread]
+        while around and around[-1] <= start:
+            around.pop()
+        assert not around or start + duration <= around[-1], "it begins in an event and ends after it"
+        around.append(start + duration)
 
 
-def test_a_chrome_trace(clock, tmp_path: Path) -> None:
-    recording = Recording.of(two_steps(clock), FACTS, 5)
-    assert timeline_pictures.write(recording, tmp_path / "run.json") == 14
-    found = json.loads((tmp_path / "run.json").read_text())
-    events = [event for event in found["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == 14 and all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
+def saved(timeline: Timeline, path: Path, facts: TimelineFacts = FACTS) -> tuple[list[dict], dict[int, str]]:
+    writer = TimelineWriter(path, facts, 5)
+    writer.timeline = timeline
+    writer.save()
+    return read(path)
+
+
+def test_a_file_has_what_was_recorded(clock, tmp_path: Path) -> None:
+    events, names = saved(two_steps(clock), tmp_path / "run.timeline")
+    assert len(events) == 14 and events[0]["name"] == "prefill step" and events[0]["ts"] == 0
     assert_nested(events)
-    names = {event["tid"]: event["args"]["name"] for event in found["traceEvents"] if event["name"] == "thread_name"}
     assert sorted(names.values()) == ["forward (MainThread)", "spac-io_0"]
     (load,) = (event for event in events if names[event["tid"]] == "spac-io_0")
     assert load == {
@@ -416,25 +250,197 @@ def test_a_chrome_trace(clock, tmp_path: Path) -> None:
     assert by_name["draft"] == {"tokens": 4, "requests": 1} and by_name["wait for loads"] == {"experts": 2}
 
 
-def test_the_command_prints_draws_and_refuses(clock, tmp_path: Path) -> None:
+@st.composite
+def timelines(draw) -> tuple[Timeline, list[tuple[Kind, int, int, int]]]:
+    """Steps of a forward thread with what other threads did meanwhile; and the forward thread's events."""
+    events, timeline = draw(nested()), Timeline(256)
+    beside = draw(st.lists(st.lists(st.integers(0, 50), max_size=8), max_size=3))
+    with pytest.MonkeyPatch.context() as patched:
+        clock = Clock(patched)
+        for number, pauses in enumerate(beside):
+            times = list(itertools.accumulate(pauses))
+            loads = [
+                (draw(st.sampled_from([Kind.LOAD, Kind.HOST_LOAD, Kind.CPU])), *span, draw(st.integers(0, 9)))
+                for span in itertools.pairwise(times)
+            ]
+            in_thread(f"io_{number}", lambda loads=loads: [clock.add(timeline, *load, 1) for load in loads])
+        for kind, start, end, a in events:
+            clock.add(timeline, kind, start, end, a, draw(st.integers(UNKNOWN if kind == Kind.STEP else 0, 9)))
+    return timeline, events
+
+
+@given(timelines(), st.text(), st.text(), st.text())
+def test_whatever_is_recorded_is_json_with_nested_events(tmp_path_factory, recorded, model, layer, store) -> None:
+    timeline, made = recorded
+    facts = TimelineFacts(model, store, ("layers.0", layer), (4, 6))
+    path = tmp_path_factory.mktemp("recorded") / "run.timeline"
+    events, names = saved(timeline, path, facts)
+    assert_nested(events)
+    for outer, inner in itertools.pairwise(events):
+        if spans([outer]) == spans([inner]):
+            assert Kind[outer["cat"].upper()] <= Kind[inner["cat"].upper()], "a layer that is all of a forward is in it"
+    recording = Recording.of(timeline, 5)
+    assert spans(events) == [*zip(recording.thread, recording.start, recording.duration, strict=True)]
+    assert [event["cat"] for event in events] == [Kind(kind).name.lower() for kind in recording.kind]
+    assert Counter(event["cat"] for event in events)["step"] == sum(kind == Kind.STEP for kind, *_ in made)
+    keys = {f"expert {layer}.{expert}": 4 * layer + expert for layer in (0, 1) for expert in range((4, 6)[layer])}
+    for event, kind, a, b in zip(events, recording.kind, recording.a, recording.b, strict=True):
+        arguments = event["args"]
+        if kind == Kind.STEP:
+            assert (event["name"], arguments.get("tokens", UNKNOWN)) == (f"{STEP_KINDS[a]} step", b)
+        elif kind == Kind.LAYER:
+            assert (event["name"], arguments) == (facts.layers[a], {"layer": a, "rows": b})
+        elif kind in (Kind.LOAD, Kind.HOST_LOAD):
+            assert keys[event["name"]] == a and arguments["layer"] == facts.layers[int(a >= 4)]
+            assert (arguments["bytes"], arguments["from"]) == (b, store if kind == Kind.LOAD else "host memory")
+    assert len(names) == len(set(names.values())) and {thread + 1 for thread in recording.thread} <= set(names)
+
+
+def test_the_beginning_of_a_file_is_read_with_a_bracket(clock, tmp_path: Path) -> None:
+    saved(two_steps(clock), tmp_path / "run.timeline")
+    text = (tmp_path / "run.timeline").read_text()
+    lines = text.splitlines()
+    for count in range(2, len(lines)):
+        whole = "\n".join(lines[:count]).removesuffix(",") + "]"
+        assert json.loads(whole) == json.loads(text)[: count - 1]
+
+
+def test_a_recording_without_steps_can_be_saved_and_read(clock, tmp_path: Path) -> None:
+    writer = TimelineWriter(tmp_path / "run.timeline", FACTS, 5)
+    clock.add(writer.timeline, Kind.LAYER, 1, 2)
+    writer.save()
+    assert read(tmp_path / "run.timeline") == ([], {1: "MainThread"})
+
+
+def test_an_existing_file_stays_until_there_is_a_step(clock, tmp_path: Path) -> None:
     path = tmp_path / "run.timeline"
-    Recording.of(two_steps(clock), FACTS, 5).save(path)
+    saved(two_steps(clock), path)
+    writer = TimelineWriter(path, FACTS, 5)
+    writer.save()
+    assert len(read(path)[0]) == 14
+    clock.add(writer.timeline, Kind.STEP, 5, 9, DECODE, 1)
+    writer.save()
+    assert len(read(path)[0]) == 1
 
-    def run(*arguments: object, code: int = 0) -> str:
-        asked = ["trace", "timeline", *map(str, arguments)]
-        result = CliRunner().invoke(app, asked, env={"COLUMNS": "200", "NO_COLOR": "1"})
-        assert result.exit_code == code, result.output
-        return " ".join(result.output.split())
 
-    text = run(path, "--output", tmp_path / "run.json", "--picture", tmp_path / "run.png")
-    assert "a token" in text and "2 in 1 steps" in text and "a step with prompts" in text and "14 events" in text
-    assert re.search(r"waiting for loads │ 0.000 ms 16.4%", text), "11 of 67 nanoseconds"
-    assert re.search(r"forward \(MainThread\) │ host memory │ 1 │ 0.5 KiB", text)
-    assert re.search(r"spac-io_0 │ disk │ 1 │ 0.5 KiB", text)
-    assert (tmp_path / "run.png").stat().st_size > 10_000 and (tmp_path / "run.json").exists()
-    assert "cannot be written" in run(path, "--output", tmp_path / "no" / "run.json", code=1)
-    assert "cannot be written" in run(path, "--picture", tmp_path / "no" / "run.png", code=1)
-    assert "cannot be read as a timeline" in run(tmp_path / "none", code=1)
+def test_on_a_full_disk_the_file_stays(clock, tmp_path: Path) -> None:
+    """Writes fail in the middle of the file; what was saved before stays, and nothing else is left."""
+    path = tmp_path / "run.timeline"
+    writer, limits = TimelineWriter(path, FACTS, 5), resource.getrlimit(resource.RLIMIT_FSIZE)
+    clock.add(writer.timeline, Kind.STEP, 5, 9, DECODE, 1)
+    writer.save()
+    before = path.read_bytes()
+    writer.timeline = two_steps(clock)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(ConfigError, match=r"the timeline .*run.timeline cannot be written: File too large"):
+            writer.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    writer.save()
+    assert len(read(path)[0]) == 14
+
+
+def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
+    """Killed while it saves again and again; the part of the file that it was writing goes at the next start."""
+    code = """
+import sys
+from pathlib import Path
+from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
+from vllm_spac.recording.timeline_recorder import Kind, now
+writer = TimelineWriter(Path(sys.argv[1]), TimelineFacts("toy", "disk", ("layers.0",), (4,)), 1000)
+while True:
+    for _ in range(1000):
+        writer.timeline.add(Kind.STEP, now(), 2, 1)
+    writer.save()
+    print("saved", flush=True)
+"""
+    path = tmp_path / "run.timeline"
+    for saves in range(1, 4):
+        with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE) as process:
+            for _ in range(saves):
+                assert process.stdout.readline() == b"saved\n"
+            process.send_signal(signal.SIGKILL)
+        events, _ = read(path)
+        assert len(events) == 1000
+        assert_nested(events)
+    (tmp_path / f"run.timeline.{process.pid}.partial").touch()  # whenever the kill came
+    TimelineWriter(path, FACTS, 5)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_target_is_a_timeline_or_nothing(clock, tmp_path: Path) -> None:
+    check_target(tmp_path / "new")
+    saved(two_steps(clock), tmp_path / "run.timeline", replace(FACTS, model='a "model"'))
+    check_target(tmp_path / "run.timeline")
+    (tmp_path / "empty").touch()
+    check_target(tmp_path / "empty")
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights")
+    (tmp_path / "text").write_text("kept")
+    (tmp_path / "other.json").write_text(
+        '[\n{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "mine"}}\n]'
+    )
+    for name in ("weights", "text", "other.json"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(ConfigError, match="would replace a file that is no timeline"):
+            check_target(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+    for path in (tmp_path / "no" / "folder", tmp_path, Path("."), Path("/")):
+        with pytest.raises(ConfigError, match="the timeline .*name another file"):
+            check_target(path)
+
+
+def test_the_old_command_says_where_a_timeline_is_opened() -> None:
+    given = ["trace", "timeline", "run.timeline", "--output", "run.json"]
+    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "open it in https://ui.perfetto.dev" in " ".join(result.output.split())
+
+
+# -- where the time goes ---------------------------------------------------------------------------------------------
+
+
+def test_a_split_by_hand(clock) -> None:
+    found = TokenTime.of(Recording.of(two_steps(clock), 5))
+    assert (found.steps, found.tokens) == (1, 2)
+    assert found.parts == {
+        "waiting for loads": 10 + 1,
+        "waiting for CPU experts": 3,
+        "experts": 20 - 14,
+        "rest of the forward": 40 - 20,
+        "policies and predictors": 2,
+        "drafts": 8,
+        "sampling and the rest of the step": 60 - 40 - 2 - 8,
+        "between steps": 7,
+    }
+    assert sum(found.parts.values()) == 60 + 7
+
+
+def test_the_engine_may_have_been_idle_before_a_prompt(clock) -> None:
+    timeline = Timeline(8)
+    for kind, start in ((DECODE, 0), (PREFILL, 1000), (DECODE, 1013)):
+        clock.add(timeline, Kind.STEP, start, start + 10, kind, UNKNOWN if kind == DECODE else 1)
+    found = TokenTime.of(Recording.of(timeline, 5))
+    assert found.parts["between steps"] == 3 and found.tokens is None and sum(found.parts.values()) == 23
+
+
+@given(nested())
+def test_parts_are_never_negative_and_together_all_time(events) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        clock, timeline = Clock(patched), Timeline(256)
+        for kind, start, end, a in events:
+            clock.add(timeline, kind, start, end, a, 1)
+    recording = Recording.of(timeline, 100)
+    steps = [(start, end, a) for kind, start, end, a in events if kind == Kind.STEP]
+    found = TokenTime.of(recording)
+    assert all(value >= 0 for value in found.parts.values())
+    total = 0
+    for number, (start, end, a) in enumerate(steps):
+        if a != PREFILL:
+            total += end - start
+            total += start - steps[number - 1][1] if number else 0
+    assert sum(found.parts.values()) == total
+    assert found.tokens == found.steps == sum(a != PREFILL for *_, a in steps)
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------

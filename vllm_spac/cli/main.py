@@ -81,9 +81,10 @@ for _examples, _command in (
 ):
     app.command(epilog=_examples)(_reported(_command))
 
-_trace = typer.Typer(help="Inspect what an engine recorded: the routers' choices, or a timeline.", no_args_is_help=True)
+_trace = typer.Typer(help="Inspect what an engine recorded: the routers' choices.", no_args_is_help=True)
 _trace.command(epilog=trace.EXAMPLES)(_reported(trace.show))
-_trace.command(epilog=trace.TIMELINE_EXAMPLES)(_reported(trace.timeline))
+_ANY = {"allow_extra_args": True, "ignore_unknown_options": True}  # of a command that is gone
+_trace.command(hidden=True, context_settings=_ANY)(_reported(trace.timeline))
 app.add_typer(_trace, name="trace")
 _cluster = typer.Typer(help="Start, show or stop expert workers.", no_args_is_help=True)
 _cluster.command(epilog=cluster.START_EXAMPLES)(_reported(cluster.start))

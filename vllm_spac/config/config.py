@@ -190,7 +190,7 @@ class SpacConfig(BaseModel):
     timeline: types.SomePath = Field(
         None,
         description="File, replaced if it is a timeline, that records what each thread did in the last steps, for "
-        "vllm-spac trace timeline.",
+        "https://ui.perfetto.dev.",
     )
     budget: types.BudgetText = Field(
         None,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 import numpy as np
 
@@ -121,3 +123,41 @@ def capacity_of(steps: int, layers: int) -> int:
     """Returns the events per thread that ``steps`` steps of a model with ``layers`` MoE layers need, if most layers run
     in one wave and load few experts in one thread."""
     return steps * (6 * layers + 16)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """The events of some consecutive steps, sorted by their start, and those that contain others before these.
+
+    Attributes:
+        threads: their names.
+        thread: int64 [n], indices into ``threads``.
+        kind, a, b: int64 [n], as of ``Kind``.
+        start, duration: int64 [n], nanoseconds; the first step starts at 0.
+    """
+
+    threads: tuple[str, ...]
+    thread: np.ndarray
+    start: np.ndarray
+    duration: np.ndarray
+    kind: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+
+    @classmethod
+    def of(cls, timeline: Timeline, steps: int) -> Self:
+        """Returns the last ``steps`` steps of which no event was overwritten; fewer if the rings hold fewer."""
+        threads, thread, events, complete = timeline.last()
+        start, duration, kind, _, _ = events.T
+        whole = (kind == Kind.STEP) & (start >= complete)
+        began, ends = np.sort(start[whole])[-steps:], (start + duration)[whole]
+        first, last = (int(began[0]), int(ends.max())) if len(began) else (0, 0)
+        kept = np.flatnonzero((start >= first) & (start < last))
+        order = kept[np.lexsort((kind[kept], -duration[kept], start[kept]))]
+        columns = dict(zip(COLUMNS, events[order].T, strict=True))
+        return cls(tuple(threads), thread[order], **columns | {"start": columns["start"] - first})
+
+    @property
+    def end(self) -> np.ndarray:
+        """int64 [n], when each event ended."""
+        return self.start + self.duration

@@ -10,8 +10,8 @@ import numpy as np
 from vllm_spac.cache.residency import NOWHERE, ExpertActivity, SlotState
 from vllm_spac.execution.base import Execution
 from vllm_spac.integration.loading.model_experts import ModelExperts
-from vllm_spac.recording.timeline_file import GENERATING, Recording, split
-from vllm_spac.recording.timeline_recorder import Timeline, capacity_of
+from vllm_spac.recording.timeline_recorder import Recording, Timeline, capacity_of
+from vllm_spac.recording.token_time import TokenTime
 
 STORE, HOST, SLOT = 0, 1, 2  # tiers: the lowest two bits of an expert's code
 ON_CPU, LOADED, EVICTED = 4, 8, 16  # since the last report
@@ -45,7 +45,7 @@ class LiveView:
         codes = np.concatenate([self._codes(execution) for execution in executions])
         heats = [execution.residency.activity.heat for execution in executions if execution.residency.activity]
         heat = np.concatenate(heats)
-        time = split(Recording.of(self._watched(), self._serving.timeline_facts, _STEPS), GENERATING)
+        time = TokenTime.of(Recording.of(self._watched(), _STEPS))
         return {
             "stats": self._experts.stats(),
             "experts": {

@@ -1,1 +1,1 @@
-"""Recorded routing and timelines: shown, and replayed on a virtual clock by the decisions of serving."""
+"""Recorded routing: shown, and replayed on a virtual clock by the decisions of serving."""
