@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_spac.tools.tuning.measurer import LiveProcess, end, ending, start
-from vllm_spac.tools.tuning.measurer import LiveProcessError as EngineError
+from vllm_spac.tools.tuning.measurer import MeasuringError as EngineError
 
 __all__ = ["EngineError", "LiveEngine", "LiveProcess", "run_engine"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllm_spac.config.tuned_profile import Candidate
 from vllm_spac.decisions.comparison import Said
 from vllm_spac.tools.tuning.measurer import Answer, Engine, Measurer, MeasuringError
+from vllm_spac.tools.tuning.variants import Variant
 
 START = 10.0  # seconds of a start
-in_turns = False  # whether the search is over; set by the test
 
 
 def ids_of(prompt: str | Sequence[int], tokens: int) -> list[int]:
@@ -23,58 +22,69 @@ class Imagined(Measurer):
     """Class attributes, because the command makes the instance.
 
     Attributes:
-        rate: tokens per second of a candidate.
-        change: changes a candidate's right answer.
-        fails: names of candidates that do not start.
-        interrupt: number of starts before Ctrl-C.
-        now: seconds that have passed; ``started``: names of the candidates, in order.
+        rate: tokens per second of a variant.
+        change: changes a variant's right answer.
+        fails: names of variants that do not start.
+        interrupt: called before each start, e.g. to raise Ctrl-C.
+        free: bytes of host memory.
+        now: seconds that have passed; ``started``: names of the variants, in order; ``running``: those that have not
+            ended.
     """
 
-    rate: ClassVar[Callable[[Candidate], float]]
-    change: ClassVar[Callable[[Candidate, list[int]], list[int]]]
+    rate: ClassVar[Callable[[Variant], float]]
+    change: ClassVar[Callable[[Variant, list[int]], list[int]]]
     fails: ClassVar[set[str]]
-    interrupt: ClassVar[int | None]
-    exclusive: ClassVar[bool]
+    interrupt: ClassVar[Callable[[], None]]
+    on_cpu: ClassVar[bool]
     near_ties: ClassVar[bool]
+    resident: ClassVar[bool]
+    free: ClassVar[int]
     now: ClassVar[float]
     started: ClassVar[list[str]]
+    running: ClassVar[list[str]]
 
     @classmethod
     def begin(cls) -> None:
-        cls.rate = staticmethod(lambda candidate: 10.0)  # type: ignore[assignment]
-        cls.change = staticmethod(lambda candidate, ids: ids)  # type: ignore[assignment]
-        cls.fails, cls.interrupt, cls.exclusive, cls.near_ties = set(), None, False, True
-        cls.now, cls.started = 0.0, []
+        cls.rate = staticmethod(lambda variant: 10.0)  # type: ignore[assignment]
+        cls.change = staticmethod(lambda variant, ids: ids)  # type: ignore[assignment]
+        cls.interrupt = staticmethod(lambda: None)  # type: ignore[assignment]
+        cls.fails, cls.on_cpu, cls.near_ties, cls.resident, cls.free = set(), True, True, False, 1 << 40
+        cls.now, cls.started, cls.running = 0.0, [], []
+
+    def __init__(self, *given: Any) -> None:
+        pass
 
     @contextlib.contextmanager
-    def start(self, candidate: Candidate) -> Iterator[Engine]:
+    def start(self, variant: Variant) -> Iterator[Engine]:
         kind = type(self)
-        if kind.interrupt is not None and len(kind.started) == kind.interrupt:
-            raise KeyboardInterrupt
-        kind.started.append(candidate.name)
+        kind.interrupt()
+        kind.started.append(variant.name)
         kind.now += START
-        if candidate.name in kind.fails:
+        if variant.name in kind.fails:
             raise MeasuringError("exit code 1: Traceback\nno room for the KV cache\n")
-        yield _Imagined(candidate, kind)
+        kind.running.append(variant.name)
+        try:
+            yield _Imagined(variant, kind)
+        finally:
+            kind.running.remove(variant.name)
 
     def clock(self) -> float:
         return type(self).now
 
     def room(self) -> int:
-        return 1 << 40
+        return type(self).free
 
 
 class _Imagined(Engine):
-    nbytes, repeats = 1 << 20, True
-
-    def __init__(self, candidate: Candidate, world: type[Imagined]) -> None:
-        self._candidate, self._world = candidate, world
-        self.near_ties, self.exclusive = world.near_ties, world.exclusive
+    def __init__(self, variant: Variant, world: type[Imagined]) -> None:
+        self._variant, self._world = variant, world
+        self.near_ties, self.on_cpu, self.resident = world.near_ties, world.on_cpu, world.resident
+        self.nbytes = 1 << 20
 
     def answer(self, prompt: str | Sequence[int], tokens: int) -> Answer:
-        seconds = tokens / self._world.rate(self._candidate)
+        seconds = tokens / self._world.rate(self._variant)
         self._world.now += seconds
-        return Answer(self._world.change(self._candidate, ids_of(prompt, tokens)), seconds, seconds / tokens)
+        return Answer(self._world.change(self._variant, ids_of(prompt, tokens)), seconds, seconds / tokens)
 
     def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
         """The token after the right one is the second best, at a near-tie in the first place alone."""

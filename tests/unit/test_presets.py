@@ -90,7 +90,7 @@ def test_a_tuned_profile_beside_the_experts_is_not_mixed_with_a_preset(tmp_path,
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("auto@allow=lossy", ("auto", "lossy")),
+        ("auto@allow=rounding", ("auto", "rounding")),
         ("off", ("off", "exact")),
         ("/a@b.json@allow=rounding", ("/a@b.json", "rounding")),
     ],
@@ -98,5 +98,5 @@ def test_a_tuned_profile_beside_the_experts_is_not_mixed_with_a_preset(tmp_path,
 def test_what_a_tuned_profile_may_set_is_an_argument(text: str, found: tuple[str, str]) -> None:
     config = SpacConfig.parse({"tuned": text})
     assert (config.tuned_profile, config.tuned_allow) == found
-    with pytest.raises(ConfigError, match="allow='all': use allow=exact, rounding or lossy"):
+    with pytest.raises(ConfigError, match="allow='all': use allow=exact or rounding"):
         SpacConfig.parse({"tuned": "auto@allow=all"})

@@ -44,7 +44,7 @@ REMOVED: dict[str, str] = {
     "trace_overwrite": "drop it: a trace replaces a trace; remove another file yourself",
     "tree_depth": "use an argument of the shape, e.g. --spac-tree-shape dynamic@depth=6",
     "tree_width": "use an argument of the shape, e.g. --spac-tree-shape dynamic@width=8",
-    "tuned_allow": "use an argument of tuned, e.g. --spac-tuned auto@allow=lossy",
+    "tuned_allow": "use an argument of tuned, e.g. --spac-tuned auto@allow=rounding",
     "workers_per_layer": "use an argument of the executor, e.g. --spac-executor processes@per_layer=2",
 }
 

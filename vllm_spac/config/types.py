@@ -215,7 +215,7 @@ GUARD = WithArguments({"on": _GAP, "off": _GAP})
 VOTES = WithArguments({"uniform": {}, PATH: {"alpha": Argument(ALPHA, (0.0, 1.0))}})
 
 
-ALLOWED = ("exact", "rounding", "lossy")  # each allows what those before it do
+ALLOWED = ("exact", "rounding")  # of a tuned profile; the latter allows both
 
 
 def split_tuned(text: str) -> tuple[str, str]:
@@ -224,7 +224,7 @@ def split_tuned(text: str) -> tuple[str, str]:
     if not given:
         return text, ALLOWED[0]
     if allow not in ALLOWED:
-        raise ValueError(f"allow={brief(allow)}: use allow={', '.join(ALLOWED[:-1])} or {ALLOWED[-1]}")
+        raise ValueError(f"allow={brief(allow)}: use allow={' or '.join(ALLOWED)}")
     return name, allow
 
 
@@ -239,7 +239,7 @@ TunedText = Annotated[
     Field(
         description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
         "the one beside the packed experts; off; or a file; it may set exact knobs alone, with @allow=rounding also "
-        "those that are exact up to rounding, with @allow=lossy also budgets."
+        "those that are exact up to rounding."
     ),
 ]
 

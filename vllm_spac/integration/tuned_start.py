@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 
 from vllm_spac.config import tuned_profile
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.tuned_profile import TunedProfile, departures, digest, path_of
+from vllm_spac.config.tuned_profile import TunedProfile, path_of, rounds
 from vllm_spac.config.types import ALLOWED, ROUNDED
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, flag, printable, use
 from vllm_spac.integration.hooks import device
 from vllm_spac.storage.checkpoint.headers import find_folder
-from vllm_spac.system import files
 from vllm_spac.system.machine import Machine
-from vllm_spac.system.untrusted import path_of as path_given
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -93,37 +91,16 @@ def _problem(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile)
         return f"it was measured with {'; '.join(differences)}; {_AGAIN}"
     return (
         _not_allowed(config, profile)
-        or _file_problem(profile)
         or _draft_problem(engine_args, profile)
         or _contradiction(engine_args, config, profile)
     )
 
 
 def _not_allowed(config: SpacConfig, profile: TunedProfile) -> str | None:
-    found = departures(profile.knobs)
-    if found <= set(ALLOWED[: ALLOWED.index(config.tuned_allow) + 1]):
+    if config.tuned_allow == ALLOWED[1] or not rounds(profile.knobs):
         return None
-    level = max(found, key=ALLOWED.index)
-    what = {"rounding": ROUNDED, "lossy": "lossy"}[level]
-    instead = f"set --spac-tuned {config.tuned_profile}@allow={level}, or {_AGAIN}"
-    return f"its knobs are {what}, which the command line does not allow; {instead}"
-
-
-def _file_problem(profile: TunedProfile) -> str | None:
-    """Returns what is wrong with the predictors that the profile names."""
-    if (named := profile.knobs.get("predictor_file")) is None:
-        return None
-    try:
-        path = path_given(named)
-        if problem := files.refusal(path):
-            return f"it uses predictors that are refused: {problem}"
-        if digest(path) == profile.files.get(str(named)):
-            return None
-        return f"its predictors {path} are not those that were measured; {_AGAIN}"
-    except FileNotFoundError:
-        return f"it uses {named}, which is not there any more; {_AGAIN}"
-    except (OSError, ValueError) as error:
-        return f"it uses {named}, which cannot be read: {error}; {_AGAIN}"
+    instead = f"set --spac-tuned {config.tuned_profile}@allow={ALLOWED[1]}, or {_AGAIN}"
+    return f"its knobs are {ROUNDED}, which the command line does not allow; {instead}"
 
 
 def _draft_problem(engine_args: EngineArgs, profile: TunedProfile) -> str | None:
@@ -158,9 +135,6 @@ def _contradiction(engine_args: EngineArgs, config: SpacConfig, profile: TunedPr
     ranks = profile.engine.get("tensor_parallel_size", 1)
     if engine_args.tensor_parallel_size != ranks:
         return f"it was measured with --tensor-parallel-size {ranks}; set --spac-tuned off"
-    most = profile.engine.get("max_num_seqs")
-    if profile.knobs.get("tree") and most and (engine_args.max_num_seqs or most + 1) > most:
-        return f"it drafts trees, measured with --max-num-seqs {most}; add that, or set --spac-tuned off"
     try:
         SpacConfig.parse(_merged(engine_args, profile))
     except ConfigError as error:

@@ -117,7 +117,7 @@ def _dear(results: dict) -> list[str]:
     named = ", ".join(f"{_named(item)} ({ratio:.2f} x)" for item, ratio in read if ratio is not None and ratio > 1)
     if not named:
         return []
-    return [f"cost more loads than they save, in bytes per token over no budget, so that tune refuses them: {named}"]
+    return [f"cost more loads than they save, in bytes per token over no budget: {named}"]
 
 
 def _speculated(item: dict, exact: dict) -> str:

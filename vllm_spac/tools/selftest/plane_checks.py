@@ -8,17 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_spac.config.tuned_profile import Candidate, Knob
+from vllm_spac.config.tuned_profile import Knob
 from vllm_spac.decisions.comparison import Said, compare_tokens
 from vllm_spac.errors import flag, printable
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.tiny_model import VOCABULARY
-from vllm_spac.tools.tuning.measurer import Measurer, MeasuringError, ProcessMeasurer
+from vllm_spac.tools.tuning.measurer import Measurer, MeasuringError
+from vllm_spac.tools.tuning.variants import Variant
 
 SECONDS = 300.0  # that an engine may take to start, and for an answer
 TOKENS = 16
 _PROMPTS = (1, 24, 70)  # lengths
-STOCK = Candidate("stock vLLM", "", None)
+STOCK = Variant("stock vLLM", None)
 _PLANES: dict[str, dict[str, Knob]] = {
     "slots": {"decisions": "host", "kernel": "vllm"},
     "table": {"decisions": "host", "kernel": "table"},
@@ -26,16 +27,16 @@ _PLANES: dict[str, dict[str, Knob]] = {
 }
 
 
-def planes(gpu: bool) -> list[Candidate]:
+def planes(gpu: bool) -> list[Variant]:
     """Returns stock vLLM and each way to run layers that this machine has."""
     found = [STOCK]
     for name, knobs in _PLANES.items():
         store = "host" if gpu or name == "pointers" else "disk"
-        found.append(Candidate(name, "", {**knobs, "slots": "50%", "store": store}))
+        found.append(Variant(name, {**knobs, "slots": "50%", "store": store}))
     return found
 
 
-def measurer(folder: Path, gpu: bool) -> ProcessMeasurer:
+def measurer(folder: Path, gpu: bool) -> Measurer:
     """Returns what starts engines over the checkpoint in ``folder``; what they pack is written beside it."""
     options = {
         "dtype": "bfloat16" if gpu else "float32",  # in float32 no near-tie hides an error; of GPUs it needs TF32
@@ -47,10 +48,10 @@ def measurer(folder: Path, gpu: bool) -> ProcessMeasurer:
         "kv_cache_memory_bytes": 64 << 20,
         "gpu_memory_utilization": 0.1,
     }
-    return ProcessMeasurer(str(folder), folder.parent / "packed", options, max(_PROMPTS), SECONDS)
+    return Measurer(str(folder), folder.parent / "packed", options, max(_PROMPTS), SECONDS)
 
 
-def compared(candidates: Sequence[Candidate], engines: Measurer) -> Iterator[CheckOutcome]:
+def compared(candidates: Sequence[Variant], engines: Measurer) -> Iterator[CheckOutcome]:
     """Yields how the tokens of each candidate compare with the first one's; the engines run side by side."""
     with ThreadPoolExecutor(len(candidates)) as pool:
         answers = list(pool.map(lambda candidate: _answers(candidate, engines), candidates))
@@ -73,12 +74,12 @@ class _Answers:
     near_ties: bool
 
 
-def _answers(candidate: Candidate, engines: Measurer) -> _Answers | str:
+def _answers(candidate: Variant, engines: Measurer) -> _Answers | str:
     """Returns an engine's answers, or the line of what it said instead that names an error."""
     prompts = [[(7 * n + 31 * length) % (VOCABULARY - 8) + 5 for n in range(length)] for length in _PROMPTS]
     try:
         with engines.start(candidate) as engine:
-            if candidate.is_stock:
+            if candidate.knobs is None:
                 return _Answers([engine.explain(prompt, TOKENS) for prompt in prompts], engine.near_ties)
             found = [Said(ids=tuple(engine.answer(prompt, TOKENS).ids)) for prompt in prompts]
             return _Answers(found, engine.near_ties)

@@ -1,1 +1,1 @@
-"""``vllm-spac tune``: which configurations are measured next, in which engines, and what is kept."""
+"""``vllm-spac tune``: a short list of ways to serve, each measured in turns with the default."""

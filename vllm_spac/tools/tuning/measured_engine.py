@@ -53,16 +53,19 @@ def _facts(llm: Any) -> dict:
     import psutil
     import torch
 
+    import vllm_spac
     from vllm_spac.integration.hooks.device import is_cpu
 
+    given = llm.llm_engine.vllm_config.additional_config
+    stores = [worker["store"] for worker in vllm_spac.stats(llm)["workers"]] if "spac" in given else [""]
     process = psutil.Process()
     processes = [process, *process.children(recursive=True)]
     dtype = llm.llm_engine.vllm_config.model_config.dtype
     return {
         "near_ties": dtype != torch.float32,
-        "repeats": is_cpu(),
+        "on_cpu": is_cpu(),
         "nbytes": sum(each.memory_info().rss for each in processes),
-        "exclusive": not is_cpu(),
+        "resident": all(store == "resident" for store in stores),
     }
 
 

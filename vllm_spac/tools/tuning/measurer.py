@@ -1,6 +1,6 @@
-"""Measures candidates, each in an engine of its own process: its memory is free afterwards.
+"""Measures variants, each in an engine of its own process: its memory is free afterwards.
 
-``Measurer`` is what a run needs of engines. Processes answer lines of JSON, and end with everything they started.
+Processes answer lines of JSON, and end with everything they started.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_spac.config.tuned_profile import Candidate
 from vllm_spac.decisions.comparison import Said
+from vllm_spac.system.host_memory import available_host_bytes
+from vllm_spac.tools.tuning.variants import Variant
 
 
 class MeasuringError(RuntimeError):
-    """An engine did not start, or did not answer; the message ends with the end of its log."""
+    """A process did not start, ended, or did not answer; the message ends with the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -47,53 +47,8 @@ class Answer:
         return len(self.ids) / self.seconds
 
 
-class Engine(ABC):
-    """A running engine.
-
-    Attributes:
-        near_ties: whether kernels may round a row differently for other numbers of rows: not so in float32.
-        repeats: whether steps with the same rows give the same bits, as on a CPU.
-        exclusive: whether no other engine can run beside it, e.g. because each takes most of a GPU.
-    """
-
-    near_ties: bool
-    repeats: bool
-    nbytes: int
-    exclusive: bool
-
-    @abstractmethod
-    def answer(self, prompt: str | Sequence[int], tokens: int) -> Answer:
-        """Generates ``tokens`` tokens; ``MeasuringError`` if the engine has ended."""
-
-    @abstractmethod
-    def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
-        """Generates as ``answer`` does, with the second best token at each place."""
-
-
-class Measurer(ABC):
-    """Starts engines."""
-
-    @abstractmethod
-    def start(self, candidate: Candidate) -> AbstractContextManager[Engine]:
-        """Returns a context with an engine that is gone afterwards; ``MeasuringError`` if it does not start."""
-
-    def clock(self) -> float:
-        """Seconds since some moment."""
-        return time.monotonic()
-
-    def room(self) -> int:
-        """Bytes of host memory that are free."""
-        from vllm_spac.system.host_memory import available_host_bytes
-
-        return available_host_bytes()
-
-
 _LOG_LINES = 15
 _SAYING = 2.0  # seconds that a process has for the stacks of its threads
-
-
-class LiveProcessError(RuntimeError):
-    """A process did not start, ended, or did not answer; with the end of its log."""
 
 
 class LiveProcess:
@@ -106,7 +61,7 @@ class LiveProcess:
         before: called in the process before the command, e.g. to limit its memory.
 
     Raises:
-        LiveProcessError: it did not start.
+        MeasuringError: it did not start.
     """
 
     def __init__(
@@ -126,6 +81,7 @@ class LiveProcess:
         try:
             self.ready = self._answer()
         except BaseException:
+            end(self._child)  # while it starts it does not see the end of its input
             self.close()
             raise
 
@@ -137,7 +93,7 @@ class LiveProcess:
         """Returns the answer to a line.
 
         Raises:
-            LiveProcessError: the process ended, or did not answer in time.
+            MeasuringError: the process ended, or did not answer in time.
         """
         with contextlib.suppress(BrokenPipeError):  # it has ended; ``_answer`` raises with its log
             self._asked.write(json.dumps(line) + "\n")
@@ -156,10 +112,10 @@ class LiveProcess:
         if not select.select([self._answers], [], [], self.timeout)[0]:
             where = stacks(self._child, Path(self._scratch.name))
             end(self._child)  # its answers would no longer be to what is asked
-            raise LiveProcessError(f"no answer after {self.timeout:.0f} s; its threads, the first one last:\n{where}")
+            raise MeasuringError(f"no answer after {self.timeout:.0f} s; its threads, the first one last:\n{where}")
         line = self._answers.readline()
         if not line:
-            raise LiveProcessError(ending(self._child.wait(), Path(self._scratch.name)))
+            raise MeasuringError(ending(self._child.wait(), Path(self._scratch.name)))
         return json.loads(line)
 
 
@@ -202,81 +158,76 @@ def end(child: subprocess.Popen) -> None:
     child.wait()
 
 
-_ENGINE = "vllm_spac.tools.tuning.measured_engine"
-_TIMEOUT = 3600.0  # seconds that a start, which may pack the experts, or an answer may take
+class Engine(LiveProcess):
+    """A running engine, ``measured_engine`` in a process of its own.
+
+    Attributes:
+        near_ties: whether kernels may round a row differently for other numbers of rows: not so in float32.
+        on_cpu: steps with the same rows give the same bits, and engines fit beside one another.
+        nbytes: host memory of its processes.
+        resident: whether every expert has a slot.
+    """
+
+    def __init__(self, job: dict, timeout: float) -> None:
+        def command(folder: Path) -> Sequence[str]:
+            (folder / "job.json").write_text(json.dumps(job))
+            return [sys.executable, "-P", "-m", "vllm_spac.tools.tuning.measured_engine", str(folder / "job.json")]
+
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if job["spac"] is None:
+            environment["VLLM_PLUGINS"] = ""  # stock means that no line of the plugin is loaded
+        super().__init__(command, timeout, environment)
+        self.near_ties, self.on_cpu = self.ready["near_ties"], self.ready["on_cpu"]
+        self.nbytes, self.resident = self.ready["nbytes"], self.ready["resident"]
+
+    def answer(self, prompt: str | Sequence[int], tokens: int) -> Answer:
+        """Generates ``tokens`` tokens; ``MeasuringError`` if the engine has ended."""
+        return Answer(**self.ask({"prompt": prompt, "tokens": tokens, "explain": False}))
+
+    def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
+        """Generates as ``answer`` does, with the second best token at each place."""
+        return Said.model_validate(self.ask({"prompt": prompt, "tokens": tokens, "explain": True}))
 
 
-class ProcessMeasurer(Measurer):
-    """Measures this machine.
+class Measurer:
+    """Starts engines on this machine.
 
     Args:
         disk_dir: folder of the packed experts; None: the default.
         prompt_tokens: longer prompts are cut.
-        timeout: seconds that a start, or an answer, may take.
+        timeout: seconds that a start, which may pack the experts, or an answer may take.
     """
 
     def __init__(
-        self,
-        model: str,
-        disk_dir: Path | None,
-        options: Mapping[str, Any],
-        prompt_tokens: int,
-        timeout: float = _TIMEOUT,
+        self, model: str, disk_dir: Path | None, options: Mapping[str, Any], prompt_tokens: int, timeout: float = 3600.0
     ) -> None:
         self._model, self._disk_dir, self._options, self._most = model, disk_dir, dict(options), prompt_tokens
         self._timeout = timeout
 
-    @contextlib.contextmanager
-    def start(self, candidate: Candidate) -> Iterator[Engine]:
-        job = self.job(candidate)
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-        if candidate.is_stock:
-            environment["VLLM_PLUGINS"] = ""  # stock means that no line of the plugin is loaded
+    def start(self, variant: Variant) -> AbstractContextManager[Engine]:
+        """Returns a context with an engine that is gone afterwards; ``MeasuringError`` if it does not start."""
+        return contextlib.closing(Engine(self.job(variant), self._timeout))
 
-        def command(folder: Path) -> Sequence[str]:
-            (folder / "job.json").write_text(json.dumps(job))
-            return [sys.executable, "-P", "-m", _ENGINE, str(folder / "job.json")]
-
-        try:
-            process = LiveProcess(command, self._timeout, environment)
-        except LiveProcessError as error:
-            raise MeasuringError(str(error)) from error
-        with contextlib.closing(process):
-            yield _Engine(process)
-
-    def job(self, candidate: Candidate) -> dict:
-        """Returns what ``engine`` is told."""
+    def job(self, variant: Variant) -> dict:
+        """Returns what ``measured_engine`` is told."""
         spac: dict[str, Any] | None = None
-        if candidate.knobs is not None:
-            spac = {**candidate.knobs, "tuned": "off"}
+        if variant.knobs is not None:
+            spac = {**variant.knobs, "tuned": "off"}
             in_place = str(spac.get("decisions")).startswith("device")
             if self._disk_dir is not None and spac.get("store", "disk") == "disk" and not in_place:
                 spac["disk_dir"] = str(self._disk_dir)
         return {
             "model": self._model,
             "spac": spac,
-            "drafts": None if candidate.drafts is None else dict(candidate.drafts),
-            "options": {**self._options, **candidate.options},
+            "drafts": None if variant.drafts is None else dict(variant.drafts),
+            "options": self._options,
             "prompt_tokens": self._most,
         }
 
+    def clock(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
 
-class _Engine(Engine):
-    def __init__(self, process: LiveProcess) -> None:
-        self._process = process
-        facts = process.ready
-        self.near_ties, self.repeats = facts["near_ties"], facts["repeats"]
-        self.nbytes, self.exclusive = facts["nbytes"], facts["exclusive"]
-
-    def answer(self, prompt: str | Sequence[int], tokens: int) -> Answer:
-        return Answer(**self._ask(prompt, tokens, explain=False))
-
-    def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
-        return Said.model_validate(self._ask(prompt, tokens, explain=True))
-
-    def _ask(self, prompt: str | Sequence[int], tokens: int, explain: bool) -> Any:
-        asked = prompt if isinstance(prompt, str) else list(prompt)
-        try:
-            return self._process.ask({"prompt": asked, "tokens": tokens, "explain": explain})
-        except LiveProcessError as error:
-            raise MeasuringError(str(error)) from error
+    def room(self) -> int:
+        """Bytes of host memory that are free."""
+        return available_host_bytes()

@@ -1,323 +1,281 @@
-"""One run of ``vllm-spac tune``: measures candidates in rounds, then the fastest and the default in turns.
+"""One run of ``vllm-spac tune``: each variant takes turns with the default, and the fastest does so once more.
 
-What it found is put into rows of the profile, and into sentences.
+Both answer the same prompt one after the other, so that a drift of the machine affects both.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from vllm_spac.config.tuned_profile import DEFAULT, LRU, Candidate, Measured, combine
-from vllm_spac.config.types import flag
-from vllm_spac.decisions.comparison import Ratio, Said, Tokens, compare_tokens
-from vllm_spac.tools.tuning.halving import Halving, Run
+from vllm_spac.decisions.comparison import Ratio, Said, Tokens, compare_tokens, orders
 from vllm_spac.tools.tuning.measurer import Answer, Engine, Measurer, MeasuringError
-from vllm_spac.tools.tuning.progress import Measurement, ProgressFile
-from vllm_spac.tools.tuning.turns import FEWEST, Pair, Prompt, take_turns
+from vllm_spac.tools.tuning.variants import Variant
 
-SEARCH = 0.65  # of the time; the rest is for the turns
-PROMPTS = 3  # of the first round
+FEWEST, MOST = 6, 40  # turns of a comparison: of fewer, no interval is given
+_SEARCH = 2 / 3  # of the time. The rest is the fastest's once more: the best of several is in part the luckiest
+_OF_START = 5  # turns of a start, where engines take turns in memory too
+_RESERVE = 1 << 30  # bytes of host memory left free beside two engines
 
-Tell = Callable[[str, float], object]
-Report = Callable[[str], object]
+Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True)
-class TuneOutcome:
-    """What a run found.
+@dataclass
+class Comparison:
+    """A variant and the default in turns.
 
     Attributes:
-        choice: the default unless another candidate was faster in the turns.
-        contender: what was compared with the default in turns; None: nothing was faster in the rounds.
-        ratio: of ``contender`` over the default; None: no or too few turns.
-        speeds: tokens per second over the default's, by name; last: the last measurement of each.
-        tokens: how tokens compare with the default's, by name.
-        untried: candidates for which there was no time.
+        rates: tokens per second of the default and of the variant.
+        first_token: seconds of the variant.
+        said: the default's answers; ids: the variant's.
+        near_ties: whether they may differ where two tokens are close.
+        problem: why it ended early, with the end of the engine's log.
     """
 
-    choice: Candidate
-    contender: Candidate | None
-    ratio: Ratio | None
-    speeds: dict[str, float] = field(default_factory=dict)
-    last: dict[str, Measurement] = field(default_factory=dict)
-    tokens: dict[str, Tokens] = field(default_factory=dict)
-    untried: tuple[Candidate, ...] = ()
+    variant: Variant
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    ids: list[Sequence[int]] = field(default_factory=list)
+    near_ties: bool = False
+    problem: str = ""
 
     @property
-    def undecided(self) -> bool:
-        """Whether the time was too short: to try everything before the default is kept, or to compare in turns."""
-        if self.contender is None:
-            return bool(self.untried)
-        return self.ratio is None or (bool(self.untried) and not self.ratio.is_faster)
+    def tokens(self) -> Tokens:
+        return compare_tokens(self.said, self.ids, self.near_ties)
+
+    @property
+    def wrong(self) -> bool:
+        return self.tokens.verdict == "wrong"
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second over the default's; None: there is nothing to compare, or its tokens are wrong."""
+        done = self.rates and not self.wrong and not self.problem
+        return statistics.median(other / default for default, other in self.rates) if done else None
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """The same with its interval; None also for too few turns."""
+        if self.speed is None or len(self.rates) < FEWEST:
+            return None
+        return Ratio.of([other / default for default, other in self.rates])
+
+    def add(self, said: Said, default: Answer, other: Answer) -> None:
+        self.rates.append((default.rate, other.rate))
+        self.first_token.append(other.first_token)
+        self.said.append(said)
+        self.ids.append(other.ids)
+
+    def __str__(self) -> str:
+        name, turns = self.variant.name, len(self.rates)
+        if self.problem:
+            return f"{name}: failed: {last_line(self.problem)}"
+        if self.speed is None:
+            return f"{name}: {self.tokens if self.wrong else 'no turns'}"
+        return f"{name}: {self.ratio or f'{self.speed:.2f} ({turns} turns)'} times the default's tokens/s"
 
 
 class Session:
     """One run.
 
     Args:
-        prompts: are used in order, as many as a round needs, and repeated in turns.
-        seconds: of the whole run, without the first engine, which may have to pack the experts.
+        ways: the variants, the default first, given whether it has a slot for every expert.
+        prompts: are used in order, and repeated.
+        seconds: of the whole run, without the first start, which may have to pack the experts.
+        beside: bytes that a second engine may need more than the first.
         tell: called with what is being measured, and the seconds spent.
-        report: called with what each measurement found, in a sentence.
+        report: called with what will be measured, and what each comparison found, in a sentence.
 
     Attributes:
-        candidates: with the combination that was found to be worth trying.
+        found: the comparisons so far; last: the one of the fastest, once more.
+        untried: variants for which there was no time.
     """
 
     def __init__(
         self,
-        candidates: Sequence[Candidate],
+        ways: Callable[[bool], Sequence[Variant]],
         prompts: Sequence[Prompt],
         tokens: int,
         seconds: float,
         measurer: Measurer,
-        file: ProgressFile,
-        tell: Tell = lambda text, spent: None,
-        seed: int = 0,
-        report: Report = lambda text: None,
+        beside: int = 0,
+        tell: Callable[[str, float], object] = lambda text, spent: None,
+        report: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.candidates = {candidate.name: candidate for candidate in candidates}
-        self._default = candidates[0]
-        self._prompts, self._tokens, self._seconds, self._seed = prompts, tokens, seconds, seed
-        self._measurer, self._file, self._tell, self._report = measurer, file, tell, report
-        kept = [candidate.name for candidate in candidates if candidate.group == "baseline"]
-        kept += [name for name in (LRU,) if name in self.candidates]
-        self._halving = Halving(list(self.candidates), kept, SEARCH * seconds, seed)
-        self._said: list[Said] = []
-        self._last: dict[str, Measurement] = {}
-        self._compared: dict[str, Tokens] = {}
-        self._joined = False
-        self._recorded = {(run.arm, run.round): run for run in file.content.runs}
+        self.found: list[Comparison] = []
+        self.last: Comparison | None = None
+        self.untried: list[Variant] = []
+        self._ways, self._prompts, self._tokens, self._seconds = ways, prompts, tokens, seconds
+        self._measurer, self._beside, self._tell, self._report = measurer, beside, tell, report
+        self._default = ways(False)[0]
+        self._kept: Engine | None = None  # the default's engine, where two fit beside each other
+        self._said: dict[int, Said] = {}  # the default's answers, by prompt
+        self._least = 0.0  # seconds that FEWEST turns took, with their starts
+        self._begin: float | None = None
 
-    def run(self) -> TuneOutcome:
-        """Measures until the time is spent; each measurement is saved.
+    def run(self) -> None:
+        """Measures until the time is spent; ``MeasuringError`` if the default cannot be measured."""
+        with ExitStack() as stack:
+            self._tell("the first start, which may pack the experts", 0.0)
+            engine = stack.enter_context(self._running(self._default))
+            self.untried = list(self._ways(engine.resident)[1:])
+            self._begin = self._measurer.clock()
+            if engine.on_cpu and self._measurer.room() >= engine.nbytes + self._beside + _RESERVE:
+                self._kept = engine
+            else:
+                stack.close()
+            names, time = ", ".join(variant.name for variant in self.untried), minutes(self._seconds)
+            why = " (every expert has a slot, so that drafts alone can be faster)" if engine.resident else ""
+            self._report(f"in turns with the default, in at most {time}: {names}{why}")
+            while self.untried:
+                search = _SEARCH if self._certain else 1  # while nothing is faster, nothing has to be asked again
+                end = search * self._seconds
+                if self.spent + self._least > end:
+                    break
+                share = self.spent + max(0.0, _SEARCH * self._seconds - self.spent) / len(self.untried)
+                self.found.append(Comparison(self.untried.pop(0)))
+                self._compare(self.found[-1], share, end)
+            if (best := self._certain) is not None:
+                self.last = Comparison(best.variant)
+                self._compare(self.last, self._seconds, self._seconds)
 
-        Raises:
-            MeasuringError: the default cannot be measured.
-        """
-        while (run := self._halving.next()) is not None:
-            if run.round == 1 and not self._joined:
-                self._join()
-            known = self._recorded.get((run.arm, run.round))
-            self._observe(run, known or self._measure(run))
-            if known is None:
-                self._report(self._sentence(run))
-        contender = self._contender()
-        ratio = None if contender is None else self._compare(contender)
-        return self._outcome(contender, ratio)
+    @property
+    def spent(self) -> float:
+        """Seconds since the first start."""
+        return 0.0 if self._begin is None else self._measurer.clock() - self._begin
 
-    def stopped(self) -> TuneOutcome:
-        """Returns what was found until now, of a run that is stopped; nothing is chosen without all turns."""
-        return self._outcome(self._contender(), None)
+    @property
+    def default_rates(self) -> list[float]:
+        """Tokens per second of the default, in all turns."""
+        return [default for found in self.found for default, _ in found.rates]
 
-    def _outcome(self, contender: Candidate | None, ratio: Ratio | None) -> TuneOutcome:
-        choice = contender if contender is not None and ratio is not None and ratio.is_faster else self._default
-        speeds = {name: speed for name in self.candidates if (speed := self._halving.speed(name)) is not None}
-        untried = tuple(c for name, c in self.candidates.items() if name not in self._last)
-        return TuneOutcome(choice, contender, ratio, speeds, self._last, self._compared, untried)
+    @property
+    def best(self) -> Comparison | None:
+        """What was the fastest so far; None: nothing was faster than the default."""
+        return self._certain or _fastest([found for found in self.found if (found.speed or 0) > 1])
 
-    def _sentence(self, run: Run) -> str:
-        """Says what a measurement found, and how long the rest takes at most."""
-        found, speed = self._last[run.arm], self._halving.speed(run.arm)
-        rate = f"{statistics.median(found.rates):.1f} tokens/s" if found.rates else "failed"
-        compared = f", {speed:.2f} times the default's" if speed is not None and run.arm != self._default.name else ""
-        wrong = (tokens := self._compared.get(run.arm)) is not None and tokens.verdict == "wrong"
-        text = ", and wrong tokens" if wrong else compared
-        left = max(0.0, self._seconds - self._halving.spent)
-        return f"round {run.round + 1}, {run.arm}: {rate}{text}; at most {minutes(left)} left"
+    @property
+    def _certain(self) -> Comparison | None:
+        """The fastest of what is faster by its whole interval."""
+        return _fastest([found for found in self.found if found.ratio is not None and found.ratio.is_faster])
 
-    def _join(self) -> None:
-        """Adds the combination of what was faster than the default, if there are several such changes."""
-        self._joined = True
-        faster = [self.candidates[name] for name in self._halving.ranked() if (self._halving.speed(name) or 0) > 1]
-        found = combine(self._default, [candidate for candidate in faster if not candidate.is_stock])
-        if found is not None:
-            self.candidates[found.name] = found
-            self._halving.join(found.name)
+    @property
+    def choice(self) -> Variant:
+        """The default, unless a variant was faster than it twice."""
+        ratio = None if self.last is None else self.last.ratio
+        return self.last.variant if self.last and ratio and ratio.is_faster else self._default
 
-    def _measure(self, run: Run) -> Measurement:
-        """Measures one candidate in an engine of its own, and saves it."""
-        self._tell(f"round {run.round + 1}: {run.arm}", self._halving.spent)
-        candidate, begin = self.candidates[run.arm], self._measurer.clock()
-        prompts = self._prompts[: PROMPTS << run.round]
-        found = Measurement(arm=run.arm, round=run.round, seconds=0.0)
+    @property
+    def undecided(self) -> bool:
+        """Whether the time was too short to keep anything, the default included."""
+        if self.choice is not self._default:
+            return False
+        short = [found for found in self.found if found.ratio is None and not found.wrong and not found.problem]
+        again = self.last is not None and self.last.ratio is None and not self.last.wrong
+        return bool(self.untried or short) or again
+
+    def sentences(self) -> Iterator[str]:
+        """Yields what was decided, and why."""
+        last = self.last
+        if last is None:
+            yield "nothing was faster than the default, " + ("as far as it came" if self.undecided else "which is kept")
+        elif last.ratio is None and not last.wrong:
+            yield f"{last.variant.name} was the fastest; it could not be compared with the default once more"
+        elif last.ratio is not None:
+            yield f"once more in turns, {last.variant.name} over the default, tokens per second: {last.ratio}"
+            if not last.ratio.is_faster:
+                yield "the interval includes 1, so the default is kept"
+        if last is not None and last.tokens.verdict == "near-ties":
+            exact = """--engine '{"dtype": "float32"}'"""
+            yield f"its tokens are the default's but for {last.tokens}; {exact} allows no difference"
+
+    def errors(self) -> Iterator[str]:
+        """Yields a sentence on each variant whose tokens were wrong."""
+        for found in (*self.found, self.last):
+            if found is not None and found.wrong:
+                yield (
+                    f"{found.variant.name}: tokens are {found.tokens}; it is never kept; please report this with the "
+                    "command and the model"
+                )
+
+    def _compare(self, found: Comparison, until: float, end: float) -> None:
+        """Adds turns until ``until``, or for the fewest until ``end``; the default's failure is an error."""
+        variant, begin = found.variant, self.spent
+        asked, size = variant, 1 if self._kept else _OF_START
+        self._show(variant)
         try:
-            with self._measurer.start(candidate) as engine:
-                engine.answer(prompts[0], 2)  # warm
-                answers = [engine.answer(prompt, self._tokens) for prompt in prompts]
-                found.rates = [answer.rate for answer in answers]
-                found.first_token = [answer.first_token for answer in answers]
-                found.answers = [list(answer.ids) for answer in answers]
-                same = candidate.same_steps and engine.repeats
-                found.near_ties = not same and (engine.near_ties or bool(candidate.departures))
-                found.nbytes, found.exclusive = engine.nbytes, engine.exclusive
-                if candidate is self._default:
-                    found.said = [self._explained(engine, number, answer) for number, answer in enumerate(answers)]
+            with self._running(variant) if self._kept else nullcontext() as mine:
+                for order in orders(0):
+                    if not self._goes_on(found, until, end):
+                        break
+                    places = [(len(found.rates) + n) % len(self._prompts) for n in range(size)]
+                    answers: dict[int, list[Answer]] = {}
+                    for which in order:
+                        asked, kept = ((self._default, self._kept), (variant, mine))[which]
+                        with self._running(asked, kept) as engine:
+                            answers[which] = [engine.answer(self._prompts[place], self._tokens) for place in places]
+                            self._learn(found, engine, which, places, answers[which])
+                    for place, default, other in zip(places, answers[0], answers[1], strict=True):
+                        found.add(self._said[place], default, other)
+                    self._show(variant)
         except MeasuringError as error:
-            found.problem, found.rates = str(error), []
-        found.seconds = self._measurer.clock() - begin
-        if found.rates or candidate is not self._default:  # a default that failed is measured again
-            self._file.content.runs.append(found)
-            self._file.save()
-        return found
+            if asked is self._default:
+                raise
+            found.problem = str(error)
+        if len(found.rates) >= FEWEST:
+            self._least = max(self._least, (self.spent - begin) * FEWEST / len(found.rates))
+        self._report(f"{found}; {self._left}")
 
-    def _explained(self, engine: Engine, number: int, answer: Answer) -> Said:
-        """Returns the default's answer to a prompt, with the second best tokens where near-ties may be decided."""
-        if number < len(self._said):
-            return self._said[number]
-        rounding = any(candidate.departures for candidate in self.candidates.values())
-        if engine.near_ties or rounding:
-            return engine.explain(self._prompts[number], self._tokens)
-        return Said(ids=tuple(answer.ids))
+    @property
+    def _left(self) -> str:
+        return f"at most {minutes(self._seconds - self.spent)} left"
 
-    def _observe(self, run: Run, found: Measurement) -> None:
-        """Gives a measurement to the scheduler; one with wrong tokens counts as failed."""
-        candidate = self.candidates[run.arm]
-        self._last[run.arm] = found
-        if candidate is self._default:
-            if found.problem:
-                raise MeasuringError(found.problem)
-            if len(found.said) > len(self._said):
-                self._said = found.said
-        first = run.round == 0 and candidate is self._default
-        rates = found.rates
-        if rates and not candidate.is_stock and "lossy" not in candidate.departures:
-            tokens = compare_tokens(self._said[: len(found.answers)], found.answers, found.near_ties)
-            self._compared[run.arm] = tokens
-            rates = [] if tokens.verdict == "wrong" and candidate is not self._default else rates
-        self._halving.observe(run, rates, found.seconds)
-        if first:
-            self._halving.free(found.seconds)
+    def _show(self, variant: Variant) -> None:
+        self._tell(f"{variant.name}, in turns with the default; {self._left}", self.spent)
 
-    def _contender(self) -> Candidate | None:
-        """Returns the fastest candidate of the plugin, if it was faster than the default in its last round."""
-        for name in self._halving.ranked():
-            candidate = self.candidates[name]
-            if candidate is self._default:
-                return None
-            if not candidate.is_stock:
-                return candidate
-        return None
+    def _goes_on(self, found: Comparison, until: float, end: float) -> bool:
+        ratio = found.ratio
+        if found.wrong or len(found.rates) >= MOST or (ratio is not None and ratio.high < 1):
+            return False
+        return self.spent < (until if len(found.rates) >= FEWEST else end)
 
-    def _compare(self, contender: Candidate) -> Ratio | None:
-        """Compares ``contender`` with the default in turns; None if tokens are wrong, or for too few turns."""
-        kept = self._file.content
-        kept.turns = [turn for turn in kept.turns if turn.arm == contender.name]
-        measured = self._last[self._default.name], self._last[contender.name]
-        pair = Pair(
-            self._default,
-            contender,
-            nbytes=sum(found.nbytes for found in measured),
-            exclusive=any(found.exclusive for found in measured),
-            near_ties=measured[1].near_ties,
-        )
-        before, text = self._halving.spent, f"in turns: {contender.name} and the default"
-        self._tell(text, before + kept.final)
-        take_turns(
-            pair,
-            list(zip(self._prompts, self._said, strict=False)),
-            self._tokens,
-            self._measurer,
-            self._file,
-            self._seconds - before,
-            self._seed,
-            lambda spent: self._tell(text, before + spent),
-        )
-        wrong = [turn for turn in kept.turns if turn.wrong]
-        if wrong:
-            self._compared[contender.name] = Tokens("wrong", len(kept.turns), len(wrong), float("inf"))
-        if wrong or len(kept.turns) < FEWEST:
-            return None
-        return Ratio.of([turn.other / turn.default for turn in kept.turns], self._seed)
+    def _learn(
+        self, found: Comparison, engine: Engine, which: int, places: Sequence[int], answers: Sequence[Answer]
+    ) -> None:
+        """Learns what the default answers, with the second best tokens, or whether near-ties are the variant's."""
+        if which:
+            same = found.variant.drafts is None and not found.variant.rounds and engine.on_cpu
+            found.near_ties = not same and (engine.near_ties or found.variant.rounds)
+            return
+        for place, answer in zip(places, answers, strict=True):
+            if place not in self._said:
+                explained = engine.near_ties or any(variant.rounds for variant in self._ways(False))
+                plain = Said(ids=tuple(answer.ids))
+                self._said[place] = engine.explain(self._prompts[place], self._tokens) if explained else plain
+
+    @contextmanager
+    def _running(self, variant: Variant, kept: Engine | None = None) -> Iterator[Engine]:
+        """An engine that has answered once: ``kept``, or one that starts now and ends afterwards."""
+        if kept is not None:
+            yield kept
+            return
+        with self._measurer.start(variant) as engine:
+            engine.answer(self._prompts[0], 2)  # warm
+            yield engine
+
+
+def _fastest(found: Sequence[Comparison]) -> Comparison | None:
+    return max(found, key=lambda each: each.speed or 0, default=None)
 
 
 def minutes(seconds: float) -> str:
     """Formats a time that is left."""
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def best_so_far(outcome: TuneOutcome) -> str:
-    """Says what a run that was stopped would serve with, as far as it came."""
-    if outcome.contender is None:
-        return "the default is the fastest so far" if len(outcome.last) > 1 else "nothing was compared so far"
-    name = outcome.contender.name
-    speed = outcome.speeds[name]
-    return f"the fastest so far is {name}: {speed:.2f} times the default's tokens/s, not compared in turns yet"
-
-
-def measured(outcome: TuneOutcome, candidates: Sequence[Candidate]) -> tuple[Measured, ...]:
-    """Returns what was measured of each candidate, the fastest first and those without a speed last."""
-    rows = [_row(outcome, candidate) for candidate in candidates]
-    return tuple(sorted(rows, key=lambda row: -(row.speed or 0.0)))
-
-
-def _row(outcome: TuneOutcome, candidate: Candidate) -> Measured:
-    name, last = candidate.name, outcome.last.get(candidate.name)
-    if last is None:
-        return Measured(name=name, note=candidate.note, problem="no time was left")
-    tokens = outcome.tokens.get(name)
-    wrong = tokens is not None and tokens.verdict == "wrong" and name != DEFAULT
-    return Measured(
-        name=name,
-        speed=None if wrong else outcome.speeds.get(name),
-        tokens_per_second=statistics.median(last.rates) if last.rates else None,
-        first_token=statistics.median(last.first_token) if last.first_token else None,
-        rounds=last.round + 1,
-        tokens="" if tokens is None else str(tokens),
-        note=candidate.note,
-        problem=last_line(last.problem) if last.problem else "other tokens than the default's" if wrong else "",
-    )
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(0.0, seconds):.0f} s"
 
 
 def last_line(log: str) -> str:
     """Returns the last line of a log that says anything."""
     return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "it says nothing")
-
-
-def sentences(outcome: TuneOutcome) -> Iterator[str]:
-    """Yields what was decided, and why."""
-    name = None if outcome.contender is None else outcome.contender.name
-    if name is None:
-        if outcome.untried:
-            yield "nothing that was tried so far was faster than the default"
-        else:
-            yield "nothing was faster than the default: it is kept"
-        return
-    if (tokens := outcome.tokens.get(name)) is not None and tokens.verdict == "wrong":
-        yield f"{name} was the fastest and gave other tokens in turns with the default, which is kept"
-    elif outcome.ratio is None:
-        yield f"{name} was the fastest so far; the time was too short to compare it with the default in turns"
-    else:
-        yield f"in turns, {name} over the default, tokens per second: {outcome.ratio}"
-        if not outcome.ratio.is_faster:
-            yield "the interval includes 1, so the default is kept"
-    if tokens is not None and tokens.verdict == "near-ties":
-        exact = """--engine '{"dtype": "float32"}'"""
-        yield f"its tokens are the default's but for {tokens}; {exact} allows no difference"
-    if outcome.contender is not None and outcome.contender.note:
-        yield f"{name} is {outcome.contender.note}"
-
-
-def errors(outcome: TuneOutcome) -> Iterator[str]:
-    """Yields a sentence on each candidate whose tokens were wrong."""
-    for name, tokens in outcome.tokens.items():
-        if tokens.verdict == "wrong":
-            what = "does not repeat its own tokens" if name == DEFAULT else "is never kept"
-            yield f"{name}: tokens are {tokens}; it {what}; please report this with the command and the model"
-
-
-def command(model: str, candidate: Candidate, disk_dir: Path | None) -> str:
-    """Returns the command that serves so without a profile."""
-    options: list[str] = []
-    for name, value in (candidate.knobs or {}).items():
-        options += [flag(name), str(value)]
-    if disk_dir is not None:
-        options += [flag("disk_dir"), str(disk_dir)]
-    if candidate.drafts is not None:
-        options += ["--speculative-config", json.dumps(dict(candidate.drafts))]
-    return shlex.join(["vllm", "serve", model, "--plugin", "spac", *options])
