@@ -22,6 +22,7 @@ from vllm_spac.tools.evaluation.points import AGREEMENT, COVERAGES, MODES, PERPL
 
 if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
+
 EXAMPLES = examples("""
 vllm-spac quality ./model --prompts texts.jsonl --budgets 8,12,16,24,32 --calibration model.calibration.safetensors
 vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
@@ -31,7 +32,6 @@ vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted
 [dim]Results are written point by point: the same command runs what is missing, other budgets are added.[/]
 """)
 
-RANKINGS = ("coactivation", "selected", "router", "static", "resident")  # of the package's, which are run by default
 SPECULATE = "Also evaluate speculated execution, as --spac-speculate: restricted, predicted, separated by commas."
 
 
@@ -48,7 +48,9 @@ def quality(
     prefetch: Annotated[
         str, typer.Option(help="With --predictor, the predictor of the file, as --spac-prefetch.")
     ] = "linear",
-    rankings: Annotated[str | None, typer.Option(help=f"{', '.join(RANKINGS)}.", show_default="all")] = None,
+    rankings: Annotated[
+        str | None, typer.Option(help="router, static, coactivation, selected, resident.", show_default="all")
+    ] = None,
     coverages: Annotated[str, typer.Option(help="substitution, truncation.")] = "substitution,truncation",
     window: Window = 9,
     calibration: Annotated[
@@ -119,12 +121,11 @@ def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, file: Path) 
 
 def _rankings(text: str | None, calibrated: bool) -> list[str]:
     """Rankings of the command line; by default, all that can run. ``ConfigError`` if one needs a calibration."""
-    needs = {name for name in components.serving("rankings") if components.find("rankings", name).needs_calibration}
-    if text is None:
-        return [name for name in RANKINGS if calibrated or name not in needs]
-    asked = _names(text, "--rankings", components.serving("rankings"))
-    if not calibrated and (lacking := [name for name in asked if name in needs]):
-        raise ConfigError(f"--rankings: {lacking[0]} needs --calibration FILE; write it with `vllm-spac calibrate`")
+    known = components.serving("rankings")
+    lacking = [name for name in known if not calibrated and components.find("rankings", name).needs_calibration]
+    asked = [name for name in known if name not in lacking] if text is None else _names(text, "--rankings", known)
+    for name in set(asked).intersection(lacking):
+        raise ConfigError(f"--rankings: {name} needs --calibration FILE; write it with `vllm-spac calibrate`")
     return asked
 
 
@@ -310,19 +311,21 @@ def budgets(
 
 
 def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
-    experts, uses = calibration.experts, calibration.counts
+    experts, uses = calibration.experts, (calibration.counts > 0).sum(1).tolist()
+    held = [
+        float(curve[budget - 1]) for curve, budget in zip(calibration.curve(mass_of), budgets.values(), strict=True)
+    ]
+    rows = [
+        (shown(name), str(budget), str(experts), f"{100 * share:.2f}%", str(used))
+        for (name, budget), share, used in zip(budgets.items(), held, uses, strict=True)
+    ]
     title = (
         f"{shown(calibration.model)}: budgets for {100 * mass:g}% of the mass {mass_of} in steps of "
         f"{calibration.window} tokens, {coverage}"
     )
+    table = compact(title, ("layer", "budget", "of", f"{mass_of} kept", "experts used"), rows, left=("layer",))
     mean = sum(budgets.values()) / len(budgets)
-    caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for name in ("layer", "budget", "of", f"{mass_of} kept", "experts used"):
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for number, (name, budget) in enumerate(budgets.items()):
-        held = float(calibration.curve(mass_of)[number, budget - 1])
-        table.add_row(shown(name), str(budget), str(experts), f"{100 * held:.2f}%", str(int((uses[number] > 0).sum())))
+    table.caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
     return table
 
 
