@@ -186,7 +186,7 @@ def test_a_budget_that_costs_more_loads_than_it_saves_is_named(results: dict) ->
     assert quality.verdict(results["points"], results["generation"]) == results["points"][1]
     results["generation"][2] |= {"bytes_per_token": 107.0, "acceptance_length": 1.7}
     text = printed(results)
-    assert "over no budget: router, truncation, B=12 (1.07 x)" in text
+    assert "in bytes per token over no budget: router, truncation, B=12 (1.07 x)" in text
     assert quality.verdict(results["points"], results["generation"]) is None, "it is no advice either"
     del results["generation"][0]["bytes_per_token"], results["generation"][1:]
     results["generation"].clear()
