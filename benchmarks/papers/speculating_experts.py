@@ -458,7 +458,7 @@ class Run:
         executing = Executing()
         self.llm.collective_rpc(installed(executing))
         sweep = Sweep(self.llm, self.texts, 1, self.observed.clear)
-        found: dict[str, Any] = {"exact": sweep._scored({}, reference=True), "points": []}
+        found: dict[str, Any] = {"exact": sweep.reference(), "points": []}
         for name, way in ways.items():
             executing.way = way
             for mode in ("predicted", "restricted"):

@@ -25,7 +25,7 @@ WORK = Path(".cache") / "toy" / "quality"
 RESULTS = ROOT / "benchmarks" / "results"
 BUDGETS = "8,16,24,32,40,42,44,48,56"
 MASSES = "0.9,0.95,0.98"  # of the routing weights of selected experts
-RANKINGS = "router,static,coactivation,selected,resident,oracle"
+RANKINGS = "router,static,coactivation,selected,resident"
 COVERAGES = "substitution,truncation"
 
 
@@ -60,7 +60,7 @@ def main(
     if not (ROOT / calibration).exists():
         vllm_spac("calibrate", *common, "--prompts", cache / "calibration.jsonl", "--output", calibration)
     options = ["--budgets", budgets, "--calibration", calibration, *(("--mass", masses) if masses else ())]
-    options += ["--rankings", rankings, "--coverages", coverages, "--title", f"{target}, windows of {window} tokens"]
+    options += ["--rankings", rankings, "--coverages", coverages]
     if generate:
         drafts = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": window - 1}
         options += ["--speculative-config", json.dumps(drafts), "--new-tokens", "48"]

@@ -115,7 +115,7 @@ def engine_config(model: Path, spac, **options):
         ({"budget": 0.0}, ["budget=0.0", "--spac-budget"]),
         ({"budget": "0.9@of=all"}, ["--spac-budget", "use of=selected or of=scores"]),
         ({"budget_mass": 0.9}, ["no knob budget_mass", "--spac-budget-mass", "use --spac-budget with a share"]),
-        ({"budget": 8, "budget_ranking": "oracle"}, ["'oracle'", "vllm-spac quality", "router"]),
+        ({"budget": 8, "budget_ranking": "oracle"}, ["'oracle'", "output of every expert", "router"]),
         ({"budget": 8, "budget_ranking": "static"}, ["static", "--spac-calibration", "vllm-spac calibrate"]),
         ({"budget": 8, "budget_coverage": "none"}, ["budget_coverage='none'", "substitution"]),
         ({"budget": "/not/there"}, ["budget=/not/there", "no such file", "16 or 0.98"]),

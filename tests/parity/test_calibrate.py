@@ -95,28 +95,8 @@ def test_quality(calibrated):
     assert results["natural"]["kl"] == 0 and results["natural"]["distinct"] > 8
     router = [points["router", "truncation", budget] for budget in (8, 20)]
     assert router[0]["kl"] > router[1]["kl"] and router[0]["dropped"] > router[1]["dropped"]
-    study = {(p["ranking"], p["coverage"], p["budget"]): p["error"] for p in results["reconstruction"]["points"]}
-    assert results["reconstruction"]["kernel_gap"] < 0.02, "the sum of the experts' outputs is the layer's"
-    assert all(error < 1e-6 for (_, _, budget), error in study.items() if budget == EXPERTS)
-    assert study["oracle", "truncation", 8] < study["router", "truncation", 8] < study["static", "truncation", 8]
     generated = {(p.get("ranking"), p.get("budget")): p for p in results["generation"]}
     assert generated["router", EXPERTS]["equal"] == 1 and generated[None, None]["distinct"] > TOP_K
     assert generated["router", 8]["distinct"] <= 8 and generated["router", 8]["dropped"] > 0
-    assert len(results["sessions"]) == 1 and results["provenance"]["versions"]["vllm"] and f"{results['title']}" in said
-    assert {path.name for path in (calibrated / "out").iterdir()} == {"quality.json", "pareto.png", "figures.png"}
-
-
-@pytest.mark.full
-def test_quality_of_weighted_votes(calibrated):
-    """alpha = 0 has the scores of uniform votes, to the bit."""
-    command(
-        *("quality", TOY / "target", "--prompts", calibrated / "texts.jsonl", "--window", WINDOW),
-        *("--slots", "60%", "--disk-dir", calibrated, "--budgets", "12", "--alphas", "0,0.5"),
-        *("--rankings", "router", "--coverages", "truncation", "--output", calibrated / "votes"),
-        *("--text-tokens", "64", "--engine", '{"dtype": "bfloat16"}'),
-    )
-    results = json.loads((calibrated / "votes" / "quality.json").read_text())
-    uniform, same, weighted = results["points"]
-    assert [point.pop("votes_alpha") for point in results["points"]] == [None, 0, 0.5]
-    assert uniform == same
-    assert weighted["kl"] not in (0, uniform["kl"]) and weighted["distinct"] <= 12
+    assert len(results["sessions"]) == 1 and results["provenance"]["versions"]["vllm"] and results["title"] in said
+    assert {path.name for path in (calibrated / "out").iterdir()} == {"quality.json"}

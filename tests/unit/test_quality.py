@@ -1,10 +1,10 @@
-"""The points of a sweep and what follows from results; tables and pictures of made-up ones."""
+"""The points of a sweep and what follows from results; tables of made-up ones."""
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
+from vllm_spac.cli.quality import _rankings, quality_table, sentences
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.machine import provenance
-from vllm_spac.tools.evaluation import figures, quality_report, reconstruction
 from vllm_spac.tools.evaluation import points as quality
 from vllm_spac.tools.evaluation.points import Point
 
@@ -32,7 +32,7 @@ def run(*arguments, code: int = 0) -> str:
 
 
 def test_points_are_all_combinations_that_the_model_can_run() -> None:
-    found, skipped = quality.points(["router", "oracle"], list(quality.COVERAGES), [2, 8], [0.9], FACTS)
+    found, skipped = quality.points(["router"], list(quality.COVERAGES), [2, 8], [0.9], FACTS)
     assert found == [
         Point("router", "substitution", budget=8),
         Point("router", "substitution", mass=0.9, mass_of="selected"),
@@ -41,14 +41,6 @@ def test_points_are_all_combinations_that_the_model_can_run() -> None:
         Point("router", "truncation", mass=0.9, mass_of="selected"),
     ]
     assert skipped == ["substitution with B=2: every token gets 4 experts"]
-
-
-def test_points_are_repeated_with_weighted_votes() -> None:
-    found, _ = quality.points(["router"], ["truncation"], [8], [0.9], FACTS, alphas=[0.25, 1.0])
-    plain, _ = quality.points(["router"], ["truncation"], [8], [0.9], FACTS)
-    assert found == [replace(point, votes_alpha=alpha) for alpha in (None, 0.25, 1.0) for point in plain]
-    with pytest.raises(ConfigError, match="--alphas: 1.5: use numbers from 0"):
-        quality.points(["router"], ["truncation"], [8], [], FACTS, alphas=[0.5, 1.5])
 
 
 def test_a_model_that_routes_by_itself_is_only_truncated() -> None:
@@ -73,10 +65,7 @@ def test_settings_are_those_of_the_control() -> None:
     [point], _ = quality.points(["router"], ["truncation"], [], [0.9], FACTS, "scores")
     settings = BudgetSettings.parse(point.settings("all", 9))
     assert (settings.budget, settings.mass, settings.mass_of) == (None, 0.9, "scores")
-    assert settings.alpha is None
-    point = Point("router", "truncation", budget=8, votes_alpha=0.25)
-    assert BudgetSettings.parse(point.settings("all", 9)).alpha == 0.25
-    assert point.label == "B=8, P^0.25" and quality_report.point_of({"mass": None} | asdict(point)) == point
+    assert point.bound == "0.9 of scores" and Point.of(asdict(point) | {"kl": 0.1}) == point
 
 
 def test_speculated_execution_is_a_point_without_a_bound() -> None:
@@ -86,21 +75,14 @@ def test_speculated_execution_is_a_point_without_a_bound() -> None:
     assert [point.coverage for point in found] == ["restricted", "predicted"] and all(p.speculated for p in found)
     settings = BudgetSettings.parse(found[1].settings("all", 9))
     assert (settings.speculate, settings.when, settings.window, settings.budget) == ("predicted", "all", 9, None)
-    assert quality_report.point_of(asdict(found[0])) == found[0]
+    assert Point.of(asdict(found[0])) == found[0]
     both, _ = quality.points(["router"], ["truncation"], [8], [], FACTS, speculate=["restricted"])
     assert both == [Point("router", "truncation", 8), Point("speculated", "restricted")]
 
 
-def test_results_say_which_mass_and_old_ones_meant_the_scores() -> None:
-    old = {"ranking": "router", "coverage": "truncation", "budget": None, "mass": 0.9}
-    assert quality_report.point_of(old).label == "0.9 of scores"
-    assert quality_report.point_of(old | {"mass_of": "selected"}).label == "0.9 of selected"
-    assert quality_report.point_of(old | {"budget": 8, "mass": None}) == Point("router", "truncation", 8)
-
-
 def test_rankings_by_default_are_those_that_can_be_had() -> None:
-    assert set(quality.rankings(None, True)) == {"oracle", "coactivation", "selected", "router", "static", "resident"}
-    assert set(quality.rankings(None, False)) == {"oracle", "selected", "router", "resident"}
+    assert set(_rankings(None, True)) == {"coactivation", "selected", "router", "static", "resident"}
+    assert set(_rankings(None, False)) == {"selected", "router", "resident"}
 
 
 @pytest.mark.parametrize(
@@ -110,13 +92,13 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
         (("--budgets", "8,x"), "--budgets: invalid literal"),
         (("--mass", "most"), "--mass: could not convert"),
         (("--mass", "0.9", "--mass-of", "softmax"), "selected or scores"),
-        (("--budgets", "8", "--alphas", "half"), "--alphas: could not convert"),
         (("--budgets", "8", "--rankings", "best"), "there is no 'best'"),
+        (("--budgets", "8", "--rankings", "oracle"), "there is no 'oracle'; use some of coactivation"),
         (("--budgets", "8", "--rankings", "router,router"), "names something twice"),
         (("--budgets", "8", "--rankings", "static"), "static needs --calibration FILE"),
-        (("--budgets", "8", "--coverages", "none"), "substitution or truncation"),
+        (("--budgets", "8", "--coverages", "none"), "use some of substitution, truncation"),
         (("--budgets", "8", "--speculative-config", "eagle"), "--speculative-config"),
-        (("--speculate", "wild", "--predictor", "p"), "there is no 'wild'; use restricted or predicted"),
+        (("--speculate", "wild", "--predictor", "p"), "there is no 'wild'; use some of restricted, predicted"),
         (("--speculate", "predicted"), "--speculate needs --predictor FILE"),
         (("--budgets", "8"), "cannot be read"),
     ],
@@ -148,27 +130,6 @@ def test_the_verdict_is_the_cheapest_that_keeps_the_quality() -> None:
     assert quality.verdict(points[:2]) is None
 
 
-def study(*errors: list[float]) -> dict:
-    points = [[ranking, "truncation", 8] for ranking in ("oracle", "router", "static")]
-    return {"points": points, "errors": list(errors)}
-
-
-def test_errors_of_layers_are_averaged() -> None:
-    found = reconstruction.summarised([study([1, 2, 3], [3, 4, 5]), study([5, 6, 7])])
-    assert [point["error"] for point in found] == [3.5, 4.5, 5.5]
-    assert found[0]["by_layer"] == [2, 5] and found[0]["ranking"] == "oracle"
-
-
-def test_order_is_judged_by_the_same_windows() -> None:
-    studies = [study([0.0, 0.1, 0.3], [0.5, 0.7, 0.6]), study([1.0, 1.1, 1.4])]
-    [gap] = reconstruction.ordered(studies, "oracle", "router", "truncation")
-    assert gap["difference"] == pytest.approx(0.4 / 3) and gap["holds"]
-    assert gap["standard_error"] == pytest.approx(0.1 / 3)
-    [gap] = reconstruction.ordered(studies, "router", "oracle", "truncation")
-    assert not gap["holds"]
-    assert reconstruction.ordered(studies, "oracle", "resident", "truncation") == []
-
-
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -185,9 +146,6 @@ def results() -> dict:
         "equal": 1.0,
     }
     made = [{name: point[name] for name in ("ranking", "coverage", "budget", "mass")} | speeds for point in points]
-    studies = [study([0.0, 0.1, 0.3], [0.5, 0.7, 0.9])]
-    order = reconstruction.ordered(studies, "oracle", "router", "truncation")
-    order += reconstruction.ordered(studies, "static", "router", "truncation")
     return {
         "title": "tiny",
         "window": 9,
@@ -197,15 +155,13 @@ def results() -> dict:
         "step_bytes_per_expert": 1 << 20,
         "points": points,
         "generation": [speeds, *made],
-        "routing": {"budgets": [8], "sizes": [{"size": 9, "natural": 12.5, "distinct": [8.0], "curve": [0.5, 1.0]}]},
-        "reconstruction": {"points": reconstruction.summarised(studies), "order": order},
         "verdict": quality.verdict(points),
     }
 
 
 def printed(results: dict) -> str:
     console = Console(width=400, file=io.StringIO())
-    console.print(quality_report.table(results), *quality_report.sentences(results))
+    console.print(quality_table(results), *sentences(results))
     return " ".join(console.file.getvalue().split())
 
 
@@ -216,7 +172,13 @@ def test_report(results: dict) -> None:
     assert "router, truncation, B=12 keeps a top-1 agreement of 99% and perplexity within 1%" in text
     assert "agreement 99.50 +- 0.30%, perplexity +0.10 +- 0.20%" in text
     assert "saves 12.0% of the bytes (1.5 MiB of 12.5 MiB per step)" in text
-    assert "oracle <= router at every budget" in text and "static <= router does not hold at B=8" in text
+
+
+def test_points_of_a_ranking_and_coverage_are_together_the_fewest_experts_first(results: dict) -> None:
+    results["points"] = results["points"][1::-1] + results["points"][:1:-1]
+    ranking, coverage, bound, *others = (list(column.cells) for column in quality_table(results).columns)
+    assert ranking == ["router"] * 4 and coverage == ["truncation"] * 2 + ["substitution"] * 2
+    assert bound == ["B=8", "B=12"] * 2 and others[4] == ["8.0", "11.0", "7.0", "11.0"]
 
 
 def test_a_budget_that_costs_more_loads_than_it_saves_is_named(results: dict) -> None:
@@ -231,24 +193,22 @@ def test_a_budget_that_costs_more_loads_than_it_saves_is_named(results: dict) ->
     assert quality.loads(results["points"][1], []) is None and "cost more loads" not in printed(results)
 
 
-def test_report_of_speculated_execution(results: dict, tmp_path: Path) -> None:
+def test_report_of_speculated_execution(results: dict) -> None:
     """It has no bound; its bytes stand beside those of the exact model, also where there are no drafts."""
     point = scored(None, 0.97, 0.001, 12.0, ranking="speculated", coverage="restricted")
     exact = results["generation"][0] | {"bytes_per_token": 3 << 20, "distinct": None, "dropped": 0.0}
     ours = point | exact | {"ranking": "speculated", "bytes_per_token": 1 << 20, "dropped": 0.024, "equal": 0.75}
-    results |= {"points": [point], "generation": [exact, ours], "reconstruction": None, "verdict": None}
+    results |= {"points": [point], "generation": [exact, ours], "verdict": None}
     text = printed(results)
     assert "the closest, speculated execution, restricted, has agreement 97.00" in text
     assert "restricted: 1.0 MiB per token at 50% hits (exact: 3.0 MiB per token at 50% hits)" in text
     assert "2.4% of the routing weight dropped, 75% of the tokens" in text and "verify step; " not in text
     assert "acceptance length 2.500 " in text, "without drafts there is no verify step to count experts of"
-    figures.pareto(results, tmp_path / "pareto.png")
-    figures.figures(results, tmp_path / "figures.png")
 
 
 def test_report_without_a_budget_that_keeps_the_quality(results: dict) -> None:
     results["points"] = results["points"][:1]
-    results |= {"verdict": None, "generation": [], "reconstruction": None}
+    results |= {"verdict": None, "generation": []}
     assert "no budget of this sweep keeps" in printed(results) and "router, truncation, B=8" in printed(results)
 
 
@@ -259,14 +219,10 @@ def test_resident_that_ranks_like_router_is_said(results: dict) -> None:
     assert "resident ranked like router" not in printed(results)
 
 
-def test_pictures(results: dict, tmp_path: Path) -> None:
-    results["points"] += [point | {"votes_alpha": 0.5} for point in results["points"]]
-    figures.pareto(results, tmp_path / "pareto.png")
-    figures.figures(results, tmp_path / "figures.png")
-    results |= {"generation": [], "reconstruction": None}
-    figures.pareto(results, tmp_path / "bare.png")
-    figures.figures(results, tmp_path / "bare-figures.png")
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+def test_without_generation_the_table_has_no_columns_of_it(results: dict) -> None:
+    assert [column.header for column in quality_table(results).columns][-4:] == ["accepted", "tokens/s", "hits", "read"]
+    results["generation"].clear()
+    assert quality_table(results).columns[-1].header == "bytes saved"
 
 
 def test_provenance_is_plain_data() -> None:

@@ -47,7 +47,7 @@ def test_equals_the_naive_twin() -> None:
 
 def test_the_reference_against_itself() -> None:
     logits, following = torch.randn(9, 5, dtype=torch.bfloat16), torch.randint(5, (9,))
-    scores = Scores(reference=True)
+    scores = Scores()
     scores.add(logits, logits, following)
     found = scores.snapshot()
     assert (found["agreement"], found["kl"], found["perplexity_change"]) == (1.0, 0.0, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import examples, print_table, say, shown
+from vllm_spac import components
+from vllm_spac.cli.tables import compact, examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_named
+from vllm_spac.tools.evaluation.points import AGREEMENT, COVERAGES, MODES, PERPLEXITY, SPECULATED, Point, loads
 
 if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
@@ -29,11 +33,6 @@ vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted
 """)
 
 SPECULATE = "Also evaluate speculated execution, as --spac-speculate: restricted, predicted, separated by commas."
-ALPHAS = (
-    "Also weigh votes, by these powers, separated by commas: a row counts P^alpha, with P the product of the "
-    "probabilities that the model without a budget gives the tokens of its window up to this row, as a perfectly "
-    "calibrated draft would."
-)
 
 
 def quality(
@@ -42,7 +41,6 @@ def quality(
     budgets: Annotated[str, typer.Option(help="Experts per layer (B), separated by commas.")] = "",
     mass: Annotated[str, typer.Option(help="Shares of the mass to keep, separated by commas.")] = "",
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
-    alphas: Annotated[str, typer.Option(help=ALPHAS)] = "",
     speculate: Annotated[str, typer.Option(help=SPECULATE)] = "",
     predictor: Annotated[
         Path | None, typer.Option(help="File from vllm-spac train-predictor, for --speculate.")
@@ -51,7 +49,7 @@ def quality(
         str, typer.Option(help="With --predictor, the predictor of the file, as --spac-prefetch.")
     ] = "linear",
     rankings: Annotated[
-        str | None, typer.Option(help="router, static, coactivation, resident, oracle.", show_default="all")
+        str | None, typer.Option(help="router, static, coactivation, selected, resident.", show_default="all")
     ] = None,
     coverages: Annotated[str, typer.Option(help="substitution, truncation.")] = "substitution,truncation",
     window: Window = 9,
@@ -63,8 +61,7 @@ def quality(
     ] = None,
     generate: Annotated[int, typer.Option(help="Number of texts to generate after.", min=1)] = 4,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate after each text.", min=2)] = 64,
-    output: Annotated[Path, typer.Option(help="Folder for quality.json and the pictures.")] = Path("quality"),
-    title: Annotated[str | None, typer.Option(help="Title of the pictures.", show_default="MODEL")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for quality.json.")] = Path("quality"),
     slots: Slots = "auto",
     disk_dir: DiskDir = None,
     text_tokens: TextTokens = 512,
@@ -74,19 +71,19 @@ def quality(
     """Sweep budgets and speculated execution: perplexity, agreement and bytes and, with drafts, speed."""
     from vllm_spac.methods.moe_spec.settings import check_mass_of
     from vllm_spac.tools.evaluation import engine as offline
-    from vllm_spac.tools.evaluation import points as sweeps
     from vllm_spac.tools.evaluation.prompts import read
 
     check_mass_of(mass_of)
     asked = {
-        "rankings": sweeps.rankings(rankings, calibration is not None),
-        "coverages": sweeps.coverages(coverages),
-        "budgets": sweeps.bounds(budgets, "--budgets", int),
-        "masses": sweeps.bounds(mass, "--mass", float),
+        "rankings": _rankings(rankings, calibration is not None),
+        "coverages": _names(coverages, "--coverages", COVERAGES),
+        "budgets": _numbers(budgets, "--budgets", int),
+        "masses": _numbers(mass, "--mass", float),
         "mass_of": mass_of,
-        "alphas": sweeps.bounds(alphas, "--alphas", float),
-        "speculate": sweeps.modes(speculate, predictor is not None),
+        "speculate": _names(speculate, "--speculate", MODES) if speculate.strip() else [],
     }
+    if asked["speculate"] and predictor is None:
+        raise ConfigError("--speculate needs --predictor FILE; write it with `vllm-spac train-predictor`")
     if not asked["budgets"] and not asked["masses"] and not asked["speculate"]:
         raise ConfigError(
             "nothing to evaluate; name budgets (--budgets 8,16,32), masses (--mass 0.9,0.98) or --speculate restricted"
@@ -103,34 +100,56 @@ def quality(
         run = {"window": window, "slots": slots, "drafts": portable, "calibration": digest}
         run |= {"generate": generate, "new_tokens": new_tokens} if drafts or asked["speculate"] else {}
         run |= {"predictor": _digest(predictor, "--predictor"), "prefetch": prefetch} if predictor else {}
-        _run(llm, pieces, run, asked, output, title)
+        _run(llm, pieces, run, asked, output / "quality.json")
 
 
-def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, output: Path, title: str | None) -> None:
+def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, file: Path) -> None:
     from vllm_spac.tools.evaluation.quality_run import QualityRun
 
-    console = Console(stderr=True)
-    with bar(console) as progress:
-        running = QualityRun(llm, pieces, run, asked, output / "quality.json", progress)
-        results = running.all(title)
-    _show(results, output)
-
-
-def _show(results: dict, output: Path) -> None:
-    from vllm_spac.tools.evaluation import figures, quality_report
-
+    with bar(Console(stderr=True)) as progress:
+        results = QualityRun(llm, pieces, run, asked, file, progress).all()
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)  # so that the table is not folded in a log
-    print_table(console, quality_report.table(results))
+    print_table(console, quality_table(results))
     for skipped in results["skipped"]:
         say(console, f"left out: {shown(skipped)}")
-    for sentence in quality_report.sentences(results):
+    for sentence in sentences(results):
         say(console, shown(sentence))
-    figures.pareto(results, output / "pareto.png")
-    figures.figures(results, output / "figures.png")
-    names = ", ".join(str(output / name) for name in ("quality.json", "pareto.png", "figures.png"))
-    say(console, f"written: {shown(names)}")
+    say(console, f"written: {shown(file)}")
+
+
+def _rankings(text: str | None, calibrated: bool) -> list[str]:
+    """Rankings of the command line; by default, all that can run. ``ConfigError`` if one needs a calibration."""
+    known = components.serving("rankings")
+    lacking = [name for name in known if not calibrated and components.find("rankings", name).needs_calibration]
+    asked = [name for name in known if name not in lacking] if text is None else _names(text, "--rankings", known)
+    for name in set(asked).intersection(lacking):
+        raise ConfigError(f"--rankings: {name} needs --calibration FILE; write it with `vllm-spac calibrate`")
+    return asked
+
+
+def _names(text: str, option: str, known: Sequence[str]) -> list[str]:
+    """Names of the command line; ``ConfigError`` if one is unknown or twice."""
+    asked = _listed(text, option)
+    if unknown := [name for name in asked if name not in known]:
+        raise ConfigError(f"{option}: there is no {unknown[0]!r}; use some of {', '.join(known)}")
+    return asked
+
+
+def _numbers(text: str, option: str, number: type) -> list:
+    """Numbers of the command line, in ascending order; none in a blank text."""
+    try:
+        return sorted({number(item) for item in _listed(text, option)}) if text.strip() else []
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}; use numbers with commas between them") from error
+
+
+def _listed(text: str, option: str) -> list[str]:
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if not items or len(set(items)) < len(items):
+        raise ConfigError(f"{option}: {text!r} is empty or names something twice; use names with commas between them")
+    return items
 
 
 def _digest(path: Path | None, option: str = "--calibration") -> str | None:
@@ -143,6 +162,124 @@ def _digest(path: Path | None, option: str = "--calibration") -> str | None:
         return xxhash.xxh3_64_hexdigest(path_named(path, option).read_bytes())
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
+
+
+# -- what a sweep found ------------------------------------------------------------------------------------------------
+
+
+def quality_table(results: dict) -> Table:
+    """Returns a table of all points, with generation where it was run.
+
+    ``read``: bytes per generated token over those without a budget.
+    """
+    natural, generation, rows = results["natural"], results["generation"], list[tuple[str, ...]]()
+    speeds = {Point.of(item): item for item in generation}
+    pairs = list(dict.fromkeys((item["ranking"], item["coverage"]) for item in results["points"]))
+    for pair in pairs:
+        of_pair = [item for item in results["points"] if (item["ranking"], item["coverage"]) == pair]
+        for item in sorted(of_pair, key=lambda item: item["distinct"]):
+            point, read = Point.of(item), loads(item, generation)
+            speed = _speed(speeds[point], read) if point in speeds else ("",) * 4
+            rows.append((*map(shown, pair), *_quality_cells(item, point, natural), *speed))
+        rows.append(())
+    heads = ["ranking", "coverage", "bound", "perplexity", "agreement", "KL", "dropped", "experts", "bytes saved"]
+    heads += ["accepted", "tokens/s", "hits", "read"]
+    table = compact(shown(results["title"]), heads, rows[:-1], left=("ranking", "coverage"))
+    reference = results["reference"]
+    table.caption = (
+        f"no budget: perplexity {reference['perplexity']:.3f} over {reference['tokens']:,} tokens, "
+        f"{natural['distinct']:.1f} distinct experts per layer and step of {results['window']} rows"
+    )
+    return table
+
+
+def _quality_cells(item: dict, point: Point, natural: dict) -> tuple[str, ...]:
+    return (
+        point.bound,
+        f"{100 * item['perplexity_change']:+.2f}%",
+        f"{100 * item['agreement']:.2f}%",
+        f"{item['kl']:.4f}",
+        f"{100 * item['dropped']:.1f}%",
+        f"{item['distinct']:.1f}",
+        _saved(item, natural),
+    )
+
+
+def _speed(item: dict, read: float | None) -> tuple[str, ...]:
+    ratio = "" if read is None else f"{read:.2f} x"
+    return (
+        f"{item['acceptance_length']:.2f}",
+        f"{item['tokens_per_second']:.1f}",
+        f"{100 * item['hit_rate']:.0f}%",
+        ratio,
+    )
+
+
+def _saved(item: dict, natural: dict) -> str:
+    """Returns the share of a verify step's expert bytes that a point saves."""
+    return f"{100 * (1 - item['distinct'] / natural['distinct']):.1f}%"
+
+
+def sentences(results: dict) -> list[str]:
+    """Returns the findings: the cheapest point that keeps the quality, and what generation without a budget takes."""
+    found, generation = [_verdict(results)], results["generation"]
+    exact = next((item for item in generation if not item.get("ranking")), None)
+    if exact:
+        verified = f", {exact['distinct']:.1f} distinct experts per layer and verify step" if exact["distinct"] else ""
+        found.append(
+            f"generation without a budget: {exact['tokens_per_second']:.1f} tokens/s, acceptance length "
+            f"{exact['acceptance_length']:.3f}{verified}"
+        )
+        ratios = [(Point.of(item), loads(item, generation)) for item in results["points"]]
+        if dear := ", ".join(f"{point} ({ratio:.2f} x)" for point, ratio in ratios if ratio is not None and ratio > 1):
+            found.append(f"cost more loads than they save, in bytes per token over no budget: {dear}")
+        found += [_speculated(item, exact) for item in generation if item.get("ranking") == SPECULATED]
+    return found + _same(results["points"])
+
+
+def _verdict(results: dict) -> str:
+    natural, chosen, step = results["natural"], results["verdict"], results["step_bytes_per_expert"]
+    asked = f"top-1 agreement of {100 * AGREEMENT:g}% and perplexity within {100 * PERPLEXITY:g}%"
+    if chosen is None:
+        near = max(results["points"], key=lambda item: item["agreement"])
+        return (
+            f"no budget of this sweep keeps a {asked}; the closest, {Point.of(near)}, has {_quality(near)} and saves "
+            f"{_saved(near, natural)} of the bytes"
+        )
+    return (
+        f"{Point.of(chosen)} keeps a {asked} with the fewest experts: {_quality(chosen)}; {chosen['distinct']:.1f} of "
+        f"{natural['distinct']:.1f} distinct experts per layer, which saves {_saved(chosen, natural)} of the bytes "
+        f"({gib(step * (natural['distinct'] - chosen['distinct']))} of {gib(step * natural['distinct'])} per step)"
+    )
+
+
+def _quality(item: dict) -> str:
+    agreed, change = (
+        f"{100 * item[name]:{sign}.2f} +- {100 * item[f'{name}_error']:.2f}%"
+        for name, sign in (("agreement", ""), ("perplexity_change", "+"))
+    )
+    return f"agreement {agreed}, perplexity {change} (standard errors over tokens)"
+
+
+def _speculated(item: dict, exact: dict) -> str:
+    """Bytes and tokens of speculated execution, beside those of the exact model with the same reads ahead."""
+    both = [f"{gib(each['bytes_per_token'])} per token at {100 * each['hit_rate']:.0f}% hits" for each in (item, exact)]
+    return (
+        f"generation with speculated execution, {item['coverage']}: {both[0]} (exact: {both[1]}), "
+        f"{item['tokens_per_second']:.1f} tokens/s, {100 * item['dropped']:.1f}% of the routing weight dropped, "
+        f"{100 * item['equal']:.0f}% of the tokens before the first that differs"
+    )
+
+
+def _same(points: Sequence[dict]) -> list[str]:
+    """Reports that ``resident`` ranked like ``router``: in prefill, all or none of a layer's experts are resident."""
+    resident, router = (
+        {Point.of(item | {"ranking": ""}): item["perplexity"] for item in points if item["ranking"] == name}
+        for name in ("resident", "router")
+    )
+    if not resident or resident != {key: router.get(key) for key in resident}:
+        return []
+    return ["resident ranked like router: while a prompt is read a layer finds all or none of its experts resident"]
 
 
 BUDGETS_EXAMPLES = examples("""
@@ -174,19 +311,21 @@ def budgets(
 
 
 def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
-    experts, uses = calibration.experts, calibration.counts
+    experts, uses = calibration.experts, (calibration.counts > 0).sum(1).tolist()
+    held = [
+        float(curve[budget - 1]) for curve, budget in zip(calibration.curve(mass_of), budgets.values(), strict=True)
+    ]
+    rows = [
+        (shown(name), str(budget), str(experts), f"{100 * share:.2f}%", str(used))
+        for (name, budget), share, used in zip(budgets.items(), held, uses, strict=True)
+    ]
     title = (
         f"{shown(calibration.model)}: budgets for {100 * mass:g}% of the mass {mass_of} in steps of "
         f"{calibration.window} tokens, {coverage}"
     )
+    table = compact(title, ("layer", "budget", "of", f"{mass_of} kept", "experts used"), rows, left=("layer",))
     mean = sum(budgets.values()) / len(budgets)
-    caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for name in ("layer", "budget", "of", f"{mass_of} kept", "experts used"):
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for number, (name, budget) in enumerate(budgets.items()):
-        held = float(calibration.curve(mass_of)[number, budget - 1])
-        table.add_row(shown(name), str(budget), str(experts), f"{100 * held:.2f}%", str(int((uses[number] > 0).sum())))
+    table.caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
     return table
 
 

@@ -22,7 +22,7 @@ class OracleRanking(Ranking):
     votes w_t are 1 in the paper.
     """
 
-    offline: ClassVar[str] = "it runs every expert, as vllm-spac quality alone does"
+    offline: ClassVar[str] = "it needs the output of every expert"
     needs_mixing: ClassVar[bool] = True
 
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vllm_spac.decisions.guard.draft_states import DraftProbabilities
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.hooks.drafts import unread
 from vllm_spac.integration.loading.fingerprint import drafter_fingerprint
 from vllm_spac.integration.loading.runner_choice import adapter_of
 from vllm_spac.integration.serving.worker_extension import SpacWorker
-from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
+from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetedLayer
 from vllm_spac.tools.evaluation.collection import Collected, Collection, DraftReader
-from vllm_spac.tools.evaluation.routing_study import Study
 from vllm_spac.tools.evaluation.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -38,26 +34,6 @@ class Calibrating:
         self.recorder.observe(layer, self._layers[layer].rule.probs(logits), weights, ids)
 
 
-class WindowWeights(DraftProbabilities):
-    """Weights of all rows of a text whose windows are ranked as verify steps are.
-
-    Args:
-        chances: probability of each token but the first, given those before.
-        window: rows of a step; its first row is certain.
-    """
-
-    def __init__(self, chances: Sequence[float], window: int) -> None:
-        super().__init__()
-        rows = [1.0, *chances]
-        for start in range(0, len(rows), window):
-            rows[start : start + window] = accumulate([1.0, *rows[start + 1 : start + window]], mul)
-        self._rows = tuple(rows)
-
-    def weights(self, request: str, tokens: Sequence[int], rows: int) -> tuple[float, ...] | None:
-        assert rows == len(self._rows), "a text is one forward"
-        return self._rows
-
-
 class Evaluation:
     """The actions of ``EvaluatedWorker``: its public methods but ``call``; arguments and results are plain.
 
@@ -70,10 +46,8 @@ class Evaluation:
         self._experts, self._model, self._drafter = experts, model, drafter
         self._runtime, self._control = experts.serving.runtime, experts.serving.budget
         self._calibrating: Calibrating | None = None
-        self._study: Study | None = None
         self._collection: Collection | None = None
         self._scoring = Scoring(model)
-        self._drafted = experts.drafted
 
     def call(self, action: str, *arguments: Any) -> Any:
         """Runs one action by its name."""
@@ -110,16 +84,16 @@ class Evaluation:
 
     def calibrated_text(self) -> int:
         """Ends a text; returns the number of tokens so far."""
-        self._recorder.end_text()
-        return self._recorder.tokens
+        self._listening.recorder.end_text()
+        return self._listening.recorder.tokens
 
     def save_progress(self, path: str) -> None:
         """Writes the state from which a later run can resume."""
-        self._recorder.save_progress(path)
+        self._listening.recorder.save_progress(path)
 
     def save_calibration(self, path: str) -> int:
         """Writes the calibration and stops recording; returns its number of tokens."""
-        found = self._recorder.result()
+        found = self._listening.recorder.result()
         found.save(path)
         self._runtime.listeners.remove(self._listening)
         self._calibrating = None
@@ -132,46 +106,13 @@ class Evaluation:
         self._control.counters.reset()
         self._scoring.begin(reference)
 
-    def weigh(self, ids: list[int], window: int) -> None:
-        """Weighs the rows of the next text ``ids``, as if each ``window`` rows were a step that verifies drafts.
-
-        The drafts' probabilities are those of the unbudgeted model, whose scores are the reference.
-        """
-        self._experts.drafted = WindowWeights(self._scoring.chances(ids), window)
-
     def scored_text(self, ids: list[int]) -> None:
         """Ends the text ``ids``, which the model has processed."""
         self._scoring.end_text(ids)
 
     def scores(self) -> dict:
         """Ends scoring; returns the scores and the budget's counters."""
-        self._experts.drafted = self._drafted
         return self._scoring.end() | {"budget": self._control.counters.snapshot()}
-
-    # -- routing -------------------------------------------------------------------------------------------
-
-    def capture(self, window: int, every: int) -> None:
-        """Starts keeping the routing of the following texts, and hidden states of each ``every``-th window."""
-        path = self._experts.config.calibration  # of this model: start-up checked it
-        calibration = None if path is None else Calibration.read(path)
-        self._study = Study(self._experts, _managed(self._model), calibration, window, every)
-        self._runtime.listeners.append(self._study)
-
-    def captured_text(self) -> None:
-        """Ends a text."""
-        self._captured.end_text()
-
-    def end_capture(self) -> None:
-        """Stops keeping routing."""
-        self._runtime.listeners.remove(self._captured)
-
-    def routing(self, sizes: list[int], budgets: list[int], coverage: str) -> list[dict]:
-        """See ``Study.routing``."""
-        return self._captured.routing(sizes, budgets, coverage)
-
-    def reconstruction(self, layer: int, budgets: list[int], rankings: list[str], coverages: list[str]) -> dict:
-        """See ``Study.reconstruction``."""
-        return self._captured.reconstruction(layer, budgets, rankings, coverages)
 
     # -- samples for predictors ----------------------------------------------------------------------------
 
@@ -209,15 +150,6 @@ class Evaluation:
     def _listening(self) -> Calibrating:
         assert self._calibrating is not None, "calibrate comes first"
         return self._calibrating
-
-    @property
-    def _recorder(self) -> CalibrationRecorder:
-        return self._listening.recorder
-
-    @property
-    def _captured(self) -> Study:
-        assert self._study is not None, "capture comes first"
-        return self._study
 
 
 def _managed(model: torch.nn.Module) -> list:

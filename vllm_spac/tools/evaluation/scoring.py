@@ -12,15 +12,9 @@ from vllm_spac.errors import SpacError
 
 
 class Scores:
-    """Accumulates scores over rows that each predict a known next token.
+    """Accumulates scores over rows that each predict a known next token."""
 
-    Attributes:
-        texts: number of texts scored; counted by the caller.
-    """
-
-    def __init__(self, reference: bool = False) -> None:
-        self.reference = reference
-        self.texts = 0
+    def __init__(self) -> None:
         self._rows = 0
         self._loss = self._difference = self._difference_squares = self._divergence = self._divergence_squares = 0.0
         self._agreed = self._right = 0
@@ -89,16 +83,14 @@ class Scoring:
         self._hook: Any = None
         self._hidden: list[Tensor] = []  # of the current text
         self._reference: list[Tensor] = []  # one per text
-        self._chances: dict[int, list[float]] = {}  # by number of the text
-        self._scores = Scores()
+        self._scores, self._texts, self._is_reference = Scores(), 0, False
 
     def begin(self, reference: bool) -> None:
         """Starts scoring the following texts, against themselves if they are the ``reference``."""
         assert self._hook is None, "the previous scores were not collected"
         if reference:
             self._reference.clear()
-            self._chances.clear()
-        self._scores = Scores(reference)
+        self._scores, self._texts, self._is_reference = Scores(), 0, reference
         self._hook = self._model.register_forward_hook(self._keep)
 
     def end_text(self, ids: list[int]) -> None:
@@ -107,34 +99,18 @@ class Scoring:
         Raises:
             SpacError: the model ran another number of rows.
         """
-        hidden, number = torch.cat(self._hidden), self._scores.texts
+        hidden = torch.cat(self._hidden)
         self._hidden.clear()
         if len(hidden) != len(ids):
             raise SpacError(f"spac: the model ran {len(hidden)} rows for a text of {len(ids)} tokens; this is a bug")
-        if self._scores.reference:
+        if self._is_reference:
             self._reference.append(hidden)
-        other, following = self._reference[number], torch.tensor(ids[1:], device=hidden.device)
+        other, following = self._reference[self._texts], torch.tensor(ids[1:], device=hidden.device)
         for start in range(0, len(following), _BLOCK):
             rows = slice(start, min(start + _BLOCK, len(following)))
             ours, theirs = (self._model.compute_logits(states[rows]) for states in (hidden, other))
             self._scores.add(ours, theirs, following[rows])
-        self._scores.texts += 1
-
-    def chances(self, ids: list[int]) -> list[float]:
-        """Returns the reference's probability of each token of the next text ``ids`` but the first, given those before.
-
-        It is computed once per text.
-        """
-        number = self._scores.texts
-        if number not in self._chances:
-            following = torch.tensor(ids[1:], device=self._reference[number].device)
-            parts = []
-            for start in range(0, len(following), _BLOCK):
-                rows = slice(start, min(start + _BLOCK, len(following)))
-                probabilities = self._model.compute_logits(self._reference[number][rows]).softmax(-1, torch.float32)
-                parts.append(probabilities.gather(1, following[rows, None])[:, 0])
-            self._chances[number] = torch.cat(parts).tolist() if parts else []
-        return self._chances[number]
+        self._texts += 1
 
     def end(self) -> dict:
         """Ends scoring; returns the scores of the texts since ``begin``."""
