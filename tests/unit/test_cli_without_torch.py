@@ -42,7 +42,6 @@ CALLS = {
     "calibrate": ([MODEL, "--prompts", "texts.txt"], ""),
     "budgets": (["c.safetensors"], ""),
     "quality": ([MODEL, "--prompts", "texts.txt", "--budgets", "8"], ""),
-    "quantise": ([MODEL, "--output", "copy"], ""),
     "train-predictor": ([MODEL, "--prompts", "texts.txt", "--output", "p.safetensors"], ""),
     "predictors": ([MODEL, "--predictor", "p.safetensors", "--prompts", "texts.txt", "--json", "x"], ""),
     "trace show": ([TRACE], ""),

@@ -75,7 +75,6 @@ for _examples, _command in (
     (quality.CALIBRATE_EXAMPLES, quality.calibrate),
     (quality.BUDGETS_EXAMPLES, quality.budgets),
     (quality.EXAMPLES, quality.quality),
-    (checkpoints.QUANTISE_EXAMPLES, checkpoints.quantise),
     (predictors.TRAIN_EXAMPLES, predictors.train_predictor),
     (predictors.EXAMPLES, predictors.predictors),
 ):
