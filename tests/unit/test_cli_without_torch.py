@@ -34,7 +34,6 @@ CALLS = {
     "plan": ([MODEL, "--machine", "rtx4090"], ""),
     "tune": ([MODEL], ""),
     "knobs": ([], ""),
-    "compatibility": ([], ""),
     "stats": (["http://127.0.0.1:9"], "no server answers"),
     "packed": (["--disk-dir", "."], "no packed experts"),
     "simulate": ([TRACE, "--profile", "rtx4090"], ""),

@@ -67,7 +67,6 @@ for _examples, _command in (
     (plan.EXAMPLES, plan.plan),
     (tune.EXAMPLES, tune.tune),
     (plan.KNOBS_EXAMPLES, plan.knobs),
-    (plan.COMPATIBILITY_EXAMPLES, plan.compatibility),
     (doctor.STATS_EXAMPLES, doctor.stats),
     (checkpoints.PACKED_EXAMPLES, checkpoints.packed),
     (simulate.EXAMPLES, simulate.simulate),

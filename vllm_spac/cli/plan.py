@@ -1,4 +1,4 @@
-"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` and ``compatibility`` list."""
+"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` lists what can be set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 import typer
 from rich import box
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -386,11 +385,6 @@ vllm-spac knobs
 vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
 """)
 
-COMPATIBILITY_EXAMPLES = examples("""
-vllm-spac compatibility
-vllm-spac compatibility --json > cells.json   [dim]# each combination: accepted, or why not[/]
-""")
-
 _ELSEWHERE = "see right"  # values that the description states
 NONE = "no result of ours"  # in which another value than the default wins
 _HEAD = """# Knobs
@@ -416,23 +410,6 @@ def knobs(
         if values and values != _ELSEWHERE:
             console.print(Padding(f"[dim]{escape(values)}[/]", (0, 0, 0, 4)), highlight=False)
         console.print(Padding(escape(text), (0, 0, 1, 4)), highlight=False)
-
-
-def compatibility(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print every combination, with the reason of a refusal.")
-    ] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
-) -> None:
-    """List what goes with what: platform, who decides, prefetch, budget, CPU experts, drafts, ranks."""
-    from vllm_spac.tools.planning import compatibility_table
-
-    if as_json:
-        print(json.dumps([cell.as_json() for cell in compatibility_table.cells()], indent=1))
-    elif markdown:
-        print(compatibility_table.page(), end="")
-    else:
-        Console().print(Markdown(compatibility_table.page()))
 
 
 def document() -> str:
