@@ -65,7 +65,7 @@ setup(
         "safetensors",
         "sortedcontainers",
         "tqdm",
-        "typer",
+        "typer>=0.19",  # Literal
         "xxhash",
     ],
     extras_require={

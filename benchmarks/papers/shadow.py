@@ -12,10 +12,10 @@ multiple of the KV period, it first takes over the model's keys and values of al
 own stay, also of tokens that were not the model's (section 3.2). Recall is the share of the experts that the model's
 routers chose which the shadow chose for the same place (equations 2 and 3); a text counts until it ends.
 
-Shadows: ``int8`` is rounded as by ``vllm-spac quantise --linears all``, ``nf4`` as by bitsandbytes (blocks of 64 with
-their greatest value, the scales left as they are); both compute in float32. ``fp16`` has the model's
-weights, which are bfloat16, and rounds what each operation gives: the residual stream, norms, projections, keys and
-values, attention's and each expert's output.
+Shadows: ``int8`` is rounded as by ``toy/quantize.py``, ``nf4`` as by bitsandbytes (blocks of 64 with their greatest
+value, the scales left as they are); both compute in float32. ``fp16`` has the model's weights, which are bfloat16, and
+rounds what each operation gives: the residual stream, norms, projections, keys and values, attention's and each
+expert's output.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
 import held
+import quantize
 from common import RESULTS, ROOT, provenance, show, write_result
 from llama import Shape, normed, rotated
-
-from vllm_spac.storage.checkpoint.quantising import Rounding
 
 TARGET = Path(".cache") / "real" / "target"  # from the checkout's root
 NEVER = 1 << 30  # a period that is never over
@@ -71,8 +71,8 @@ PAIRS = {"int8": [Pair(t, kv) for t in PERIODS for kv in PERIODS] + [Pair(1, 32)
 
 def int8(weight: Tensor) -> Tensor:
     """Rounds [N, K] to INT8 as a quantised checkpoint has it, and back to float32."""
-    tensors = Rounding("int8", linears="all").tensors(weight)
-    return tensors["weight"].float() * tensors["weight_scale"]
+    codes, scale = quantize.rounded(weight, 8)
+    return (codes.float() * scale).flatten(1)
 
 
 def nf4(weight: Tensor) -> Tensor:
@@ -116,14 +116,12 @@ class MoE:
         rounded: Callable[[Tensor], Tensor] | None = None,
         temperature: float = 0.0,
     ) -> None:
-        takes = Rounding("int8", linears="all").takes
         self.shape, self._temperature = Shape.of(config), temperature
         self.top_k, self.experts = config["num_experts_per_tok"], config["n_routed_experts"]
 
         def weight(name: str) -> Tensor:
             found = weights[f"{name}.weight"]
-            entry = {"shape": list(found.shape), "dtype": "BF16"}
-            return (rounded(found) if rounded and takes(f"{name}.weight", entry) else found).float()
+            return (rounded(found) if rounded and quantize.is_rounded(f"{name}.weight") else found).float()
 
         self._rounded = (lambda x: x) if dtype == torch.float32 else lambda x: x.to(dtype).float()
 

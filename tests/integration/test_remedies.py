@@ -18,14 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import combinations
 import pytest
+from combinations import Cell
 from compare import copied
 
 from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import Remedy, SpacError, flag
-from vllm_spac.tools.planning import compatibility_table
-from vllm_spac.tools.planning.compatibility_table import Cell
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 MOST_STEPS = 6
@@ -299,11 +299,11 @@ def follow_remedies(configurations: Iterable[State]) -> None:
     assert not contradicted, "\n".join(contradicted.values())
 
 
-# -- the table of what goes with what, which asks no vLLM --
+# -- all combinations, about which the plugin's checks are asked without vLLM --
 
 
 def told(cell: Cell) -> str:
-    """What an engine with vLLM's own configuration says to a cell of the table; empty: it would serve."""
+    """What an engine with vLLM's own configuration says to a combination; empty: it would serve."""
     drafts = {"none": None, "chain": EAGLE, "tree": EAGLE, "copy": COPY}[cell.speculation]
     options = {"gpu": True, "--attention-backend": "TRITON_ATTN"} if cell.platform == "gpu" else {}
     ranks = {"--tensor-parallel-size": cell.ranks.count} if cell.ranks.count > 1 else {}
@@ -315,13 +315,13 @@ def told(cell: Cell) -> str:
 
 def check_cells(cells: Iterable[Cell]) -> None:
     differ = {cell: (cell.reason, said) for cell in cells if (said := told(cell)) != cell.reason}
-    assert not differ, "\n".join(f"{cell}\n    the table: {a}\n    an engine: {b}" for cell, (a, b) in differ.items())
+    assert not differ, "\n".join(f"{cell}\n    the checks: {a}\n    an engine: {b}" for cell, (a, b) in differ.items())
 
 
-def test_engines_say_what_the_table_says() -> None:
-    check_cells(itertools.islice(compatibility_table.cells(), 0, None, 13))
+def test_engines_say_what_the_checks_say() -> None:
+    check_cells(itertools.islice(combinations.cells(), 0, None, 23))
 
 
 @pytest.mark.full
-def test_engines_say_what_the_whole_table_says() -> None:
-    check_cells(compatibility_table.cells())
+def test_engines_say_what_the_checks_say_of_all() -> None:
+    check_cells(combinations.cells())

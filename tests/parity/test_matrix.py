@@ -1,4 +1,4 @@
-"""Engines drawn from all combinations that ``vllm-spac compatibility`` accepts on a CPU, in float32.
+"""Engines drawn from all combinations that are accepted on a CPU, in float32.
 
 With V2's runner (``make test-v2``), from those that it accepts on a GPU, which has this runner.
 
@@ -19,12 +19,11 @@ from pathlib import Path
 import engines
 import forked
 import pytest
+from combinations import Cell, RankCount, cells
 from compare import METHODS, TOY, copied, program
 from exactness import FLOAT32, assert_same_tokens
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
-from vllm_spac.tools.planning.compatibility_table import Cell, RankCount, cells
 
 QUICK, ENGINES = 3, 300
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
@@ -125,7 +124,7 @@ def try_some(count: int, among: list[Cell], trained: dict[str, Path], folder: Pa
     @settings(drawn, max_examples=count)
     @given(st.sampled_from(among))
     def tried(cell: Cell) -> None:
-        name = json.dumps(cell.as_json(), sort_keys=True)
+        name = repr(cell)
         if name in passed or name in failures:
             return
         try:

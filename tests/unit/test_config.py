@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from vllm_spac.cache import prefetch_settings
-from vllm_spac.config.config import REMOVED, SpacConfig, check_knob, component_knobs
+from vllm_spac.config.config import SpacConfig, check_knob, component_knobs
 from vllm_spac.config.types import PREFETCHING, BudgetBound, SlotCount, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
@@ -140,21 +139,12 @@ def test_arguments_of_a_budget() -> None:
         SpacConfig.parse({"budget": "16@of=scores"})
 
 
-def test_a_knob_that_was_removed_is_refused_with_what_replaces_it() -> None:
-    assert not REMOVED.keys() & SpacConfig.model_fields.keys()
-    for name, instead in REMOVED.items():
-        with pytest.raises(ConfigError, match=f"there is no knob {name} .{flag(name)}. any more; ") as caught:
-            SpacConfig.parse({name: 1})
-        assert str(caught.value).endswith(instead)
-        for knob, value in re.findall(r"--spac-([a-z-]+) (\S*[@.]\S*|threshold|rescue)", instead):
-            check_knob(knob.replace("-", "_"), value)
-
-
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
         ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
         ({"lookahead": 3}, "unknown knob 'lookahead'; known knobs: "),
+        ({"execution": "pointers"}, "unknown knob 'execution'; did you mean 'executor'"),
         ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
         ({"qqq": 3}, "unknown knob 'qqq'; known knobs: preset, slots, store, disk_dir, host_memory, policy, "),
         ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts per layer"),

@@ -634,7 +634,7 @@ def test_a_refusal_that_names_a_kernel_can_be_followed(tmp_path: Path) -> None:
         assert part in text
     chosen = run(folder, *small, "--host-memory", "4.1GiB")
     assert "--spac-kernel table" in chosen, "where pointers have no host memory to read from"
-    assert "--kernel slots: use vllm or table" in run(folder, "--kernel", "slots", code=1)
+    assert "'slots' is not one of 'vllm', 'table'" in run(folder, "--kernel", "slots", code=2)
 
 
 @pytest.mark.usefixtures("quick")
@@ -731,7 +731,7 @@ def test_a_plan_with_pointers(tmp_path: Path) -> None:
     said = f"one expert in a slot (mxfp4, decisions=device) {W_E // 4 + W_E // 64:,} B"
     for part in (said, "decisions=device, calculated", "timed on one H100", "--spac-decisions device"):
         assert part in text
-    assert "--decisions tables: use host or device" in run(folder, "--decisions", "tables", code=1)
+    assert "'tables' is not one of 'host', 'device'" in run(folder, "--decisions", "tables", code=2)
 
 
 def test_flags_of_quantised_experts_are_separate_words(model: ServedModel) -> None:

@@ -288,8 +288,8 @@ def engine(draft: SimpleNamespace | None = None, **speculation: object) -> Simpl
     ("given", "says"),
     [
         (engine(), None),
-        (SimpleNamespace(speculative_config=None), "no draft model; add --speculative-config.*vllm-spac quantise"),
-        (engine(method="eagle3"), "eagle3 drafts without experts like this model's; use a copy.*vllm-spac quantise"),
+        (SimpleNamespace(speculative_config=None), "no draft model; add --speculative-config.*with llm-compressor"),
+        (engine(method="eagle3"), "eagle3 drafts without experts like this model's; use a copy.*with llm-compressor"),
         (engine(method="ngram"), "ngram drafts without experts.*as draft model"),
         (engine(parallel_drafting=True), r"parallel drafting \(draft_model\) has no routing"),
         (engine(use_heterogeneous_vocab=True), "use_heterogeneous_vocab.*drop use_het"),

@@ -6,7 +6,7 @@ each load; ``release`` unpins. ``use`` is for a layer that misses nothing. Slots
 frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back. Only the forward
 thread calls, so that no state changes between two lines.
 
-``Activity`` is what experts did lately, for somebody who looks at a running engine; nothing is kept otherwise.
+``ExpertActivity`` is what experts did lately, for somebody who looks at a running engine; nothing is kept otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands about checkpoints: ``inspect``, ``packed`` and ``quantise``.
+"""Commands about checkpoints: ``inspect`` and ``packed``.
 
 ``packed`` lists, verifies, repairs and deletes folders of packed experts. It never follows symbolic links below such a
 folder, deletes only files that packing writes, and nothing at all from a folder with any other file.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from rich.table import Table
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import SpacError, StoreError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder
+from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, alone, check_file, everything, remove, scan
 from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
@@ -244,63 +243,3 @@ def _needs(checkpoint: Checkpoint) -> Table:
         marks = (gib(size), gib(size + checkpoint.other_bytes)) if valid else ("too few for one token", "")
         table.add_row(f"{percent}%", str(count), *marks, style=None if valid else "dim")
     return table
-
-
-QUANTISE_EXAMPLES = examples("""
-vllm-spac quantise ./Qwen3-30B-A3B --format int4 --output ./Qwen3-30B-A3B-int4
-vllm-spac quantise Qwen/Qwen3-30B-A3B --format int8 --linears all --output /mnt/nvme/draft
-""")
-
-
-class Codes(StrEnum):
-    FP8 = "fp8"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class Linears(StrEnum):
-    EXPERTS = "experts"
-    ALL = "all"
-
-
-def quantise(
-    model: Annotated[
-        str, typer.Argument(help="Folder of an unquantised checkpoint, or its name in the Hugging Face cache.")
-    ],
-    output: Annotated[Path, typer.Option(help="Folder of the copy; an unfinished copy in it is completed.")],
-    format: Annotated[
-        Codes, typer.Option(help="fp8 with a scale for each block, int8 for each row, int4 for each group.")
-    ] = Codes.INT4,
-    group: Annotated[
-        int | None,
-        typer.Option(
-            help="Columns that share a scale, of int4.", min=8, show_default="the largest of 128, 64, 32 that fits"
-        ),
-    ] = None,
-    linears: Annotated[Linears, typer.Option(help="What is rounded: the experts, or all linear layers.")] = (
-        Linears.EXPERTS
-    ),
-) -> None:
-    """Write a quantised copy of a checkpoint, one file after the other: INT4, INT8 (compressed-tensors) or FP8.
-
-    Weights are rounded to the nearest code, without calibration: measure what it costs before you serve it.
-    """
-    from vllm_spac.storage.checkpoint.quantising import GROUPS, Copy, Rounding
-
-    console = Console()
-    copy = Copy(find_folder(model), output, Rounding(format.value, group, linears.value))
-    if format == Codes.INT4 and group is None and copy.rounding.group != GROUPS[0]:
-        say(console, f"--group {copy.rounding.group}: some weights have no multiple of {GROUPS[0]} columns")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    try:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("quantising", total=sum(copy.files.values()))
-            for _, count in copy.write():
-                progress.advance(task, count)
-    except OSError as error:
-        raise StoreError(f"{error.filename or output}: {error.strerror}; the same command goes on from here") from error
-    size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
-    say(
-        console,
-        f"{shown(output)}: {gib(size)} of {gib(sum(copy.files.values()))}; vllm-spac inspect says how to serve it",
-    )

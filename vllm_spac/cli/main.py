@@ -67,7 +67,6 @@ for _examples, _command in (
     (plan.EXAMPLES, plan.plan),
     (tune.EXAMPLES, tune.tune),
     (plan.KNOBS_EXAMPLES, plan.knobs),
-    (plan.COMPATIBILITY_EXAMPLES, plan.compatibility),
     (doctor.STATS_EXAMPLES, doctor.stats),
     (checkpoints.PACKED_EXAMPLES, checkpoints.packed),
     (simulate.EXAMPLES, simulate.simulate),
@@ -75,7 +74,6 @@ for _examples, _command in (
     (quality.CALIBRATE_EXAMPLES, quality.calibrate),
     (quality.BUDGETS_EXAMPLES, quality.budgets),
     (quality.EXAMPLES, quality.quality),
-    (checkpoints.QUANTISE_EXAMPLES, checkpoints.quantise),
     (predictors.TRAIN_EXAMPLES, predictors.train_predictor),
     (predictors.EXAMPLES, predictors.predictors),
 ):

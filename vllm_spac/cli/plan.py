@@ -1,4 +1,4 @@
-"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` and ``compatibility`` list."""
+"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` lists what can be set."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 import typer
 from rich import box
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
 from vllm_spac.cli.doctor import normal_url
 from vllm_spac.cli.tables import examples, print_table, say, shown
-from vllm_spac.config.types import AUTO, DECIDED, flag
+from vllm_spac.config.types import DECIDED, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
@@ -75,20 +74,20 @@ def plan(
         str | None, typer.Option(help="Memory of the host, e.g. 128GiB, instead of its own.")
     ] = None,
     decisions: Annotated[
-        str | None,
+        Literal["host", "device"] | None,
         typer.Option(
             "--decisions",
             "--spac-decisions",
-            help="host or device: who decides which experts are loaded.",
+            help="Who decides which experts are loaded.",
             show_default="the faster one",
         ),
     ] = None,
     kernel: Annotated[
-        str | None,
+        Literal["vllm", "table"] | None,
         typer.Option(
             "--kernel",
             "--spac-kernel",
-            help="vllm or table: what computes experts.",
+            help="What computes experts.",
             show_default="the one that reads this checkpoint",
         ),
     ] = None,
@@ -108,11 +107,9 @@ def plan(
     from vllm_spac.storage.checkpoint.published import find_model
     from vllm_spac.tools.planning.planned_machine import PlannedMachine
     from vllm_spac.tools.planning.planned_memory import Load
-    from vllm_spac.tools.planning.planned_model import Decisions, Kernel, ServedModel
+    from vllm_spac.tools.planning.planned_model import ServedModel
     from vllm_spac.tools.planning.planned_serving import best_plan
 
-    decided = cast(Decisions, _one_of(Decisions, "--decisions", decisions))
-    computed = cast(Kernel, _one_of(Kernel, "--kernel", kernel))
     sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
     with Console(stderr=True).status("reading the model") as status:
         named = find_model(model, revision)
@@ -122,16 +119,10 @@ def plan(
             status.start()
         planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
         status.update("calculating")
-        ways = list(ServedModel.ways(named, decided, computed, on_cpu=not planned.gpu, capability=planned.capability))
-        served = ways[0]
-        context = context or min(CONTEXT, served.architecture.longest or CONTEXT)
-        found = best_plan(
-            ways,
-            planned,
-            Load(context, concurrency),
-            _routings(trace, served),
-            lambda text: status.update(shown(text)),
-        )
+        knobs, on_cpu = (decisions or "auto", kernel or "auto"), not planned.gpu
+        ways = list(ServedModel.ways(named, *knobs, on_cpu=on_cpu, capability=planned.capability))
+        context = context or min(CONTEXT, ways[0].architecture.longest or CONTEXT)
+        found = best_plan(ways, planned, Load(context, concurrency), _routings(trace, ways[0]))
     checked = None if verify is None else _verified(normal_url(verify), api_key, named, found, trace)
     if as_json:
         print(json.dumps(_content(found) | ({} if checked is None else {"verified": asdict(checked)}), indent=2))
@@ -139,14 +130,6 @@ def plan(
     _show(Console(), found)
     if checked is not None:
         _show_verified(Console(), checked)
-
-
-def _one_of(kind: Any, option: str, text: str | None) -> str:
-    """Returns the value of an option, ``auto`` where it was not given."""
-    values = get_args(kind)
-    if text is not None and text not in values:
-        raise ConfigError(f"{option} {text}: use {' or '.join(value for value in values if value != AUTO)}")
-    return text or AUTO
 
 
 def _measured_here(named: NamedModel) -> None:
@@ -191,7 +174,7 @@ def _verified(
         raise ConfigError(f"the server at {url} runs execution={speed.execution}, which no plan calculates")
     kind = cast(Execution, speed.execution)
     served = ServedModel.of(named, kind, on_cpu=not machine.gpu, capability=machine.capability)
-    planned = row_of(speed.choice, served, machine, found.load, _routings(trace, served), lambda text: None)
+    planned = row_of(speed.choice, served, machine, found.load, _routings(trace, served))
     return PlanBesideServer(url, speed, planned)
 
 
@@ -386,11 +369,6 @@ vllm-spac knobs
 vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
 """)
 
-COMPATIBILITY_EXAMPLES = examples("""
-vllm-spac compatibility
-vllm-spac compatibility --json > cells.json   [dim]# each combination: accepted, or why not[/]
-""")
-
 _ELSEWHERE = "see right"  # values that the description states
 NONE = "no result of ours"  # in which another value than the default wins
 _HEAD = """# Knobs
@@ -416,23 +394,6 @@ def knobs(
         if values and values != _ELSEWHERE:
             console.print(Padding(f"[dim]{escape(values)}[/]", (0, 0, 0, 4)), highlight=False)
         console.print(Padding(escape(text), (0, 0, 1, 4)), highlight=False)
-
-
-def compatibility(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print every combination, with the reason of a refusal.")
-    ] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
-) -> None:
-    """List what goes with what: platform, who decides, prefetch, budget, CPU experts, drafts, ranks."""
-    from vllm_spac.tools.planning import compatibility_table
-
-    if as_json:
-        print(json.dumps([cell.as_json() for cell in compatibility_table.cells()], indent=1))
-    elif markdown:
-        print(compatibility_table.page(), end="")
-    else:
-        Console().print(Markdown(compatibility_table.page()))
 
 
 def document() -> str:

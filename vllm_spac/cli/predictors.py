@@ -232,7 +232,7 @@ def _limited(pieces: list[list[int]], limit: int) -> list[list[int]]:
 
 
 def _split(pieces: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the texts to fit to, and others, one in ``_OTHERS``, by which ``hybrid`` chooses."""
+    """Returns the texts to fit to, and others, one in ``_OTHERS``, by which ``hybrid_predictor`` chooses."""
     others = pieces[_OTHERS - 1 :: _OTHERS] or pieces[-1:]
     fitted = [piece for piece in pieces if not any(piece is other for other in others)]
     if not fitted:

@@ -23,37 +23,6 @@ if TYPE_CHECKING:
     from vllm_spac.storage.base import ExpertStore
 
 
-# Knobs of earlier versions -> what replaces them.
-REMOVED: dict[str, str] = {
-    "admission": "drop it: a missed expert gets a slot in its layer, before that computes",
-    "balancer": "name it with --spac-cpu-experts, e.g. --spac-cpu-experts threshold",
-    "budget_file": "use --spac-budget FILE",
-    "budget_mass": "use --spac-budget with a share, e.g. --spac-budget 0.98",
-    "budget_mass_of": "use an argument of the share, e.g. --spac-budget 0.98@of=scores",
-    "budget_rescue": "use --spac-budget-coverage rescue",
-    "budget_votes_alpha": "use an argument of the votes, e.g. --spac-budget-votes path@alpha=0.5",
-    "execution": "name who decides, --spac-decisions device (pointers) or host (slots, table), and what computes, "
-    "--spac-kernel table (table, pointers) or vllm (slots)",
-    "io_submit": "drop it: threads read missed experts, of which --spac-io-threads says how many",
-    "layer_ahead": "drop it: the next layer is always read ahead in forwards with many rows",
-    "prefetch_extra": "use an argument of the predictor, e.g. --spac-prefetch linear@extra=0.2",
-    "replicas": "use an argument of the executor, e.g. --spac-executor processes@replicas=1",
-    "soft_pins": "drop it: what a predictor expects soon is always evicted last",
-    "staging": "use an argument of the decisions, e.g. --spac-decisions device@staging=off",
-    "timeline_steps": "drop it: a timeline has the last 256 steps",
-    "trace_overwrite": "drop it: a trace replaces a trace; remove another file yourself",
-    "tree_depth": "use an argument of the shape, e.g. --spac-tree-shape dynamic@depth=6",
-    "tree_width": "use an argument of the shape, e.g. --spac-tree-shape dynamic@width=8",
-    "tuned_allow": "use an argument of tuned, e.g. --spac-tuned auto@allow=rounding",
-    "workers_per_layer": "use an argument of the executor, e.g. --spac-executor processes@per_layer=2",
-}
-
-
-def removed(name: str) -> str:
-    """Returns the refusal of a knob of ``REMOVED``."""
-    return f"there is no knob {name} ({types.flag(name)}) any more; {REMOVED[name]}"
-
-
 class SpacConfig(BaseModel):
     """The value of ``additional_config["spac"]``. An unknown key is an error."""
 
@@ -448,8 +417,6 @@ def _explain(item: ErrorDetails) -> str:
         return message
     name = shortened(str(item["loc"][0]))
     if item["type"] == "extra_forbidden":
-        if name in REMOVED:
-            return removed(name)
         near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
         return f"unknown knob {name!r}; {hint}"

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_spac.config.config import REMOVED, SpacConfig, check_knob, removed, value_forms
+from vllm_spac.config.config import SpacConfig, check_knob, value_forms
 from vllm_spac.config.types import flag
 from vllm_spac.errors import ConfigError, brief, printable
 from vllm_spac.integration.hooks import patches
@@ -53,8 +53,7 @@ def _whole(parser: argparse.ArgumentParser) -> Callable[[str], list]:
     def of(text: str) -> list:
         given = text.partition("=")[0]
         if given.startswith("--spac"):
-            if (knob := given[len("--spac-") :].replace("-", "_")) in REMOVED:
-                parser.error(removed(knob))
+            knob = given[len("--spac-") :].replace("-", "_")
             near = difflib.get_close_matches(knob, SpacConfig.model_fields, n=1, cutoff=0.75)
             hint = f"did you mean {flag(near[0])}?" if near else "vllm-spac knobs lists all"
             parser.error(f"there is no flag {printable(given)}; {hint}")

@@ -1,6 +1,6 @@
 """What goes with what: combinations of knobs, platform, drafts and ranks that cannot serve, and what helps.
 
-One function decides. Engines ask it when they start, and ``vllm-spac compatibility`` asks it about every combination.
+One function decides. Engines ask it when they start, and a test compares it with the table of this folder's README.
 What a model or another option of vLLM's decides is checked in ``preflight``; what knobs alone decide, in
 ``config.rules``.
 """

@@ -160,10 +160,10 @@ def unshadowed(vllm_config: VllmConfig) -> Reason | None:
     What a model builds is compared when it is loaded (``draft_routing``).
     """
     speculation = vllm_config.speculative_config
-    copy = Remedy("use a copy of this model, from `vllm-spac quantise`, as draft model", _COPY)
+    copy = Remedy("use a copy of this model, quantised with llm-compressor, as draft model", _COPY)
     if speculation is None:
         example = f"add --speculative-config '{json.dumps(_COPY['--speculative-config'])}'"
-        written = Remedy(f"{example}, where COPY is a copy of this model, from `vllm-spac quantise`", _COPY)
+        written = Remedy(f"{example}, where COPY is a copy of this model, quantised with llm-compressor", _COPY)
         return Reason("there is no draft model", written)
     if speculation.method != "draft_model":
         return Reason(f"{speculation.method} drafts without experts like this model's", copy)

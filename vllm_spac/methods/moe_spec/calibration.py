@@ -11,7 +11,6 @@ order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors
                                experts that the tokens selected, then for ``scores``, the routers' scores of all
                                experts (``MASSES``)
 
-Earlier formats are refused: 1 had only the curves of ``scores``, and in 2 another ranking gave the best experts.
 A budget for each layer is chosen from a calibration, and kept in a JSON file.
 """
 

@@ -329,7 +329,7 @@ class BudgetControl:
                 know it.
 
         Returns:
-            ``step`` with the rows' votes in their place, see ``votes``, and its bounds.
+            ``step`` with the rows' votes in their place, see ``voted``, and its bounds.
         """
         alpha = self.settings.alpha
         if alpha is None:

@@ -131,7 +131,7 @@ def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
 def weighted(values: Tensor, votes: Tensor) -> Tensor:
     """float64 [rows, n]: ``values`` (float [rows, n]) times the rows' votes; 0 in rows that do not vote, even for NaN.
 
-    Exact for float32 values, see ``votes``.
+    Exact for float32 values: votes are multiples of a power of two, see ``settings.vote``.
     """
     assert values.ndim == 2 and votes.shape == values.shape[:1] and votes.dtype in (torch.float64, torch.bool)
     return values.masked_fill(votes[:, None] == 0, 0) * votes[:, None].double()

@@ -118,7 +118,7 @@ class BudgetSettings(BaseModel):
             shortlist, at that expert's natural weight.
         when: which rows vote and are cut.
         votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
-            probability that the row is reached (``votes``).
+            probability that the row is reached (``vote``).
         votes_alpha: from 0, which equals ``uniform``, to 1.
         window: number of consecutive rows of a request that are ranked at a time, as if they were one verify step. For
             evaluation.

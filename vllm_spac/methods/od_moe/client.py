@@ -76,9 +76,8 @@ class WorkerClient:
         mine = [service.mine for service in services]
         self._divider = None if size == 1 else ExpertDivider(len(self.shape.layers), self.shape.experts, mine)
         self._message = 0.0 if self._divider is None else inquiries.message_seconds(services[0], dtype)
-        self._rates: dict[
-            int, ProcessorRates
-        ] = {}  # of each worker that has filled its slots; none where nothing is divided
+        # Of each worker that has filled its slots; none where nothing is divided.
+        self._rates: dict[int, ProcessorRates] = {}
         self.slots = 0
         self._kernel, self._dtype, self._open_copy = kernel, dtype, copy
         self._copy: ExpertStore | None = None

@@ -304,7 +304,7 @@ class WorkerLink:
 
     Args:
         address: ``tcp://host:port``.
-        facts: of this side, as ``service.facts``; of no use to a visitor.
+        facts: of this side, as of the function ``facts``; of no use to a visitor.
         engine: name of this engine, by which it returns after a lost connection; of no use to a visitor.
         ended: set when the engine ends: whatever is waited for is given up.
 

@@ -279,7 +279,7 @@ class StepTrees(NamedTuple):
         return self.bases[self.rows.tree] + self.rows.row
 
     def sequences(self, owner: Tensor, lengths: Tensor, table: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        """(tokens, block table) of each sequence, as ``virtual_batch`` makes them.
+        """Returns the tokens [S] that each sequence attends to, and its block table [S, blocks].
 
         Args:
             owner: int64 [S], request of the batch that each sequence is of.

@@ -35,13 +35,8 @@ _BAR = 1 << 30  # bytes from which on reading shows a progress bar
 # A generous bound on the time within which two changes of a file may get the same ctime. A file written less than this
 # before it was read is not trusted at the next start.
 _SETTLED_NS = 2_000_000_000
-_SAFETENSORS = {
-    "auto",
-    "hf",
-    "safetensors",
-    "fastsafetensors",
-    "runai_streamer",
-}  # load formats that prefer *.safetensors
+# Load formats that prefer *.safetensors.
+_SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}
 
 
 class Stamp(BaseModel):

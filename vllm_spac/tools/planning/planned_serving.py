@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_spac.decisions.costs import Attained, HostWork, VllmStep
@@ -20,12 +20,16 @@ _FEWER = (50, 25, 10)  # further shares of slots
 _TIER_STEP = 1 << 28  # bytes: host memory between slots and disk is a multiple of it
 
 
+def _speed(found: Prediction) -> float:
+    return found.tokens_per_second
+
+
 @dataclass(frozen=True)
 class Row:
     """A choice with what it would achieve.
 
     Attributes:
-        predictions: by routing, the slowest assumption first.
+        predictions: one for each routing that was assumed.
         first_token: least and most seconds to the first token of a prompt.
     """
 
@@ -37,22 +41,22 @@ class Row:
     @property
     def low(self) -> Prediction:
         """The prediction at the low end of the range: mostly ``even``, where nothing was recorded."""
-        return min(self.predictions, key=lambda found: found.tokens_per_second)
+        return min(self.predictions, key=_speed)
 
     @property
     def compared(self) -> Prediction:
         """The slowest with any locality, by which choices are compared: without any, a model would be the first."""
-        return next(found for found in self.predictions if found.routing != "even")
+        return min((found for found in self.predictions if found.routing != "even"), key=_speed)
 
     @property
     def high(self) -> Prediction:
         """The prediction at the high end of the range."""
-        return max(self.predictions, key=lambda found: found.tokens_per_second)
+        return max(self.predictions, key=_speed)
 
     @property
     def even(self) -> Prediction | None:
         """The prediction without any locality; None with a trace."""
-        return self.predictions[0] if self.predictions[0].routing == "even" else None
+        return next((found for found in self.predictions if found.routing == "even"), None)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,6 @@ def make_plan(
     machine: PlannedMachine,
     load: Load,
     routings: Sequence[Routing],
-    tell: Callable[[str], object] = lambda text: None,
 ) -> ServingPlan:
     """Plans how to serve ``model`` on ``machine``.
 
@@ -105,7 +108,7 @@ def make_plan(
         )
     if longest and load.context > longest:
         raise ConfigError(f"--context {load.context} is more than the {longest} tokens that the model was made for")
-    rows = [row_of(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
+    rows = [row_of(choice, model, machine, load, routings) for choice in choices(model, machine, load)]
     if not rows:
         raise ConfigError(_no_store(model, machine))
     plain = [row for row in rows if row.choice.store != "none" or not row.choice.drafts]  # stock as it is
@@ -114,7 +117,7 @@ def make_plan(
     if best.choice.store != "none":
         for percent in fewer[:2]:
             choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
-            rows.append(row_of(choice, model, machine, load, routings, tell))
+            rows.append(row_of(choice, model, machine, load, routings))
     rows.sort(key=lambda row: (row is not best, -row.compared.tokens_per_second))
     return ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
@@ -126,7 +129,6 @@ def best_plan(
     machine: PlannedMachine,
     load: Load,
     routings: Sequence[Routing],
-    tell: Callable[[str], object] = lambda text: None,
 ) -> ServingPlan:
     """Plans each of ``models``, which differ in their execution, and returns the plan that serves fastest.
 
@@ -137,7 +139,7 @@ def best_plan(
     errors: list[ConfigError] = []
     for model in models:
         try:
-            plans.append(make_plan(model, machine, load, routings, tell))
+            plans.append(make_plan(model, machine, load, routings))
         except ConfigError as error:
             errors.append(error)
     if not plans:
@@ -248,24 +250,11 @@ def _attained(assumed: Attained, stock: bool) -> Iterator[str]:
     )
 
 
-def row_of(
-    choice: Choice,
-    model: ServedModel,
-    machine: PlannedMachine,
-    load: Load,
-    routings: Sequence[Routing],
-    tell: Callable[[str], object],
-) -> Row:
+def row_of(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load, routings: Sequence[Routing]) -> Row:
     """Predicts one choice, for each of ``routings``."""
-    asked, found = Load(load.context, load.concurrency, choice.drafts), []
-    for routing in routings:
-        tell(f"{choice.slots} slots, {choice.store}")
-        found.append(predict(choice, model, machine, asked, routing))
-    if found[0].routing != "even":
-        found.sort(key=lambda prediction: prediction.tokens_per_second)
-    else:
-        found[1:] = sorted(found[1:], key=lambda prediction: prediction.tokens_per_second)
-    return Row(choice, asked, tuple(found), first_token(choice, model, machine, asked))
+    asked = replace(load, drafts=choice.drafts)
+    found = tuple(predict(choice, model, machine, asked, routing) for routing in routings)
+    return Row(choice, asked, found, first_token(choice, model, machine, asked))
 
 
 def tier_bytes(model: ServedModel, machine: PlannedMachine, percent: int, tokens: int = 0) -> int:

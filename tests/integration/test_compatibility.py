@@ -1,64 +1,57 @@
-"""The table of what goes with what: complete, true in pairs, and the page that is made of it."""
+"""What goes with what: the table of the document, and ways to draft."""
 
 from __future__ import annotations
 
-import itertools
-import json
+import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from typer.testing import CliRunner
+from combinations import Cell, cells
 
-from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration import compatibility
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.stepping import tree_arguments
-from vllm_spac.tools.planning import compatibility_table
-from vllm_spac.tools.planning.compatibility_table import Cell, RankCount
 
-PAGE = Path(__file__).parents[2] / "vllm_spac" / "COMPATIBILITY.md"
-KINDS = ("budget", "prefetch", "cpu_experts", "speculate")  # in the order in which a cell has them
+PAGE = Path(__file__).parents[2] / "vllm_spac" / "integration" / "README.md"
 
 
-def parts(cell: Cell) -> list[Cell]:
-    """The cells of no more than two settings that a cell consists of; more than one rank is a setting."""
-    groups = [(pair,) for pair in cell.settings if pair[0] not in ("prefetch", "speculate")]
-    if ahead := tuple(pair for pair in cell.settings if pair[0] in ("prefetch", "speculate")):
-        groups.append(ahead)  # speculation is by a predictor
-    two = [(), *groups, *(sorted(one + other, key=lambda p: KINDS.index(p[0])) for one, other in pairs_of(groups))]
-    alone = [Cell(cell.platform, cell.plane, tuple(some), cell.speculation, RankCount()) for some in two]
-    return alone + [Cell(cell.platform, cell.plane, some, cell.speculation, cell.ranks) for some in [(), *groups]]
+def in_words(cell: Cell) -> set[str]:
+    """What the table calls the parts of a combination."""
+    given, head = dict(cell.settings), cell.speculation in ("chain", "tree")
+    parts = {
+        "executor=processes": cell.plane == "workers",
+        "decisions=device": cell.plane == "device",
+        "no prefetch": "prefetch" not in given,
+        "no drafter": cell.speculation == "none",
+        "EAGLE heads": head,
+        "a draft model with experts": cell.speculation == "copy",
+        "several ranks": cell.ranks.count > 1,
+        "divided experts on a CPU": cell.ranks.divide_experts and cell.platform == "cpu",
+    }
+    return {part for part, there in parts.items() if there} | {f"prefetch={given.get('prefetch')}", *given}
 
 
-def pairs_of(groups: list) -> list:
-    return list(itertools.combinations(groups, 2))
-
-
-def test_the_combinations_are_all_there_once() -> None:
-    cells = list(compatibility_table.cells())
-    assert len(cells) == len(set(cells)) == 4 * 1014, "each kind of drafts has 1,014"
-    assert sum(cell.speculation != "copy" for cell in cells) == 3042
-
-
-def test_what_goes_in_pairs_goes_together() -> None:
-    """So the page, which shows pairs, says all."""
-    for cell in compatibility_table.cells():
-        assert (cell.refusal is None) == all(part.refusal is None for part in parts(cell)), cell
-
-
-def test_a_refusal_says_why_and_what_helps() -> None:
-    for cell in compatibility_table.cells():
+def test_all_goes_together_but_what_the_table_names() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## What goes with what")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]+ \|$", section.replace("`", ""), re.MULTILINE)
+    never = [pair for row in rows for pair in product(*(text.split(", ") for text in row))]
+    assert len(rows) <= 25 and len(never) == len(set(never)), "a short table that says nothing twice"
+    needed, every = set(), set()
+    for cell in cells():
+        every.add(cell)
+        found = in_words(cell)
+        named = [pair for pair in never if found.issuperset(pair)]
+        assert (cell.refusal is not None) == bool(named), (cell, named)
+        if len(named) == 1:
+            needed.update(named)
         if cell.refusal is not None:
             assert cell.refusal.problem and cell.refusal.remedies, cell
-
-
-def test_the_page_is_what_the_table_says() -> None:
-    """Otherwise: `vllm-spac compatibility --markdown > vllm_spac/COMPATIBILITY.md`."""
-    assert PAGE.read_text(encoding="utf-8") == compatibility_table.page()
+    assert needed == set(never) and len(every) == 4 * 1872
 
 
 def engine(method: str, v2: bool = False, **speculation: object) -> SimpleNamespace:
@@ -130,29 +123,3 @@ def test_the_guard_leaves_lossy_verification_alone(way: str) -> None:
     found = drafts.unguarded(engine("eagle3", rejection_sample_method=way))
     assert f"{way} is lossy" in str(found) and "drop rejection_sample_method" in str(found)
     assert drafts.unguarded(engine("eagle3", rejection_sample_method="block")) is None
-
-
-def test_a_refusal_more_is_seen_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusals(config: SpacConfig, *_):
-        yield config.uses_cpu_experts, "CPU experts are on holiday", ()
-
-    compatibility_table._refusal.cache_clear()
-    monkeypatch.setattr(compatibility, "_refusals", refusals)
-    assert "CPU experts are on holiday" in compatibility_table.page()
-    compatibility_table._refusal.cache_clear()
-
-
-def test_as_json() -> None:
-    result = CliRunner().invoke(app, ["compatibility", "--json"])
-    cells = json.loads(result.stdout)
-    assert len(cells) == 4 * 1014
-    for cell in cells:
-        assert list(cell) == [
-            "platform", "knobs", "speculation", "ranks", "expert_parallel", "exact", "accepted", "reason",
-        ]  # fmt: skip
-        assert cell["accepted"] == (cell["reason"] == "")
-        if cell["accepted"]:
-            SpacConfig.parse(cell["knobs"])
-    assert any("budget" in cell["knobs"] and not cell["exact"] for cell in cells)
-    text = CliRunner().invoke(app, ["compatibility"]).stdout
-    assert "combinations are accepted" in text and "Reasons" in text
