@@ -282,7 +282,7 @@ def estimate(
 class Executing(Predictor):
     """Predicts by ``way``, which can be changed between two texts; looks one layer ahead."""
 
-    needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING, Signal.TOKENS})
+    needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING})
     reach = 1
 
     def __init__(self) -> None:
@@ -364,7 +364,7 @@ class Run:
         self.held, self.sizes["held"], self.after = self._held(texts)
         kept = self.fit
         shape = kept.layers, kept.experts, kept.top_k, kept.hidden.shape[2]
-        material = Material(Sizes(*shape, 1, len(kept.tokens.unique())), kept, self.others, gates, found.outputs)
+        material = Material(Sizes(*shape, 1), kept, self.others, gates, found.outputs)
         self.material, self.identity = material, Identity(facts["fingerprint"], facts["model"], tuple(facts["layers"]))
 
     def _read(self, texts: list[list[int]], fitted: int) -> tuple[collection.Collected, Tensor, list[Tensor]]:
@@ -508,11 +508,11 @@ def main(
     with engine.engine(str(TARGET), spac, max(length, HELD) + 1, tokenizer=False, gpu_memory_utilization=0.2) as llm:
         run = Run(llm, fit, others, texts)
         route, layers = run.model.scores, range(run.held.layers)
-        ours = run.trained(["gate", "quasi_hidden", "linear"])
+        ours = run.trained(["gate", "quasi_hidden"])
         ours["neural"] = run.neural(CURVE[-1], layers[1:])
         one, result["training"] = run.estimators(ours["neural"], seconds)
         told = {what: run.told(route, what) for what in STATES} | {"one": run.told(one.about, "quasi")}
-        told |= {name: run.ranked(each) for name, each in ours.items() if each.reach}
+        told |= {name: run.ranked(each) for name, each in ours.items()}
         usual = run.told(route, "quasi", "others").found.mean(1)
         better = {
             "one": (run.told(one.about, "quasi", "others").found.mean(1) > usual).tolist(),
@@ -526,7 +526,6 @@ def main(
             "shared": run.by_state(route, "shared"),
             "neural": neural,
             "neural hybrid": chosen_by_layer(better["neural"], neural, router),
-            "linear": ours["linear"].guesses,
         }
         result |= {
             "texts": {"fit": run.fit.rows, "others": run.others.rows, "held": run.held.rows},

@@ -117,12 +117,11 @@ def pool(
 
 def predictor(name: str, experts: int, top_k: int, layers: int = 2) -> Maps:
     """Looks one layer ahead, with tensors of zeros."""
-    sizes = Sizes(layers, experts, top_k, D, 1, 8)
+    sizes = Sizes(layers, experts, top_k, D, 1)
     tensors = {
         part: {key: torch.zeros(size, dtype=dtype) for key, (dtype, size) in kinds()[part].specs(sizes).items()}
-        for part in ("token_table", "gate", "quasi_hidden", "linear")
+        for part in ("gate", "quasi_hidden")
     }
-    tensors["token_table"]["tokens"] += torch.arange(sizes.words)
     names = tuple(map(str, range(layers)))
     found = PredictorFile(Identity("f", "m", names), sizes, 1, tensors, {}, dict.fromkeys(tensors, {})).build(name)
     assert isinstance(found, Maps)

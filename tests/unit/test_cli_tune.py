@@ -273,11 +273,11 @@ def test_a_choice_is_kept_with_what_a_server_needs_to_use_it(
         assert Candidate("c", "g", knobs).allowance == level
     (file := tmp_path / "p").write_bytes(b"predictors")
     monkeypatch.setattr(
-        importlib.import_module("vllm_spac.cli.tune"), "_predictors", lambda path: ("linear",) if path else ()
+        importlib.import_module("vllm_spac.cli.tune"), "_predictors", lambda path: ("neural",) if path else ()
     )
-    world.Imagined.rate = staticmethod(lambda c: 30.0 if (c.knobs or {}).get("prefetch") == "linear" else 10.0)
+    world.Imagined.rate = staticmethod(lambda c: 30.0 if (c.knobs or {}).get("prefetch") == "neural" else 10.0)
     run(folder, "--predictor-file", file)
-    assert profile(folder).knobs["prefetch"] == "linear" and profile(folder).files == {str(file): digest(file)}
+    assert profile(folder).knobs["prefetch"] == "neural" and profile(folder).files == {str(file): digest(file)}
     assert "@allow=" not in run(folder)
 
 

@@ -177,9 +177,7 @@ def engine(v2: bool, method: str = "eagle3") -> SimpleNamespace:
     [
         (DRAFTING, False, drafts.unguarded),
         (DRAFTING, False, drafts.unweighted),
-        (DRAFTING, False, drafts.unread),
         (f"{patches.SCHEDULER}.update_from_output", True, drafts.unguarded),
-        (STATES, True, drafts.unread),
     ],
 )
 def test_what_needs_a_row_that_is_switched_off_is_refused(target: str, v2: bool, ask, monkeypatch) -> None:

@@ -165,10 +165,10 @@ def test_trees_need_as_few_requests_as_when_they_were_measured(
         ({"machine": Machine(cpu="c", cores=8, gpus=("g",), disk="d")}, "cores: 8, not 4.*run vllm-spac tune again"),
         ({"versions": {"vllm": "0.31.0"}}, "vllm: 0.31.0, not .*run vllm-spac tune again"),
         ({"engine": {"tensor_parallel_size": 2}}, "--tensor-parallel-size 2"),
-        ({"knobs": {"prefetch": "linear", "predictor_file": "/none/p"}}, "/none/p, which is not there any more"),
-        ({"knobs": {"prefetch": "linear", "predictor_file": "\0\x1b[31m"}}, "which cannot be read: .*tune again"),
-        ({"knobs": {"prefetch": "linear", "predictor_file": 3}}, "tune again"),
-        ({"knobs": {"prefetch": "linear", "predictor_file": __file__}}, "are not those that were measured"),
+        ({"knobs": {"prefetch": "neural", "predictor_file": "/none/p"}}, "/none/p, which is not there any more"),
+        ({"knobs": {"prefetch": "neural", "predictor_file": "\0\x1b[31m"}}, "which cannot be read: .*tune again"),
+        ({"knobs": {"prefetch": "neural", "predictor_file": 3}}, "tune again"),
+        ({"knobs": {"prefetch": "neural", "predictor_file": __file__}}, "are not those that were measured"),
         (
             {"speculative_config": EAGLE | {"model": "/none/head"}},
             "draft model /none/head, which is not there any more",
@@ -295,7 +295,7 @@ def serve_without_folder(folder: Path, level: str = "exact", **knobs):
 
 def test_predictors_that_were_measured_are_used_and_no_others(folder: Path, here: Machine, caplog) -> None:
     (file := folder / "predictors").write_bytes(b"as they were")
-    knobs = {"prefetch": "linear", "predictor_file": str(file)}
+    knobs = {"prefetch": "neural", "predictor_file": str(file)}
     write(folder, here, knobs=knobs, files={str(file): digest(file)})
     assert serve(folder)[1].predictor_file == file
     caplog.clear()

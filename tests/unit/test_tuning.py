@@ -186,10 +186,10 @@ def test_limited_memory_is_counted_in_slots_and_a_context_leaves_more(toy: Serve
 
 
 def test_predictors_of_a_file(toy: ServedModel) -> None:
-    found = by_name(toy, cpu(GIB), slots="25%", predictor_file="/p", predictors=("linear", "gate"))
-    for name in ("auto", "linear", "gate"):
+    found = by_name(toy, cpu(GIB), slots="25%", predictor_file="/p", predictors=("neural", "gate"))
+    for name in ("neural", "gate"):
         assert found[f"prefetch={name}"].knobs == {"slots": "25%", "prefetch": name, "predictor_file": "/p"}
-    assert "prefetch=auto" not in by_name(toy, cpu(GIB), slots="25%")
+    assert not {"prefetch=neural", "prefetch=gate"} & by_name(toy, cpu(GIB), slots="25%").keys()
 
 
 def test_what_departs_from_the_tokens_of_vllm() -> None:
@@ -360,7 +360,7 @@ def replace_(machine: Machine, **changes) -> Machine:
 
 def test_a_profile_may_set_what_candidates_set_and_nothing_else(toy: ServedModel) -> None:
     budget = Budget("b", dict.fromkeys(("budget_ranking", "budget_coverage", "budget"), 1), "")
-    more = {"predictors": ("linear",), "predictor_file": "p", "eagle3": "/head", "slots": "25%"}
+    more = {"predictors": ("neural",), "predictor_file": "p", "eagle3": "/head", "slots": "25%"}
     both = {"budgets": (budget,), "departures": frozenset({"rounding", "lossy"})}
     large = replace(toy, checkpoint=replace(toy.checkpoint, layer_bytes={n: 64 * MIB * 64 for n in range(6)}))
     found: set[str] = set()

@@ -1,12 +1,11 @@
 """Files of trained predictors, the tensors of all that fit a model in one safetensors file; and their training.
 
-Format ``spac-predictors-3``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
+Format ``spac-predictors-4``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``tokens`` (rows that were fitted to), ``names`` (JSON, the predictors), ``left_out`` (JSON,
 predictor -> why it does not fit the model), ``recall`` (JSON, predictor -> horizon -> for each layer [R@k, R@2k] on
-texts that were not fitted to, or null; a horizon is ``step`` or layers ahead), ``drafter`` (fingerprint of the drafter
-whose states were recorded, empty without one), and ``experts``, ``top_k``, ``width``, ``reach``, ``words``,
-``draft_width`` (``Sizes``). A tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes
-(``Trained.specs``). Training runs in stages, so that it can be resumed when it was interrupted.
+texts that were not fitted to, or null; a horizon is layers ahead), and ``experts``, ``top_k``, ``width``, ``reach``
+(``Sizes``). A tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes (``Trained.specs``).
+Training runs in stages, so that it can be resumed when it was interrupted.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.decisions.predictors._recall import STEP, Hits, Recalls
+from vllm_spac.decisions.predictors._recall import Hits, Recalls
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Trained
-from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.system import tensor_file
 from vllm_spac.system.tensor_file import check, layer_names
 from vllm_spac.system.untrusted import parse_json
 
-FORMAT = "spac-predictors-3"
-DTYPES = {"I64", "I16", "F32", "F16", "BF16"}
+FORMAT = "spac-predictors-4"
+DTYPES = {"I64", "F32", "BF16"}
 _MOST, _MOST_LAYERS, _MOST_REACH = 1 << 20, 1024, 8  # experts or dimensions, and others, that a file may claim
 _AGAIN = "train again with `vllm-spac train-predictor`"
 _SIZES = tuple(field.name for field in fields(Sizes) if field.name != "layers")
@@ -60,7 +58,6 @@ class PredictorFile:
         tensors: predictor -> its tensors.
         left_out: predictor -> why it is not in the file.
         recall: predictor -> its recall on texts not fitted to; empty while predictors are being trained.
-        drafter: fingerprint of the drafter whose states predictors were fitted to; empty without one.
     """
 
     identity: Identity
@@ -69,7 +66,6 @@ class PredictorFile:
     tensors: Mapping[str, Mapping[str, Tensor]]
     left_out: Mapping[str, str]
     recall: Mapping[str, Recalls]
-    drafter: str = ""
 
     @classmethod
     def load(cls, path: str | Path, identity: Identity, experts: int) -> PredictorFile:
@@ -126,9 +122,7 @@ class PredictorFile:
             check_tensors(name, kinds()[name].specs(sizes), grouped[name])
         identity = Identity(metadata["fingerprint"], metadata["model"], layers)
         why, recall = {str(k): str(v) for k, v in left_out.items()}, _recall(metadata["recall"], known, sizes)
-        drafter = metadata["drafter"]
-        check(bool(drafter) == bool(sizes.draft_width), "a drafter without states, or states of no drafter")
-        found = cls(identity, sizes, int(metadata["tokens"]), grouped, why, recall, drafter)
+        found = cls(identity, sizes, int(metadata["tokens"]), grouped, why, recall)
         for name in known:
             found.build(name)  # refuses values that a predictor cannot have
         return found
@@ -142,20 +136,13 @@ class PredictorFile:
         """Returns a predictor of the file; ``KeyError`` if it has none of this name.
 
         Args:
-            reach: layers that it looks ahead at most, 1 or more. Those that it uses look one layer ahead.
+            reach: layers that it looks ahead at most, 1 or more. Those that it asks look one layer ahead.
         """
-        return self._build(name, reach, {})
-
-    def _build(self, name: str, reach: int | None, built: dict[str, Trained]) -> Trained:
-        """Returns a predictor; those that it uses are in ``built``, or added to it."""
-        uses = needed(name, self.names)
-        for other in uses:
-            if other not in built:
-                built[other] = self._build(other, 1, built)
+        beside = {other: self.build(other, 1) for other in needed(name, self.names)}
         sizes = self.sizes if reach is None else replace(self.sizes, reach=min(reach, self.sizes.reach))
         tensors = self.tensors[name]
         with next(iter(tensors.values())).device:  # what it makes of them
-            return kinds()[name](sizes, tensors, {other: built[other] for other in uses})
+            return kinds()[name](sizes, tensors, beside)
 
     def on(self, device: torch.device) -> Self:
         """Returns the same predictors with tensors on ``device``."""
@@ -176,26 +163,20 @@ class PredictorFile:
         identity |= {"layers": json.dumps(self.identity.layers), "tokens": str(self.tokens)}
         lists = {"names": json.dumps(self.names), "left_out": json.dumps(dict(self.left_out))}
         lists["recall"] = json.dumps({name: self.recall[name] for name in self.names}, allow_nan=False)
-        identity |= {"drafter": self.drafter}
         return {"format": FORMAT} | identity | lists | {name: str(getattr(self.sizes, name)) for name in _SIZES}
 
 
 @cache
 def kinds() -> dict[str, type[Trained]]:
-    """Returns the trained predictors by name, each after those that it uses."""
+    """Returns the trained predictors by name, each after those that it asks."""
     found = {name: components.find("predictors", name) for name in components.names("predictors")}
     trained = {name: cast(type[Trained], kind) for name, kind in found.items() if issubclass(kind, Trained)}
-    return dict(sorted(trained.items(), key=lambda item: (item[1].uses is None, len(item[1].uses or ()), item[0])))
+    return dict(sorted(trained.items(), key=lambda item: (item[1].chooses, item[0])))
 
 
 def needed(name: str, names: Sequence[str]) -> list[str]:
-    """Returns those of ``names`` that the predictor ``name`` uses."""
-    uses = kinds()[name].uses
-    if uses is None:  # without those of a drafter, so that it can serve without one
-        return [
-            other for other in names if kinds()[other].uses is not None and Signal.DRAFT not in kinds()[other].needs
-        ]
-    return list(uses)
+    """Returns those of ``names`` that the predictor ``name`` asks: of one that chooses, all that do not."""
+    return [other for other in names if not kinds()[other].chooses] if kinds()[name].chooses else []
 
 
 def check_tensors(name: str, specs: Mapping, tensors: Mapping[str, Tensor]) -> None:
@@ -209,7 +190,7 @@ def check_tensors(name: str, specs: Mapping, tensors: Mapping[str, Tensor]) -> N
 
 def _recall(text: str, names: Sequence[str], sizes: Sizes) -> dict[str, Recalls]:
     """Parses the recall of the predictors ``names``; ``ValueError`` if it cannot be theirs."""
-    found, horizons = parse_json(text), {STEP, *(str(ahead) for ahead in range(1, sizes.reach + 1))}
+    found, horizons = parse_json(text), {str(ahead) for ahead in range(1, sizes.reach + 1)}
     check(isinstance(found, dict) and set(found) == set(names), "it has the recall of other predictors")
     for of_horizons in found.values():
         check(isinstance(of_horizons, dict) and set(of_horizons) <= horizons, "a recall at an impossible horizon")
@@ -240,11 +221,11 @@ _REMEDY = "delete it to start from the first stage"
 
 
 class Training:
-    """The stages of all predictors that fit a model, in an order in which each finds those that it uses.
+    """The stages of all predictors that fit a model, in an order in which each finds those that it asks.
 
     Args:
         source: identifies the texts, e.g. their checksum; progress made with others is not resumed.
-        only: the predictors that are wanted; those that they use are trained too. None: all.
+        only: the predictors that are wanted; those that they ask are trained too. None: all.
 
     Attributes:
         left_out: predictor -> why it is not trained.
@@ -254,12 +235,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        material: Material,
-        identity: Identity,
-        source: str,
-        drafter: str = "",
-        only: Collection[str] | None = None,
+        self, material: Material, identity: Identity, source: str, only: Collection[str] | None = None
     ) -> None:
         self.left_out: dict[str, str] = {}
         names: list[str] = []
@@ -267,13 +243,11 @@ class Training:
         for name, kind in kinds().items():
             if name not in wanted:
                 self.left_out[name] = NOT_WANTED
-            elif missing := [other for other in needed(name, names) if other not in names]:
-                self.left_out[name] = f"it needs {missing[0]}"
             elif why := kind.unfit(material):
                 self.left_out[name] = why
             else:
                 names.append(name)
-        self._material, self._identity, self._source, self._drafter = material, identity, source, drafter
+        self._material, self._identity, self._source = material, identity, source
         self._stages = [(name, stage) for name in names for stage in range(kinds()[name].stages(material.sizes))]
         self._made: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         self.done = 0
@@ -340,8 +314,7 @@ class Training:
         material = self._material
         finished = {name for name, _ in self._stages} - {name for name, _ in self._stages[self.done :]}
         tensors = {name: made for name, made in self._made.items() if name in finished}
-        rows, drafter = material.samples.rows, self._drafter
-        return PredictorFile(self._identity, material.sizes, rows, tensors, self.left_out, {}, drafter)
+        return PredictorFile(self._identity, material.sizes, material.samples.rows, tensors, self.left_out, {})
 
     def _facts(self) -> dict[str, str]:
         identity = self._identity
@@ -350,13 +323,12 @@ class Training:
             "layers": json.dumps(identity.layers),
             "sizes": json.dumps(astuple(self._material.sizes)),
             "source": self._source,
-            "drafter": self._drafter,
             "predictors": json.dumps(list(self._made)),
         }
 
 
 def closure(only: Collection[str] | None) -> set[str]:
-    """Returns the predictors called ``only``, and those that they use; all of them for None.
+    """Returns the predictors called ``only``, and those that they ask; all of them for None.
 
     Raises:
         ConfigError: no trained predictor has such a name.
@@ -365,7 +337,7 @@ def closure(only: Collection[str] | None) -> set[str]:
     if unknown := sorted(set(only or ()) - set(known)):
         raise ConfigError(f"spac: no trained predictor is called {unknown[0]}; use {', '.join(known)}")
     found = set(known if only is None else only)
-    for name in reversed(known):  # each comes after those that it uses
+    for name in reversed(known):  # each comes after those that it asks
         if name in found:
             found.update(needed(name, known))
     return found

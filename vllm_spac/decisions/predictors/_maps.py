@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
-from vllm_spac.decisions.predictors.base import Guess, Seen, Signal
+from vllm_spac.decisions.predictors.base import Seen, Signal
 
 
-class Maps(OnDevice):
+class Maps(Trained):
     """Scores of layer l + a = features of layer l @ map(a, l + a) + bias(a, l + a), for a = 1 .. reach.
 
     Maps are stored in bfloat16, and computed with in float32: those of a layer side by side, so that one product gives
@@ -22,7 +20,6 @@ class Maps(OnDevice):
     """
 
     needs = frozenset({Signal.ROUTER_INPUT})
-    uses: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
         super().__init__(sizes, tensors, beside)
@@ -47,7 +44,7 @@ class Maps(OnDevice):
     @classmethod
     def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
         ahead, target = material.sizes.jumps()[stage]
-        return cls.stored({(ahead, target): cls.fit(ahead, target, material, beside)})
+        return cls.stored({(ahead, target): cls.fit(ahead, target, material)})
 
     @staticmethod
     def stored(maps: Mapping[tuple[int, int], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -57,23 +54,8 @@ class Maps(OnDevice):
             found |= {f"map.{ahead}.{target}": weight.bfloat16(), f"bias.{ahead}.{target}": bias.float().clone()}
         return found
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        if seen.layer in self._maps:
-            yield Guess((seen.layer + 1) * self.sizes.experts, self.scores_of(seen), logits=True)
-
-    def scores_of(self, seen: Seen) -> Tensor:
-        """Returns float32 [rows, N * layers ahead], the scores of all layers that a layer sees."""
+    def of_next(self, seen: Seen) -> Tensor:
         return torch.addmm(self._bias[seen.layer], self.features(seen), self._maps[seen.layer])
-
-    def of_next(self, seen: Seen, known: Tensor) -> Tensor:
-        return torch.addmm(known, self.features(seen), self._maps[seen.layer])
-
-    def weights_of(self, layer: int, scores: Tensor) -> Tensor:
-        return scores.softmax(-1)
-
-    def of_step(self, tokens: Tensor | None) -> Tensor:
-        """As in ``OnDevice``: what is added to the products; with a greater reach, of all maps side by side."""
-        return torch.cat([self._bias[layer] for layer in range(self.sizes.layers - 1)])[None]
 
     @classmethod
     @abstractmethod
@@ -82,7 +64,7 @@ class Maps(OnDevice):
 
     @classmethod
     @abstractmethod
-    def fit(cls, ahead: int, target: int, material: Material, beside: Mapping[str, Trained]) -> tuple[Tensor, Tensor]:
+    def fit(cls, ahead: int, target: int, material: Material) -> tuple[Tensor, Tensor]:
         """Returns map [features, N] and bias [N] for scores of layer ``target``, ``ahead`` layers earlier."""
 
     @abstractmethod

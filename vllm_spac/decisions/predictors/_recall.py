@@ -80,13 +80,6 @@ def distance(horizon: str) -> float:
     return math.inf if horizon == STEP else int(horizon)
 
 
-def overall(recalls: Recalls) -> float:
-    """Returns R@k over all layers, by each layer's last guess; a layer without a guess counts as 0."""
-    layers = zip(*(recalls[horizon] for horizon in sorted(recalls, key=distance)), strict=True)
-    found = [next((pair[0] for pair in guesses if pair is not None), 0.0) for guesses in layers]
-    return sum(found) / len(found) if found else 0.0
-
-
 def _recalls(sums: Tensor) -> dict[str, float | None]:
     in_k, in_2k, in_missed, every, missed = sums.tolist()
     return dict(zip(RECALLS, (in_k / every, in_2k / every, in_missed / missed if missed else None), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.decisions.predictors._samples import Samples
-from vllm_spac.decisions.predictors.base import Predictor
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -26,8 +26,6 @@ class Sizes:
     Attributes:
         layers, experts, top_k, width: of the model: L, N, k, d.
         reach: layers that maps look ahead, at least 1 and below ``layers``.
-        words: distinct tokens of the texts.
-        draft_width: of the drafter's states (D); 0: the texts were read without a drafter.
     """
 
     layers: int
@@ -35,12 +33,9 @@ class Sizes:
     top_k: int
     width: int
     reach: int
-    words: int
-    draft_width: int = 0
 
     def __post_init__(self) -> None:
-        sizes = vars(self) | {"draft_width": self.draft_width + 1}
-        if min(sizes.values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):
+        if min(vars(self).values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):
             raise ValueError("impossible sizes")
 
     def jumps(self) -> list[tuple[int, int]]:
@@ -100,20 +95,37 @@ class Material:
 
 
 class Trained(Predictor):
-    """A predictor whose tensors ``train`` makes, stage by stage.
+    """A predictor whose tensors ``train`` makes, stage by stage. It looks from one layer at those behind it.
+
+    Args:
+        beside: of one that ``chooses``, all others by name, which look one layer ahead.
 
     Raises:
         ValueError: a tensor has values that it cannot have.
 
     Attributes:
-        uses: names of predictors that must be trained before it; None: all that do not say None.
+        chooses: it is trained after all that do not choose, and asks them.
     """
 
     needs_file: ClassVar[bool] = True
-    uses: ClassVar[tuple[str, ...] | None] = ()
+    on_device: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False
+    reach = 1
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
         self.sizes = sizes
+
+    @abstractmethod
+    def of_next(self, seen: Seen) -> Tensor:
+        """Returns float32 [rows, N], logits of the router behind the layer ``seen``, which is not the last one.
+
+        With a greater reach, those of all layers that it sees, side by side. On a device these are launches of fixed
+        shapes, which read nothing on the host, so that CUDA graphs can hold them.
+        """
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if START != seen.layer < self.sizes.layers - 1:
+            yield Guess((seen.layer + 1) * self.sizes.experts, self.of_next(seen), logits=True)
 
     @classmethod
     def unfit(cls, material: Material) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.named import Named
-from vllm_spac.decisions.predictors.base import Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Predictor, Seen
 from vllm_spac.execution.address_table import MAX_EXPERTS
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.row_shares import numbered_there
@@ -77,11 +77,11 @@ class DraftLookahead:
         self._arrives = self._copy.record()
         self.join()
 
-    def draft(self, tokens: Tensor, read: Tensor) -> None:
+    def draft(self, read: Tensor) -> None:
         """As ``Execution.draft``."""
-        if len(tokens) > DRAFT_ROWS or not self._layers or self._admission.ahead_left == 0:
+        if len(read) > DRAFT_ROWS or not self._layers or self._admission.ahead_left == 0:
             return
-        seen = Seen.at_start(tokens, read, self._predictor.needs)
+        seen = Seen(START, draft_ids=read)
         self._copy.wait(self._compute.record())
         self._copy.submit(self._look, seen)
         self._arrives, self._drafted = self._copy.record(), True

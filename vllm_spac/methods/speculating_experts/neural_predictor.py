@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from vllm_spac.decisions.predictors._features import LayerFeatures, distil, ridge
-from vllm_spac.decisions.predictors._on_device import OnDevice
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained, mixing
-from vllm_spac.decisions.predictors.base import START, Guess, Seen, Signal
+from vllm_spac.decisions.predictors.base import Seen, Signal
 
 INNER = 256  # units of the hidden layers
 _STEPS, _RATE = 600, 2e-3
 _PARTS = ("in", "in_bias", "up", "up_bias", "down", "down_bias", "scale", "shift", "head", "skip", "bias")
 
 
-class Neural(OnDevice):
+class Neural(Trained):
     """Scores of layer l + 1 on layer l, after the paper's appendix A.
 
     With x = [h_l | m_l] (router input, routing weights): z = x @ in, z += silu(z @ up) @ down,
@@ -28,7 +27,6 @@ class Neural(OnDevice):
     """
 
     needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING})
-    reach = 1
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
         super().__init__(sizes, tensors, beside)
@@ -71,21 +69,8 @@ class Neural(OnDevice):
             net[shift] = net[shift] - mean @ net[part]
         return {f"{part}.{target}": value.bfloat16() if value.ndim == 2 else value for part, value in net.items()}
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        target = seen.layer + 1
-        if seen.layer != START and target in self._nets:
-            scores = self._run(self._nets[target], self._features.of(seen))
-            yield Guess(target * self.sizes.experts, scores, logits=True)
-
-    def of_step(self, tokens: Tensor | None) -> Tensor:
-        networks = [net["head"] for net in self._nets.values()]
-        return torch.cat([head.new_zeros(1, self.sizes.experts) for head in networks], 1)  # they add nothing to it
-
-    def of_next(self, seen: Seen, known: Tensor) -> Tensor:
+    def of_next(self, seen: Seen) -> Tensor:
         return self._run(self._nets[seen.layer + 1], self._features.of(seen))
-
-    def weights_of(self, layer: int, scores: Tensor) -> Tensor:
-        return scores.softmax(-1)
 
     def _run(self, net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Returns what ``_run`` does, up to rounding: with ``net`` of ``_merged``, in six calls of torch."""

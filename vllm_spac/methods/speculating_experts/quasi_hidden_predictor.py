@@ -38,7 +38,7 @@ class QuasiHidden(Maps):
         return sizes.width + sizes.experts
 
     @classmethod
-    def fit(cls, ahead: int, target: int, material: Material, beside: Mapping[str, Trained]) -> tuple[Tensor, Tensor]:
+    def fit(cls, ahead: int, target: int, material: Material) -> tuple[Tensor, Tensor]:
         gates, samples, layer = material.gates, material.samples, target - ahead
         assert not isinstance(gates, str)
         through_gate = folded(gates.weight[target], gates.norm[target], gates.norm[layer])

@@ -112,7 +112,7 @@ class Cell:
 
 
 def _needs_file(prefetch: str) -> bool:
-    return prefetch == AUTO or (prefetch != "off" and components.find("predictors", prefetch).needs_file)
+    return prefetch != "off" and components.find("predictors", prefetch).needs_file
 
 
 @cache
@@ -159,12 +159,12 @@ def _engine(cell: Cell) -> Any:
 
 
 def prefetches() -> list[str]:
-    """Values of ``prefetch``: each predictor that can serve, and ``auto``."""
-    return [*components.serving("predictors"), AUTO]
+    """Values of ``prefetch``: each predictor that can serve."""
+    return components.serving("predictors")
 
 
 def cells() -> Iterator[Cell]:
-    """All combinations: 1,014 for each kind of drafts."""
+    """All combinations: 624 for each kind of drafts."""
     ahead = [(), *((("prefetch", name),) for name in prefetches())]
     for speculation, platform, plane in itertools.product(_SPECULATIONS, _PLATFORMS, _PLANES):
         for budget, prefetch, cpu, ranks in itertools.product(
@@ -194,7 +194,7 @@ def pairs() -> Iterator[Pairs]:
         **{f"prefetch={name}": (("prefetch", name),) for name in prefetches()},
         "cpu_experts=auto": (("cpu_experts", AUTO),),
         "budget=16": tuple(_BUDGET.items()),
-        "speculate=predicted": (("prefetch", "linear"), *_SPECULATE.items()),
+        "speculate=predicted": (("prefetch", "gate"), *_SPECULATE.items()),
     }
     beside = {name: single[name] for name in ("cpu_experts=auto", "budget=16")}
     for platform, plane in itertools.product(_PLATFORMS, _PLANES):

@@ -179,11 +179,8 @@ def _placed(
     room = split(model, machine, _load(model, allowed)).room
     if not machine.gpu and slot_bytes(model, int(percent)) + model.experts_bytes <= room:
         yield "CPU experts", "cpu", dict(_CPU_EXPERTS), None, ""
-    if allowed.predictors:
-        knobs: dict[str, Knob] = {"prefetch": "auto", "predictor_file": str(allowed.predictor_file)}
-        yield "prefetch=auto", "prefetch", knobs, None, ""
     for name in allowed.predictors:
-        knobs = {"prefetch": name, "predictor_file": str(allowed.predictor_file)}
+        knobs: dict[str, Knob] = {"prefetch": name, "predictor_file": str(allowed.predictor_file)}
         yield f"prefetch={name}", "prefetch", knobs, None, ""
     yield "prefetch=utility", "prefetch", {"prefetch": "utility"}, None, ""
     for name in policies():
