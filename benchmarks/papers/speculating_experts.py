@@ -38,12 +38,12 @@ from policies import stack
 
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import Identity, Training
-from vllm_spac.decisions.predictors import _features
 from vllm_spac.decisions.predictors._samples import Samples
-from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes, Trained, mixing
+from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes, Trained
 from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen, Signal
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import mixing
 from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.evaluation import collection, engine
@@ -65,7 +65,7 @@ LATENT, INNER = 384, 1024  # 1.05 million parameters; the routers have 1.11, and
 BATCH, RATE, WARM, SNAPSHOTS = 2048, 1e-3, 100, 8
 CURVE = (30, 100, 300)  # batches of a training of ours, of 512 tokens each; as many tokens are drawn for the paper's
 EVERY = 4  # layers of that curve
-OUR_BATCH = _features._BATCH
+OUR_BATCH = neural_predictor._BATCH
 EXPERT, LAYERS = 9_437_184, 48  # Qwen3-30B-A3B in bf16: bytes of an expert, and layers
 KV_TOKEN = 2 * 4 * 128 * 2 * LAYERS  # its bytes of a token of context, which a step reads
 CASES = (  # machine, tokens of context, and whether as attained

@@ -177,8 +177,7 @@ def predictors(fingerprint: str, layers: int) -> PredictorFile:
     sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1)
     specs = kinds()["quasi_hidden"].specs(sizes)
     tensors = {"quasi_hidden": {part: torch.ones(shape, dtype=dtype) for part, (dtype, shape) in specs.items()}}
-    recall = {"quasi_hidden": {"1": [None, *[(0.25, 0.5)] * (layers - 1)]}}
-    return PredictorFile(identity, sizes, 1, tensors, {"gate": "no router"}, recall)
+    return PredictorFile(identity, sizes, 1, tensors, {"gate": "no router"})
 
 
 @pytest.fixture

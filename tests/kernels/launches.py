@@ -20,8 +20,7 @@ from vllm_spac.kernels.formats import Format
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
-from vllm_spac.decisions.predictors._maps import Maps
-from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.decisions.predictors._trained import Maps, Sizes
 from vllm_spac.execution.address_table import Kernels
 from vllm_spac.execution.device import cpu_share, pointers_execution
 from vllm_spac.execution.device.cpu_share import MailKernels
@@ -123,7 +122,7 @@ def predictor(name: str, experts: int, top_k: int, layers: int = 2) -> Maps:
         for part in ("gate", "quasi_hidden")
     }
     names = tuple(map(str, range(layers)))
-    found = PredictorFile(Identity("f", "m", names), sizes, 1, tensors, {}, dict.fromkeys(tensors, {})).build(name)
+    found = PredictorFile(Identity("f", "m", names), sizes, 1, tensors, {}).build(name)
     assert isinstance(found, Maps)
     return found
 

@@ -39,7 +39,7 @@ def file(seed: int = 0, reach: int = 1) -> PredictorFile:
                 tensors[name][part] = torch.tensor([0, *(sorted(needed(name, ON_DEVICE)).index(n) for n in CHOSEN)])
             else:
                 tensors[name][part] = torch.rand(size, generator=rng).sub(0.5 * part.startswith("map")).to(dtype)
-    return PredictorFile(Identity("f", "m", tuple("abc")), sizes, 1, tensors, {}, dict.fromkeys(tensors, {}))
+    return PredictorFile(Identity("f", "m", tuple("abc")), sizes, 1, tensors, {})
 
 
 def predictor(name: str = "gate", seed: int = 0) -> Trained:

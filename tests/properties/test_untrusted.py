@@ -156,9 +156,8 @@ def predictors(folder) -> bytes:
         name: {part: torch.rand(shape, generator=generator).to(dtype) for part, (dtype, shape) in specs.items()}
         for name, specs in ((name, kinds()[name].specs(sizes)) for name in kinds() if name != "neural")
     }
-    recall = {name: {"1": [None, (0.5, 0.75)]} for name in tensors}
     left_out = {"neural": "too slow"}
-    made = PredictorFile(Identity("0123", "toy", ("a", "b")), sizes, 9, tensors, left_out, recall)
+    made = PredictorFile(Identity("0123", "toy", ("a", "b")), sizes, 9, tensors, left_out)
     return content_of(made.save, folder / "predictors")
 
 

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, kinds
-from vllm_spac.decisions.predictors._features import LayerFeatures
-from vllm_spac.decisions.predictors._trained import Trained, mixing
+from vllm_spac.decisions.predictors._trained import Trained
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import LayerFeatures, mixing
 
 MOST = {"gate": 2, "quasi_hidden": 4, "neural": 9, "hybrid": 9}
 

@@ -25,17 +25,6 @@ from vllm_spac.methods.speculating_experts import neural_predictor
 IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
 AGAIN = "vllm-spac train-predictor"
 MATERIAL = made.material()
-WRONG_RECALLS = (
-    [],
-    {"9": [[0.1, 0.2]] * made.LAYERS},
-    {"soon": [[0.1, 0.2]] * made.LAYERS},
-    {"1": [[0.1, 0.2]] * (made.LAYERS - 1)},
-    {"1": [[0.3, 0.2]] * made.LAYERS},
-    {"1": [[0.1, 1.2]] * made.LAYERS},
-    {"1": [[True, 1.0]] * made.LAYERS},
-    {"1": [[0.1]] * made.LAYERS},
-    {"1": 0.5},
-)
 
 
 def training(**others) -> Training:
@@ -70,7 +59,7 @@ def path(file: PredictorFile, tmp_path: Path) -> Path:
 
 def same(one: PredictorFile, other: PredictorFile) -> bool:
     ours, theirs = flat(one.tensors), flat(other.tensors)
-    facts = ("identity", "sizes", "tokens", "left_out", "recall")
+    facts = ("identity", "sizes", "tokens", "left_out")
     return all(getattr(one, name) == getattr(other, name) for name in facts) and (
         ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     )
@@ -142,10 +131,6 @@ def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> N
         {"metadata": {"names": '["gate", "psychic"]'}},
         {"metadata": {"left_out": "[]"}},
         {"metadata": {"left_out": '{"gate": "why"}'}},
-        {"metadata": {"recall": None}},
-        {"metadata": {"recall": "[]"}},
-        {"metadata": {"recall": "{}"}},
-        *({"metadata": {"recall": json.dumps(dict.fromkeys(kinds(), of))}} for of in WRONG_RECALLS),
         {"gate.map.1.1": None},
         {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS)},
         {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS, dtype=torch.float64)},
@@ -177,21 +162,6 @@ def test_a_file_of_an_older_version_is_refused(path: Path) -> None:
     save_file(load_file(path), path, metadata)
     with pytest.raises(ConfigError, match="of format spac-predictors-4 but of .*spac-predictors-3.*; train again with"):
         PredictorFile.load(path, IDENTITY, made.EXPERTS)
-
-
-def test_recall_is_that_of_rows_that_nothing_was_fitted_to_or_chosen_by(file: PredictorFile) -> None:
-    """Counted again by hand: gate, in layer 3, one layer ahead."""
-    assert set(file.recall) == set(file.names)
-    assert list(file.recall["gate"]) == ["1", "2"] and list(file.recall["hybrid"]) == ["1"]
-    assert file.recall["gate"]["1"][0] is None and file.recall["gate"]["2"][1] is None
-    others = MATERIAL.others
-    rows = slice(others.rows // 2, others.rows)
-    [guess, *_] = file.build("gate").guesses(others.seen(2, rows, file.build("gate").needs))
-    named = guess.scores[:, : made.EXPERTS].sort(1, descending=True).indices
-    found = [[set(row[:count]) for row in named.tolist()] for count in (made.TOP_K, 2 * made.TOP_K)]
-    true = [set(row) for row in others.ids[3, rows].tolist()]
-    expected = [sum(len(one & two) for one, two in zip(of, true, strict=True)) for of in found]
-    assert file.recall["gate"]["1"][3] == pytest.approx([hits / (len(true) * made.TOP_K) for hits in expected])
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, -1])

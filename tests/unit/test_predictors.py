@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
-from vllm_spac.decisions.predictors._features import distil, penalty, ridge
-from vllm_spac.decisions.predictors._trained import Gates, Sizes, mixing
+from vllm_spac.decisions.predictors._trained import Gates, Sizes
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.decisions.predictors.gate import Gate, folded
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
-from vllm_spac.methods.speculating_experts.neural_predictor import Neural
-from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, ratio, through_norm
+from vllm_spac.methods.speculating_experts.neural_predictor import Neural, distil, penalty, ridge
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, mixing, ratio, through_norm
 
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 

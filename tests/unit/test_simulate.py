@@ -271,9 +271,7 @@ def predictors(path: Path, layers: int = 3) -> Path:
         name: {tensor: torch.zeros(shape, dtype=dtype) for tensor, (dtype, shape) in found.items()}
         for name, found in specs.items()
     }
-    PredictorFile(
-        Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}, dict.fromkeys(tensors, {})
-    ).save(path)
+    PredictorFile(Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}).save(path)
     return path
 
 

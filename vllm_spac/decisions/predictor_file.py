@@ -2,9 +2,8 @@
 
 Format ``spac-predictors-4``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``tokens`` (rows that were fitted to), ``names`` (JSON, the predictors), ``left_out`` (JSON,
-predictor -> why it does not fit the model), ``recall`` (JSON, predictor -> horizon -> for each layer [R@k, R@2k] on
-texts that were not fitted to, or null; a horizon is layers ahead), and ``experts``, ``top_k``, ``width``, ``reach``
-(``Sizes``). A tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes (``Trained.specs``).
+predictor -> why it does not fit the model), and ``experts``, ``top_k``, ``width``, ``reach`` (``Sizes``). A tensor is
+called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes (``Trained.specs``).
 Training runs in stages, so that it can be resumed when it was interrupted.
 """
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.decisions.predictors._recall import Hits, Recalls
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Trained
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.system import tensor_file
@@ -57,7 +55,6 @@ class PredictorFile:
         tokens: rows that the predictors were fitted to.
         tensors: predictor -> its tensors.
         left_out: predictor -> why it is not in the file.
-        recall: predictor -> its recall on texts not fitted to; empty while predictors are being trained.
     """
 
     identity: Identity
@@ -65,7 +62,6 @@ class PredictorFile:
     tokens: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     left_out: Mapping[str, str]
-    recall: Mapping[str, Recalls]
 
     @classmethod
     def load(cls, path: str | Path, identity: Identity, experts: int) -> PredictorFile:
@@ -121,8 +117,7 @@ class PredictorFile:
         for name in known:
             check_tensors(name, kinds()[name].specs(sizes), grouped[name])
         identity = Identity(metadata["fingerprint"], metadata["model"], layers)
-        why, recall = {str(k): str(v) for k, v in left_out.items()}, _recall(metadata["recall"], known, sizes)
-        found = cls(identity, sizes, int(metadata["tokens"]), grouped, why, recall)
+        found = cls(identity, sizes, int(metadata["tokens"]), grouped, {str(k): str(v) for k, v in left_out.items()})
         for name in known:
             found.build(name)  # refuses values that a predictor cannot have
         return found
@@ -149,11 +144,6 @@ class PredictorFile:
         moved = {name: {part: t.to(device) for part, t in found.items()} for name, found in self.tensors.items()}
         return replace(self, tensors=moved)
 
-    def nbytes(self, name: str) -> int:
-        """Returns the bytes that the tensors of a predictor, and of those that it uses, have in the file."""
-        every = (name, *needed(name, self.names))
-        return sum(tensor.nbytes for other in every for tensor in self.tensors[other].values())
-
     def save(self, path: str | Path) -> None:
         """Writes the file atomically; ``ConfigError`` when it cannot be written."""
         tensor_file.write(Path(path), flat(self.tensors), self._metadata())
@@ -162,7 +152,6 @@ class PredictorFile:
         identity = {"fingerprint": self.identity.fingerprint, "model": self.identity.model}
         identity |= {"layers": json.dumps(self.identity.layers), "tokens": str(self.tokens)}
         lists = {"names": json.dumps(self.names), "left_out": json.dumps(dict(self.left_out))}
-        lists["recall"] = json.dumps({name: self.recall[name] for name in self.names}, allow_nan=False)
         return {"format": FORMAT} | identity | lists | {name: str(getattr(self.sizes, name)) for name in _SIZES}
 
 
@@ -186,28 +175,6 @@ def check_tensors(name: str, specs: Mapping, tensors: Mapping[str, Tensor]) -> N
         value = tensors[tensor]
         check(value.dtype == dtype and value.shape == shape, f"{name}.{tensor} has another type or shape")
         check(not dtype.is_floating_point or bool(value.isfinite().all()), f"{name}.{tensor} holds no numbers")
-
-
-def _recall(text: str, names: Sequence[str], sizes: Sizes) -> dict[str, Recalls]:
-    """Parses the recall of the predictors ``names``; ``ValueError`` if it cannot be theirs."""
-    found, horizons = parse_json(text), {str(ahead) for ahead in range(1, sizes.reach + 1)}
-    check(isinstance(found, dict) and set(found) == set(names), "it has the recall of other predictors")
-    for of_horizons in found.values():
-        check(isinstance(of_horizons, dict) and set(of_horizons) <= horizons, "a recall at an impossible horizon")
-        for layers in of_horizons.values():
-            check(isinstance(layers, list) and len(layers) == sizes.layers, "a recall of other layers")
-            check(all(each is None or _is_recall(each) for each in layers), "a recall that is no share")
-    return {
-        name: {horizon: [None if each is None else tuple(each) for each in layers] for horizon, layers in of.items()}
-        for name, of in found.items()
-    }
-
-
-def _is_recall(value: object) -> bool:
-    """Whether it is a list of R@k and R@2k."""
-    if not isinstance(value, list) or len(value) != 2 or any(type(each) not in (int, float) for each in value):
-        return False
-    return bool(0 <= value[0] <= value[1] <= 1)
 
 
 def flat(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -266,10 +233,9 @@ class Training:
             yield name
 
     def result(self) -> PredictorFile:
-        """Returns the predictors with their recall on texts not fitted to; all stages must have been made."""
+        """Returns the predictors; all stages must have been made."""
         assert self.done == self.stages, "the training is not over"
-        file, (_, judged) = self._file(), self._material.others.halves()
-        return replace(file, recall={name: Hits.of(file.build(name), judged).recalls() for name in file.names})
+        return self._file()
 
     def save_progress(self, path: str | Path) -> None:
         """Writes what is made so far, atomically; ``ConfigError`` when it cannot be written."""
@@ -314,7 +280,7 @@ class Training:
         material = self._material
         finished = {name for name, _ in self._stages} - {name for name, _ in self._stages[self.done :]}
         tensors = {name: made for name, made in self._made.items() if name in finished}
-        return PredictorFile(self._identity, material.sizes, material.samples.rows, tensors, self.left_out, {})
+        return PredictorFile(self._identity, material.sizes, material.samples.rows, tensors, self.left_out)
 
     def _facts(self) -> dict[str, str]:
         identity = self._identity

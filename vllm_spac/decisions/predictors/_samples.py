@@ -51,19 +51,9 @@ class Samples:
     def texts(self, first: int, last: int) -> Samples:
         """Returns the texts ``[first, last)``; the tensors are views."""
         bounds = [*self.starts, self.rows]
-        return self._part(bounds[first], bounds[last])
-
-    def halves(self) -> tuple[Samples, Samples]:
-        """Returns the first and the second half of the rows, as views; a single row is in both."""
-        middle = self.rows // 2
-        return self._part(0, max(1, middle)), self._part(middle, self.rows)
-
-    def _part(self, begin: int, end: int) -> Samples:
-        """Returns the rows ``[begin, end)``; a text that ``begin`` cuts starts there."""
-        spans = zip(self.starts, [*self.starts[1:], self.rows], strict=True)
-        starts = {max(start, begin) - begin: None for start, stop in spans if stop > begin and start < end}
-        hidden, logits, ids, weights = (v[:, begin:end] for v in (self.hidden, self.logits, self.ids, self.weights))
-        return Samples(tuple(starts), hidden, logits, ids, weights)
+        rows = slice(bounds[first], bounds[last])
+        hidden, logits, ids, weights = (v[:, rows] for v in (self.hidden, self.logits, self.ids, self.weights))
+        return Samples(tuple(start - rows.start for start in bounds[first:last]), hidden, logits, ids, weights)
 
     def seen(self, layer: int, rows: slice, needs: frozenset[Signal]) -> Seen:
         """Returns what a predictor with these ``needs`` is passed about some rows."""

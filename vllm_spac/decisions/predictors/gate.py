@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vllm_spac.decisions.predictors._maps import Maps
-from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes
+from vllm_spac.decisions.predictors._trained import Gates, Maps, Material, Sizes
 from vllm_spac.decisions.predictors.base import Seen
 
 

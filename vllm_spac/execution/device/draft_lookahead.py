@@ -1,8 +1,8 @@
 """Reads ahead while drafts are made: the device gives slots to the experts that a predictor names of the drafts.
 
-Runners launch a whole step and its drafts before the device has computed them. So what a predictor makes of the
-drafter's states is on the host when the next step is about to begin, too late to read anything. On the device it is
-there after the drafter's first forward. While the drafter goes on, the copy stream
+Runners launch a whole step and its drafts before the device has computed them. So what a predictor makes of a
+draft model's choices is on the host when the next step is about to begin, too late to read anything. On the device it
+is there after the drafter's first forward. While the drafter goes on, the copy stream
 
 1. names the first k experts of each row that the drafter has read, in each layer,
 2. gives slots to those that have none, of those on offer that the layers of the last step have left, and copies them.

@@ -155,18 +155,22 @@ def unshadowed(vllm_config: VllmConfig) -> Reason | None:
         return Reason("there is no draft model", written)
     if speculation.method != "draft_model":
         return Reason(f"{speculation.method} drafts without experts like this model's", copy)
-    if hidden := _hidden(speculation, "has no routing", "hides the drafter's tokens"):
-        return hidden
-    hooks = (
-        (_PROPOSING_V1, f"{patches.PROPOSER}.load_model"),
-        (f"{patches.SPECULATOR}.propose", f"{patches.SPECULATOR}.load_model"),
-    )
-    if off := switched_off(vllm_config, *hooks):
-        return off
+    if unheard := _unheard(vllm_config, "has no routing"):
+        return unheard
     ours, theirs = map(_described, (vllm_config.model_config, speculation.draft_model_config))
     if ours != theirs:
         return Reason(f"this model has {ours}, and the draft model {theirs}", copy)
     return None
+
+
+def _unheard(vllm_config: VllmConfig, lacks: str) -> Reason | None:
+    """Why nothing hears of the forwards of a draft model, and what helps; ``lacks`` as of ``_hidden``."""
+    hooks = (
+        (_PROPOSING_V1, f"{patches.PROPOSER}.load_model"),
+        (f"{patches.SPECULATOR}.propose", f"{patches.SPECULATOR}.load_model"),
+    )
+    hidden = _hidden(vllm_config.speculative_config, lacks, "hides the drafter's tokens")
+    return hidden or switched_off(vllm_config, *hooks)
 
 
 def switched_off(vllm_config: VllmConfig, v1: Sequence[str], v2: Sequence[str] = ()) -> Reason | None:
@@ -191,8 +195,8 @@ def ungated(vllm_config: VllmConfig) -> Reason | None:
         return Reason("there is no draft model", Remedy(f"{example}, where PARENT has this model's width", _PARENT))
     if speculation.method != "draft_model":
         return Reason(f"{speculation.method} has no layers that stand for this model's", other)
-    if hidden := _hidden(speculation, "has no layers", "hides the drafter's tokens"):
-        return hidden
+    if unheard := _unheard(vllm_config, "has no layers"):
+        return unheard
     if of_itself(vllm_config):
         return Reason("the model is its own draft model, whose routers choose", use(prefetch="shadow"))
     ours, theirs = (each.get_hidden_size() for each in (vllm_config.model_config, speculation.draft_model_config))

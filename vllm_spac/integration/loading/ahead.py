@@ -65,7 +65,7 @@ def _computed(name: str, shape: MoEShape, experts: int, folder: Path) -> Predict
         raise UnsupportedError("the norm before one of them has a weight of 0")
     sizes = Sizes(len(shape.layers), experts, shape.top_k, gates.weight.shape[2], reach=1)
     made = {name: kinds()[name].computed(sizes, gates)}
-    return PredictorFile(Identity("", "", shape.layers), sizes, 0, made, {}, {})
+    return PredictorFile(Identity("", "", shape.layers), sizes, 0, made, {})
 
 
 def _only(config: SpacConfig, shapes: Sequence[MoEShape]) -> MoEShape:

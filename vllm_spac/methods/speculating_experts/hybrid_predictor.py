@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vllm_spac.decisions.predictors._recall import Hits
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
 from vllm_spac.decisions.predictors.base import Seen, Signal
 
@@ -35,20 +36,9 @@ class Hybrid(Trained):
 
     @classmethod
     def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
-        found = torch.stack([recall(beside[name], material) for name in sorted(beside)])
-        return {"choice": found.argmax(0)}
+        guessed = [Hits.of(beside[name], material.others).result()["by_layer"] for name in sorted(beside)]
+        found = [[-1.0 if layer is None else layer["recall_at_k"] for layer in layers] for layers in guessed]
+        return {"choice": torch.tensor(found).argmax(0)}
 
     def of_next(self, seen: Seen) -> Tensor:
         return self._used[self.chosen[seen.layer + 1]].of_next(seen)
-
-
-def recall(predictor: Trained, material: Material) -> Tensor:
-    """Returns float [layers]: recall of the guesses one layer ahead, on texts not fitted to; -1 without guess."""
-    (samples, _), top_k = material.others.halves(), material.sizes.top_k
-    found, rows_of = torch.zeros(samples.layers), torch.zeros(samples.layers)
-    for asked, rows, guess in samples.asked(predictor):
-        true = samples.ids[asked + 1, rows].long()
-        best = guess.scores.topk(top_k).indices
-        found[asked + 1] += (best[:, :, None] == true[:, None]).any(1).float().mean(1).sum()
-        rows_of[asked + 1] += len(true)
-    return torch.where(rows_of > 0, found / rows_of.clamp(min=1), -1.0)
