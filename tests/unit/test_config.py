@@ -473,7 +473,7 @@ SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
         ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch gate or"),
         ({"predictor_file": "/x", "prefetch": "utility"}, "no effect with prefetch=utility"),
         *(
-            ({"prefetch": name, "predictor_file": "/x"}, rf"no predictor is called '{name}'; use off, {SERVE}")
+            ({"prefetch": name, "predictor_file": "/x"}, rf"no predictor is called '{name}'; use one of off, {SERVE}")
             for name in GONE
         ),
         ({"prefetch": "neural", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
