@@ -48,7 +48,7 @@ class Made:
         commands: that make them, in this order, from the checkout's root.
         minutes: approximate duration on two otherwise idle cores.
         timed: whether its numbers are times.
-        answered: the commit that still has the script of a question that is answered; its commands run there.
+        answered: the commit that still has what the commands of an answered question run; they run there.
         stale: why its results are not from the code, command or traces in the tree, until it is made again.
         clustered: its results are of the carved model before the present one, until it is made again.
         note: further remarks.
@@ -142,7 +142,8 @@ def _footer(made: Made) -> str:
     if made.commands:
         how = f"About {made.minutes} minutes" + ", with nothing else running on the machine" * made.timed
     if made.answered:
-        how = f"The question is answered, and its script has left the tree; it is in the history at `{made.answered}`"
+        how = "The question is answered, and what its commands run has left the tree; it is in the history at "
+        how += f"`{made.answered}`"
     said = [text[0].upper() + text[1:] for text in (how, made.note, made.stale) if text]
     block = "\n".join(["```bash", *made.commands, "```\n\n"]) * bool(made.commands)
     numbers = ", ".join(f"[{file}]({file})" for file in made.files if file.endswith(".json"))

@@ -63,16 +63,13 @@ class Step:
 
     Attributes:
         requests: empty for dummy and profile runs, whose rows belong to no request.
-        tokens: int64 [rows], the token of each row, on the device that runs the layers; None where nothing looks at
-            them.
-        draft: [rows, ...] there, what the drafter computed when it read the token of each row: its state, or what
-            its routers chose (``Seen.draft``, ``Seen.draft_ids``); None where nothing looks at it.
+        draft: [rows, layers, k] on the device that runs the layers, what was chosen when the draft model read the token
+            of each row (``Seen.draft_ids``); None where nothing looks at it.
         bounds: most experts that all rows together run, of each layer of the model; None: as many as they choose.
         aside: other running requests, which wait while those of the step have their turn.
     """
 
     requests: tuple[RequestRows, ...] = ()
-    tokens: torch.Tensor | None = field(default=None, compare=False)
     draft: torch.Tensor | None = field(default=None, compare=False)
     bounds: tuple[int, ...] | None = field(default=None, compare=False)
     aside: int = field(default=0, compare=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_spac.core import NO_EXPERT, RowKind, Step
 from vllm_spac.decisions.guard.chooser import Chooser
-from vllm_spac.decisions.predictors.base import DRAFTING, Signal
+from vllm_spac.decisions.predictors.base import DRAFTING
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
 from vllm_spac.execution.exchange import CurrentCudaStream, capturing
@@ -72,10 +72,6 @@ class Rerouting(Protocol):
     @property
     def captured(self) -> bool:
         """Whether CUDA graphs hold its launches."""
-
-    @property
-    def looks_at(self) -> frozenset[Signal]:
-        """What it must be passed of steps."""
 
     def describe(self) -> str:
         """A short description of what is in force, for the log."""
@@ -399,26 +395,20 @@ class Runtime:
         return self.chooser.allows(generating or None)
 
     @property
-    def looks_at_tokens(self) -> bool:
-        """Whether ``begin_step`` must be passed the tokens of the rows."""
-        looks_at = [self.budget.looks_at, *(execution.looks_at for execution in self.executions)]
-        return any(Signal.TOKENS in each for each in looks_at)
-
-    @property
     def looks_at_drafts(self) -> bool:
         """Whether ``drafting`` is to be called, and ``begin_step`` passed what the drafter computed."""
         return any(DRAFTING & execution.looks_at for execution in self.executions)
 
-    def drafting(self, tokens: Tensor, read: Tensor) -> None:
+    def drafting(self, read: Tensor) -> None:
         """The drafter has read tokens of the next step; called after each of its forwards.
 
         Args:
-            tokens: int64 [rows], those that it has read since the last step, on the device that runs the layers.
-            read: what it computed for them, there: as ``Seen.draft`` or ``Seen.draft_ids``.
+            read: what was chosen for all of them since the last step, as ``Seen.draft_ids``, on the device that runs
+                the layers.
         """
         for execution in self.executions:
             if DRAFTING & execution.looks_at:
-                execution.draft(tokens, read)
+                execution.draft(read)
 
     def drafted(self, drafts: int, seconds: float, forwards: int | None = None) -> None:
         """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request.

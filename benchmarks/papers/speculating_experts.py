@@ -38,12 +38,12 @@ from policies import stack
 
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import Identity, Training
-from vllm_spac.decisions.predictors import _features
 from vllm_spac.decisions.predictors._samples import Samples
-from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes, Trained, mixing
+from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes, Trained
 from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen, Signal
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import mixing
 from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.evaluation import collection, engine
@@ -65,7 +65,7 @@ LATENT, INNER = 384, 1024  # 1.05 million parameters; the routers have 1.11, and
 BATCH, RATE, WARM, SNAPSHOTS = 2048, 1e-3, 100, 8
 CURVE = (30, 100, 300)  # batches of a training of ours, of 512 tokens each; as many tokens are drawn for the paper's
 EVERY = 4  # layers of that curve
-OUR_BATCH = _features._BATCH
+OUR_BATCH = neural_predictor._BATCH
 EXPERT, LAYERS = 9_437_184, 48  # Qwen3-30B-A3B in bf16: bytes of an expert, and layers
 KV_TOKEN = 2 * 4 * 128 * 2 * LAYERS  # its bytes of a token of context, which a step reads
 CASES = (  # machine, tokens of context, and whether as attained
@@ -282,7 +282,7 @@ def estimate(
 class Executing(Predictor):
     """Predicts by ``way``, which can be changed between two texts; looks one layer ahead."""
 
-    needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING, Signal.TOKENS})
+    needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING})
     reach = 1
 
     def __init__(self) -> None:
@@ -364,7 +364,7 @@ class Run:
         self.held, self.sizes["held"], self.after = self._held(texts)
         kept = self.fit
         shape = kept.layers, kept.experts, kept.top_k, kept.hidden.shape[2]
-        material = Material(Sizes(*shape, 1, len(kept.tokens.unique())), kept, self.others, gates, found.outputs)
+        material = Material(Sizes(*shape, 1), kept, self.others, gates, found.outputs)
         self.material, self.identity = material, Identity(facts["fingerprint"], facts["model"], tuple(facts["layers"]))
 
     def _read(self, texts: list[list[int]], fitted: int) -> tuple[collection.Collected, Tensor, list[Tensor]]:
@@ -508,11 +508,11 @@ def main(
     with engine.engine(str(TARGET), spac, max(length, HELD) + 1, tokenizer=False, gpu_memory_utilization=0.2) as llm:
         run = Run(llm, fit, others, texts)
         route, layers = run.model.scores, range(run.held.layers)
-        ours = run.trained(["gate", "quasi_hidden", "linear"])
+        ours = run.trained(["gate", "quasi_hidden"])
         ours["neural"] = run.neural(CURVE[-1], layers[1:])
         one, result["training"] = run.estimators(ours["neural"], seconds)
         told = {what: run.told(route, what) for what in STATES} | {"one": run.told(one.about, "quasi")}
-        told |= {name: run.ranked(each) for name, each in ours.items() if each.reach}
+        told |= {name: run.ranked(each) for name, each in ours.items()}
         usual = run.told(route, "quasi", "others").found.mean(1)
         better = {
             "one": (run.told(one.about, "quasi", "others").found.mean(1) > usual).tolist(),
@@ -526,7 +526,6 @@ def main(
             "shared": run.by_state(route, "shared"),
             "neural": neural,
             "neural hybrid": chosen_by_layer(better["neural"], neural, router),
-            "linear": ours["linear"].guesses,
         }
         result |= {
             "texts": {"fit": run.fit.rows, "others": run.others.rows, "held": run.held.rows},

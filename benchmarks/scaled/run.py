@@ -52,7 +52,7 @@ python benchmarks/scaled/run.py .cache/toy/mid --machine h200-int4 --slots 25% -
 
 python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25% --dtype float32
 
-python benchmarks/scaled/run.py .cache/toy/mid --rungs reuse,prefetch --predictor linear --predictor-file FILE
+python benchmarks/scaled/run.py .cache/toy/mid --rungs reuse,prefetch --predictor gate
 
 python benchmarks/scaled/run.py MODEL --slots 17%,25% --rungs layer_lru,reuse,cpu,moe_spac --draft PARENT
 

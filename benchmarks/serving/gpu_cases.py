@@ -8,7 +8,6 @@ from typing import Literal
 
 Part = Literal["tokens", "serving"]
 DRAFTS = 4  # per step of a chain
-PREDICTOR_FILE = "FILE"  # stands for the file of --predictor-file
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Case:
 STOCK = "stock"
 _NONE: dict[str, str] = {}
 _DEVICE, _HOST = {"decisions": "device"}, {"decisions": "host"}
-_AHEAD = {"prefetch": "linear", "predictor_file": PREDICTOR_FILE}
+_AHEAD = {"prefetch": "gate"}
 _UTILITY = {"policy": "utility", "prefetch": "utility"}
 _CPU = {"cpu_experts": "auto"}
 _B16 = {"budget": "16"}

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
 from common import ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from gpu_cases import CASES, DRAFTS, PREDICTOR_FILE, STOCK, Case
+from gpu_cases import CASES, DRAFTS, STOCK, Case
 from inflate import PRESETS, inflate, inflate_head
 from processes import EngineError, LiveEngine
 from run import PACKED, PackedFolder, Settings
@@ -132,7 +132,6 @@ class Asked:
     at_once: int
     seed: int
     disk_dir: Path
-    predictor_file: Path | None
     plugins: tuple[str, ...]
     options: Mapping[str, Any]
     compare: list[list[int]] = field(default_factory=list)
@@ -189,21 +188,13 @@ class Asked:
         return found
 
     def knobs(self, run: Run) -> dict[str, str]:
-        """Returns the plugin's knobs.
-
-        Raises:
-            LeftOut: they name a predictor, and none was given.
-        """
+        """Returns the plugin's knobs."""
         assert run.case.knobs is not None, "stock has no knobs"
         found = {"slots": run.share, **run.case.knobs}
         if not self.gpu and "executor" not in found:
             found.setdefault("store", "host")  # a GPU's default
         if found.get("store") == "disk" or "executor" in found:  # workers have disks
             found["disk_dir"] = str(self.disk_dir)
-        if found.get("predictor_file") == PREDICTOR_FILE:
-            if self.predictor_file is None:
-                raise LeftOut("needs --predictor-file, which `vllm-spac train-predictor` writes")
-            found["predictor_file"] = str(self.predictor_file)
         return found
 
 
@@ -473,7 +464,6 @@ def main(
     eager: Annotated[bool | None, typer.Option("--eager/--compile", help="Default: --compile with a GPU.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Engines side by side, where only tokens are compared.")] = 1,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 next to the model.")] = None,
-    predictor_file: Annotated[Path | None, typer.Option(help="For reads ahead by `linear`.", exists=True)] = None,
     disk_dir: PackedFolder = PACKED,
     plugin: Annotated[list[str] | None, typer.Option(help="Another plugin of vLLM for all engines.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: an argument of all engines.")] = None,
@@ -505,7 +495,7 @@ def main(
     }
     asked = Asked(
         models, heads, batches, decode_tokens, prompt_tokens, dtype, not gpu if eager is None else eager, gpu,
-        at_once, seed, disk_dir, predictor_file, tuple(plugin or ()), options,
+        at_once, seed, disk_dir, tuple(plugin or ()), options,
     ).with_prompts()  # fmt: skip
     about = {
         "label": "toy model" if is_toy(models["serving"]) else None,

@@ -1,10 +1,9 @@
 """Trains predictors of experts on models and measures their recall on texts that training never saw.
 
     python benchmarks/toy/predictors.py
-    python benchmarks/toy/predictors.py .cache/real --name real --only gate,quasi_hidden,token_table
+    python benchmarks/toy/predictors.py .cache/real --name real --only gate,quasi_hidden
 
-The drafter whose states ``draft_linear`` maps is each model's EAGLE-3 head, if it has one. Microseconds per layer are
-of one row, on this machine.
+Microseconds per layer are of one row, on this machine.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from texts import TARGET, chosen
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, ROOT, is_toy, provenance, write_result
 
-MODELS = {"flat": "benchmarks/toy/models", "local": "benchmarks/toy/models/local"}  # with target and eagle3
+MODELS = {"flat": "benchmarks/toy/models", "local": "benchmarks/toy/models/local"}  # with target
 WORK = Path(".cache") / "toy" / "predictors"  # from the checkout's root
 TEXTS = {"training": (True, 120, 512), "held-out": (False, 10, 384)}  # whether training saw them, files, tokens of each
 REACH, SLOTS = 3, 25
-DRAFTS = 5
 
 
 def vllm_spac(*arguments: str | Path) -> None:
@@ -40,28 +38,24 @@ def write_texts(kind: str, folder: Path, model: Path = TARGET, count: int = 0) -
     return path
 
 
-def engine(head: str = "") -> tuple[str | Path, ...]:
-    """Returns the options of the engines that read texts, with the EAGLE-3 ``head`` as drafter, if any."""
-    options: dict[str, Any] = {"gpu_memory_utilization": 0.2}
-    if head:
-        options["speculative_config"] = {"method": "eagle3", "model": head, "num_speculative_tokens": DRAFTS}
-    return "--engine", json.dumps(options), "--disk-dir", WORK / "packed", "--limit-tokens", "100000"
+# Options of the engines that read texts.
+ENGINE = ("--engine", '{"gpu_memory_utilization": 0.2}', "--disk-dir", WORK / "packed", "--limit-tokens", "100000")
 
 
-def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = "", head: str = "") -> None:
+def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = "") -> None:
     """Trains predictors of ``model`` on ``texts``: those called ``only``, separated by commas, or all."""
     some = ("--only", only) if only else ()
-    options = ("--prompts", texts, "--output", output, "--reach", str(reach), *some, *engine(head))
+    options = ("--prompts", texts, "--output", output, "--reach", str(reach), *some, *ENGINE)
     vllm_spac("train-predictor", model, *options)
 
 
 def measured(name: str, model: str, reach: int = REACH, only: str = "") -> dict[str, Any]:
     """Trains and measures on one model; returns the results by predictor."""
     file, output = WORK / f"{name}.predictors.safetensors", WORK / f"{name}.json"
-    target, head = f"{model}/target", f"{model}/eagle3" if (ROOT / model / "eagle3").is_dir() else ""
-    train(target, WORK / "training.jsonl", file, reach, only, head)
+    target = f"{model}/target"
+    train(target, WORK / "training.jsonl", file, reach, only)
     texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
-    vllm_spac("predictors", target, *texts, "--json", output, *engine(head))
+    vllm_spac("predictors", target, *texts, "--json", output, *ENGINE)
     return json.loads((ROOT / output).read_text())
 
 
@@ -76,7 +70,7 @@ def begun(model: Path = TARGET, training: int = 0) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[Path | None, typer.Argument(help="Folder of target and eagle3.", show_default="both toys")] = None,
+    model: Annotated[Path | None, typer.Argument(help="Folder of target.", show_default="both toys")] = None,
     name: Annotated[str, typer.Option(help="Of the model; the result is NAME_predictors.json.")] = "toy",
     only: Annotated[str, typer.Option(help="Predictors, separated by commas; empty: all.")] = "",
     reach: Annotated[int, typer.Option(min=1, help="Layers that predictors look ahead.")] = REACH,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from vllm_spac.decisions.predictors._samples import SampleRecorder, Samples
 from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes
+from vllm_spac.decisions.predictors.base import DRAFTING, Seen, Signal
 
-LAYERS, EXPERTS, TOP_K, WIDTH, WORDS, DRAFT = 4, 12, 3, 8, 20, 6
+LAYERS, EXPERTS, TOP_K, WIDTH, WORDS = 4, 12, 3, 8, 20
 NAMES = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS))
 
 
@@ -22,13 +23,13 @@ def gates(seed: int = 0, bias: float = 0.0) -> Gates:
     return Gates(weight, bias * torch.randn(LAYERS, EXPERTS, generator=generator), norm)
 
 
-def residuals(rows: int, seed: int, drift: float = 0.3) -> tuple[Tensor, Tensor]:
-    """Tokens [rows], and residuals r_l [L, rows, d]: a vector of the token, which drifts from layer to layer."""
+def residuals(rows: int, seed: int, drift: float = 0.3) -> Tensor:
+    """Residuals r_l [L, rows, d]: a vector of the row's token, which drifts from layer to layer."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(99))
     tokens = torch.randint(WORDS, (rows,), generator=generator)
     steps = drift * torch.randn(LAYERS, rows, WIDTH, generator=generator)
-    return tokens, vectors[tokens] + steps.cumsum(0)
+    return vectors[tokens] + steps.cumsum(0)
 
 
 def normed(residual: Tensor, weight: Tensor) -> Tensor:
@@ -36,27 +37,34 @@ def normed(residual: Tensor, weight: Tensor) -> Tensor:
     return residual / residual.square().mean(-1, keepdim=True).sqrt() * weight
 
 
-def states(residual: Tensor) -> Tensor:
-    """What a drafter knows of rows with the residuals r_0 [rows, d]: a part, [rows, D]; nothing of the first row."""
-    found = residual @ torch.randn(WIDTH, DRAFT, generator=torch.Generator().manual_seed(98))
-    found[0] = float("nan")
-    return found
-
-
-def samples(texts: int = 6, rows: int = 40, seed: int = 1, model: Gates | None = None, drafter: bool = True) -> Samples:
+def samples(texts: int = 6, rows: int = 40, seed: int = 1, model: Gates | None = None) -> Samples:
     """Texts of ``rows`` rows each, as routers of ``model`` treat them."""
-    model, width = model or gates(), DRAFT if drafter else 0
-    recorder = SampleRecorder(LAYERS, EXPERTS, TOP_K, WIDTH, texts * rows, torch.float32, width)
+    model = model or gates()
+    recorder = SampleRecorder(LAYERS, EXPERTS, TOP_K, WIDTH, texts * rows, torch.float32)
     for text in range(texts):
-        tokens, residual = residuals(rows, seed * 1000 + text)
+        residual = residuals(rows, seed * 1000 + text)
         for layer in range(LAYERS):
             hidden = normed(residual[layer], model.norm[layer])
             logits = hidden @ model.weight[layer].T + model.bias[layer]
             weights, ids = logits.softmax(-1).topk(TOP_K)
             recorder.observe(layer, hidden, logits, weights / weights.sum(-1, keepdim=True), ids.int())
-        recorder.end_text(tokens.tolist(), states(residual[0]) if drafter else None)
-    found = recorder.result()
-    return replace(found, draft_ids=copied(found, seed)) if drafter else found
+        recorder.end_text(rows)
+    return recorder.result()
+
+
+@dataclass(frozen=True, eq=False)
+class Drafted(Samples):
+    """Samples of which a copy of the model has chosen, too."""
+
+    draft_ids: Tensor = field(kw_only=True)
+
+    @classmethod
+    def of(cls, found: Samples, seed: int = 1) -> Drafted:
+        return cls(**vars(found), draft_ids=copied(found, seed))
+
+    def seen(self, layer: int, rows: slice, needs: frozenset[Signal]) -> Seen:
+        found = super().seen(layer, rows, needs)
+        return replace(found, draft_ids=self.draft_ids[rows]) if DRAFTING & needs else found
 
 
 def copied(samples: Samples, seed: int) -> Tensor:
@@ -67,13 +75,10 @@ def copied(samples: Samples, seed: int) -> Tensor:
     return found
 
 
-def material(
-    reach: int = 2, model: Gates | None = None, seed: int = 1, texts: int = 6, drafter: bool = True
-) -> Material:
+def material(reach: int = 2, model: Gates | None = None, seed: int = 1, texts: int = 6) -> Material:
     """What predictors are made from; the last text is one of ``others``."""
     model = model or gates()
-    every = samples(texts, seed=seed, model=model, drafter=drafter)
-    fitted = every.texts(0, texts - 1)
-    sizes = Sizes(LAYERS, EXPERTS, TOP_K, WIDTH, reach, len(fitted.tokens.unique()), DRAFT if drafter else 0)
+    every = samples(texts, seed=seed, model=model)
+    sizes = Sizes(LAYERS, EXPERTS, TOP_K, WIDTH, reach)
     outputs = 0.1 * torch.randn(LAYERS, EXPERTS, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return Material(sizes, fitted, every.texts(texts - 1, texts), model, outputs)
+    return Material(sizes, every.texts(0, texts - 1), every.texts(texts - 1, texts), model, outputs)

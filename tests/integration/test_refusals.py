@@ -26,7 +26,7 @@ from vllm_server import OF_THE_TESTS, PATIENCE, TARGET, Server
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
-from vllm_spac.decisions.predictor_file import Identity, PredictorFile
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError, StoreError, UnsupportedError
 from vllm_spac.integration import preflight
@@ -170,12 +170,12 @@ instance = Fine()
 
 
 def predictors(fingerprint: str, layers: int) -> PredictorFile:
-    """A file of the predictor ``frequency``, of layers of 16 experts."""
-    counts = torch.ones(layers, 16, dtype=torch.int64)
+    """A file of the predictor ``quasi_hidden``, of layers of 16 experts."""
     identity = Identity(fingerprint, fingerprint, tuple(map(str, range(layers))))
-    sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1, words=1)
-    tensors, recall = {"frequency": {"counts": counts}}, {"frequency": {"step": [(0.25, 0.5)] * layers}}
-    return PredictorFile(identity, sizes, 1, tensors, {"gate": "no router"}, recall)
+    sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1)
+    specs = kinds()["quasi_hidden"].specs(sizes)
+    tensors = {"quasi_hidden": {part: torch.ones(shape, dtype=dtype) for part, (dtype, shape) in specs.items()}}
+    return PredictorFile(identity, sizes, 1, tensors, {"gate": "no router"})
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def outside(tmp_path, monkeypatch) -> Path:
     (tmp_path / "other.json").write_text(
         json.dumps({"format": "spac-budgets-1", "fingerprint": "\x1b[2J", "budgets": {}})
     )
-    predictors("\x1b[2J", 1).save(tmp_path / "other.predictors")
+    predictors("\x1b[2J", 2).save(tmp_path / "other.predictors")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     os.mkfifo(tmp_path / "pipe")
@@ -234,13 +234,9 @@ def outside(tmp_path, monkeypatch) -> Path:
         (AUTO | {"profile": "."}, "--spac-profile"),
         ({"calibration": "text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
         ({"calibration": "pipe"}, "--spac-calibration.*no such file"),
-        ({"prefetch": "linear"}, "prefetch=linear.*needs predictor_file.*vllm-spac train-predictor"),
-        ({"prefetch": "linear", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
-        ({"prefetch": "linear", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
-        (
-            {"prefetch": "draft_linear", "predictor_file": "other.predictors"},
-            r"prefetch=draft_linear \(--spac-prefetch\) cannot work here: there is no drafter; add --speculative-c",
-        ),
+        ({"prefetch": "neural"}, "prefetch=neural.*needs predictor_file.*vllm-spac train-predictor"),
+        ({"prefetch": "neural", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
+        ({"prefetch": "neural", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
         (
             {"prefetch": "shadow"},
             "prefetch=shadow.*work here: there is no draft model; add --speculative-config",
@@ -255,18 +251,18 @@ def outside(tmp_path, monkeypatch) -> Path:
         ),
         (
             {"prefetch": "draft_gate", "predictor_file": "other.predictors"},
-            "no effect with prefetch=draft_gate.*add --spac-prefetch draft_linear or another",
+            "no effect with prefetch=draft_gate.*add --spac-prefetch gate or another",
         ),
         ({"prefetch": "utility@k=2"}, "k of prefetch=utility@k=2.*looks? at drafts; use --spac-prefetch utility"),
         (
-            {"prefetch": "linear@extra=0.2@cutoff=2", "predictor_file": "other.predictors"},
-            "cutoff of prefetch=linear.*use --spac-prefetch linear@extra=0.2, or use --spac-prefetch draft_gate",
+            {"prefetch": "neural@extra=0.2@cutoff=2", "predictor_file": "other.predictors"},
+            "cutoff of prefetch=neural.*use --spac-prefetch neural@extra=0.2, or use --spac-prefetch draft_gate",
         ),
         ({"prefetch": "draft_gate@k=0"}, "k=0: use a whole number from 1"),
         ({"prefetch": "shadow@copies=2"}, "prefetch=.*shadow@copies=2"),
         ({"prefetch": "shadow@background=2", "decisions": "device", "store": "host"}, "use --spac-prefetch shadow"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
-        ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
+        ({"prefetch": "quasi_hidden", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac budgets"),
         ({"budget": "other.json"}, r"--spac-budget.*another model or revision: \\x1b\[2J"),
         ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
@@ -303,7 +299,7 @@ def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, 
     with pytest.raises(ValueError, match="prefetch=shadow.*work here: there is no draft model"):
         engine_config(moe, {"prefetch": "shadow"})
     with pytest.raises(ValueError, match=r"made for .*not for this model"):  # the file; nothing is refused before it
-        engine_config(moe, {"prefetch": "frequency", "predictor_file": "other.predictors"})
+        engine_config(moe, {"prefetch": "quasi_hidden", "predictor_file": "other.predictors"})
 
 
 def test_a_draft_model_of_this_width_has_layers_for_the_model_s_routers(moe, tmp_path):
@@ -312,9 +308,9 @@ def test_a_draft_model_of_this_width_has_layers_for_the_model_s_routers(moe, tmp
     parent = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
     engine_config(moe, {"prefetch": "draft_gate@k=2@cutoff=1"}, speculative_config=parent)
     for drafts, named in (
-        (parent | {"model": str(narrow)}, "the width of this model is .*draft model.*use --spac-prefetch draft_linear"),
+        (parent | {"model": str(narrow)}, "the width of this model is .*draft model.*use --spac-prefetch gate"),
         (parent | {"model": str(moe)}, "the model is its own draft model.*use --spac-prefetch shadow"),
-        (NGRAM, "ngram has no layers that stand for this model's; use --spac-prefetch draft_linear"),
+        (NGRAM, "ngram has no layers that stand for this model's; use --spac-prefetch gate"),
     ):
         with pytest.raises(ValueError, match=f"prefetch=draft_gate .*cannot work here: .*{named}"):
             engine_config(moe, {"prefetch": "draft_gate"}, speculative_config=drafts)
@@ -362,22 +358,19 @@ def test_a_predictor_is_of_this_model(tmp_path):
 
     def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
         config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
-        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model, Path), lambda: "", host)
+        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model, Path), host)
 
-    assert built("frequency@depth=3", [shape]).sizes.layers == 2
+    assert built("quasi_hidden@depth=3", [shape]).sizes.layers == 2
     for wrong, says in (
-        (("gate", [shape]), r"has no predictor gate \(no router\); use one of frequency"),
-        (("frequency", [shape, shape]), "needs MoE layers of one shape, this model has 2"),
-        (("frequency", [shape], "e" * 32), "not for this model or revision"),
-        (("frequency", [replace(shape, experts=8)]), r"2 layers of 8\)"),
-        (("frequency", [replace(shape, layers=("0",))]), r"1 layers of 16\)"),
+        (("gate", [shape]), r"has no predictor gate \(no router\); use one of quasi_hidden"),
+        (("quasi_hidden", [shape, shape]), "needs MoE layers of one shape, this model has 2"),
+        (("quasi_hidden", [shape], "e" * 32), "not for this model or revision"),
+        (("quasi_hidden", [replace(shape, experts=8)]), r"2 layers of 8\)"),
+        (("quasi_hidden", [replace(shape, layers=("0",))]), r"1 layers of 16\)"),
     ):
         with pytest.raises(ConfigError, match=says):
             built(*wrong)
     assert ahead.predictors(SpacConfig.parse({}), [shape], lambda: "", Path) is None
-    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": str(path)})
-    file = ahead.predictors(auto, [shape], lambda: "f" * 32, Path)
-    assert file is not None and ahead.predictor(auto, file, lambda: "", host) is None, "it is chosen later"
 
 
 @pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)
@@ -458,7 +451,7 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
         (
-            {"speculate": "restricted", "prefetch": "linear", "predictor_file": __file__},
+            {"speculate": "restricted", "prefetch": "gate"},
             {},
             "speculate=restricted .* with --tensor-parallel-size 2 .*; drop --spac-speculate",
         ),
@@ -725,7 +718,7 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
             compatibility.check(SpacConfig(**knobs, budget_votes="path"), config, gpu=False)
 
 
-def test_nodes_of_trees_have_states_and_no_routing():
+def test_nodes_of_trees_have_no_routing():
     """Of an EAGLE head, which has no experts; a shadow would have to be the draft model in its place."""
     from vllm_spac.config.config import SpacConfig
     from vllm_spac.integration import compatibility
@@ -735,7 +728,6 @@ def test_nodes_of_trees_have_states_and_no_routing():
     )
     parallel = SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False)
     config = SimpleNamespace(speculative_config=head, parallel_config=parallel)
-    compatibility.check(SpacConfig(prefetch="draft_linear", predictor_file="p", tree=8), config, gpu=False)
     for name in ("shadow", "draft_gate"):
         with pytest.raises(ValueError, match=f"{name}.*here: draft trees grow from EAGLE heads.*; drop --spac-tree"):
             compatibility.check(SpacConfig(prefetch=name, tree=8), config, gpu=False)

@@ -29,7 +29,7 @@ from vllm_spac.errors import Remedy, SpacError, flag
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 MOST_STEPS = 6
-PREDICTORS = ("auto", "draft_linear", "frequency", "gate", "hybrid", "linear", "neural", "quasi_hidden", "token_table")
+PREDICTORS = ("gate", "hybrid", "neural", "quasi_hidden")
 
 # Values of each knob other than its default. Numbers whose size alone matters have one.
 KNOBS: dict[str, tuple[Any, ...]] = {
@@ -44,7 +44,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
         "shadow",
         "draft_gate@k=2@cutoff=1",
         "utility@threshold=2",
-        "linear@extra=0.2",
+        "gate@extra=0.2",
         *PREDICTORS,
     ),
     "predictor_file": ("FILE",),
@@ -101,7 +101,7 @@ BASES: tuple[dict[str, Any], ...] = (
     {"executor": "processes", "workers": 2},
     {"tree": 16, "--speculative-config": EAGLE},
     {"tree": 16, "--speculative-config": EAGLE, "gpu": True, "--attention-backend": "TRITON_ATTN"},
-    {"prefetch": "linear", "predictor_file": "FILE"},
+    {"prefetch": "neural", "predictor_file": "FILE"},
     {"--tensor-parallel-size": 2, "--enable-expert-parallel": True},
 )
 QUICK = BASES[:2]

@@ -20,8 +20,7 @@ from vllm_spac.kernels.formats import Format
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
-from vllm_spac.decisions.predictors._maps import Maps
-from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.decisions.predictors._trained import Maps, Sizes
 from vllm_spac.execution.address_table import Kernels
 from vllm_spac.execution.device import cpu_share, pointers_execution
 from vllm_spac.execution.device.cpu_share import MailKernels
@@ -117,14 +116,13 @@ def pool(
 
 def predictor(name: str, experts: int, top_k: int, layers: int = 2) -> Maps:
     """Looks one layer ahead, with tensors of zeros."""
-    sizes = Sizes(layers, experts, top_k, D, 1, 8)
+    sizes = Sizes(layers, experts, top_k, D, 1)
     tensors = {
         part: {key: torch.zeros(size, dtype=dtype) for key, (dtype, size) in kinds()[part].specs(sizes).items()}
-        for part in ("token_table", "gate", "quasi_hidden", "linear")
+        for part in ("gate", "quasi_hidden")
     }
-    tensors["token_table"]["tokens"] += torch.arange(sizes.words)
     names = tuple(map(str, range(layers)))
-    found = PredictorFile(Identity("f", "m", names), sizes, 1, tensors, {}, dict.fromkeys(tensors, {})).build(name)
+    found = PredictorFile(Identity("f", "m", names), sizes, 1, tensors, {}).build(name)
     assert isinstance(found, Maps)
     return found
 

@@ -95,7 +95,7 @@ def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, mos
 
 
 @pytest.mark.parametrize("warms_up", [True, False], ids=["a forward before each capture", "none"])
-@pytest.mark.parametrize("name", ["gate", "quasi_hidden", "linear", None])
+@pytest.mark.parametrize("name", ["gate", "quasi_hidden", None])
 def test_no_operation_is_launched_for_the_first_time_in_a_capture(device, name, warms_up):
     """Neither a kernel nor one of torch's operations, of which libraries choose some by their sizes.
 

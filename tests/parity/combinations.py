@@ -91,7 +91,7 @@ class Cell:
 
 
 def _needs_file(prefetch: str) -> bool:
-    return prefetch == AUTO or (prefetch != "off" and components.find("predictors", prefetch).needs_file)
+    return prefetch != "off" and components.find("predictors", prefetch).needs_file
 
 
 @cache
@@ -132,8 +132,8 @@ def _engine(cell: Cell) -> Any:
 
 
 def cells() -> Iterator[Cell]:
-    """All combinations: 1,872 for each kind of drafts."""
-    predictors = (None, *components.serving("predictors"), AUTO)
+    """All combinations: 1,152 for each kind of drafts."""
+    predictors = (None, *components.serving("predictors"))
     for speculation, platform, plane, ranks in itertools.product(_SPECULATIONS, _PLATFORMS, _PLANES, _RANKS):
         for given in itertools.product((None, 16), predictors, (None, AUTO), (None, "predicted")):
             named = zip(_KNOBS, given, strict=True)

@@ -81,7 +81,7 @@ class Steps:
                 named = [
                     each if self.choice.random() < self.right else torch.randint(EXPERTS, each.shape) for each in ids
                 ]
-                pool.draft(torch.zeros(count, dtype=torch.int64), torch.stack(named, 1)[:count])
+                pool.draft(torch.stack(named, 1)[:count])
         if self.choice.random() < self.settles:
             pool.settle()
         pool.begin_step(Step((RequestRows(0, rows, kind),)))

@@ -215,13 +215,11 @@ def test_a_rank_reads_ahead_its_own_of_the_experts_that_are_named() -> None:
     """A predictor names the model's experts, here those that the next layer chooses: whatever is read is used."""
     chosen = torch.zeros(2, 2, TOP_K, dtype=torch.long)  # of each layer
     foresight = Foresight(
-        sizes=Sizes(2, EXPERTS, TOP_K, 8, 1, 1),
+        sizes=Sizes(2, EXPERTS, TOP_K, 8, 1),
         reach=1,
         on_device=True,
         needs=frozenset(),
-        weights_of=lambda layer, scores: scores,
-        of_step=lambda tokens: torch.zeros(1, EXPERTS),
-        of_next=lambda seen, known: torch.zeros(2, EXPERTS).scatter_(1, chosen[1], 1.0),
+        of_next=lambda seen: torch.zeros(2, EXPERTS).scatter_(1, chosen[1], 1.0),
     )
     generator = torch.Generator().manual_seed(0)
     experts = {name: torch.randn(2, EXPERTS, *spec.shape, generator=generator) for name, spec in PLAIN.items()}

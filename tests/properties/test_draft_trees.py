@@ -15,7 +15,7 @@ from list_trees import walk as walk_one
 
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape, TreeShape, parse
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.trees.growth import Chosen, Growth
+from vllm_spac.methods.trees.growth import Growth
 from vllm_spac.methods.trees.tensors import (
     FILLER,
     NOWHERE,
@@ -54,13 +54,12 @@ def growing(shape: TreeShape, seed: int, requests: int, coarse: bool) -> tuple[G
         return torch.stack(found).view(len(paths), -1, VOCABULARY)
 
     paths: list[list[tuple[int, ...]]] = [[()]] * requests
-    growth, read, forwards = Growth(shape, logp(paths)[:, 0]), [torch.full((requests, 0), -1)], 0
+    growth, forwards = Growth(shape, logp(paths)[:, 0]), 0
     while not growth.over:
         assert growth.tokens.shape == growth.parent.shape == growth.expanded.shape
         assert growth.chances.shape == (*growth.expanded.shape, growth.level)
         joint = torch.cat(growth._logp, 1).gather(1, growth.expanded)
         assert torch.allclose(growth.chances.prod(2), joint.exp(), atol=1e-6)
-        read.append(growth.tokens)
         follows = zip(paths, growth.parent.tolist(), growth.tokens.tolist(), strict=True)
         paths = [[(*mine[p], t) for p, t in zip(parents, tokens, strict=True)] for mine, parents, tokens in follows]
         for path, chances in zip(paths[0], growth.chances[0], strict=True):
@@ -68,7 +67,6 @@ def growing(shape: TreeShape, seed: int, requests: int, coarse: bool) -> tuple[G
             assert torch.allclose(chances[-1], own, atol=1e-5), "of the last token, given its path"
         growth.add(logp(paths))
         forwards += 1
-    check_read(growth.chosen(), torch.cat(read, 1))
     return growth, forwards
 
 
@@ -77,14 +75,6 @@ class Exhaustive(DynamicShape):
 
     def expand(self, level: int, logp: torch.Tensor, least: torch.Tensor | None = None) -> torch.Tensor:
         return super().expand(level, logp)
-
-
-def check_read(chosen: Chosen, read: torch.Tensor) -> None:
-    """``Chosen.read`` names each node's token among those ``read``, each once, and that of each node with children."""
-    for tokens, parents, numbers, known in zip(chosen.tokens, chosen.parents, chosen.read, read, strict=True):
-        found = numbers[numbers >= 0]
-        assert len(found.unique()) == len(found) and torch.equal(known[found], tokens[numbers >= 0])
-        assert (numbers[parents[parents > 0] - 1] >= 0).all()
 
 
 @given(

@@ -24,7 +24,6 @@ from vllm_spac.cache import allowance, transfers
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.decisions.guard import payback
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.base import Rows
@@ -325,7 +324,7 @@ def test_under_a_budget_nine_of_ten_reads_are_used(slots: int) -> None:
 
 @contextlib.contextmanager
 def drafted(*given, **knobs) -> Iterator[Pool]:
-    """A pool whose predictor looks at the drafter's states, after a step of experts that are there."""
+    """A pool whose predictor looks at a draft model, after a step of experts that are there."""
     with pool(*given, **knobs) as made:
         made.step((0, 1), (0, 1), (0, 1), (0, 1))
         made.store.order.clear()
@@ -335,7 +334,7 @@ def drafted(*given, **knobs) -> Iterator[Pool]:
 def draft(made: Pool, *layers: tuple[int, ...]) -> None:
     """The drafter reads a token, about which these experts are guessed, from the first layer on."""
     made.script.says = {START: list(enumerate(layers))}
-    made.draft(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1))
+    made.draft(torch.zeros(1, LAYERS, TOP, dtype=torch.int64))
     made.residency.check_integrity()
 
 
@@ -539,54 +538,6 @@ def test_reads_that_nobody_needs_add_a_tenth_and_then_stop(
     assert "prefetch=script pauses: layers used 0 of the last" in said and "--spac-prefetch off" in said
 
 
-@pytest.mark.parametrize(("times", "stops"), [(1.2, True), (0.8, False)])
-def test_auto_reads_ahead_only_while_steps_are_shorter_with_it(
-    times: float, stops: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock is the test's. Nothing is guessed, read nor pinned while reads ahead are stopped; it is logged once."""
-    monkeypatch.setattr(payback, "PAUSE", 50)
-    monkeypatch.setattr(payback, "KEEP", 50)
-    rng, now = np.random.default_rng(0), 0.0
-    with caplog.at_level(logging.WARNING, "vllm.spac"), pool(8, "reuse", stops=True) as made:
-        monkeypatch.setattr(made._transfers, "clock", lambda: now)
-        made.script.says = {layer: [((layer + 1) % LAYERS, (6, 7))] for layer in range(LAYERS)}
-        reads, asked = [], []
-        for _ in range(400):
-            made.begin()
-            for layer in range(LAYERS):
-                made.layer(layer, tuple(rng.permutation(EXPERTS - 2)[:TOP].tolist()))
-            now += times if made.script.asked else 1.0
-            made.end_forward()
-            reads.append(made.counters.prefetches)
-            asked.append(len(made.script.asked))
-            made.script.asked.clear()
-        made.step((0, 1), (0, 1), (0, 1), (0, 1))  # the clock stands still: a step of no seconds is no error
-    assert (made.counters.prefetch_stops > 1) == stops
-    compared = 2 * payback.BLOCK * payback.LEAST
-    decided = asked[compared : compared + 50]
-    assert decided.count(0) == (50 if stops else 0), "one kind only, once it is decided"
-    idle = [number for number in range(1, 400) if not asked[number]]
-    assert len(idle) > 80 and all(reads[number] == reads[number - 1] for number in idle), "nothing is read, nor pinned"
-    [said] = [record.getMessage() for record in caplog.records if "prefetch=auto" in record.getMessage()]
-    assert f"{'stops' if stops else 'goes on'} reading ahead by script" in said and f"took {times:.3f} (+-" in said
-    assert f"{payback.LEAST} blocks of each compared; again in 50 steps" in said
-
-
-def test_steps_with_prompts_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is guessed about them."""
-    with pool(8, "reuse", stops=True) as made:
-        judged: list[int] = []
-        monkeypatch.setattr(made._loader.prefetcher._payback, "end_step", lambda rows, seconds: judged.append(rows))
-        for kind in (RowKind.PREFILL, RowKind.DECODE, RowKind.PREFILL):
-            made.begin(2, kind)
-            for layer in range(LAYERS):
-                made.layer(layer, (0, 1), (2, 3))
-            made.end_forward()
-        made.begin(1)  # and nothing ran
-        made.end_forward()
-    assert judged == [2]
-
-
 def test_reads_that_are_needed_are_not_limited() -> None:
     rng = np.random.default_rng(0)
     with pool(8, "reuse", extra=0.1) as made:
@@ -598,51 +549,32 @@ def test_reads_that_are_needed_are_not_limited() -> None:
     assert counters.prefetch_hits == counters.prefetches > 2 * counters.loads, "all layers but the first"
 
 
-def test_a_predictor_that_is_chosen_before_the_first_step_reads_the_same() -> None:
-    with pool(16) as one, pool(16) as other:
-        other.read_ahead(PrefetchSettings())
-        assert other.looks_at == frozenset()
-        other.step((0, 1), (0, 1), (0, 1), (0, 1))
-        assert not other.script.asked
-        other.read_ahead(PrefetchSettings(prefetch="script", built=other.script))
-        poison_slots(other)
-        assert other.looks_at == one.looks_at == Script.needs
-        one.step((0, 1), (0, 1), (0, 1), (0, 1))
-        for made in (one, other):
-            made.script.says = {START: [(0, (5, 6))], 0: [(1, (6, 7))]}
-            made.store.order.clear()
-            made.step((5, 6), (6, 7), (0, 1), (2, 7))
-        counts = [{**made.counters.snapshot(), "stall_seconds": 0} for made in (one, other)]
-        assert one.store.order == other.store.order and counts[0] == counts[1]
-        assert one.counters.prefetch_hits == 4
-
-
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
-class OfTokens(Script):
-    needs = frozenset({Signal.TOKENS})
+class OfRouters(Script):
+    needs = frozenset({Signal.ROUTER_INPUT})
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
 
 
-class OfTheFuture(OfTokens):
+class OfTheFuture(OfRouters):
     needs = frozenset({Signal.FUTURE})
 
 
 def test_a_predictor_of_another_package_may_look_at_layers() -> None:
-    settings = PrefetchSettings(prefetch=f"{__name__}:OfTokens")
-    assert settings.looks and isinstance(settings.build(3), OfTokens)
+    settings = PrefetchSettings(prefetch=f"{__name__}:OfRouters")
+    assert settings.looks and isinstance(settings.build(3), OfRouters)
     with pytest.raises(ConfigError, match="looks at future, which is not passed on to predictors; use off"):
         PrefetchSettings(prefetch=f"{__name__}:OfTheFuture")
 
 
 def test_a_trained_predictor_needs_its_file() -> None:
-    with pytest.raises(ConfigError, match="prefetch='linear' is trained for a model; add --spac-predictor-file"):
-        PrefetchSettings(prefetch="linear")
-    with pytest.raises(ConfigError, match="linear has no argument 'reach'"):
-        PrefetchSettings.of("linear@reach=2", built=Script())
-    assert PrefetchSettings.of("linear@depth=2", built=Script()).depth == 2
+    with pytest.raises(ConfigError, match="prefetch='neural' is trained for a model; add --spac-predictor-file"):
+        PrefetchSettings(prefetch="neural")
+    with pytest.raises(ConfigError, match="neural has no argument 'reach'"):
+        PrefetchSettings.of("neural@reach=2", built=Script())
+    assert PrefetchSettings.of("neural@depth=2", built=Script()).depth == 2
     with pytest.raises(ConfigError, match="extra of the prefetcher must be from 0 to 1"):
         PrefetchSettings(extra=1.5)

@@ -16,54 +16,46 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds, needed
-from vllm_spac.decisions.predictors._on_device import OnDevice
-from vllm_spac.decisions.predictors._trained import Sizes
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors._trained import Sizes, Trained
+from vllm_spac.decisions.predictors.base import Seen
 from vllm_spac.execution.device import pointers_execution
 from vllm_spac.execution.device.pointers_execution import MOST_ROWS
 
 __all__ = ["made"]  # a fixture
 
-WORDS = 20
 ON_DEVICE = [name for name, kind in kinds().items() if kind.on_device]
-CHOSEN = ("token_table", "neural")  # by hybrid, of the layers behind the first
+CHOSEN = ("quasi_hidden", "neural")  # by hybrid, of the layers behind the first
 
 
 def file(seed: int = 0, reach: int = 1) -> PredictorFile:
     """Predictors with random tensors."""
     rng = torch.Generator().manual_seed(seed)
-    sizes = Sizes(LAYERS, EXPERTS, TOP_K, D, reach, WORDS)
+    sizes = Sizes(LAYERS, EXPERTS, TOP_K, D, reach)
     tensors = {}
     for name in ON_DEVICE:
         tensors[name] = {}
         for part, (dtype, size) in kinds()[name].specs(sizes).items():
-            if dtype == torch.int16:
-                tensors[name][part] = torch.rand(size, generator=rng).argsort(-1).to(dtype)
-            elif part == "tokens":
-                tensors[name][part] = torch.arange(WORDS) * 3
-            elif part == "choice":
+            if part == "choice":
                 tensors[name][part] = torch.tensor([0, *(sorted(needed(name, ON_DEVICE)).index(n) for n in CHOSEN)])
-            elif dtype == torch.int64:
-                tensors[name][part] = torch.randint(1, 99, size, generator=rng)
             else:
                 tensors[name][part] = torch.rand(size, generator=rng).sub(0.5 * part.startswith("map")).to(dtype)
-    return PredictorFile(Identity("f", "m", tuple("abc")), sizes, 1, tensors, {}, dict.fromkeys(tensors, {}))
+    return PredictorFile(Identity("f", "m", tuple("abc")), sizes, 1, tensors, {})
 
 
-def predictor(name: str = "gate", seed: int = 0) -> OnDevice:
+def predictor(name: str = "gate", seed: int = 0) -> Trained:
     found = file(seed).build(name, reach=1)
-    assert isinstance(found, OnDevice)
+    assert isinstance(found, Trained)
     return found
 
 
-def ahead_by(named: OnDevice, extra: float) -> PrefetchSettings:
+def ahead_by(named: Trained, extra: float) -> PrefetchSettings:
     return PrefetchSettings(prefetch="gate", built=named, extra=extra)
 
 
 class Foreseen:
     """Steps whose routing after the first layer is what ``gate`` names, with the probability ``right``."""
 
-    def __init__(self, pool: Pool, named: OnDevice, right: float, seed: int = 0) -> None:
+    def __init__(self, pool: Pool, named: Trained, right: float, seed: int = 0) -> None:
         self.pool, self.named, self.right = pool, named, right
         self.rng, self.choice = torch.Generator().manual_seed(seed), random.Random(seed)
 
@@ -124,7 +116,7 @@ def test_the_same_bits_whatever_is_named(slots: int, right: float, rows: list[in
         pool.close()
 
 
-def verified(pool: Pool, named: OnDevice, bounds: tuple | None, steps: int) -> None:
+def verified(pool: Pool, named: Trained, bounds: tuple | None, steps: int) -> None:
     """Steps of four rows, whose layers use the two names that rank first, and two more that are always the same."""
     rng = torch.Generator().manual_seed(0)
     votes = torch.tensor([1.0, 0.8, 0.6, 0.4])
@@ -219,36 +211,26 @@ def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> Non
     assert pool.snapshot()["prefetches"] == before
 
 
-def test_every_predictor_that_needs_no_drafter_is_there() -> None:
-    assert set(ON_DEVICE) == set(kinds()) - {"draft_linear"} and len(CHOSEN) == LAYERS - 1
+def test_every_trained_predictor_is_there() -> None:
+    assert list(kinds()) == ON_DEVICE and len(CHOSEN) == LAYERS - 1
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
-    """By the token, by the router's input and choice; from a file that looks two layers ahead, too."""
+    """By the router's input and choice; from a file that looks two layers ahead, too."""
     pool = made(10, ahead=ahead_by(file(reach=2).build(name, reach=1), 1.0))
     named, ahead = file(reach=2).build(name, reach=1), pool._ahead
     rng = torch.Generator().manual_seed(3)
-    tokens = torch.tensor([0, 3, 4, 57])
-    if "tokens" in named.needs:
-        ahead._know(tokens)
     ahead._limits.fill_(EXPERTS)  # as steps without a budget do
-    scores: dict[int, torch.Tensor] = {}  # of each layer, the newest
-
-    def ask(seen: Seen) -> None:
-        for guess in named.guesses(seen):
-            for number, each in enumerate(guess.scores.split(EXPERTS, 1), guess.first // EXPERTS):
-                scores[number] = each.expand(4, -1)
-
-    ask(Seen(START, tokens=tokens))
     for layer in range(LAYERS - 1):
         x, weights = torch.randn(4, D, generator=rng), torch.rand(4, TOP_K, generator=rng)
         ids = torch.rand(4, EXPERTS, generator=rng).topk(TOP_K).indices.int()
         out = torch.zeros(1, EXPERTS)
         ahead.name(layer, x, ids, weights, torch.ones(4, 1), out)
-        ask(Seen(layer, tokens=tokens, hidden=x, ids=ids, weights=weights))
-        assert set(out[0].nonzero().flatten().tolist()) == set(scores[layer + 1].topk(TOP_K).indices.flatten().tolist())
-        known = scores[layer + 1].flip(1).contiguous()  # what was computed already is not computed again
+        [guess] = named.guesses(Seen(layer, hidden=x, ids=ids, weights=weights))
+        assert guess.first == (layer + 1) * EXPERTS and guess.scores.shape == (4, EXPERTS)
+        assert set(out[0].nonzero().flatten().tolist()) == set(guess.scores.topk(TOP_K).indices.flatten().tolist())
+        known = guess.scores.flip(1).contiguous()  # what was computed already is not computed again
         ahead.name(layer, x, ids, weights, torch.ones(4, 1), out, known)
         assert set(out[0].nonzero().flatten().tolist()) == set(known.topk(TOP_K).indices.flatten().tolist())
 
@@ -307,20 +289,6 @@ def test_padding_names_nothing(made) -> None:
     assert total > 10
 
 
-@pytest.mark.parametrize("name", ["linear", "token_table", "hybrid"])
-def test_tokens_are_those_of_the_step(made, name: str) -> None:
-    pool = made(10, ahead=ahead_by(predictor(name), 1.0))
-    x = torch.randn(2, D)
-    for tokens in (torch.tensor([3, 6]), torch.tensor([9, 4])):
-        pool.begin_step(Step((RequestRows(0, 2, RowKind.DECODE),), tokens))
-        for layer in range(LAYERS):
-            ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-            pool.run(layer, x, torch.rand(2, TOP_K), ids, "silu", torch.empty_like(x))
-        pool.end_forward()
-    assert pool._ahead._step[0] and "tokens" in pool.looks_at
-    assert torch.equal(pool._ahead._known[:2].flatten(1), predictor(name).of_step(tokens))
-
-
 def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
     """As after an error: the copy stream has arrived, and the next step computes the same bits."""
     pool, rng = made(10, ahead=ahead_by(predictor(), 1.0)), torch.Generator().manual_seed(0)
@@ -347,7 +315,7 @@ def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made,
 
 @pytest.mark.parametrize(
     ("slots", "name"),
-    [(TOP_K, "gate"), (10, "gate"), (LAYERS * EXPERTS - 1, "gate"), (10, "frequency"), (10, "neural")],
+    [(TOP_K, "gate"), (10, "gate"), (LAYERS * EXPERTS - 1, "gate"), (10, "hybrid"), (10, "neural")],
 )
 def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int, name: str) -> None:
     pool, choice, rng = (

@@ -150,16 +150,14 @@ def test_calibrations(folder, calibration, data) -> None:
 
 @pytest.fixture(scope="module")
 def predictors(folder) -> bytes:
-    sizes = Sizes(layers=2, experts=4, top_k=2, width=3, reach=1, words=2, draft_width=2)
+    sizes = Sizes(layers=2, experts=4, top_k=2, width=3, reach=1)
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, dict] = {
         name: {part: torch.rand(shape, generator=generator).to(dtype) for part, (dtype, shape) in specs.items()}
         for name, specs in ((name, kinds()[name].specs(sizes)) for name in kinds() if name != "neural")
     }
-    tensors["token_table"]["tokens"] = torch.tensor([3, 7])
-    recall = {name: {"1": [None, (0.5, 0.75)]} for name in tensors}
     left_out = {"neural": "too slow"}
-    made = PredictorFile(Identity("0123", "toy", ("a", "b")), sizes, 9, tensors, left_out, recall, "d" * 32)
+    made = PredictorFile(Identity("0123", "toy", ("a", "b")), sizes, 9, tensors, left_out)
     return content_of(made.save, folder / "predictors")
 
 
@@ -174,8 +172,7 @@ def test_predictors(folder, predictors, data) -> None:
         for name in found.names:
             predictor = found.build(name)
             for layer in (START, 0):
-                hidden, states = torch.ones(1, found.sizes.width), torch.ones(1, found.sizes.draft_width)
-                list(predictor.guesses(Seen(layer, torch.tensor([3]), hidden, ids, weights, draft=states)))
+                list(predictor.guesses(Seen(layer, torch.ones(1, found.sizes.width), ids, weights)))
 
     ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
     loads_or_refuses(look, len(content), 64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import imagined as made
 
 from vllm_spac.cli import predictors as commands
 from vllm_spac.cli.main import app
-from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training
-from vllm_spac.decisions.predictors import linear
+from vllm_spac.decisions.predictor_file import Identity, Training
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.sp_moe import draft_linear_predictor
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.tools.evaluation import engine
 
@@ -31,13 +28,12 @@ def run(*arguments, code: int = 0) -> str:
 
 
 def training(source: str = "texts") -> Training:
-    return Training(made.material(reach=1), Identity("f" * 32, "imagined", made.NAMES), source, "d" * 32)
+    return Training(made.material(reach=1), Identity("f" * 32, "imagined", made.NAMES), source)
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (draft_linear_predictor, linear, neural_predictor):
-        monkeypatch.setattr(module, "_STEPS", 2)
+    monkeypatch.setattr(neural_predictor, "_STEPS", 2)
 
 
 @pytest.fixture
@@ -154,15 +150,6 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--pictures: .* cannot be written"):
         commands._draw({}, "title", tmp_path / "file" / "folder")
-
-
-def test_predictors_of_a_drafter_are_measured_with_it(trained: Path) -> None:
-    file = PredictorFile.read(trained)
-    commands._check_drafter(trained, file, "d" * 32)
-    for other, says in (("", "this engine has none"), ("e" * 32, "this engine has eeeeeeeeeeee")):
-        with pytest.raises(ConfigError, match=f"trained with the drafter dddddddddddd and {says}.*speculative_config"):
-            commands._check_drafter(trained, file, other)
-    commands._check_drafter(trained, dataclasses.replace(file, drafter=""), "e" * 32)
 
 
 def test_a_text_fits_into_a_request_with_the_drafts_behind_it() -> None:

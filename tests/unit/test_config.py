@@ -331,8 +331,7 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "cluster": "\0"}, "NUL"),
         ({"executor": "processes", "workers": 2, "decisions": "device"}, "drop --spac-decisions"),
         ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
-        ({"executor": "processes", "workers": 2, "prefetch": "auto"}, "use --spac-prefetch linear"),
-        ({"executor": "processes", "workers": 2, "prefetch": "linear"}, "needs predictor_file"),
+        ({"executor": "processes", "workers": 2, "prefetch": "neural"}, "needs predictor_file"),
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
         ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking selected"),
@@ -447,43 +446,45 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         SpacConfig.parse({"store": "host@threads=4"})
 
 
-ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "decisions": "device"}
+ON_DEVICE = {"prefetch": "neural", "predictor_file": "/x", "decisions": "device"}
+
+
+GONE = ("linear", "draft_linear", "token_table", "frequency", "auto")
+SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
 
 
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
         (
-            {"prefetch": "linear"},
-            r"prefetch=linear .* needs predictor_file; add --spac-predictor-file FILE.*train-predictor",
+            {"prefetch": "neural"},
+            r"prefetch=neural .* needs predictor_file; add --spac-predictor-file FILE.*train-predictor",
         ),
-        ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch linear"),
+        ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch gate or"),
         ({"predictor_file": "/x", "prefetch": "utility"}, "no effect with prefetch=utility"),
-        ({"prefetch": "auto"}, r"prefetch=auto .* needs predictor_file; add --spac-predictor-file FILE"),
-        ({"prefetch": "auto@depth=2", "predictor_file": "/x"}, "no predictor is called 'auto'"),
-        ({"prefetch": "linear", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
+        *(
+            ({"prefetch": name, "predictor_file": "/x"}, rf"no predictor is called '{name}'; use one of off, {SERVE}")
+            for name in GONE
+        ),
+        ({"prefetch": "neural", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
         ({"prefetch": "off@extra=0.2"}, "no predictor is called 'off'"),
         ({"prefetch": "utility@extra=1.5"}, r"\(--spac-prefetch\): extra=1.5: use a number from 0.0 to 1.0"),
         ({"prefetch": "utility@extra=True"}, r"\(--spac-prefetch\): extra=True: use a number"),
         ({"prefetch": "utility@depth=0"}, r"\(--spac-prefetch\): depth=0: use a whole number from 1"),
-        ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
+        ({"prefetch": "neural@reach=2", "predictor_file": "/x"}, "neural has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
-            ON_DEVICE | {"prefetch": "auto"},
-            "no layer waits.*use --spac-decisions host, or use --spac-prefetch linear --spac-predictor-file FILE",
-        ),
-        (
-            ON_DEVICE | {"prefetch": "draft_linear@k=2@threshold=2"},
-            r"no settings background and threshold.*; use --spac-prefetch draft_linear@k=2$",
+            {"decisions": "device", "prefetch": "draft_gate@k=2@threshold=2"},
+            r"no settings background and threshold.*; use --spac-prefetch draft_gate@k=2$",
         ),
         (
             {"decisions": "device", "prefetch": "utility@depth=2@background=2"},
             r"no settings background with .*; use --spac-prefetch utility@depth=2$",
         ),
-        (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*use --spac-prefetch linear"),
+        (ON_DEVICE | {"prefetch": "neural@depth=4"}, "neural@depth=4 .*use --spac-prefetch neural"),
         (
-            ON_DEVICE | {"prefetch": "linear@extra=0.3@depth=4"},
-            r"no settings but extra .*; use --spac-prefetch linear@extra=0.3$",
+            ON_DEVICE | {"prefetch": "neural@extra=0.3@depth=4"},
+            r"no settings but extra .*; use --spac-prefetch neural@extra=0.3$",
         ),
     ],
     ids=str,
@@ -493,7 +494,7 @@ def test_knobs_of_the_prefetcher_that_cannot_be(raw: dict, match: str) -> None:
         SpacConfig.parse(raw)
 
 
-SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file": "/x"}
+SPECULATES = {"speculate": "restricted", "prefetch": "gate"}
 
 
 @pytest.mark.parametrize(
@@ -506,10 +507,9 @@ SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file":
         ),
         (
             {"speculate": "predicted", "prefetch": "utility"},
-            "prefetch=utility .* names none; add --spac-prefetch linear",
+            "prefetch=utility .* names none; add --spac-prefetch gate",
         ),
-        ({"speculate": "predicted", "prefetch": "frequency", "predictor_file": "/x"}, "one layer ahead, .*=frequency"),
-        (SPECULATES | {"prefetch": "auto"}, "prefetch=auto .* names none"),
+        (SPECULATES | {"prefetch": "shadow"}, "one layer ahead, .*prefetch=shadow .* names none"),
         (
             SPECULATES | {"budget": 8},
             r"and budget=8 \(--spac-budget\) both choose .*; drop --spac-speculate, or drop --spac-budget",
@@ -533,12 +533,10 @@ def test_speculated_execution_is_a_setting_of_the_budget() -> None:
 
 
 def test_knobs_of_the_prefetcher() -> None:
-    assert SpacConfig.parse(ON_DEVICE | {"prefetch": "linear@extra=0.3"}).prefetch_share == 0.3
-    config = SpacConfig.parse({"prefetch": "linear@depth=4@extra=0.25", "predictor_file": "/x"})
+    assert SpacConfig.parse(ON_DEVICE | {"prefetch": "neural@extra=0.3"}).prefetch_share == 0.3
+    config = SpacConfig.parse({"prefetch": "neural@depth=4@extra=0.25", "predictor_file": "/x"})
     assert (config.prefetch_share, str(config.predictor_file)) == (0.25, "/x")
     assert SpacConfig.parse({}).prefetch_share == SpacConfig.parse({"prefetch": "utility"}).prefetch_share == 0.1
-    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": "/x", "profile": "/y"})
-    assert (auto.prefetch, auto.named_prefetch, config.named_prefetch) == ("auto", "off", "linear@depth=4@extra=0.25")
 
 
 def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:

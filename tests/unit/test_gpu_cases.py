@@ -49,7 +49,6 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         at_once=2,
         seed=0,
         disk_dir=tmp_path / "packed",
-        predictor_file=tmp_path / "predictors",
         plugins=(),
         options={},
         compare=[[1, 2], [3]],
@@ -97,14 +96,13 @@ def test_graphs_are_those_that_are_replayed(asked) -> None:
 
 
 def test_files_that_are_not_there_leave_engines_out(asked, tmp_path) -> None:
-    bare = replace(asked, predictor_file=None, heads=dict.fromkeys(on_gpu.PARTS, tmp_path / "none"))
+    bare = replace(asked, heads=dict.fromkeys(on_gpu.PARTS, tmp_path / "none"))
     why = {}
     for run in RUNS:
         try:
             bare.job(run)
         except (on_gpu.LeftOut, plan.PlanError) as error:
             why[run.name] = str(error)
-    assert {name for name in why if "predictor-file" in why[name]} == {"device ahead", "host ahead"}
     assert {name for name in why if "eagle3" in why[name]} == {
         run.name for run in RUNS if run.case.speculation == "eagle3"
     }

@@ -65,7 +65,7 @@ def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
         {},
         {"slots": "25%", "policy": "lru"},
         {"budget": 16},
-        {"prefetch": "linear", "predictor_file": "f"},
+        {"prefetch": "gate"},
         {"prefetch": "utility@extra=0.2"},
         {"cpu_experts": "auto"},
     ],

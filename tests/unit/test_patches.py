@@ -177,9 +177,7 @@ def engine(v2: bool, method: str = "eagle3") -> SimpleNamespace:
     [
         (DRAFTING, False, drafts.unguarded),
         (DRAFTING, False, drafts.unweighted),
-        (DRAFTING, False, drafts.unread),
         (f"{patches.SCHEDULER}.update_from_output", True, drafts.unguarded),
-        (STATES, True, drafts.unread),
     ],
 )
 def test_what_needs_a_row_that_is_switched_off_is_refused(target: str, v2: bool, ask, monkeypatch) -> None:
@@ -201,9 +199,10 @@ def test_what_needs_a_row_that_is_switched_off_is_refused(target: str, v2: bool,
         (f"{patches.SPECULATOR}.load_model", True),
     ],
 )
-def test_a_shadow_needs_the_drafter_s_rows(target: str, v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ask", [drafts.unshadowed, drafts.ungated])
+def test_who_looks_at_a_draft_model_needs_its_rows(ask, target: str, v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(patches.WITHOUT, target)
-    assert patches.WITHOUT in str(drafts.unshadowed(engine(v2, "draft_model")))
+    assert patches.WITHOUT in str(ask(engine(v2, "draft_model")))
 
 
 @pytest.mark.parametrize(("target", "v2"), [(DRAFTING, False), (TREES[0], False), (TREES[1], True)])

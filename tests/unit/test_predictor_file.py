@@ -18,39 +18,23 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
-from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, flat, kinds
-from vllm_spac.decisions.predictors import linear
-from vllm_spac.decisions.predictors._recall import overall
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, flat, kinds, needed
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.sp_moe import draft_linear_predictor
 from vllm_spac.methods.speculating_experts import neural_predictor
 
 IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
 AGAIN = "vllm-spac train-predictor"
 MATERIAL = made.material()
-WRONG_RECALLS = (
-    [],
-    {"9": [[0.1, 0.2]] * made.LAYERS},
-    {"soon": [[0.1, 0.2]] * made.LAYERS},
-    {"1": [[0.1, 0.2]] * (made.LAYERS - 1)},
-    {"1": [[0.3, 0.2]] * made.LAYERS},
-    {"1": [[0.1, 1.2]] * made.LAYERS},
-    {"1": [[True, 1.0]] * made.LAYERS},
-    {"1": [[0.1]] * made.LAYERS},
-    {"1": 0.5},
-)
 
 
 def training(**others) -> Training:
-    return Training(**{"material": MATERIAL, "identity": IDENTITY, "source": "texts", "drafter": "d" * 32} | others)
+    return Training(**{"material": MATERIAL, "identity": IDENTITY, "source": "texts"} | others)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short() -> None:
     """Few gradient steps: what is tested is what happens around them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_linear_predictor, "_STEPS", 3)
-        patch.setattr(linear, "_STEPS", 3)
         patch.setattr(neural_predictor, "_STEPS", 3)
         yield
 
@@ -75,7 +59,7 @@ def path(file: PredictorFile, tmp_path: Path) -> Path:
 
 def same(one: PredictorFile, other: PredictorFile) -> bool:
     ours, theirs = flat(one.tensors), flat(other.tensors)
-    facts = ("identity", "sizes", "tokens", "left_out", "recall", "drafter")
+    facts = ("identity", "sizes", "tokens", "left_out")
     return all(getattr(one, name) == getattr(other, name) for name in facts) and (
         ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     )
@@ -85,13 +69,14 @@ def test_saved_and_loaded(file: PredictorFile, path: Path) -> None:
     found = PredictorFile.load(path, IDENTITY, made.EXPERTS)
     assert same(found, file) and found.names == file.names == list(kinds())
     assert found.tokens == MATERIAL.samples.rows and [p.name for p in path.parent.iterdir()] == ["p"]
-    seen = MATERIAL.others.seen(0, slice(0, 9), found.build("linear").needs)
-    for one, other in zip(found.build("linear").guesses(seen), file.build("linear").guesses(seen), strict=True):
+    seen = MATERIAL.others.seen(0, slice(0, 9), file.build("quasi_hidden").needs)
+    for name in file.names:
+        [one], [other] = found.build(name).guesses(seen), file.build(name).guesses(seen)
         assert torch.equal(one.scores, other.scores)
 
 
 def test_a_shorter_reach_is_the_same_without_the_later_layers(file: PredictorFile) -> None:
-    far, near = file.build("linear"), file.build("linear", reach=1)
+    far, near = file.build("quasi_hidden"), file.build("quasi_hidden", reach=1)
     seen = MATERIAL.others.seen(1, slice(0, 9), far.needs)
     [one], [other] = far.guesses(seen), near.guesses(seen)
     assert (far.reach, near.reach) == (2, 1) and near.nbytes < far.nbytes
@@ -99,27 +84,23 @@ def test_a_shorter_reach_is_the_same_without_the_later_layers(file: PredictorFil
     torch.testing.assert_close(one.scores[:, : made.EXPERTS], other.scores)  # products of other sizes round otherwise
 
 
-def test_bytes_are_those_of_what_is_used_too_each_counted_once(file: PredictorFile) -> None:
-    table, linear_ = file.build("token_table"), file.build("linear")
-    maps = len(file.sizes.jumps()) * 4 * made.EXPERTS * (made.WIDTH + 2 * made.EXPERTS + 1)
-    assert linear_.nbytes - linear_._targets.nbytes == table.nbytes + maps
-    near = {name: file.build(name, reach=1).nbytes for name in file.names if kinds()[name].uses is not None}
+def test_bytes_are_those_of_what_is_asked_too_each_counted_once(file: PredictorFile) -> None:
+    assert file.build("gate").nbytes == len(file.sizes.jumps()) * 4 * made.EXPERTS * (made.WIDTH + 1)
     hybrid = file.build("hybrid")
-    assert hybrid.nbytes - hybrid._choice.nbytes <= sum(near.values()) - near["token_table"]
+    assert hybrid.nbytes == sum(file.build(name, reach=1).nbytes for name in set(hybrid.chosen))
 
 
 def test_the_file_is_as_documented(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    assert metadata["drafter"] == "d" * 32 and int(metadata["draft_width"]) == made.DRAFT
-    assert metadata["format"] == "spac-predictors-3" and json.loads(metadata["layers"]) == list(made.NAMES)
+    assert metadata["format"] == "spac-predictors-4" and json.loads(metadata["layers"]) == list(made.NAMES)
     assert json.loads(metadata["names"]) == list(kinds()) and json.loads(metadata["left_out"]) == {}
-    sizes = {name: int(metadata[name]) for name in ("experts", "top_k", "width", "reach", "words", "tokens")}
+    sizes = {name: int(metadata[name]) for name in ("experts", "top_k", "width", "reach", "tokens")}
     expected = {"experts": made.EXPERTS, "top_k": made.TOP_K, "width": made.WIDTH, "reach": 2}
-    assert sizes == expected | {"words": len(MATERIAL.samples.tokens.unique()), "tokens": MATERIAL.samples.rows}
+    assert sizes == expected | {"tokens": MATERIAL.samples.rows}
     tensors = load_file(path)
-    assert tensors["linear.map.2.3"].shape == (made.WIDTH + 2 * made.EXPERTS, made.EXPERTS)
-    assert tensors["linear.map.2.3"].dtype == torch.bfloat16 and tensors["frequency.counts"].dtype == torch.int64
+    assert tensors["quasi_hidden.map.2.3"].shape == (made.WIDTH + made.EXPERTS, made.EXPERTS)
+    assert tensors["quasi_hidden.map.2.3"].dtype == torch.bfloat16 and tensors["hybrid.choice"].dtype == torch.int64
 
 
 @pytest.mark.parametrize(
@@ -135,11 +116,7 @@ def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"metadata": {"format": "spac-predictors-4"}},
-        {"metadata": {"drafter": None}},
-        {"metadata": {"drafter": ""}},
-        {"metadata": {"draft_width": "0"}},
-        {"metadata": {"draft_width": "5"}},
+        {"metadata": {"format": "spac-predictors-5"}},
         {"metadata": {"format": None}},
         {"metadata": {"layers": "["}},
         {"metadata": {"layers": '["a"]'}},
@@ -154,10 +131,6 @@ def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> N
         {"metadata": {"names": '["gate", "psychic"]'}},
         {"metadata": {"left_out": "[]"}},
         {"metadata": {"left_out": '{"gate": "why"}'}},
-        {"metadata": {"recall": None}},
-        {"metadata": {"recall": "[]"}},
-        {"metadata": {"recall": "{}"}},
-        *({"metadata": {"recall": json.dumps(dict.fromkeys(kinds(), of))}} for of in WRONG_RECALLS),
         {"gate.map.1.1": None},
         {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS)},
         {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS, dtype=torch.float64)},
@@ -167,9 +140,6 @@ def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> N
         {"psychic.map": torch.zeros(2)},
         {"hybrid.choice": torch.full((made.LAYERS,), 99)},
         {"hybrid.choice": torch.full((made.LAYERS,), -1)},
-        {"frequency.counts": torch.full((made.LAYERS, made.EXPERTS), -1)},
-        {"token_table.tokens": torch.zeros(20, dtype=torch.int64)},
-        {"token_table.ids": torch.full((made.LAYERS, 20, made.EXPERTS), made.EXPERTS, dtype=torch.int16)},
     ],
     ids=str,
 )
@@ -188,39 +158,10 @@ def test_a_damaged_file_is_refused(path: Path, change: dict) -> None:
 
 def test_a_file_of_an_older_version_is_refused(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() | {"format": "spac-predictors-2"}
+        metadata = file.metadata() | {"format": "spac-predictors-3"}
     save_file(load_file(path), path, metadata)
-    with pytest.raises(ConfigError, match="of format spac-predictors-3 but of .*spac-predictors-2.*; train again with"):
+    with pytest.raises(ConfigError, match="of format spac-predictors-4 but of .*spac-predictors-3.*; train again with"):
         PredictorFile.load(path, IDENTITY, made.EXPERTS)
-
-
-def test_recall_is_that_of_rows_that_nothing_was_fitted_to_or_chosen_by(file: PredictorFile) -> None:
-    """Counted again by hand: gate, in layer 3, one layer ahead."""
-    assert set(file.recall) == set(file.names)
-    assert list(file.recall["gate"]) == ["1", "2"] and list(file.recall["token_table"]) == ["step"]
-    assert file.recall["gate"]["1"][0] is None and file.recall["gate"]["2"][1] is None
-    others = MATERIAL.others
-    rows = slice(others.rows // 2, others.rows)
-    [guess, *_] = file.build("gate").guesses(others.seen(2, rows, file.build("gate").needs))
-    named = guess.scores[:, : made.EXPERTS].sort(1, descending=True).indices
-    found = [[set(row[:count]) for row in named.tolist()] for count in (made.TOP_K, 2 * made.TOP_K)]
-    true = [set(row) for row in others.ids[3, rows].tolist()]
-    expected = [sum(len(one & two) for one, two in zip(of, true, strict=True)) for of in found]
-    assert file.recall["gate"]["1"][3] == pytest.approx([hits / (len(true) * made.TOP_K) for hits in expected])
-
-
-def test_a_predictor_without_a_guess_about_a_layer_misses_it() -> None:
-    near, far = [None, (0.5, 0.5), (0.7, 0.9)], [(0.3, 0.6), (0.9, 0.9), None]
-    assert overall({"step": far, "1": near}) == pytest.approx((0.3 + 0.5 + 0.7) / 3), "the last guess counts"
-    assert overall({"1": near}) == pytest.approx((0.5 + 0.7) / 3) and overall({}) == 0
-
-
-def test_bytes_in_the_file_are_those_of_what_is_used_too(file: PredictorFile) -> None:
-    own = {name: sum(tensor.nbytes for tensor in file.tensors[name].values()) for name in file.names}
-    assert file.nbytes("gate") == own["gate"]
-    assert file.nbytes("linear") == own["linear"] + own["token_table"]
-    assert file.nbytes("draft_linear") == own["draft_linear"] + own["token_table"]
-    assert file.nbytes("hybrid") == sum(own.values()) - own["draft_linear"], "it serves without a drafter, too"
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, -1])
@@ -237,9 +178,7 @@ def test_a_folder_that_is_not_there(file: PredictorFile, tmp_path: Path) -> None
 
 # -- training that is interrupted --------------------------------------------------------------------------------------
 
-STAGES = (
-    5 + 5 + 5 + 3 + 4 + 3
-)  # gate, quasi-hidden, linear; networks of all layers but the first; draft_linear; one each
+STAGES = 5 + 5 + 3 + 1  # gate, quasi-hidden; networks of all layers but the first; hybrid
 
 
 @given(cuts=st.lists(st.integers(0, STAGES), max_size=4).map(sorted))
@@ -338,9 +277,9 @@ def test_what_does_not_fit_is_left_out_and_said_so(tmp_path: Path) -> None:
     assert set(found.build("hybrid").chosen) <= set(found.names)
 
 
-def test_nobody_uses_what_is_not_trained_before() -> None:
+def test_nobody_asks_what_is_not_trained_before() -> None:
     before: set[str] = set()
-    for name, kind in kinds().items():
-        assert set(kind.uses or ()) <= before, name
+    for name in kinds():
+        assert set(needed(name, list(kinds()))) <= before, name
         before.add(name)
     assert list(kinds())[-1] == "hybrid"

@@ -1,4 +1,4 @@
-"""Trained predictors against their definitions: folded gates, quasi-hidden states, ridge regression, token tables."""
+"""Trained predictors against their definitions: folded gates, quasi-hidden states, ridge regression."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
-from vllm_spac.decisions.predictors._features import distil, penalty, ridge
-from vllm_spac.decisions.predictors._recall import Hits, overall
-from vllm_spac.decisions.predictors._trained import Gates, Sizes, mixing
+from vllm_spac.decisions.predictors._trained import Gates, Sizes
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.decisions.predictors.gate import Gate, folded
-from vllm_spac.decisions.predictors.linear import Linear
 from vllm_spac.decisions.predictors.oracle import Oracle
-from vllm_spac.decisions.predictors.token_table import Means, TokenTable, logarithm
-from vllm_spac.methods.sp_moe.draft_linear_predictor import DraftLinear
 from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
-from vllm_spac.methods.speculating_experts.neural_predictor import Neural
-from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import ratio, through_norm
+from vllm_spac.methods.speculating_experts.neural_predictor import Neural, distil, penalty, ridge
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, mixing, ratio, through_norm
 
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -48,7 +43,7 @@ def test_gate_ranks_as_the_later_router_on_the_earlier_residual(bias: float) -> 
     material = made.material(reach=2, model=model)
     tensors = {name: t for stage in range(5) for name, t in Gate.train(stage, material, {}).items()}
     predictor = Gate(material.sizes, tensors, {})
-    _, residual = made.residuals(30, seed=7)
+    residual = made.residuals(30, seed=7)
     hidden = made.normed(residual[1], model.norm[1])
     [guess] = predictor.guesses(Seen(1, hidden=hidden))
     assert guess.first == 2 * made.EXPERTS
@@ -114,38 +109,38 @@ def test_distilling_lowers_the_divergence_and_repeats_itself() -> None:
     assert torch.equal(*found)
 
 
-def test_linear_scores_are_its_features_times_its_map() -> None:
-    material = made.material(reach=1)
-    table = TokenTable(material.sizes, TokenTable.train(0, material, {}), {})
-    tensors = {name: t for stage in range(3) for name, t in Linear.train(stage, material, {}).items()}
-    predictor = Linear(material.sizes, tensors, {"token_table": table})
-    samples = material.others
-    seen = samples.seen(1, slice(0, 20), predictor.needs)
+def quasi_hidden(material) -> dict[str, torch.Tensor]:
+    stages = range(QuasiHidden.stages(material.sizes))
+    return {name: t for stage in stages for name, t in QuasiHidden.train(stage, material, {}).items()}
+
+
+def test_scores_are_features_times_the_map() -> None:
+    material = made.material(reach=1, model=made.gates(bias=0.5))
+    tensors = quasi_hidden(material)
+    predictor = QuasiHidden(material.sizes, tensors, {})
+    seen = material.others.seen(1, slice(0, 20), predictor.needs)
     [guess] = predictor.guesses(seen)
-    entries = table.scores_of(2, table.places(seen.tokens))
-    chosen = mixing(seen.ids, seen.weights, made.EXPERTS)
-    features = torch.cat([seen.hidden, chosen, logarithm(entries), torch.ones(20, 1)], 1)
-    whole = torch.cat([tensors["map.1.2"].float(), tensors["bias.1.2"][None]])
-    torch.testing.assert_close(guess.scores, features @ whole)
+    features = torch.cat([seen.hidden, mixing(seen.ids, seen.weights, made.EXPERTS)], 1)
+    assert guess.first == 2 * made.EXPERTS and guess.logits
+    torch.testing.assert_close(guess.scores, features @ tensors["map.1.2"].float() + tensors["bias.1.2"])
 
 
-def test_linear_keeps_nothing_of_earlier_rows() -> None:
-    """Whatever it was asked before, with other tokens, other layers, more rows, and inside of inference mode."""
+def test_nothing_is_kept_of_earlier_rows() -> None:
+    """Whatever it was asked before, with other layers, more rows, and inside of inference mode."""
     material, samples = made.material(), made.material().others
-    tensors = {name: t for stage in range(5) for name, t in Linear.train(stage, material, {}).items()}
-    table = TokenTable(material.sizes, TokenTable.train(0, material, {}), {})
-    kept = Linear(material.sizes, tensors, {"token_table": table})
+    tensors = quasi_hidden(material)
+    kept = QuasiHidden(material.sizes, tensors, {})
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
-    asked = [(0, (0, 9)), (0, (20, 29)), (START, (9, 12)), (1, (9, 12)), (0, (1, 40)), (2, (3, 5))]
+    asked = [(0, (0, 9)), (0, (20, 29)), (START, (9, 12)), (1, (9, 12)), (0, (1, 40)), (2, (3, 5)), (1, (30, 32))]
     for number, (layer, rows) in enumerate(asked):
         seen = samples.seen(layer, slice(*rows), kept.needs)
         with torch.inference_mode(number % 2 == 1):
             found = [guess.scores for guess in kept.guesses(seen)]
-        fresh = Linear(material.sizes, tensors, {"token_table": table})
+        fresh = QuasiHidden(material.sizes, tensors, {})
         for ours, theirs in zip(found, fresh.guesses(seen), strict=True):
             torch.testing.assert_close(ours, theirs.scores)
             earlier.append((ours, ours.clone()))
-    assert len(earlier) > 4 and all(torch.equal(ours, then) for ours, then in earlier)
+    assert len(earlier) == len(asked) - 1 and all(torch.equal(ours, then) for ours, then in earlier)
     one, other = (kept.guesses(samples.seen(0, slice(*rows), kept.needs)) for rows in ((0, 9), (20, 29)))
     for guess, (expected, _) in zip((*one, *other), earlier, strict=False):
         torch.testing.assert_close(guess.scores, expected)
@@ -169,139 +164,35 @@ def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.Monke
     torch.testing.assert_close(*scores, rtol=0, atol=0.05)
 
 
-# -- the drafter's states ----------------------------------------------------------------------------------------------
-
-
-def draft_linear(material) -> tuple[DraftLinear, TokenTable, dict[str, torch.Tensor]]:
-    table = table_of(material)
-    tensors = {name: t for stage in range(made.LAYERS) for name, t in DraftLinear.train(stage, material, {}).items()}
-    return DraftLinear(material.sizes, tensors, {"token_table": table}), table, tensors
-
-
-def test_draft_linear_scores_are_its_states_and_tokens_times_its_maps() -> None:
-    """A row without a state has another bias in place of the product of its state."""
-    material = made.material()
-    predictor, table, tensors = draft_linear(material)
-    seen = material.others.seen(START, slice(0, 20), predictor.needs)
-    assert seen.draft[0].isnan().all() and not seen.draft[1:].isnan().any()
-    [guess] = predictor.guesses(seen)
-    for layer, scores in enumerate(guess.scores.split(made.EXPERTS, 1)):
-        weight = tensors[f"map.{layer}"].float()
-        tokens = logarithm(table.scores_of(layer, table.places(seen.tokens))) @ weight[made.DRAFT :]
-        expected = seen.draft @ weight[: made.DRAFT] + tensors[f"bias.{layer}"] + tokens
-        torch.testing.assert_close(scores[1:], expected[1:], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(scores[0], tensors[f"mean.{layer}"] + tokens[0], rtol=1e-4, atol=1e-4)
-
-
-def test_draft_linear_without_a_drafter_is_refused() -> None:
-    """A file that holds it, and says that there was none, is damaged."""
-    material = made.material(drafter=False)
-    with pytest.raises(ValueError, match="of no drafter"):
-        DraftLinear(material.sizes, {}, {"token_table": table_of(material)})
-
-
-def test_a_row_without_a_state_is_scored_as_one_with_the_mean_state() -> None:
-    material = made.material()
-    predictor, _, _ = draft_linear(material)
-    states = material.samples.draft
-    mean = states[~states[:, 0].isnan()].mean(0)
-    tokens = material.samples.tokens[:2]
-    [without] = predictor.guesses(Seen(START, tokens, draft=torch.full((2, made.DRAFT), torch.nan)))
-    [with_mean] = predictor.guesses(Seen(START, tokens, draft=mean.expand(2, -1)))
-    torch.testing.assert_close(without.scores, with_mean.scores, rtol=1e-4, atol=1e-3)
-
-
-def test_states_say_more_than_tokens_and_scaling_them_changes_nothing() -> None:
-    """On other texts; the states are a part of what the routers of the first layers read."""
-    material = made.material()
-    others, names = material.others, ("draft_linear", "token_table")
-    predictor, table, _ = draft_linear(material)
-    recalls = [overall(Hits.of(each, others).recalls()) for each in (predictor, table)]
-    assert recalls[0] > recalls[1] + 0.02, dict(zip(names, recalls, strict=True))
-    moved = [replace(samples, draft=40 * samples.draft + 7) for samples in (material.samples, others)]
-    scaled, _, _ = draft_linear(replace(material, samples=moved[0]))
-    assert abs(overall(Hits.of(scaled, moved[1]).recalls()) - recalls[0]) < 0.02
-
-
-# -- token table -------------------------------------------------------------------------------------------------------
-
-
-def table_of(material) -> TokenTable:
-    return TokenTable(material.sizes, TokenTable.train(0, material, {}), {})
-
-
-def test_an_entry_is_the_smoothed_mean_of_its_rows() -> None:
-    """With as many experts as are stored, the table is dense: an entry is what it is defined as."""
-    material = made.material()
-    table, samples = table_of(material), material.samples
-    tokens = samples.tokens.unique()
-    for layer in range(made.LAYERS):
-        probs = samples.logits[layer].softmax(-1)
-        scores = table.scores_of(layer, table.places(tokens))
-        for place, token in enumerate(tokens.tolist()):
-            rows = probs[samples.tokens == token]
-            expected = (rows.sum(0) + 4 * probs.mean(0)) / (len(rows) + 4)
-            torch.testing.assert_close(scores[place], expected, rtol=1e-3, atol=1e-4)  # stored in fp16
-
-
-def test_tokens_that_the_texts_did_not_have_get_the_mean() -> None:
-    material = made.material()
-    table = table_of(material)
-    for token in (-1, made.WORDS + 1, 1 << 40):
-        scores = table.scores_of(0, table.places(torch.tensor([token])))
-        torch.testing.assert_close(scores[0], material.samples.logits[0].softmax(-1).mean(0), rtol=1e-3, atol=1e-4)
-
-
-def test_what_an_entry_leaves_out_is_spread_like_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_spac.decisions.predictors.token_table.WIDTH", 4)
-    material = made.material()
-    table, means = table_of(material), Means.of(material.samples, 2)
-    full = means.smoothed(means.sums, means.counts)
-    scores = table.scores_of(2, table.places(material.samples.tokens.unique()))
-    torch.testing.assert_close(scores.sum(1), torch.ones(len(scores)), rtol=1e-3, atol=1e-3)
-    kept = full.topk(4).indices
-    torch.testing.assert_close(scores.gather(1, kept), full.gather(1, kept), rtol=1e-3, atol=1e-3)
-    others = torch.ones_like(full).scatter(1, kept, 0).bool()
-    ratio = scores / means.prior
-    for row, mask in zip(ratio, others, strict=True):
-        torch.testing.assert_close(row[mask], row[mask][:1].expand(int(mask.sum())))
-
-
-def test_a_row_is_judged_without_itself() -> None:
-    """The entry of a token that occurs once is then the mean over all rows."""
-    samples = made.material().samples
-    tokens = samples.tokens.clone()
-    tokens[17] = 999
-    means = Means.of(replace(samples, tokens=tokens), 1)
-    torch.testing.assert_close(means.without_the_row()[17], means.prior, rtol=1e-4, atol=1e-5)
-    others = [row for row in range(samples.rows) if tokens[row] == tokens[0] and row != 0]
-    probs = samples.logits[1].softmax(-1)
-    expected = (probs[others].sum(0) + 4 * probs.mean(0)) / (len(others) + 4)
-    torch.testing.assert_close(means.without_the_row()[0], expected, rtol=1e-4, atol=1e-5)
-
-
 # -- hybrid and oracle -------------------------------------------------------------------------------------------------
 
 
 def test_hybrid_asks_the_predictor_that_was_right_most_often_on_other_texts() -> None:
-    """Two of the file's predictors; one is made useless for layer 3. It looks two layers ahead, one counts."""
-    material = made.material(reach=2)
-    gate = {name: t for s in range(5) for name, t in Gate.train(s, material, {}).items()}
+    """Two of the file's predictors; of each, the map to one layer is made useless."""
+    material = made.material(reach=1)
+    gate = {name: t for s in range(3) for name, t in Gate.train(s, material, {}).items()}
     gate["map.1.3"] = -gate["map.1.3"]
-    beside = {"gate": Gate(material.sizes, gate, {}), "token_table": table_of(material)}
+    quasi = quasi_hidden(material)
+    quasi["map.1.1"], quasi["map.1.2"] = -quasi["map.1.1"], -quasi["map.1.2"]
+    beside = {"gate": Gate(material.sizes, gate, {}), "quasi_hidden": QuasiHidden(material.sizes, quasi, {})}
     tensors = Hybrid.train(0, material, beside)
     hybrid = Hybrid(material.sizes, tensors, beside)
-    assert hybrid.chosen == ["token_table", "gate", "gate", "token_table"], "no router is before layer 0"
-    assert hybrid.reach == 1
+    assert hybrid.chosen[1:] == ["gate", "gate", "quasi_hidden"], "no router is before layer 0"
     found = [(layer, guess.first // made.EXPERTS) for layer, _, guess in material.others.asked(hybrid)]
-    assert found == [(START, 0), (START, 3), (0, 1), (1, 2)]
-    assert hybrid.needs == beside["gate"].needs | beside["token_table"].needs
+    assert hybrid.reach == 1 and found == [(0, 1), (1, 2), (2, 3)]
+    for layer, name in enumerate(hybrid.chosen[1:]):
+        seen = material.others.seen(layer, slice(0, 9), hybrid.needs)
+        [ours], [theirs] = hybrid.guesses(seen), beside[name].guesses(seen)
+        assert torch.equal(ours.scores, theirs.scores)
+    assert hybrid.needs == beside["gate"].needs | beside["quasi_hidden"].needs
 
 
 def test_hybrid_refuses_a_choice_of_nobody() -> None:
     material = made.material()
-    with pytest.raises(ValueError, match="no predictor"):
-        Hybrid(material.sizes, {"choice": torch.tensor([0, 0, 1, 0])}, {"token_table": table_of(material)})
+    gate = Gate(material.sizes, Gate.computed(material.sizes, made.gates()), {})
+    for choice in ([0, 0, 1, 0], [0, -1, 0, 0]):
+        with pytest.raises(ValueError, match="no predictor"):
+            Hybrid(material.sizes, {"choice": torch.tensor(choice)}, {"gate": gate})
 
 
 def test_the_oracle_names_what_is_chosen() -> None:
@@ -329,7 +220,7 @@ def test_the_routers_that_ran_are_recognised() -> None:
         assert says in changed.problem(samples)
 
 
-@pytest.mark.parametrize("wrong", [{"reach": 4}, {"reach": 0}, {"top_k": 13}, {"layers": 0}, {"words": 0}], ids=str)
+@pytest.mark.parametrize("wrong", [{"reach": 4}, {"reach": 0}, {"top_k": 13}, {"layers": 0}, {"width": 0}], ids=str)
 def test_impossible_sizes(wrong: dict) -> None:
     with pytest.raises(ValueError, match="impossible"):
-        Sizes(**{"layers": 4, "experts": 12, "top_k": 3, "width": 8, "reach": 3, "words": 5} | wrong)
+        Sizes(**{"layers": 4, "experts": 12, "top_k": 3, "width": 8, "reach": 3} | wrong)

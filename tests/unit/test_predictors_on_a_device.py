@@ -53,16 +53,12 @@ def on(device: str, value: Any) -> Any:
 
 def seen(layer: int, device: str) -> Seen:
     samples = imagined.samples(texts=1)
-    assert samples.draft is not None
-    tokens, draft = samples.tokens[:ROWS], samples.draft[:ROWS]
-    if layer == START:
-        return Seen(START, tokens.to(device), draft=draft.to(device))
     rows = samples.hidden[layer, :ROWS].bfloat16(), samples.ids[layer, :ROWS], samples.weights[layer, :ROWS]
-    return Seen(layer, tokens.to(device), *(each.to(device) for each in rows))
+    return Seen(layer, *(each.to(device) for each in rows))
 
 
 def asked(predictor: Trained, device: str) -> Iterator[tuple[int, Guess]]:
-    for layer in (START, *range(imagined.LAYERS)):
+    for layer in range(imagined.LAYERS):
         for guess in predictor.guesses(seen(layer, device)):
             yield layer, guess
 
@@ -96,10 +92,12 @@ def test_a_shadow_stays_there() -> None:
 
 def test_states_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_states, "_sent", lambda indices, device: indices.to(device))
-    kept = DraftStates(3)
+    kept = DraftStates(3, 2)
     kept.begin(["a", "b"])
     for _ in range(2):
-        kept.add(torch.zeros(2, dtype=torch.int32, device="meta"), torch.zeros(2, 3, device="meta"))
-    assert [each.device.type for each in kept.known()] == ["meta", "meta"]
+        kept.add(
+            torch.zeros(2, dtype=torch.int32, device="meta"), torch.zeros(2, 3, 2, dtype=torch.int64, device="meta")
+        )
+    assert kept.known().shape == (4, 3, 2) and kept.known().device.type == "meta"
     taken = kept.take([("b", slice(0, 3), 2), ("c", slice(3, 4), 0)], torch.zeros(4, dtype=torch.int64, device="meta"))
-    assert taken.shape == (4, 3) and taken.device.type == "meta"
+    assert taken.shape == (4, 3, 2) and taken.device.type == "meta"

@@ -31,8 +31,8 @@ def samples(ids: list, experts: int = 6) -> Samples:
     """One text with these experts [L, rows, k]."""
     chosen = torch.tensor(ids, dtype=torch.int32)
     layers, rows, _ = chosen.shape
-    tokens, of_layers = torch.arange(rows), torch.zeros(layers, rows, experts)
-    return Samples((0,), tokens, torch.zeros(layers, rows, 2), of_layers, chosen, torch.ones(chosen.shape))
+    of_layers = torch.zeros(layers, rows, experts)
+    return Samples((0,), torch.zeros(layers, rows, 2), of_layers, chosen, torch.ones(chosen.shape))
 
 
 class Always(Predictor):
@@ -137,12 +137,10 @@ def test_the_cache_of_a_layer(slots: SlotCount, size: int) -> None:
 
 def test_predictors_are_passed_what_they_need_and_no_more() -> None:
     one = made.samples(texts=1)
-    names = {Signal.TOKENS: "tokens", Signal.ROUTER_INPUT: "hidden", Signal.FUTURE: "future"}
+    names = {Signal.ROUTER_INPUT: "hidden", Signal.FUTURE: "future"}
     for signal, name in names.items():
         seen = one.seen(2, slice(3, 5), frozenset({signal}))
-        assert [
-            field for field in ("tokens", "hidden", "ids", "weights", "future") if getattr(seen, field) is not None
-        ] == [name]
+        assert [field for field in ("hidden", "ids", "weights", "future") if getattr(seen, field) is not None] == [name]
     assert torch.equal(one.seen(2, slice(3, 5), frozenset({Signal.ROUTING})).ids, one.ids[2, 3:5])
 
 
@@ -165,13 +163,13 @@ def test_texts_are_recorded_in_order() -> None:
         for layer, parts in ((0, (rows,)), (1, (1, rows - 1))):
             for part in parts:
                 observe(one, layer, part)
-        assert one.end_text(range(rows)).rows == rows
+        assert one.end_text(rows).rows == rows
     found = one.result()
-    assert found.starts == (0, 3) and found.tokens.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert found.starts == (0, 3) and found.rows == 8
     assert found.hidden[0, :, 0].tolist() == [3] * 3 + [5] * 5 and found.hidden.dtype == torch.bfloat16
     last = found.texts(1, 2)
     assert last.starts == (0,) and last.rows == 5 and last.hidden.data_ptr() == found.hidden[0, 3].data_ptr()
-    size = sum(v[:, :1].nbytes for v in (found.hidden, found.logits, found.ids, found.weights)) + 8
+    size = sum(v[:, :1].nbytes for v in (found.hidden, found.logits, found.ids, found.weights))
     assert SampleRecorder.row_bytes(2, 4, 1, 3, torch.bfloat16) == size
 
 
@@ -186,7 +184,7 @@ def test_layers_that_ran_other_rows() -> None:
     observe(one, 0, 3)
     observe(one, 1, 2)
     with pytest.raises(SpacError, match=r"ran \[2, 3\] rows for a text of 3 tokens"):
-        one.end_text(range(3))
+        one.end_text(3)
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ HITS = """{% set flat, real = result('toy_policies').mean_hit_rates, result('rea
 {% set at = result('toy_policies').shares_percent.index(25) %}"""
 MATMULS = "{% set found = result('moe_spec_matmuls').calculated %}"
 RECALL = """{% set flat, real = result('toy_predictors').models.flat, result('real_predictors').models.real %}
-{% set found = [] %}{% for name in ('gate', 'quasi_hidden', 'linear') %}
+{% set found = [] %}{% for name in ('gate', 'quasi_hidden') %}
 {% do found.append('`' ~ name ~ '` ' ~ flat[name].recall_at_k|pct ~ ' / ' ~ real[name].recall_at_k|pct) %}
 {% endfor %}"""
 BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}, [] %}
@@ -135,7 +135,7 @@ SENTENCES = (
     "{% set times = result('scaled_two_buffers_real').rows|map(attribute='tpot_median')|list %}"
     "{{ (1 - times[3]/times[1])|pct(1) }} % less executed, {{ (1 - times[2]/times[1])|pct(1) }} % exact",
     "{% macro of(name) %}{{ result('paired_workers_' ~ name ~ '_toy').rows[0].ratio|f }}{% endmacro %}"
-    "by `linear`, {{ of('linear') }} times as fast as without; with a quarter in slots {{ of('linear_slots') }}, and by"
+    "(`linear`), {{ of('linear') }} times as fast as without; with a quarter in slots {{ of('linear_slots') }}, and by"
     " `shadow` with drafts {{ of('shadow') }},",
     "{% set rows = result('moe_spec_matmuls').timed %}{% set found = [] %}{% for row in rows %}"
     "{% do found.append(row.batched.median / row.sequential.median) %}{% endfor %}"
@@ -439,7 +439,7 @@ def test_commands() -> None:
         ("python x.py .cache/toy/mid --eagle3 .cache/toy/mid-eagle3", ["inflate.py benchmarks/toy/models/target"]),
         ("python x.py .cache/toy/local-mid", ["stored.py local", "inflate.py benchmarks/toy/models/local/target"]),
         ("python benchmarks/toy/predictors.py", ["stored.py local"]),
-        ("python benchmarks/toy/train_predictor.py", []),
+        ("python benchmarks/toy/texts.py", []),
         ("python x.py .cache/real/target", ["real/build.py", "fit/texts.py", "fit/chats.py"]),
         ("python x.py benchmarks/traces/local", []),
     ],

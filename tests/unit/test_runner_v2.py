@@ -44,17 +44,6 @@ def test_a_batch_of_every_kind() -> None:
     assert step.kind == "mixed"
 
 
-def test_tokens_stay_where_they_are() -> None:
-    """Without padding, and a copy: vLLM writes its buffer again."""
-    given = batch([2, 1], [False, False], None, padding=3)
-    given.input_ids = torch.arange(6, dtype=torch.int32)
-    assert step_of(given).tokens is None
-    found = step_of(given, tokens=True).tokens
-    assert found.tolist() == [0, 1, 2] and found.dtype == torch.int64
-    given.input_ids.zero_()
-    assert found.tolist() == [0, 1, 2]
-
-
 def test_without_drafts_vllm_gives_none() -> None:
     assert step_of(batch([1, 1], [False, False], None, padding=2)).kind == "decode"
     assert step_of(batch([9, 3], [True, True], None)).kind == "prefill"
@@ -155,17 +144,12 @@ class Routing:
         return torch.stack([found, torch.full_like(found, self.forwards)], 1)[:, None]
 
 
-def reading(routing: Routing | None = None) -> tuple[SimpleNamespace, SimpleNamespace, list]:
-    """A runner whose predictor looks at the drafter, its experts, and what the predictor was told."""
-    told: list[tuple[list, list]] = []
-    runtime = SimpleNamespace(
-        looks_at_drafts=True,
-        in_step=True,
-        drafting=lambda tokens, states: told.append((tokens.tolist(), states.flatten(1)[:, -1].tolist())),
-    )
-    states = DraftStates(WIDTH) if routing is None else DraftStates(1, 2, unread=-1)
-    serving = SimpleNamespace(draft_states=states)
-    experts = SimpleNamespace(runtime=runtime, serving=serving, draft_routing=routing, cutter=None)
+def reading() -> tuple[SimpleNamespace, SimpleNamespace, list]:
+    """A runner whose predictor looks at the draft model, its experts, and what the predictor was told."""
+    told: list[list] = []
+    runtime = SimpleNamespace(looks_at_drafts=True, in_step=True, drafting=lambda read: told.append(read.tolist()))
+    serving = SimpleNamespace(draft_states=DraftStates(1, 2))
+    experts = SimpleNamespace(runtime=runtime, serving=serving, draft_routing=Routing(), cutter=None)
     return SimpleNamespace(_spac_experts=experts, speculator=Speculator()), experts, told
 
 
@@ -183,17 +167,17 @@ def proposed(runner: SimpleNamespace, **more: Any) -> list:
 
 
 def test_a_predictor_reads_each_forward_of_the_drafter() -> None:
-    """Drafts are as before; the step gets the states of the rows whose token was read, up to the first other draft."""
+    """Drafts are as before; the step gets what was chosen of the rows that were read, up to the first other draft.
+
+    The first forward reads whole requests, of which the last rows count.
+    """
     runner, experts, told = reading()
-    step = runner_v2._step(runner, None, drafted_batch())
-    assert step.draft.isnan().all() and step.tokens.tolist() == [3, 13, 23, 1, 11, 99]
+    assert (runner_v2._step(runner, None, drafted_batch()).draft == -1).all()
     assert proposed(runner) == [[13, 23], [11, 21]]
-    assert told == [
-        ([3, 1], pytest.approx([0.03, 0.01])),
-        ([3, 1, 13, 11], pytest.approx([0.03, 0.01, 0.13, 0.11])),
-    ]
+    assert told == [[[[1, 1]], [[0, 1]]], [[[1, 1]], [[0, 1]], [[0, 2]], [[1, 2]]]]
+    assert not experts.draft_routing.open
     step = runner_v2._step(runner, None, drafted_batch())
-    assert step.draft[:, 0].tolist() == pytest.approx([0.03, 0.13, float("nan"), 0.01, 0.11, float("nan")], nan_ok=True)
+    assert step.draft.tolist() == [[[1, 1]], [[0, 2]], [[-1, -1]], [[0, 1]], [[1, 2]], [[-1, -1]]]
 
 
 def test_dummy_drafts_are_not_read() -> None:
@@ -205,18 +189,8 @@ def test_dummy_drafts_are_not_read() -> None:
     assert told == [] and experts.serving.draft_states.forwards == 0
 
 
-def test_a_shadow_s_first_forward_reads_whole_requests() -> None:
-    runner, experts, told = reading(Routing())
-    runner_v2._step(runner, None, drafted_batch())
-    proposed(runner)
-    step = runner_v2._step(runner, None, drafted_batch())
-    assert step.draft.tolist() == [[[1, 1]], [[0, 2]], [[-1, -1]], [[0, 1]], [[1, 2]], [[-1, -1]]]
-    assert not experts.draft_routing.open
-
-
 def test_a_runner_whose_predictor_reads_no_drafter_is_left_alone() -> None:
     runner, experts, _ = reading()
-    experts.runtime.looks_at_drafts, experts.runtime.looks_at_tokens = False, True
-    step = runner_v2._step(runner, None, drafted_batch())
-    assert step.draft is None and step.tokens.tolist() == [3, 13, 23, 1, 11, 99]
+    experts.runtime.looks_at_drafts = False
+    assert runner_v2._step(runner, None, drafted_batch()).draft is None
     assert not vars(runner.speculator)

@@ -43,7 +43,7 @@ def test_recall_counts_what_is_named_alone() -> None:
     """Row 0 names one of its two experts, row 1 names none; both use experts 0 and 1."""
     ids = torch.tensor([[[0, 1], [0, 1]]], dtype=torch.int32)
     nothing = torch.zeros(1, 2, 1)
-    hits = Hits(Samples((0,), torch.zeros(2, dtype=torch.int64), nothing, torch.zeros(1, 2, EXPERTS), ids, ids))
+    hits = Hits(Samples((0,), nothing, torch.zeros(1, 2, EXPERTS), ids, ids))
     scores = torch.full((2, EXPERTS), -INF)
     scores[0, 1] = 1.0
     hits.add(START, 0, slice(0, 2), scores)
@@ -168,14 +168,14 @@ def test_a_draft_model_is_hooked_when_it_is_loaded_and_looked_at(looks: bool, mo
 
 def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
     routing, drafter = loaded()
-    told: list[tuple[list[int], list]] = []
+    told: list[list] = []
     runtime = SimpleNamespace(
         looks_at_drafts=True,
         chooser=None,
         budget=SimpleNamespace(weighs=False),
-        drafting=lambda tokens, read: told.append((tokens.tolist(), read[:, 1].tolist())),
+        drafting=lambda read: told.append(read[:, 1].tolist()),
     )
-    states = DraftStates(2, TOP_K, unread=-1)
+    states = DraftStates(2, TOP_K)
     experts = SimpleNamespace(runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing)
     drafter.input_ids = torch.zeros(4, dtype=torch.int32)
     drafter.model.compute_logits = lambda hidden: hidden
@@ -194,7 +194,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner_v1, "trees_of", lambda runner: None)
         runner_v1._observed(propose, runner, None, torch.tensor([[5, -1], [4, 6]]))
-    assert told == [([5, 6], [[3, 4], [1, 2]]), ([5, 6, 7, 8], [[3, 4], [1, 2], [4, 1], [1, 2]])]
+    assert told == [[[3, 4], [1, 2]], [[3, 4], [1, 2], [4, 1], [1, 2]]]
     rows = [("b", slice(0, 3), 2), ("a", slice(3, 5), 1)]
     found = states.take(rows, torch.tensor([6, 8, 9, 5, 0]))
     assert found[:, 0].tolist() == [[0, 1], [0, 1], [-1, -1], [2, 3], [-1, -1]] and found.dtype == torch.int64
@@ -204,27 +204,25 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
 # -- where it is refused -----------------------------------------------------------------------------------------------
 
 
-def test_states_are_kept_as_the_predictor_needs_them() -> None:
-    def kept(prefetch: str, file: object, shapes: list[MoEShape]) -> DraftStates:
-        config = SpacConfig(prefetch=prefetch, predictor_file="p" if file else None)  # type: ignore[arg-type]
-        return ahead.draft_states(config, file, shapes)  # type: ignore[arg-type]
+def test_as_many_experts_are_kept_as_the_predictor_needs() -> None:
+    def kept(prefetch: str, shapes: list[MoEShape]) -> DraftStates | None:
+        return ahead.draft_states(SpacConfig(prefetch=prefetch), shapes)
 
-    trained = SimpleNamespace(sizes=SimpleNamespace(draft_width=3))
     row = [("a", slice(0, 1), 0)], torch.tensor([1])
-    assert kept("off", None, [SHAPE, SHAPE]).take(*row).shape == (1, 0)
-    assert kept("draft_linear", trained, [SHAPE]).take(*row).shape == (1, 3)
-    assert kept("shadow@depth=3", None, [SHAPE]).take(*row).tolist() == [[[-1, -1], [-1, -1]]]
-    assert kept("draft_gate@k=3", None, [SHAPE]).take(*row).shape == (1, 2, 3)
-    assert kept("draft_linear@k=5@cutoff=2", trained, [SHAPE]).take(*row).shape == (1, 3)
+    for name in ("off", "gate", "utility"):
+        assert kept(name, [SHAPE, SHAPE]) is None
+    assert kept("shadow@depth=3", [SHAPE]).take(*row).tolist() == [[[-1, -1], [-1, -1]]]
+    assert kept("draft_gate@k=3", [SHAPE]).take(*row).shape == (1, 2, 3)
+    assert kept("draft_gate@k=5@cutoff=2", [SHAPE]).take(*row).shape == (1, 2, 5)
     with pytest.raises(ConfigError, match=r"prefetch=shadow \(--spac-prefetch\) needs MoE layers of one shape.*has 2"):
-        kept("shadow", None, [SHAPE, SHAPE])
+        kept("shadow", [SHAPE, SHAPE])
     for name, problem in (
         ("shadow@k=3", r"k of prefetch=shadow@k=3.*more than the 2 experts.*use at most --spac-prefetch shadow@k=2"),
         ("draft_gate@k=6@cutoff=1", "k of .*more than the 5 experts.*draft_gate@k=5@cutoff=1"),
-        ("draft_linear@cutoff=3", "cutoff of .*more than the 2 MoE layers.*draft_linear@cutoff=2"),
+        ("draft_gate@cutoff=3", "cutoff of .*more than the 2 MoE layers.*draft_gate@cutoff=2"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            kept(name, trained if "linear" in name else None, [SHAPE])
+            kept(name, [SHAPE])
 
 
 # -- the model's routers on what a draft model's layers compute --------------------------------------------------------
@@ -266,7 +264,7 @@ def test_the_gates_of_the_model_choose_by_what_the_mlp_of_the_draft_layer_reads(
 
 
 def test_a_draft_model_without_layers_of_its_own_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="prefetch=draft_gate.*no layers whose MLP is known.*draft_linear"):
+    with pytest.raises(UnsupportedError, match="prefetch=draft_gate.*no layers whose MLP is .*--spac-prefetch gate"):
         DraftGates(torch.nn.Linear(1, 1), torch.zeros(2, EXPERTS, 4), torch.zeros(2, EXPERTS), ([1, 2], 3), 3, rows=8)
 
 

@@ -265,30 +265,24 @@ def test_what_holds_with_reads_ahead(balancer: str, slots: int):
 
 def predictors(path: Path, layers: int = 3) -> Path:
     """A file of predictors of the model below; all of their numbers are 0."""
-    sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1, words=1)
-    specs = {name: kinds()[name].specs(sizes) for name in ("frequency", "gate", "token_table")}
+    sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1)
+    specs = {name: kinds()[name].specs(sizes) for name in ("gate", "quasi_hidden")}
     tensors = {
         name: {tensor: torch.zeros(shape, dtype=dtype) for tensor, (dtype, shape) in found.items()}
         for name, found in specs.items()
     }
-    tensors["frequency"]["counts"][:, :4] = 1
-    PredictorFile(
-        Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}, dict.fromkeys(tensors, {})
-    ).save(path)
+    PredictorFile(Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}).save(path)
     return path
 
 
-def test_trained_predictors_and_the_ceiling(tmp_path: Path):
-    """The oracle knows all; the file's frequency names the experts 0 to 3, which the slots then keep or get back."""
+def test_the_ceiling_of_predictors():
+    """The oracle knows all, or as much as it is told to."""
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.3)
-    file = predictors(tmp_path / "p")
-    names = {"off": {}, "oracle": {}, "frequency": {"predictor_file": file}}
-    found = {name: simulate(trace, 24, COSTS, prefetch=name, **more) for name, more in names.items()}
+    found = {name: simulate(trace, 24, COSTS, prefetch=name) for name in ("off", "oracle")}
     used = found["off"].hits + found["off"].misses
     for outcome in found.values():
         assert outcome.hits + outcome.misses == used and outcome.seconds >= outcome.bound_seconds
-    assert found["oracle"].hits > found["frequency"].hits and found["frequency"].prefetches
-    assert found["oracle"].seconds < min(found["off"].seconds, found["frequency"].seconds)
+    assert found["oracle"].hits > found["off"].hits and found["oracle"].seconds < found["off"].seconds
     assert found["oracle"].prefetch_wasted == 0
     one, right, half = (
         simulate(trace, 24, COSTS, prefetch=f"oracle@{knobs}")
@@ -297,21 +291,21 @@ def test_trained_predictors_and_the_ceiling(tmp_path: Path):
     assert (one.hits, one.prefetches, one.seconds) == (right.hits, right.prefetches, right.seconds)
     assert 0 < one.prefetches < found["oracle"].prefetches
     assert one.prefetch_wasted == 0 < half.prefetch_wasted and one.hits > found["off"].hits > half.hits
-    limited = simulate(trace, 24, COSTS, prefetch="frequency@extra=0.05", predictor_file=file)
+    limited = simulate(trace, 24, COSTS, prefetch="oracle@reach=1@recall=0.5@extra=0.05")
     unused = limited.prefetches - limited.prefetch_hits + limited.prefetch_harmful
     assert unused <= 0.06 * (limited.loads + limited.prefetch_hits - limited.prefetch_harmful)
-    assert limited.prefetches < found["frequency"].prefetches
+    assert limited.prefetches < half.prefetches
 
 
 def test_predictors_that_a_trace_has_not_the_inputs_of(tmp_path: Path):
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
-    for name, lacks in (("gate", "router_input"), ("token_table", "tokens")):
+    for name, lacks in (("gate", "router_input"), ("quasi_hidden", "router_input")):
         with pytest.raises(ConfigError, match=f"prefetch {name} looks at {lacks}, which this trace does not hold"):
             simulate(trace, 12, COSTS, prefetch=name, predictor_file=predictors(tmp_path / "p"))
     with pytest.raises(ConfigError, match="prefetch shadow looks at draft_routing, which this trace does not hold"):
         simulate(trace, 12, COSTS, prefetch="shadow")
-    with pytest.raises(ConfigError, match="p has no predictor linear; use one of frequency, gate, token_table"):
-        simulate(trace, 12, COSTS, prefetch="linear", predictor_file=tmp_path / "p")
+    with pytest.raises(ConfigError, match="p has no predictor neural; use one of gate, quasi_hidden"):
+        simulate(trace, 12, COSTS, prefetch="neural", predictor_file=tmp_path / "p")
     with pytest.raises(ConfigError, match="q is of 2 layers of 16 experts, top-4, and the trace of 3 of 16, top-4"):
         simulate(trace, 12, COSTS, prefetch="gate", predictor_file=predictors(tmp_path / "q", 2))
 
@@ -343,7 +337,7 @@ def test_knobs_reach_the_components():
         ({"prefetch": "oracle@recall=2"}, "use reach >= 0 and recall from 0 to 1"),
         ({"overlap": "all"}, "loads overlap with none, rows or hits, not 'all'"),
         ({"prefetch": "utility@depth=0"}, "must be at least 1"),
-        ({"prefetch": "linear"}, "prefetch linear is trained; name a file of `vllm-spac train-predictor`"),
+        ({"prefetch": "neural"}, "prefetch neural is trained; name a file of `vllm-spac train-predictor`"),
         ({"prefetch": "oracle@upper=1"}, "oracle has no argument 'upper'"),
         ({"policy": "belady", "prefetch": "utility"}, "belady must know"),
         ({"execution": "pointers", "prefetch": "utility"}, "prefetch utility is of execution=slots"),

@@ -16,12 +16,10 @@ from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings, RoutingRule
 from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
-from vllm_spac.runtime import Runtime
 
 LAYERS, EXPERTS, TOP_K, WIDTH, ROWS = 3, 12, 2, 5, 7  # the last row is padding
 STEP = Step(
     (RequestRows(0, 2, RowKind.DECODE), RequestRows(2, 4, RowKind.PREFILL), RequestRows(4, 6, RowKind.VERIFY, 1)),
-    torch.arange(6),
 )
 DECODING = [0, 1, 4, 5]
 RULES = [
@@ -35,7 +33,7 @@ SIGMOID = RoutingRule("sigmoid", bias=torch.linspace(-0.3, 0.3, EXPERTS))
 class Told(Predictor):
     """Says in each layer what ``scores`` [layers, rows, N] has for the next one; keeps what it has seen."""
 
-    needs = frozenset({Signal.ROUTER_INPUT, Signal.TOKENS})
+    needs = frozenset({Signal.ROUTER_INPUT})
     reach = 1
 
     def __init__(self, scores: torch.Tensor, knows: tuple[int, ...] = (1, 2)) -> None:
@@ -166,9 +164,7 @@ def test_it_predicts_from_what_is_run_without_padding() -> None:
     assert [seen.layer for seen in predictor.seen] == [0, 1], "nothing follows the last layer"
     for seen, (_, (weights, ids)) in zip(predictor.seen, found, strict=False):
         assert torch.equal(seen.ids, ids[:6]) and torch.equal(seen.weights, weights[:6])
-        assert torch.equal(seen.hidden, random(ROWS, WIDTH, seed=seen.layer)[:6]) and torch.equal(
-            seen.tokens, STEP.tokens
-        )
+        assert torch.equal(seen.hidden, random(ROWS, WIDTH, seed=seen.layer)[:6])
 
 
 def test_a_layer_that_nothing_is_known_about_runs_its_router_s_choice() -> None:
@@ -217,15 +213,19 @@ def test_it_is_lossy_and_says_so() -> None:
     made = control(Told(random(LAYERS, ROWS, EXPERTS)), speculate="restricted")
     assert made.active and made.settings.describe() == "lossy (speculated execution, restricted, decoding rows)"
     assert BudgetSettings(speculate="predicted", when="all").describe().endswith("predicted, all rows)")
-    assert made.looks_at == Told.needs and Runtime([], made).looks_at_tokens
     made.change(BudgetSettings())
-    assert made.looks_at == frozenset() and not Runtime([], made).looks_at_tokens
+    assert not made.active and made.settings.describe() == "exact"
 
 
 def test_what_cannot_be_speculated_is_refused_and_nothing_changes() -> None:
     predictor = Told(random(LAYERS, ROWS, EXPERTS))
     for made, mode, error, says in (
-        (control(None), "restricted", ConfigError, "needs a predictor that looks one layer ahead; add --spac-prefetch"),
+        (
+            control(None),
+            "restricted",
+            ConfigError,
+            "a predictor that looks one layer ahead; add --spac-prefetch gate",
+        ),
         (
             control(predictor, SIGMOID),
             "predicted",

@@ -42,13 +42,13 @@ class Client:
 class Named(Predictor):
     """All layers before a step by its drafts, later by the row's own experts."""
 
-    needs = frozenset({Signal.ROUTING, Signal.DRAFT})
+    needs = frozenset({Signal.ROUTING, Signal.DRAFT_ROUTING})
     reach = 1
 
     def guesses(self, seen: Seen) -> Iterable[Guess]:
         if seen.layer == START:
-            assert seen.draft is not None
-            yield Guess(0, seen.draft.repeat(1, LAYERS))
+            assert seen.draft_ids is not None
+            yield Guess.of_chosen(seen.draft_ids, LAYERS * EXPERTS)
         else:
             assert seen.ids is not None
             chosen = torch.zeros(len(seen.ids), EXPERTS).scatter_(1, seen.ids.long(), 1.0)
@@ -78,8 +78,12 @@ class Lane:
 
 
 def step(kind: RowKind) -> Step:
-    states = torch.tensor([[0.0, 2.0, 0.0, 1.0]])
-    return Step((RequestRows(0, 1, kind),), tokens=torch.tensor([5]), draft=states)
+    return Step((RequestRows(0, 1, kind),), draft=drafted(1, 3))
+
+
+def drafted(*experts: int) -> Tensor:
+    """What a draft model chose of one row: the same experts in each layer, the likeliest first."""
+    return torch.tensor([[experts] * LAYERS])
 
 
 def layer(execution: WorkerExecution, number: int) -> None:
@@ -102,25 +106,25 @@ def test_workers_are_told_before_and_while_others_compute() -> None:
         *[(1, 2, "rows"), (2, 0, [0, 2])],  # which has run: of the next step
     ]
     client.told.clear()
-    execution.draft(torch.tensor([5]), torch.tensor([[3.0, 0.0, 0.0, 1.0]]))
+    execution.draft(drafted(0, 3))
     assert client.told == [(2, number, [0, 3]) for number in range(LAYERS)]
 
 
 def test_workers_are_told_of_so_many_experts_and_layers_as_asked_for() -> None:
     execution, client = serving(Named(), (1, 2))
-    execution.draft(torch.tensor([5]), torch.tensor([[3.0, 0.0, 0.0, 1.0]]))
+    execution.draft(drafted(0, 3))
     assert client.told == [(1, number, [0]) for number in (0, 1)]
 
 
 def test_a_predictor_that_fails_tells_workers_nothing_and_is_not_asked_again(caplog) -> None:
     execution, client = serving(Named())
-    wrong = Step((RequestRows(0, 1, RowKind.DECODE),), tokens=torch.tensor([5]))
-    execution.begin_step(wrong)  # without states
+    wrong = Step((RequestRows(0, 1, RowKind.DECODE),))
+    execution.begin_step(wrong)  # without what was chosen
     layer(execution, 0)
     execution.end_forward()
     execution.begin_step(step(RowKind.DECODE))
     layer(execution, 0)
-    execution.draft(torch.tensor([5]), torch.zeros(1, EXPERTS))
+    execution.draft(drafted(0, 1))
     assert client.told == [(1, 0, "rows"), (2, 0, "rows")]
     [record] = caplog.records
     assert "failed; workers get no more hints" in record.getMessage() and record.exc_info is not None
@@ -153,7 +157,7 @@ def test_after_a_step_workers_are_told_what_its_counts_are_worth() -> None:
 
 def test_of_a_layer_that_no_row_guesses_about_workers_are_told_nothing() -> None:
     execution, client = serving(Named())
-    execution.draft(torch.tensor([5]), torch.full((1, EXPERTS), -torch.inf))
+    execution.draft(drafted(-1, -1))
     assert client.told == []
 
 

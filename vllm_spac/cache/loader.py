@@ -99,23 +99,19 @@ class ExpertLoader:
         self.residency = residency
         self._transfers = transfers
         self._counters = counters
-        self._layer_experts, self._top_k, self._away, self._local_of = layer_experts, top_k, away, local_of
-        self.prefetcher: Prefetcher
-        self._use = LayerUse(len(residency.slot_of) // layer_experts, layer_experts, top_k)
-        self.read_ahead(settings, balancer)
-
-    def read_ahead(self, settings: PrefetchSettings, balancer: Balancer | None) -> None:
-        """Reads ahead as ``settings`` say, in place of what was said before; called before any step."""
-        residency, keys = self.residency, len(self.residency.slot_of)
+        self._layer_experts = layer_experts
+        keys = len(residency.slot_of)
+        self._use = LayerUse(keys // layer_experts, layer_experts, top_k)
         self._fetches, self._streams = settings.prefetch != "off", settings.next_layer
         predictor = settings.predictor_beside(residency.policy, keys)
-        shared = residency, self._transfers, self._counters, self._layer_experts, predictor, settings, balancer
+        shared = residency, transfers, counters, layer_experts, predictor, settings, balancer
         self.needs: frozenset[Signal] | None = None
+        self.prefetcher: Prefetcher
         if settings.looks:
-            of_model = self._layer_experts if self._local_of is None else len(self._local_of)
-            guesser = settings.build(keys // self._layer_experts * of_model)
+            of_model = layer_experts if local_of is None else len(local_of)
+            guesser = settings.build(keys // layer_experts * of_model)
             self.needs = guesser.needs
-            self.prefetcher = Lookahead(*shared, guesser, self._top_k, self._away, self._local_of)
+            self.prefetcher = Lookahead(*shared, guesser, top_k, away, local_of)
         else:
             self.prefetcher = Prefetcher(*shared)
 

@@ -22,7 +22,6 @@ from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.cutoff import DraftPhases, cutoff
-from vllm_spac.decisions.guard.payback import Payback
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
 from vllm_spac.recording.metrics import Counters
 
@@ -201,9 +200,6 @@ class Lookahead(Prefetcher):
         self._bounds: Sequence[int] | None = None  # of the last step that was guessed about, not of a prompt
         self._drafting = False  # the drafter has read tokens of a step that has not begun
         self._broken = False  # the predictor has failed
-        self._payback = Payback() if settings.stops else None
-        self._began = 0.0  # when the step began
-        self._rows = 0  # of the step; 0: nothing was to be guessed about it, or it has not reached a layer
         residency.soft = self.expected
 
     @property
@@ -236,18 +232,13 @@ class Lookahead(Prefetcher):
             self._places[key] = self._read_at.pop(key)
         self._used[first + self.expected.held(used.ravel())] = True
 
-    @property
-    def _idle(self) -> bool:
-        """Whether nothing follows from a guess."""
-        return self._broken or (self._payback is not None and self._payback.stopped)
-
     def ask(self, seen: Seen) -> list[Named]:
-        asked = self._away and not self._idle and (seen.layer == START or self._guesser.reach > 0)
+        asked = self._away and not self._broken and (seen.layer == START or self._guesser.reach > 0)
         return self._guesses(seen, self.expected.names) if asked else []
 
     def draft(self, seen: Seen | None, names: Sequence[Named] = ()) -> None:
         self.reap()
-        if self._idle:
+        if self._broken:
             return
         if not self._drafting:
             self._drafting = True
@@ -271,8 +262,7 @@ class Lookahead(Prefetcher):
             self._bounds = ration.bounds
         self._phases.end(self._ahead.keys)
         drafted, self._drafting = self._drafting, False
-        self._began, self._rows = self._link.clock(), 0
-        if seen is None or self._idle:
+        if seen is None or self._broken:
             self.expected.clear()
         elif not (self._away and drafted):  # what was named of the drafts holds until the step's names arrive
             self.expected.begin()
@@ -281,8 +271,7 @@ class Lookahead(Prefetcher):
 
     def look(self, seen: Seen, names: Sequence[Named] = ()) -> None:
         assert seen.ids is not None
-        self._rows = len(seen.ids)
-        if not self._idle:
+        if not self._broken:
             used = seen.ids.numpy()
             if self._bounded:
                 self._compare(seen.layer, used)
@@ -291,7 +280,7 @@ class Lookahead(Prefetcher):
                 self._hear(seen, names)
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
-        if not self._idle:
+        if not self._broken:
             self.reap()
             self.expected.expect(layer, experts)
             self.proceed(0)
@@ -301,27 +290,12 @@ class Lookahead(Prefetcher):
         self.proceed(0)
 
     def plan(self) -> None:
-        if self._payback is not None and self._rows:
-            self._judge(self._payback, self._link.clock() - self._began)
         if self._depths is not None:
             if self._bounded:
                 for depths, places in zip(self._depths, (self._places, self._drafted), strict=True):
                     depths.end_step(places, self._used)
             self._places[:], self._drafted[:], self._used[:] = -1, -1, False
         self.end_step()
-
-    def _judge(self, payback: Payback, seconds: float) -> None:
-        """Counts and logs what follows from the duration of a step."""
-        if (verdict := payback.end_step(self._rows, seconds)) is None:
-            return
-        self._counters.prefetch_stops += verdict.stop
-        if verdict.changes:
-            logger.warning(
-                "spac: prefetch=auto %s reading ahead by %s: %s",
-                "stops" if verdict.stop else "goes on",
-                self._settings.prefetch,
-                verdict,
-            )
 
     def proceed(self, layer: int) -> None:
         """Starts reads of the experts that are expected first and find slots, and cancels those of no others."""

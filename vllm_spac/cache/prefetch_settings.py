@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_spac.config.config import SpacConfig
 
 # To predictors that look at layers.
-PASSED = frozenset({Signal.TOKENS, Signal.ROUTER_INPUT, Signal.ROUTING}) | DRAFTING
+PASSED = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING}) | DRAFTING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,6 @@ class PrefetchSettings:
         options: arguments of the predictor. Without any, the scores are those of a policy with the same predictor.
         built: the predictor, if it is not built from its name and options.
         extra: share of the experts that layers need which reads ahead may add, see ``Allowance``; None: no limit.
-        stops: nothing is read ahead while steps are not shorter with it, see ``Payback``; for a predictor that was not
-            named.
         next_layer: in forwards with many rows, also what the next layer is expected to use is read, see ``LayerUse``.
         k: experts that a row names in each layer, of a predictor that looks at drafts; None: as many as it uses.
         cutoff: SP-MoE's cutoff layer L_c, of such a predictor: it names experts of the first L_c layers alone, and all
@@ -64,7 +62,6 @@ class PrefetchSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     built: Predictor | None = None
     extra: float | None = None
-    stops: bool = False
     next_layer: bool = False
     k: int | None = None
     cutoff: int | None = None

@@ -134,7 +134,7 @@ class Prefetcher:
         return []
 
     def draft(self, seen: Seen | None, names: Sequence[Named] = ()) -> None:
-        """The drafter has read the tokens of some rows of the next step: for a predictor that looks at its states.
+        """The drafter has read the tokens of some rows of the next step: for a predictor that looks at it.
 
         With a predictor on a device: ``names``, what it has named of ``seen``, have arrived on the host.
         """

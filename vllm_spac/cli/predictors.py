@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 TRAIN_EXAMPLES = examples("""
 vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
-vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --only linear
-vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors
-  --engine '{"speculative_config": {"method": "eagle3", "model": "./head", "num_speculative_tokens": 3}}'
+vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --only neural
 [dim]Interrupted with Ctrl-C, the same command reads the texts again and continues with the next predictor.[/]
 """)
 EXAMPLES = examples("""
@@ -49,7 +47,7 @@ def train_predictor(
     reach: Annotated[int, typer.Option(help="Layers that predictors look ahead.", min=1, max=8)] = 1,
     only: Annotated[
         str | None,
-        typer.Option(help="Train these alone, e.g. linear, and those that they use.", show_default="all"),
+        typer.Option(help="Train these alone, e.g. neural; of hybrid, all.", show_default="all"),
     ] = None,
     slots: Slots = "auto",
     disk_dir: DiskDir = None,
@@ -72,10 +70,10 @@ def train_predictor(
         bar(_console()) as progress,
     ):
         pieces, others = _split(_limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens))
-        identity, drafter = _identity(offline.ask(llm, "facts")), offline.ask(llm, "drafter")
+        identity = _identity(offline.ask(llm, "facts"))
         _check_reach(reach, len(identity.layers))
         found = _collect(llm, pieces + others, len(pieces), progress)
-    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others), drafter, wanted)
+    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others), wanted)
     progress_file = output.with_name(f"{output.name}.progress")
     _train(training, progress_file)
     made = training.result()
@@ -117,7 +115,6 @@ def predictors(
     ):
         facts = offline.ask(llm, "facts")
         file = PredictorFile.load(predictor, _identity(facts), facts["experts"])
-        _check_drafter(predictor, file, offline.ask(llm, "drafter"))
         pieces = _limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens)
         found = _collect(llm, pieces, 0, progress)
     results = _measured(file, found.samples, size)
@@ -141,7 +138,6 @@ def _training(
     found: Collected,
     asked: tuple[int, int],
     source: str,
-    drafter: str,
     only: list[str] | None,
 ) -> Training:
     from vllm_spac.decisions.predictor_file import Training
@@ -152,10 +148,8 @@ def _training(
     every = found.samples
     samples, others = every.texts(0, fitted), every.texts(fitted, len(every.starts))
     shape = every.layers, every.experts, every.top_k, every.hidden.shape[2]
-    states = 0 if every.draft is None else every.draft.shape[1]
-    sizes = Sizes(*shape, reach, len(samples.tokens.unique()), states)
     gates = gates_of(model, identity.layers, samples)
-    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source, drafter, only)
+    return Training(Material(Sizes(*shape, reach), samples, others, gates, found.outputs), identity, source, only)
 
 
 def _train(training: Training, progress_file: Path) -> None:
@@ -243,15 +237,6 @@ def _split(pieces: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
 def _check_reach(reach: int, layers: int) -> None:
     if reach >= max(2, layers):
         raise ConfigError(f"--reach {reach}: the model has {layers} MoE layers; use at most {max(1, layers - 1)}")
-
-
-def _check_drafter(path: Path, file: PredictorFile, found: str) -> None:
-    if file.drafter and file.drafter != found:
-        here = f"this engine has {found[:12]}" if found else "this engine has none"
-        raise ConfigError(
-            f"--predictor {path} was trained with the drafter {file.drafter[:12]} and {here}; add --engine with its "
-            "speculative_config"
-        )
 
 
 def _behind(options: dict) -> int:

@@ -47,7 +47,7 @@ def quality(
     ] = None,
     prefetch: Annotated[
         str, typer.Option(help="With --predictor, the predictor of the file, as --spac-prefetch.")
-    ] = "linear",
+    ] = "gate",
     rankings: Annotated[
         str | None, typer.Option(help="router, static, coactivation, selected, resident.", show_default="all")
     ] = None,

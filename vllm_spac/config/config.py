@@ -62,7 +62,7 @@ class SpacConfig(BaseModel):
         ComponentName(
             "predictors",
             "predictor",
-            ("off", types.AUTO),
+            ("off",),
             arguments=True,
             settings=types.PREFETCHING,
         ),
@@ -71,14 +71,13 @@ class SpacConfig(BaseModel):
         description="Which experts are read ahead in the background: none (off); those of the highest utility "
         "(utility); those that the next layer's router chooses of what this one reads (gate); those that a predictor "
         "of predictor_file names for the next layers; those that a copy of the model as draft model chose "
-        "(shadow); those that the model's routers choose of what a draft model's layers compute (draft_gate); "
-        "or those of the predictor that pays most, if one does (auto); extra limits what this adds to the "
-        f"loads that layers need ({types.EXTRA:g}), and of draft_gate, draft_linear and shadow, k is the "
-        "experts that a row names per layer, and cutoff the number of layers.",
+        "(shadow); or those that the model's routers choose of what a draft model's layers compute (draft_gate); "
+        f"extra limits what this adds to the loads that layers need ({types.EXTRA:g}), and of draft_gate and shadow, k "
+        "is the experts that a row names per layer, and cutoff the number of layers.",
     )
     predictor_file: types.SomePath = Field(
         None,
-        description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear; gate "
+        description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=neural; gate "
         "needs none.",
     )
     guard: Annotated[str, types.GUARD] = Field(
@@ -109,8 +108,7 @@ class SpacConfig(BaseModel):
     )
     profile: types.SomePath = Field(
         None,
-        description="Costs for cpu_experts and prefetch=auto, a file of vllm-spac profile, instead of those measured "
-        "at the start.",
+        description="Costs for cpu_experts, a file of vllm-spac profile, instead of those measured at the start.",
     )
     cpu_kernel: Annotated[str | None, ComponentName("cpu_kernels", "CPU kernel")] = Field(
         None,
@@ -305,11 +303,6 @@ class SpacConfig(BaseModel):
     def store_class_on(self, device: str) -> type[ExpertStore]:
         """Class of the store that ``store_on`` names."""
         return components.find("stores", self.store_on(device))
-
-    @property
-    def named_prefetch(self) -> str:
-        """The predictor that ``prefetch`` names; ``off`` while ``auto`` has not chosen one."""
-        return "off" if self.prefetch == types.AUTO else self.prefetch
 
     @property
     def prefetch_share(self) -> float:

@@ -26,7 +26,7 @@ _OF_EXECUTION = {
         "what it chose",
     ),
 }
-_PREDICTED = add(prefetch="linear", predictor_file="FILE")
+_PREDICTED = add(prefetch="gate")
 _refused = ConfigError.refused
 
 
@@ -99,9 +99,7 @@ def _check_device_balancer(config: Any, device: str) -> None:
 def _check_device_prefetch(config: Any, device: str) -> None:
     """Refuses reads ahead that neither the device can decide, in layers or while drafts are made, nor the host."""
     named = f"prefetch={config.prefetch} (--spac-prefetch)"
-    others = use(decisions="host"), use(prefetch="linear", predictor_file="FILE"), drop("prefetch")
-    if config.prefetch == AUTO:
-        raise _refused(f"{named} weighs what layers wait for loads, and with {device} no layer waits for one", *others)
+    others = use(decisions="host"), use(prefetch="gate"), drop("prefetch")
     kind = components.find("predictors", config.prefetch)
     name, given = components.parse(config.prefetch)
     if kind.on_device:
@@ -171,9 +169,6 @@ def _check_workers(config: Any) -> None:
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise _refused(f"{name}={value} ({flag(name)}) is not for {named}", drop(name))
-    named_prefetch = f"prefetch={config.prefetch} (--spac-prefetch)"
-    if config.prefetch == AUTO:
-        raise _refused(f"{named_prefetch} measures this process's loads, and {named} has none", use(prefetch="linear"))
     if config.store not in (None, "disk"):
         raise _refused(
             f"store={config.store} (--spac-store) is not for {named}: each worker packs its experts on its disk",
@@ -227,7 +222,7 @@ def _check_calibration(config: Any) -> None:
 
 
 def _check_preset(config: Any) -> None:
-    if config.preset is None or config.prefetch in ("off", AUTO) or config.predictor_file is not None:
+    if config.preset is None or config.prefetch == "off" or config.predictor_file is not None:
         return
     if config.prefetch == PRESETS[config.preset].knobs.get("prefetch") and (_needs_file(config.prefetch)):
         raise _refused(
@@ -259,10 +254,8 @@ def check_draft_arguments(prefetch: str) -> None:
 def _check_prefetch(config: Any) -> None:
     check_draft_arguments(config.prefetch)
     named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
-    auto = config.prefetch == AUTO
-    kind = None if off or auto else components.find("predictors", config.prefetch)
-    trained = auto or (kind is not None and kind.needs_file)
-    if config.predictor_file is None and (auto or (trained and _needs_file(config.prefetch))):
+    trained = not off and components.find("predictors", config.prefetch).needs_file
+    if config.predictor_file is None and trained and _needs_file(config.prefetch):
         raise _refused(
             f"{named} needs predictor_file",
             add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
@@ -271,10 +264,7 @@ def _check_prefetch(config: Any) -> None:
     if config.predictor_file is not None and not trained:
         raise _refused(
             f"predictor_file (--spac-predictor-file) has no effect with {named}",
-            # what is trained for a drafter was once called draft_gate
-            add(prefetch="draft_linear" if "draft_gate" in config.prefetch else "linear").but(
-                " or another predictor of the file"
-            ),
+            add(prefetch="gate").but(" or another predictor of the file"),
             drop("predictor_file"),
         )
 
@@ -289,8 +279,7 @@ def _check_speculate(config: Any) -> None:
             drop("speculate"),
             drop("budget"),
         )
-    off = config.prefetch in ("off", AUTO)
-    if off or not components.find("predictors", config.prefetch).looks_ahead():
+    if config.prefetch == "off" or not components.find("predictors", config.prefetch).looks_ahead():
         raise _refused(
             f"{named} needs a predictor that looks one layer ahead, and prefetch={config.prefetch} (--spac-prefetch) "
             "names none",
@@ -309,7 +298,7 @@ def _check_cpu_experts(config: Any) -> None:
     named = f"cpu_experts={config.cpu_experts} (--spac-cpu-experts)"
     if config.balancer is not None and not components.find("balancers", config.balancer).uses_cpu:
         raise _refused(f"{named} computes none", use(cpu_experts=AUTO), use(cpu_experts="off"))
-    if config.profile is not None and config.balancer is None and config.prefetch != AUTO:
+    if config.profile is not None and config.balancer is None:
         raise _refused(f"profile (--spac-profile) decides nothing with {named}", *_computing(config), drop("profile"))
     if config.cpu_kernel is not None and config.cpu_experts == "off":
         nothing = "cpu_kernel (--spac-cpu-kernel) computes nothing without CPU experts"

@@ -24,7 +24,7 @@ def _path(value: Any) -> Any:
 
 
 ALPHA = 0.5  # of weighted votes, by default
-AUTO = "auto"  # of prefetch: a predictor is chosen, or none; of cpu_experts: while steps are shorter with them
+AUTO = "auto"  # of cpu_experts: while steps are shorter with them
 ROUNDED = "exact up to rounding"  # the mode of engines whose experts another kernel than vLLM's computes
 # What an engine on a GPU is by default: the words of the log, of ``vllm-spac doctor`` and of the documents.
 ROUNDED_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; --spac-kernel vllm gives stock's bits)"

@@ -1,12 +1,10 @@
 """Files of trained predictors, the tensors of all that fit a model in one safetensors file; and their training.
 
-Format ``spac-predictors-3``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
+Format ``spac-predictors-4``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``tokens`` (rows that were fitted to), ``names`` (JSON, the predictors), ``left_out`` (JSON,
-predictor -> why it does not fit the model), ``recall`` (JSON, predictor -> horizon -> for each layer [R@k, R@2k] on
-texts that were not fitted to, or null; a horizon is ``step`` or layers ahead), ``drafter`` (fingerprint of the drafter
-whose states were recorded, empty without one), and ``experts``, ``top_k``, ``width``, ``reach``, ``words``,
-``draft_width`` (``Sizes``). A tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes
-(``Trained.specs``). Training runs in stages, so that it can be resumed when it was interrupted.
+predictor -> why it does not fit the model), and ``experts``, ``top_k``, ``width``, ``reach`` (``Sizes``). A tensor is
+called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes (``Trained.specs``).
+Training runs in stages, so that it can be resumed when it was interrupted.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.decisions.predictors._recall import STEP, Hits, Recalls
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Trained
-from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.system import tensor_file
 from vllm_spac.system.tensor_file import check, layer_names
 from vllm_spac.system.untrusted import parse_json
 
-FORMAT = "spac-predictors-3"
-DTYPES = {"I64", "I16", "F32", "F16", "BF16"}
+FORMAT = "spac-predictors-4"
+DTYPES = {"I64", "F32", "BF16"}
 _MOST, _MOST_LAYERS, _MOST_REACH = 1 << 20, 1024, 8  # experts or dimensions, and others, that a file may claim
 _AGAIN = "train again with `vllm-spac train-predictor`"
 _SIZES = tuple(field.name for field in fields(Sizes) if field.name != "layers")
@@ -59,8 +55,6 @@ class PredictorFile:
         tokens: rows that the predictors were fitted to.
         tensors: predictor -> its tensors.
         left_out: predictor -> why it is not in the file.
-        recall: predictor -> its recall on texts not fitted to; empty while predictors are being trained.
-        drafter: fingerprint of the drafter whose states predictors were fitted to; empty without one.
     """
 
     identity: Identity
@@ -68,8 +62,6 @@ class PredictorFile:
     tokens: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     left_out: Mapping[str, str]
-    recall: Mapping[str, Recalls]
-    drafter: str = ""
 
     @classmethod
     def load(cls, path: str | Path, identity: Identity, experts: int) -> PredictorFile:
@@ -125,10 +117,7 @@ class PredictorFile:
         for name in known:
             check_tensors(name, kinds()[name].specs(sizes), grouped[name])
         identity = Identity(metadata["fingerprint"], metadata["model"], layers)
-        why, recall = {str(k): str(v) for k, v in left_out.items()}, _recall(metadata["recall"], known, sizes)
-        drafter = metadata["drafter"]
-        check(bool(drafter) == bool(sizes.draft_width), "a drafter without states, or states of no drafter")
-        found = cls(identity, sizes, int(metadata["tokens"]), grouped, why, recall, drafter)
+        found = cls(identity, sizes, int(metadata["tokens"]), grouped, {str(k): str(v) for k, v in left_out.items()})
         for name in known:
             found.build(name)  # refuses values that a predictor cannot have
         return found
@@ -142,30 +131,18 @@ class PredictorFile:
         """Returns a predictor of the file; ``KeyError`` if it has none of this name.
 
         Args:
-            reach: layers that it looks ahead at most, 1 or more. Those that it uses look one layer ahead.
+            reach: layers that it looks ahead at most, 1 or more. Those that it asks look one layer ahead.
         """
-        return self._build(name, reach, {})
-
-    def _build(self, name: str, reach: int | None, built: dict[str, Trained]) -> Trained:
-        """Returns a predictor; those that it uses are in ``built``, or added to it."""
-        uses = needed(name, self.names)
-        for other in uses:
-            if other not in built:
-                built[other] = self._build(other, 1, built)
+        beside = {other: self.build(other, 1) for other in needed(name, self.names)}
         sizes = self.sizes if reach is None else replace(self.sizes, reach=min(reach, self.sizes.reach))
         tensors = self.tensors[name]
         with next(iter(tensors.values())).device:  # what it makes of them
-            return kinds()[name](sizes, tensors, {other: built[other] for other in uses})
+            return kinds()[name](sizes, tensors, beside)
 
     def on(self, device: torch.device) -> Self:
         """Returns the same predictors with tensors on ``device``."""
         moved = {name: {part: t.to(device) for part, t in found.items()} for name, found in self.tensors.items()}
         return replace(self, tensors=moved)
-
-    def nbytes(self, name: str) -> int:
-        """Returns the bytes that the tensors of a predictor, and of those that it uses, have in the file."""
-        every = (name, *needed(name, self.names))
-        return sum(tensor.nbytes for other in every for tensor in self.tensors[other].values())
 
     def save(self, path: str | Path) -> None:
         """Writes the file atomically; ``ConfigError`` when it cannot be written."""
@@ -175,27 +152,20 @@ class PredictorFile:
         identity = {"fingerprint": self.identity.fingerprint, "model": self.identity.model}
         identity |= {"layers": json.dumps(self.identity.layers), "tokens": str(self.tokens)}
         lists = {"names": json.dumps(self.names), "left_out": json.dumps(dict(self.left_out))}
-        lists["recall"] = json.dumps({name: self.recall[name] for name in self.names}, allow_nan=False)
-        identity |= {"drafter": self.drafter}
         return {"format": FORMAT} | identity | lists | {name: str(getattr(self.sizes, name)) for name in _SIZES}
 
 
 @cache
 def kinds() -> dict[str, type[Trained]]:
-    """Returns the trained predictors by name, each after those that it uses."""
+    """Returns the trained predictors by name, each after those that it asks."""
     found = {name: components.find("predictors", name) for name in components.names("predictors")}
     trained = {name: cast(type[Trained], kind) for name, kind in found.items() if issubclass(kind, Trained)}
-    return dict(sorted(trained.items(), key=lambda item: (item[1].uses is None, len(item[1].uses or ()), item[0])))
+    return dict(sorted(trained.items(), key=lambda item: (item[1].chooses, item[0])))
 
 
 def needed(name: str, names: Sequence[str]) -> list[str]:
-    """Returns those of ``names`` that the predictor ``name`` uses."""
-    uses = kinds()[name].uses
-    if uses is None:  # without those of a drafter, so that it can serve without one
-        return [
-            other for other in names if kinds()[other].uses is not None and Signal.DRAFT not in kinds()[other].needs
-        ]
-    return list(uses)
+    """Returns those of ``names`` that the predictor ``name`` asks: of one that chooses, all that do not."""
+    return [other for other in names if not kinds()[other].chooses] if kinds()[name].chooses else []
 
 
 def check_tensors(name: str, specs: Mapping, tensors: Mapping[str, Tensor]) -> None:
@@ -205,28 +175,6 @@ def check_tensors(name: str, specs: Mapping, tensors: Mapping[str, Tensor]) -> N
         value = tensors[tensor]
         check(value.dtype == dtype and value.shape == shape, f"{name}.{tensor} has another type or shape")
         check(not dtype.is_floating_point or bool(value.isfinite().all()), f"{name}.{tensor} holds no numbers")
-
-
-def _recall(text: str, names: Sequence[str], sizes: Sizes) -> dict[str, Recalls]:
-    """Parses the recall of the predictors ``names``; ``ValueError`` if it cannot be theirs."""
-    found, horizons = parse_json(text), {STEP, *(str(ahead) for ahead in range(1, sizes.reach + 1))}
-    check(isinstance(found, dict) and set(found) == set(names), "it has the recall of other predictors")
-    for of_horizons in found.values():
-        check(isinstance(of_horizons, dict) and set(of_horizons) <= horizons, "a recall at an impossible horizon")
-        for layers in of_horizons.values():
-            check(isinstance(layers, list) and len(layers) == sizes.layers, "a recall of other layers")
-            check(all(each is None or _is_recall(each) for each in layers), "a recall that is no share")
-    return {
-        name: {horizon: [None if each is None else tuple(each) for each in layers] for horizon, layers in of.items()}
-        for name, of in found.items()
-    }
-
-
-def _is_recall(value: object) -> bool:
-    """Whether it is a list of R@k and R@2k."""
-    if not isinstance(value, list) or len(value) != 2 or any(type(each) not in (int, float) for each in value):
-        return False
-    return bool(0 <= value[0] <= value[1] <= 1)
 
 
 def flat(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -240,11 +188,11 @@ _REMEDY = "delete it to start from the first stage"
 
 
 class Training:
-    """The stages of all predictors that fit a model, in an order in which each finds those that it uses.
+    """The stages of all predictors that fit a model, in an order in which each finds those that it asks.
 
     Args:
         source: identifies the texts, e.g. their checksum; progress made with others is not resumed.
-        only: the predictors that are wanted; those that they use are trained too. None: all.
+        only: the predictors that are wanted; those that they ask are trained too. None: all.
 
     Attributes:
         left_out: predictor -> why it is not trained.
@@ -254,12 +202,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        material: Material,
-        identity: Identity,
-        source: str,
-        drafter: str = "",
-        only: Collection[str] | None = None,
+        self, material: Material, identity: Identity, source: str, only: Collection[str] | None = None
     ) -> None:
         self.left_out: dict[str, str] = {}
         names: list[str] = []
@@ -267,13 +210,11 @@ class Training:
         for name, kind in kinds().items():
             if name not in wanted:
                 self.left_out[name] = NOT_WANTED
-            elif missing := [other for other in needed(name, names) if other not in names]:
-                self.left_out[name] = f"it needs {missing[0]}"
             elif why := kind.unfit(material):
                 self.left_out[name] = why
             else:
                 names.append(name)
-        self._material, self._identity, self._source, self._drafter = material, identity, source, drafter
+        self._material, self._identity, self._source = material, identity, source
         self._stages = [(name, stage) for name in names for stage in range(kinds()[name].stages(material.sizes))]
         self._made: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         self.done = 0
@@ -292,10 +233,9 @@ class Training:
             yield name
 
     def result(self) -> PredictorFile:
-        """Returns the predictors with their recall on texts not fitted to; all stages must have been made."""
+        """Returns the predictors; all stages must have been made."""
         assert self.done == self.stages, "the training is not over"
-        file, (_, judged) = self._file(), self._material.others.halves()
-        return replace(file, recall={name: Hits.of(file.build(name), judged).recalls() for name in file.names})
+        return self._file()
 
     def save_progress(self, path: str | Path) -> None:
         """Writes what is made so far, atomically; ``ConfigError`` when it cannot be written."""
@@ -340,8 +280,7 @@ class Training:
         material = self._material
         finished = {name for name, _ in self._stages} - {name for name, _ in self._stages[self.done :]}
         tensors = {name: made for name, made in self._made.items() if name in finished}
-        rows, drafter = material.samples.rows, self._drafter
-        return PredictorFile(self._identity, material.sizes, rows, tensors, self.left_out, {}, drafter)
+        return PredictorFile(self._identity, material.sizes, material.samples.rows, tensors, self.left_out)
 
     def _facts(self) -> dict[str, str]:
         identity = self._identity
@@ -350,13 +289,12 @@ class Training:
             "layers": json.dumps(identity.layers),
             "sizes": json.dumps(astuple(self._material.sizes)),
             "source": self._source,
-            "drafter": self._drafter,
             "predictors": json.dumps(list(self._made)),
         }
 
 
 def closure(only: Collection[str] | None) -> set[str]:
-    """Returns the predictors called ``only``, and those that they use; all of them for None.
+    """Returns the predictors called ``only``, and those that they ask; all of them for None.
 
     Raises:
         ConfigError: no trained predictor has such a name.
@@ -365,7 +303,7 @@ def closure(only: Collection[str] | None) -> set[str]:
     if unknown := sorted(set(only or ()) - set(known)):
         raise ConfigError(f"spac: no trained predictor is called {unknown[0]}; use {', '.join(known)}")
     found = set(known if only is None else only)
-    for name in reversed(known):  # each comes after those that it uses
+    for name in reversed(known):  # each comes after those that it asks
         if name in found:
             found.update(needed(name, known))
     return found

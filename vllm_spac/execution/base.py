@@ -19,7 +19,6 @@ from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
-    from vllm_spac.cache.prefetch_settings import PrefetchSettings
     from vllm_spac.cache.transfers import HostRows
     from vllm_spac.config.config import SpacConfig
     from vllm_spac.config.types import SlotCount
@@ -236,7 +235,7 @@ class Execution(ABC):
         """Whether layers wait for the host, so that they cannot be captured into a CUDA graph."""
         return self.needs_host
 
-    def draft(self, tokens: Tensor, read: Tensor) -> None:
+    def draft(self, read: Tensor) -> None:
         """As ``Runtime.drafting``; called if ``looks_at`` has a signal of ``DRAFTING``."""
 
     @abstractmethod
@@ -280,14 +279,6 @@ class Execution(ABC):
             UnsupportedError: this execution gives the CPU none, or not as this balancer or executor needs it.
         """
         raise UnsupportedError(f"spac: {type(self).__name__} computes no experts on the CPU")
-
-    def read_ahead(self, settings: PrefetchSettings) -> None:
-        """Reads ahead as ``settings`` say from now on; called before any step, not if each expert has its slot.
-
-        Raises:
-            UnsupportedError: this execution moves experts ahead of need itself.
-        """
-        raise UnsupportedError(f"spac: {type(self).__name__} moves experts ahead of need itself")
 
     @property
     def queued(self) -> int:

@@ -103,8 +103,7 @@ def filled_experts(layers: int, experts: int, slots: int, first: Sequence[int] =
 
 logger = logging.getLogger("vllm.spac")
 
-# Slots change slowly: without the CPU, what it computed before is loaded step by step. The 32 steps of a block that
-# count are whole cycles of the comparison of ``prefetch=auto``, which therefore does not shift this one.
+# Slots change slowly: without the CPU, what it computed before is loaded step by step.
 BLOCK, SETTLE, MOST = 40, 8, 16
 
 
@@ -207,7 +206,7 @@ class SlotLayers:
             there: hidden, ids and weights, as in ``look``, on the predictor's device; nothing at the start.
         """
         assert self._seen is not None, "a step in which nothing is guessed"
-        seen = self._seen if layer == START else Seen(layer, self._seen.tokens, *there)
+        seen = self._seen if layer == START else Seen(layer, *there)
         return self.loader.prefetcher.ask(seen)
 
     def look(
@@ -226,7 +225,7 @@ class SlotLayers:
             names: as of ``Prefetcher.look``.
         """
         assert self._seen is not None, "a step in which nothing is guessed"
-        self.loader.prefetcher.look(Seen(layer, self._seen.tokens, hidden, ids, weights), names)
+        self.loader.prefetcher.look(Seen(layer, hidden, ids, weights), names)
 
     def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
         """Loads the keys of each layer into free slots; yields how many were loaded."""

@@ -174,7 +174,7 @@ class SlotExecution(Execution):
             context.tensors,
             io_threads=config.io_threads,
             path=context.path,
-            ahead=PrefetchSettings.configured(config, config.named_prefetch, context.predictor, drafts=context.drafts),
+            ahead=PrefetchSettings.configured(config, config.prefetch, context.predictor, drafts=context.drafts),
             exchange=context.exchange,
             host=context.host,
             local_of=context.local_of,
@@ -185,8 +185,8 @@ class SlotExecution(Execution):
         """The counters inside a step; what runs outside of steps is not counted."""
         return None if self._step is None else self.counters
 
-    def draft(self, tokens: Tensor, read: Tensor) -> None:
-        seen, prefetcher = Seen.at_start(tokens, read, self.looks_at), self._loader.prefetcher
+    def draft(self, read: Tensor) -> None:
+        seen, prefetcher = Seen(START, draft_ids=read), self._loader.prefetcher
         if self._exchange is None:
             prefetcher.draft(seen)
         elif names := prefetcher.ask(seen):
@@ -207,7 +207,7 @@ class SlotExecution(Execution):
         self._step = step
         if not self.holds_all:
             self._routed.clear()  # of a forward that failed
-            seen = Seen.at_start(step.tokens, step.draft, self.looks_at)
+            seen = Seen(START, draft_ids=step.draft)
             alike = bool(step.requests) and not step.prompts
             if alike and self.balancer is not None:
                 self.balancer.verifies(sum(request.drafts for request in step.requests) / len(step.requests))
@@ -246,10 +246,6 @@ class SlotExecution(Execution):
         self._layers.balance(balancer, CpuCheck(self.counters, self._transfers.clock) if checked else None)
         self._cpu = thread
         self.keeps_bits = False
-
-    def read_ahead(self, settings: PrefetchSettings) -> None:
-        self._loader.read_ahead(settings, self._loader.prefetcher.balancer)
-        self.looks_at = self._loader.needs or frozenset()
 
     @property
     def queued(self) -> int:

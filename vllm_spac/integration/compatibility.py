@@ -14,7 +14,7 @@ from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.rules import plane, without_workers
-from vllm_spac.decisions.predictors.base import CHOSEN, DRAFTING, Signal
+from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import UnsupportedError, add, drop, flag, use
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.hooks.ranks import Refusal
@@ -183,9 +183,7 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         f"{what}: policy={config.policy} counts selections, and {each}",
         (use(policy="reuse"), *others),
     )
-    counts = (
-        config.named_prefetch != "off" and not components.find("predictors", config.named_prefetch).looks_at_layers()
-    )
+    counts = config.prefetch != "off" and not components.find("predictors", config.prefetch).looks_at_layers()
     yield counts, f"{what}: prefetch={config.prefetch} counts selections, and {each}", (drop("prefetch"), *others)
 
 
@@ -220,18 +218,13 @@ def _of_cpu_kernel(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
 
 
 def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
-    """A predictor that looks at what the drafter computes, where that is not known."""
-    named = config.named_prefetch
-    needs = frozenset() if named == "off" else components.find("predictors", named).needs
+    """A predictor that looks at a draft model, where there is none that it can read."""
+    needs = frozenset() if config.prefetch == "off" else components.find("predictors", config.prefetch).needs
     if not DRAFTING & needs:
         return
-    heads = drafts.Reason("draft trees grow from EAGLE heads, and it reads a draft model", drop("tree"))
-    if CHOSEN & needs and config.tree:
-        reason: drafts.Reason | None = heads
-    elif CHOSEN & needs:
-        reason = (drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.ungated)(vllm_config)
-    else:
-        reason = drafts.unread(vllm_config)
+    reason = (drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.ungated)(vllm_config)
+    if config.tree:
+        reason = drafts.Reason("draft trees grow from EAGLE heads, and it reads a draft model", drop("tree"))
     if reason is not None:
         what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"
         yield True, what, (reason.remedy, drop("prefetch"))

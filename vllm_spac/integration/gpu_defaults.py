@@ -122,7 +122,7 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
 def _ran_on_device(prefetch: str) -> bool:
     """Whether reads ahead by this predictor gave stock's tokens on a GPU where the device decides, in CUDA graphs."""
     name, _, _ = prefetch.partition("@")
-    return name in ("off", AUTO, "utility") or components.find("predictors", prefetch).on_device
+    return name in ("off", "utility") or components.find("predictors", prefetch).on_device
 
 
 def reason_for_host(model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None) -> str | None:

@@ -47,7 +47,6 @@ class Counters:
         prefetch_harmful: experts that had to be loaded, or computed on the CPU, because a prefetch, unused until then,
             had evicted them.
         prefetch_failed: prefetch reads that failed; the expert is read again when it is needed.
-        prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because steps with it were not shorter.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
         cpu_rows: (row, expert) pairs computed on the CPU.
         cpu_late: experts that the CPU was to compute while the device waited no longer: it computed them in place, and
@@ -71,7 +70,6 @@ class Counters:
     prefetch_wasted: int = 0
     prefetch_harmful: int = 0
     prefetch_failed: int = 0
-    prefetch_stops: int = 0
     cpu_experts: int = 0
     cpu_rows: int = 0
     cpu_late: int = 0
@@ -98,7 +96,7 @@ class Counters:
 # Of several ranks: bytes add up; steps and seconds are those of all ranks at once; experts are the same ones if each
 # rank holds a part of every expert, and different ones if each holds some of them.
 _BYTES = {"bytes", "slot_bytes"}
-_AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "cpu_stops", "prefetch_stops"}
+_AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "cpu_stops"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
     "read_retries",

@@ -1,4 +1,4 @@
-"""What the drafter computed for its tokens, and how probable it found them, until the next step verifies them. Pure."""
+"""What was chosen for a drafter's tokens, and how probable it found them, until the next step verifies them. Pure."""
 
 from __future__ import annotations
 
@@ -12,79 +12,56 @@ from torch import Tensor
 
 
 class DraftStates:
-    """Keeps what a drafter computed when it read a token, by request: its hidden state, or what its routers chose.
+    """Keeps the experts that were chosen when a draft model read a token, by request.
 
     Its first forward reads the token that the target sampled last, each further one the draft of the one before: the
     last draft is never read. Between drafting and verifying, drafts may be cut or left for a later step, and requests
-    change places: so requests go by their ids, and rows are compared token by token. Of a tree, each further forward
-    reads nodes of one level, the same number of each request, and ``settle`` says which of them were drafted. All of it
-    stays on the device on which it was computed, and nothing waits for that.
+    change places: so requests go by their ids, and rows are compared token by token. All of it stays on the device on
+    which it was computed, and nothing waits for that.
 
     Args:
-        shape: of what it keeps for a token: [D] for a state, [layers, k] for experts.
-        unread: in place of it, for a token that was not read; its type is that of the others if there are none.
+        layers, k: experts of a token: k of each layer.
     """
 
-    def __init__(self, *shape: int, unread: float = math.nan) -> None:
-        self._shape, self._unread = shape, unread
+    def __init__(self, layers: int, k: int) -> None:
+        self._shape = layers, k
         self._requests: dict[str, int] = {}  # place in a forward
-        self._tokens: list[Tensor] = []  # int64 [rows] of each forward: one or more of each request, one after another
-        self._states: list[Tensor] = []  # [rows, *shape]
-        self._places: Tensor | None = None  # int64 [requests, n + 1], of trees: of all rows, that of each node, or -1
+        self._tokens: list[Tensor] = []  # int64 [requests] of each forward
+        self._states: list[Tensor] = []  # int64 [requests, layers, k]
 
     def begin(self, requests: Sequence[str]) -> None:
         """Forgets everything; ``requests`` are drafted for now."""
         self._requests = {request: place for place, request in enumerate(requests)}
         self._tokens.clear()
         self._states.clear()
-        self._places = None
 
     def add(self, tokens: Tensor, states: Tensor) -> None:
         """Keeps copies of the ``tokens`` that one forward read, int [rows], and of its ``states``."""
         self._tokens.append(tokens.to(states.device, torch.int64, copy=True))
         self._states.append(states.clone())
 
-    def settle(self, read: Tensor) -> None:
-        """The drafts are trees.
-
-        Args:
-            read: int64 [requests, n], ``Chosen.read`` of the trees: the number of each node among those of its request
-                that forwards after the first one read; -1 for one that none did.
-        """
-        start = requests = len(self._requests)
-        number = torch.arange(requests, device=read.device)[:, None]
-        rows = [number.new_zeros(requests, 0)]
-        for tokens in self._tokens[1:]:
-            front = len(tokens) // requests
-            rows.append(start + number * front + torch.arange(front, device=read.device))
-            start += len(tokens)
-        found = torch.cat([torch.cat(rows, 1), number.new_full((requests, 1), -1)], 1)  # the last one is for -1
-        self._places = torch.cat([number, found.gather(1, read.where(read >= 0, found.shape[1] - 1))], 1)
-
     @property
     def forwards(self) -> int:
         """Forwards since ``begin``."""
         return len(self._tokens)
 
-    def known(self) -> tuple[Tensor, Tensor]:
-        """Returns the tokens, int64 [rows], and states, [rows, *shape], of all forwards so far; there is one."""
-        return torch.cat(self._tokens), torch.cat(self._states)
+    def known(self) -> Tensor:
+        """Returns the experts of all forwards so far, int64 [rows, layers, k]; there is one."""
+        return torch.cat(self._states)
 
     def take(self, requests: Sequence[tuple[str, slice, int]], tokens: Tensor) -> Tensor:
-        """Returns the states of the rows of a step, [rows, *shape], and forgets them; ``unread`` for other rows.
+        """Returns the experts of the rows of a step, int64 [rows, layers, k], and forgets them; -1 of other rows.
 
         Args:
             requests: id, rows and number of drafts of each request; the drafts are its last rows.
             tokens: int64 [rows], the token of each row, where the states are.
         """
-        rows, dtype = len(tokens), self._states[0].dtype if self._states else None
-        found = torch.full((rows + 1, *self._shape), self._unread, dtype=dtype, device=tokens.device)
+        rows = len(tokens)
+        found = torch.full((rows + 1, *self._shape), -1, dtype=torch.int64, device=tokens.device)
         read = [(self._requests[name], part, drafts) for name, part, drafts in requests if name in self._requests]
         if self._states and read:
-            chains, places = self._places is None, self._places
-            if places is None:
-                places = torch.arange(len(self._tokens) * len(self._requests)).view(len(self._tokens), -1).T
-            # int64 [requests, n + 1]: the row of the step of each row that may have been read; behind them ``rows``.
+            places = torch.arange(len(self._tokens) * len(self._requests)).view(len(self._tokens), -1).T
+            # int64 [requests, forwards]: the row of the step of each row that may have been read; behind them ``rows``.
             wanted = torch.full((len(read), places.shape[1]), rows)
             for number, (_, part, drafts) in enumerate(read):
                 width, first = min(drafts + 1, places.shape[1]), part.stop - drafts - 1
@@ -92,17 +69,15 @@ class DraftStates:
             there = _sent(wanted, tokens.device)
             asked = _sent(torch.tensor([place for place, _, _ in read]), tokens.device)
             places = _sent(places, tokens.device)[asked]
-            known, states = self.known()
-            same = (places >= 0) & (known[places.clamp(min=0)] == tokens[there.clamp(max=rows - 1)])
-            if chains:  # from the first other token on, what the drafter read were other rows
-                same = same.cumprod(1).bool()
-            found[there.where(same, rows).flatten()] = states[places.clamp(min=0)].flatten(0, 1)
+            same = torch.cat(self._tokens)[places] == tokens[there.clamp(max=rows - 1)]
+            same = same.cumprod(1).bool()  # from the first other token on, what the drafter read were other rows
+            found[there.where(same, rows).flatten()] = self.known()[places].flatten(0, 1)
         self.begin(())
         return found[:-1]
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
-    """Returns ``indices``, which are on the host or there, on ``device``; does not wait for it."""
+    """Returns ``indices``, which are on the host, on ``device``; does not wait for it."""
     return indices if indices.device == device else indices.pin_memory().to(device, non_blocking=True)
 
 

@@ -13,8 +13,6 @@ from vllm_spac.decisions.predictors.base import START, Predictor
 STEP = "step"  # horizon of guesses at the start of a step
 RECALLS = ("recall_at_k", "recall_at_2k", "recall_on_misses")
 
-Recalls = dict[str, list[tuple[float, float] | None]]  # horizon -> (R@k, R@2k) of each layer; None: no guess
-
 
 class Hits:
     """Counts of one predictor's right guesses, by layer and horizon.
@@ -66,35 +64,15 @@ class Hits:
         by_layer = [None if sums is None else _recalls(sums) for sums in last]
         return _mean([sums for sums in last if sums is not None]) | {"by_layer": by_layer, "by_horizon": by_horizon}
 
-    def recalls(self) -> Recalls:
-        """Returns R@k and R@2k by horizon and layer."""
-        found: Recalls = {}
-        for horizon in self.horizons:
-            sums = [self._sums.get((horizon, layer)) for layer in range(self._samples.layers)]
-            found[horizon] = [None if each is None else _in_k_and_2k(each) for each in sums]
-        return found
-
 
 def distance(horizon: str) -> float:
     """Returns the order of a horizon: its layers, and ``STEP`` after all others."""
     return math.inf if horizon == STEP else int(horizon)
 
 
-def overall(recalls: Recalls) -> float:
-    """Returns R@k over all layers, by each layer's last guess; a layer without a guess counts as 0."""
-    layers = zip(*(recalls[horizon] for horizon in sorted(recalls, key=distance)), strict=True)
-    found = [next((pair[0] for pair in guesses if pair is not None), 0.0) for guesses in layers]
-    return sum(found) / len(found) if found else 0.0
-
-
 def _recalls(sums: Tensor) -> dict[str, float | None]:
     in_k, in_2k, in_missed, every, missed = sums.tolist()
     return dict(zip(RECALLS, (in_k / every, in_2k / every, in_missed / missed if missed else None), strict=True))
-
-
-def _in_k_and_2k(sums: Tensor) -> tuple[float, float]:
-    in_k, in_2k, _, every, _ = sums.tolist()
-    return in_k / every, in_2k / every
 
 
 def _mean(found: list[Tensor]) -> dict[str, float | None]:

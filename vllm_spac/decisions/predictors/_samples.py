@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.decisions.predictors.base import CHOSEN, START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import SpacError
 
 _BLOCK = 512  # rows that a predictor scores at a time
@@ -21,26 +21,20 @@ class Samples:
 
     Attributes:
         starts: first row of each text, ascending.
-        tokens: int64 [rows].
         hidden: float [L, rows, d], input of each router.
         logits: float32 [L, rows, N], by which a router chose: the k greatest of a row, unless it groups experts.
         ids, weights: int32 and float32 [L, rows, k], its choice and their routing weights.
-        draft: float [rows, D], states of a drafter as in ``Seen``, which read the true tokens; None without one.
-        draft_ids: int [rows, L, k], what was chosen by a draft model, as in ``Seen``; None without one.
     """
 
     starts: tuple[int, ...]
-    tokens: Tensor
     hidden: Tensor
     logits: Tensor
     ids: Tensor
     weights: Tensor
-    draft: Tensor | None = None
-    draft_ids: Tensor | None = None
 
     @property
     def rows(self) -> int:
-        return len(self.tokens)
+        return self.hidden.shape[1]
 
     @property
     def layers(self) -> int:
@@ -57,33 +51,19 @@ class Samples:
     def texts(self, first: int, last: int) -> Samples:
         """Returns the texts ``[first, last)``; the tensors are views."""
         bounds = [*self.starts, self.rows]
-        return self._part(bounds[first], bounds[last])
-
-    def halves(self) -> tuple[Samples, Samples]:
-        """Returns the first and the second half of the rows, as views; a single row is in both."""
-        middle = self.rows // 2
-        return self._part(0, max(1, middle)), self._part(middle, self.rows)
-
-    def _part(self, begin: int, end: int) -> Samples:
-        """Returns the rows ``[begin, end)``; a text that ``begin`` cuts starts there."""
-        spans = zip(self.starts, [*self.starts[1:], self.rows], strict=True)
-        starts = {max(start, begin) - begin: None for start, stop in spans if stop > begin and start < end}
-        hidden, logits, ids, weights = (v[:, begin:end] for v in (self.hidden, self.logits, self.ids, self.weights))
-        draft, chosen = (None if each is None else each[begin:end] for each in (self.draft, self.draft_ids))
-        return Samples(tuple(starts), self.tokens[begin:end], hidden, logits, ids, weights, draft, chosen)
+        rows = slice(bounds[first], bounds[last])
+        hidden, logits, ids, weights = (v[:, rows] for v in (self.hidden, self.logits, self.ids, self.weights))
+        return Samples(tuple(start - rows.start for start in bounds[first:last]), hidden, logits, ids, weights)
 
     def seen(self, layer: int, rows: slice, needs: frozenset[Signal]) -> Seen:
         """Returns what a predictor with these ``needs`` is passed about some rows."""
-        tokens = self.tokens[rows] if Signal.TOKENS in needs else None
         future = self.ids[:, rows] if Signal.FUTURE in needs else None
-        draft = self.draft[rows] if Signal.DRAFT in needs and self.draft is not None else None
-        chosen = self.draft_ids[rows] if CHOSEN & needs and self.draft_ids is not None else None
         if layer == START:
-            return Seen(layer, tokens, future=future, draft=draft, draft_ids=chosen)
+            return Seen(layer, future=future)
         hidden = self.hidden[layer, rows] if Signal.ROUTER_INPUT in needs else None
         routing = Signal.ROUTING in needs
         ids, weights = (self.ids[layer, rows], self.weights[layer, rows]) if routing else (None, None)
-        return Seen(layer, tokens, hidden, ids, weights, future, draft, chosen)
+        return Seen(layer, hidden, ids, weights, future)
 
     def asked(self, predictor: Predictor) -> Iterator[tuple[int, slice, Guess]]:
         """Yields (layer or ``START``, rows, guess) for all that ``predictor`` guesses.
@@ -114,56 +94,44 @@ class SampleRecorder:
     Args:
         layers, experts, top_k, width: sizes of the model: L, N, k, d.
         rows: capacity; all memory is reserved here, and a row that does not fit is an error.
-        dtype: of the router inputs and of the drafter's states.
-        draft_width: of the drafter's states (D); 0 without a drafter.
+        dtype: of the router inputs.
     """
 
-    def __init__(
-        self, layers: int, experts: int, top_k: int, width: int, rows: int, dtype: torch.dtype, draft_width: int = 0
-    ) -> None:
+    def __init__(self, layers: int, experts: int, top_k: int, width: int, rows: int, dtype: torch.dtype) -> None:
         self.rows = 0  # of complete texts
         self._starts: list[int] = []
         self._written = [0] * layers
-        self._tokens = torch.empty(rows, dtype=torch.int64)
         self._hidden = torch.empty(layers, rows, width, dtype=dtype)
         self._logits = torch.empty(layers, rows, experts)
         self._ids = torch.empty(layers, rows, top_k, dtype=torch.int32)
         self._weights = torch.empty(layers, rows, top_k)
-        self._draft = torch.full((rows, draft_width), float("nan"), dtype=dtype) if draft_width else None
 
     @staticmethod
-    def row_bytes(layers: int, experts: int, top_k: int, width: int, dtype: torch.dtype, draft_width: int = 0) -> int:
+    def row_bytes(layers: int, experts: int, top_k: int, width: int, dtype: torch.dtype) -> int:
         """Returns the bytes that one row takes."""
-        return 8 + draft_width * dtype.itemsize + layers * (width * dtype.itemsize + 4 * experts + 8 * top_k)
+        return layers * (width * dtype.itemsize + 4 * experts + 8 * top_k)
 
     def observe(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
         """Adds the next rows of a text in one layer; shapes as in ``Samples``."""
         start = self._written[layer]
         stop = start + len(hidden)
-        if stop > len(self._tokens):
-            raise SpacError(f"spac: there is room for {len(self._tokens)} rows of samples and no more; this is a bug")
+        if stop > (room := self._hidden.shape[1]):
+            raise SpacError(f"spac: there is room for {room} rows of samples and no more; this is a bug")
         sources = hidden, logits, weights, ids
         for target, source in zip((self._hidden, self._logits, self._weights, self._ids), sources, strict=True):
             target[layer, start:stop].copy_(source)
         self._written[layer] = stop
 
-    def end_text(self, tokens: Sequence[int], draft: Tensor | None = None) -> Samples:
-        """Ends a text and returns its samples, as views.
-
-        Args:
-            draft: [tokens, D], as in ``Samples``; with a drafter.
+    def end_text(self, tokens: int) -> Samples:
+        """Ends a text of so many ``tokens`` and returns its samples, as views.
 
         Raises:
             SpacError: a layer ran another number of rows.
         """
-        stop = self.rows + len(tokens)
+        stop = self.rows + tokens
         if set(self._written) != {stop}:
             ran = sorted({written - self.rows for written in self._written})
-            raise SpacError(f"spac: layers ran {ran} rows for a text of {len(tokens)} tokens; this is a bug")
-        self._tokens[self.rows : stop] = torch.tensor(tokens)
-        if self._draft is not None:
-            assert draft is not None, "the states of the drafter"
-            self._draft[self.rows : stop].copy_(draft)
+            raise SpacError(f"spac: layers ran {ran} rows for a text of {tokens} tokens; this is a bug")
         self._starts.append(self.rows)
         self.rows = stop
         return self.result().texts(len(self._starts) - 1, len(self._starts))
@@ -172,5 +140,4 @@ class SampleRecorder:
         """Returns the samples of all complete texts, as views."""
         kept = self._hidden, self._logits, self._ids, self._weights
         hidden, logits, ids, weights = (value[:, : self.rows] for value in kept)
-        draft = None if self._draft is None else self._draft[: self.rows]
-        return Samples(tuple(self._starts), self._tokens[: self.rows], hidden, logits, ids, weights, draft)
+        return Samples(tuple(self._starts), hidden, logits, ids, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.decisions.predictors._samples import Samples
-from vllm_spac.decisions.predictors.base import Predictor
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -26,8 +26,6 @@ class Sizes:
     Attributes:
         layers, experts, top_k, width: of the model: L, N, k, d.
         reach: layers that maps look ahead, at least 1 and below ``layers``.
-        words: distinct tokens of the texts.
-        draft_width: of the drafter's states (D); 0: the texts were read without a drafter.
     """
 
     layers: int
@@ -35,12 +33,9 @@ class Sizes:
     top_k: int
     width: int
     reach: int
-    words: int
-    draft_width: int = 0
 
     def __post_init__(self) -> None:
-        sizes = vars(self) | {"draft_width": self.draft_width + 1}
-        if min(sizes.values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):
+        if min(vars(self).values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):
             raise ValueError("impossible sizes")
 
     def jumps(self) -> list[tuple[int, int]]:
@@ -86,8 +81,7 @@ class Material:
     """What predictors are made from.
 
     Attributes:
-        others: samples of other texts: choices between predictors are made by the first half of their rows, and the
-            recall that a file holds is measured on the second.
+        others: samples of other texts, by which choices between predictors are made.
         gates: the model's routers, or why they are not known or cannot be used.
         outputs: float32 [L, N, d], mean output of each expert for the rows of ``samples`` that selected it.
     """
@@ -100,20 +94,37 @@ class Material:
 
 
 class Trained(Predictor):
-    """A predictor whose tensors ``train`` makes, stage by stage.
+    """A predictor whose tensors ``train`` makes, stage by stage. It looks from one layer at those behind it.
+
+    Args:
+        beside: of one that ``chooses``, all others by name, which look one layer ahead.
 
     Raises:
         ValueError: a tensor has values that it cannot have.
 
     Attributes:
-        uses: names of predictors that must be trained before it; None: all that do not say None.
+        chooses: it is trained after all that do not choose, and asks them.
     """
 
     needs_file: ClassVar[bool] = True
-    uses: ClassVar[tuple[str, ...] | None] = ()
+    on_device: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False
+    reach = 1
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
         self.sizes = sizes
+
+    @abstractmethod
+    def of_next(self, seen: Seen) -> Tensor:
+        """Returns float32 [rows, N], logits of the router behind the layer ``seen``, which is not the last one.
+
+        With a greater reach, those of all layers that it sees, side by side. On a device these are launches of fixed
+        shapes, which read nothing on the host, so that CUDA graphs can hold them.
+        """
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if START != seen.layer < self.sizes.layers - 1:
+            yield Guess((seen.layer + 1) * self.sizes.experts, self.of_next(seen), logits=True)
 
     @classmethod
     def unfit(cls, material: Material) -> str:
@@ -146,7 +157,7 @@ class Trained(Predictor):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it holds, with those of the predictors that it uses."""
+        """Bytes of memory that it holds, with those of the predictors that it asks."""
         return sum(_storages(self).values())
 
 
@@ -159,7 +170,63 @@ def _storages(value: Any) -> dict[int, int]:
     return {address: count for item in inner.values() for address, count in _storages(item).items()}
 
 
-def mixing(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """Returns float32 [rows, N]: the routing weights of the chosen experts, 0 for the others."""
-    zeros = torch.zeros(len(ids), experts)
-    return zeros.scatter_(1, ids.long(), weights.float())
+class Maps(Trained):
+    """Shared by predictors that score a later layer with one matrix.
+
+    Scores of layer l + a = features of layer l @ map(a, l + a) + bias(a, l + a), for a = 1 .. reach.
+
+    Maps are stored in bfloat16, and computed with in float32: those of a layer side by side, so that one product gives
+    the scores of all layers that it sees.
+    """
+
+    needs = frozenset({Signal.ROUTER_INPUT})
+
+    def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
+        super().__init__(sizes, tensors, beside)
+        self.reach = sizes.reach
+        self._maps: dict[int, Tensor] = {}  # layer l -> [features, N * layers ahead], from layer l + 1 on
+        self._bias: dict[int, Tensor] = {}
+        for layer in range(sizes.layers - 1):
+            names = ["{}.{}".format(*jump) for jump in sizes.jumps_from(layer)]
+            self._maps[layer] = torch.cat([tensors[f"map.{name}"].float() for name in names], 1)
+            self._bias[layer] = torch.cat([tensors[f"bias.{name}"] for name in names])
+
+    @classmethod
+    def specs(cls, sizes: Sizes) -> Specs:
+        shape = cls.features_of(sizes), sizes.experts
+        found: Specs = {f"map.{ahead}.{target}": (torch.bfloat16, shape) for ahead, target in sizes.jumps()}
+        return found | {f"bias.{ahead}.{target}": (torch.float32, shape[1:]) for ahead, target in sizes.jumps()}
+
+    @classmethod
+    def stages(cls, sizes: Sizes) -> int:
+        return len(sizes.jumps())
+
+    @classmethod
+    def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
+        ahead, target = material.sizes.jumps()[stage]
+        return cls.stored({(ahead, target): cls.fit(ahead, target, material)})
+
+    @staticmethod
+    def stored(maps: Mapping[tuple[int, int], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Returns the tensors of a file for maps and biases by (layers ahead, layer that is predicted)."""
+        found: dict[str, Tensor] = {}
+        for (ahead, target), (weight, bias) in maps.items():
+            found |= {f"map.{ahead}.{target}": weight.bfloat16(), f"bias.{ahead}.{target}": bias.float().clone()}
+        return found
+
+    def of_next(self, seen: Seen) -> Tensor:
+        return torch.addmm(self._bias[seen.layer], self.features(seen), self._maps[seen.layer])
+
+    @classmethod
+    @abstractmethod
+    def features_of(cls, sizes: Sizes) -> int:
+        """Returns the number of features."""
+
+    @classmethod
+    @abstractmethod
+    def fit(cls, ahead: int, target: int, material: Material) -> tuple[Tensor, Tensor]:
+        """Returns map [features, N] and bias [N] for scores of layer ``target``, ``ahead`` layers earlier."""
+
+    @abstractmethod
+    def features(self, seen: Seen) -> Tensor:
+        """Returns float32 [rows, features] of a layer, valid until the next call."""

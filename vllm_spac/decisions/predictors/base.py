@@ -21,17 +21,15 @@ class Signal(StrEnum):
     """Input that a predictor may need."""
 
     COUNTS = "counts"  # rows that selected each expert, after a step: ``Predictor.observe_step``
-    TOKENS = "tokens"  # token of each row, from the start of a step
     ROUTER_INPUT = "router_input"  # what a layer's router reads, before the layer's experts are loaded
     ROUTING = "routing"  # what that router chose
-    DRAFT = "draft_states"  # state of the drafter after it read the token of a row; from before the step
-    DRAFT_ROUTING = "draft_routing"  # what the drafter's own routers chose for that token; from before the step
+    DRAFT_ROUTING = "draft_routing"  # what a draft model's routers chose for the token of a row; from before the step
     DRAFT_GATES = "draft_gates"  # what the model's routers score highest of the drafter's layers; from before the step
     FUTURE = "future"  # what all routers of the step will choose; offline only
 
 
-CHOSEN = frozenset({Signal.DRAFT_ROUTING, Signal.DRAFT_GATES})  # ``Seen.draft_ids``
-DRAFTING = CHOSEN | {Signal.DRAFT}  # known while drafts are made; a predictor needs at most one
+# ``Seen.draft_ids``, known while drafts are made; a predictor needs at most one.
+DRAFTING = frozenset({Signal.DRAFT_ROUTING, Signal.DRAFT_GATES})
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,36 +39,20 @@ class Seen:
     Attributes:
         layer: ``START`` before the first layer, else the layer whose router has just chosen, before its experts are
             loaded.
-        tokens: int64 [rows].
         hidden: float [rows, d], input of the layer's router, without padding.
         ids, weights: int and float [rows, k], the layer's experts and their routing weights.
         future: int [layers, rows, k], the experts of all layers.
-        draft: float [rows, D], states of the drafter, after its last norm; NaN for a row whose token it has not read,
-            such as the last draft.
         draft_ids: int [rows, layers, k], the experts that the drafter's routers, or the model's own on what the
             drafter computed, chose for the token of a row, the one with the greatest weight first; -1 for a row whose
-            token the drafter has not read.
+            token the drafter has not read, such as the last draft.
     """
 
     layer: int
-    tokens: Tensor | None = None
     hidden: Tensor | None = None
     ids: Tensor | None = None
     weights: Tensor | None = None
     future: Tensor | None = None
-    draft: Tensor | None = None
     draft_ids: Tensor | None = None
-
-    @classmethod
-    def at_start(cls, tokens: Tensor | None, read: Tensor | None, needs: frozenset[Signal]) -> Seen:
-        """Returns what is known before the first layer.
-
-        Args:
-            read: what the drafter computed when it read them: ``draft`` or ``draft_ids``, whichever ``needs`` has.
-        """
-        if CHOSEN & needs:
-            return cls(START, tokens, draft_ids=read)
-        return cls(START, tokens, draft=read)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +103,7 @@ class Predictor(ABC):
         needs: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
         reach: layers that it sees ahead of a router; 0: it is asked at the start of a step only, for all of its layers.
         offline: why no engine can serve with it; empty if one can.
-        on_device: it can look ahead without the host, also in CUDA graphs: see ``OnDevice``.
+        on_device: it can look ahead without the host, also in CUDA graphs: see ``Trained.of_next``.
         needs_file: it is built from a file of ``vllm-spac train-predictor``, which an engine must be given.
         from_checkpoint: without a file an engine computes it from the checkpoint, see ``Trained.computed``.
         scores: int64 [keys], of a predictor that needs counts: its scores after the last step; 0 for an expert that is

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
-from vllm_spac.decisions.predictors._maps import Maps
-from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes, Trained
+from vllm_spac.decisions.predictors._trained import Gates, Maps, Material, Sizes
 from vllm_spac.decisions.predictors.base import Seen
 
 
@@ -31,7 +29,7 @@ class Gate(Maps):
         return sizes.width
 
     @classmethod
-    def fit(cls, ahead: int, target: int, material: Material, beside: Mapping[str, Trained]) -> tuple[Tensor, Tensor]:
+    def fit(cls, ahead: int, target: int, material: Material) -> tuple[Tensor, Tensor]:
         gates = material.gates
         assert not isinstance(gates, str)
         return _map(ahead, target, gates)

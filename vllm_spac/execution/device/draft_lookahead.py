@@ -1,8 +1,8 @@
 """Reads ahead while drafts are made: the device gives slots to the experts that a predictor names of the drafts.
 
-Runners launch a whole step and its drafts before the device has computed them. So what a predictor makes of the
-drafter's states is on the host when the next step is about to begin, too late to read anything. On the device it is
-there after the drafter's first forward. While the drafter goes on, the copy stream
+Runners launch a whole step and its drafts before the device has computed them. So what a predictor makes of a
+draft model's choices is on the host when the next step is about to begin, too late to read anything. On the device it
+is there after the drafter's first forward. While the drafter goes on, the copy stream
 
 1. names the first k experts of each row that the drafter has read, in each layer,
 2. gives slots to those that have none, of those on offer that the layers of the last step have left, and copies them.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.named import Named
-from vllm_spac.decisions.predictors.base import Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Predictor, Seen
 from vllm_spac.execution.address_table import MAX_EXPERTS
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.row_shares import numbered_there
@@ -77,11 +77,11 @@ class DraftLookahead:
         self._arrives = self._copy.record()
         self.join()
 
-    def draft(self, tokens: Tensor, read: Tensor) -> None:
+    def draft(self, read: Tensor) -> None:
         """As ``Execution.draft``."""
-        if len(tokens) > DRAFT_ROWS or not self._layers or self._admission.ahead_left == 0:
+        if len(read) > DRAFT_ROWS or not self._layers or self._admission.ahead_left == 0:
             return
-        seen = Seen.at_start(tokens, read, self._predictor.needs)
+        seen = Seen(START, draft_ids=read)
         self._copy.wait(self._compute.record())
         self._copy.submit(self._look, seen)
         self._arrives, self._drafted = self._copy.record(), True

@@ -46,7 +46,7 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
 from vllm_spac.execution.device.admission import Admission
@@ -66,17 +66,17 @@ if TYPE_CHECKING:
     from vllm_spac.core import Step
     from vllm_spac.cpu_kernels._thread import ExecutorThread
     from vllm_spac.decisions.balancers.base import Balancer
-    from vllm_spac.decisions.predictors._on_device import OnDevice
+    from vllm_spac.decisions.predictors._trained import Trained
     from vllm_spac.execution.exchange import Event, Stream
 
-MOST_ROWS = 256  # of a forward; the scores that follow from its tokens are kept in as many rows
+MOST_ROWS = 256  # of a forward; in a longer one nothing is read ahead in layers
 
 
 class DeviceLookahead:
     """Called by the thread that launches.
 
     Args:
-        predictor: on the device, looking one layer ahead or at the step's start.
+        predictor: on the device, looking one layer ahead.
         compute, copy: the stream that runs the model, and one for copies.
         rows: maximum number of rows of a forward.
         numbers: as of ``numbers_there``; None: this process holds all experts.
@@ -84,7 +84,7 @@ class DeviceLookahead:
 
     def __init__(
         self,
-        predictor: OnDevice,
+        predictor: Trained,
         admission: Admission,
         compute: Stream,
         copy: Stream,
@@ -93,17 +93,16 @@ class DeviceLookahead:
     ) -> None:
         sizes, device = predictor.sizes, admission.memory.device
         of_model = admission.shape.experts if numbers is None else len(numbers) - 1
-        assert predictor.reach <= 1 and sizes.experts == of_model
+        assert predictor.reach == 1 and sizes.experts == of_model
         # Experts of the model, by the numbers of this process; None: the same.
         self._held = None if numbers is None else numbers[:-1].argsort(stable=True)[-admission.shape.experts :]
         self.rows = min(rows, MOST_ROWS)
         self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
         self._last = sizes.layers - 1
-        # Memory at fixed addresses, which a graph refers to. Of the step: what its scores are without the products.
-        self._known = torch.zeros(self.rows, self._last, sizes.experts, device=device)
+        # Memory at fixed addresses, which a graph refers to.
         self._experts = torch.arange(admission.shape.experts, dtype=torch.int32, device=device)[None]
         self._named = torch.zeros(self._experts.shape, device=device)  # of these; 0: not
-        # Of the step, too, written at once: what its rows count, 0 for one that names nothing, also as padding; and how
+        # Of the step, written at once: what its rows count, 0 for one that names nothing, also as padding; and how
         # many of the names of each layer are read.
         self._said = torch.zeros(self.rows + sizes.layers, device=device)
         self._votes, self._limits = self._said[: self.rows, None], self._said[self.rows :]
@@ -112,15 +111,10 @@ class DeviceLookahead:
         self._step: tuple[list[float], list[int]] | None = None  # in ``_said``; None: forwards warm up
         self._arrives: Event | None = None
         self._kept: tuple[Tensor | None, ...] = ()  # what the copy stream reads, not to be freed meanwhile
-        self._by_token = Signal.TOKENS in predictor.needs
-        if not self._by_token and self._last:
-            self._know(None)
 
     def begin(self, step: Step) -> None:
         """Called after ``Admission.begin``; nothing is read ahead in steps with prompts, or while it does not pay."""
         ahead = self._last and not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
-        if ahead and self._by_token:
-            self._compute.submit(self._know, step.tokens)
         votes = (step.generating_weights or [1.0] * step.rows) if ahead else []
         said = votes, self._admission.read_of(step.bounds)
         if said != self._step:
@@ -173,14 +167,6 @@ class DeviceLookahead:
             self._arrives, self._kept = None, ()
 
     @torch.inference_mode()
-    def _know(self, tokens: Tensor | None) -> None:
-        if tokens is None:  # the same for all rows
-            self._known.copy_(self._predictor.of_step(None).unflatten(1, self._known.shape[1:]))
-        else:  # of V1's runner on the host, of V2's on the device
-            there = tokens.to(self._known.device, non_blocking=True)
-            self._known[: len(tokens)] = self._predictor.of_step(there).unflatten(1, self._known.shape[1:])
-
-    @torch.inference_mode()
     def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None) -> None:
         self.name(layer, x, ids, weights, votes, self._named, guess)
         self._admission.ahead(layer + 1, self._experts, self._named)
@@ -207,13 +193,11 @@ class DeviceLookahead:
             guess: the predictor's scores, if they were computed already; as in ``Rows``.
         """
         if guess is None:
-            there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
-            seen = Seen(layer, hidden=x, ids=there, weights=weights)
-            guess = self._predictor.of_next(seen, self._known[: len(x), layer])
-        scores = guess
-        heard = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(self._top_k).indices, True)
+            there = ids.clamp(0, self._predictor.sizes.experts - 1)  # padding may have any
+            guess = self._predictor.of_next(Seen(layer, hidden=x, ids=there, weights=weights))
+        heard = torch.zeros_like(guess, dtype=torch.bool).scatter_(1, guess.topk(self._top_k).indices, True)
         heard &= (votes > 0) & (ids[:, :1] >= 0)
-        own = torch.where(heard, self._predictor.weights_of(layer + 1, scores) * votes, 0).sum(0, dtype=torch.float64)
+        own = torch.where(heard, guess.softmax(-1) * votes, 0).sum(0, dtype=torch.float64)
         named = heard.any(0)
         if self._held is not None:
             own, named = own[self._held], named[self._held]
@@ -240,7 +224,7 @@ class PointerExecution(Execution):
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
         rows: maximum number of rows of a forward; the kernels are compiled for up to this number.
-        ahead: what is read ahead of need. A predictor that is ``built`` as ``OnDevice`` is asked in layers, one that
+        ahead: what is read ahead of need. A predictor that is ``built`` from a file is asked in layers, one that
             looks at the drafter while drafts are made, and one that counts after each step.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
         local_of: the experts that this process holds, see ``Execution``. The kernels skip all others, like padding.
@@ -314,8 +298,7 @@ class PointerExecution(Execution):
         shared = self.admission, self._compute, self._copy
         if predictor.on_device:
             self.admission.read_ahead(extra, ahead.prefetch)
-            self._ahead = DeviceLookahead(cast("OnDevice", predictor), *shared, rows, self._numbers)
-            self.looks_at = predictor.needs & {Signal.TOKENS}
+            self._ahead = DeviceLookahead(cast("Trained", predictor), *shared, rows, self._numbers)
         else:
             assert predictor.needs & DRAFTING, "refused by the rules"
             self.admission.read_between(extra, ahead.prefetch, ahead.depth)
@@ -399,9 +382,9 @@ class PointerExecution(Execution):
 
     # -- between steps -------------------------------------------------------------------------------------
 
-    def draft(self, tokens: Tensor, read: Tensor) -> None:
+    def draft(self, read: Tensor) -> None:
         assert self._drafts is not None
-        self._drafts.draft(tokens, read)
+        self._drafts.draft(read)
 
     def begin_step(self, step: Step) -> None:
         """Starts a forward of the target model for real requests; the admission offers slots."""

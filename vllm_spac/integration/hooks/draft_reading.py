@@ -1,4 +1,4 @@
-"""What a predictor reads of a drafter, forward by forward: passed on and kept for the step that verifies its drafts."""
+"""What is chosen while a draft model drafts, forward by forward: passed on, and kept for the step that verifies."""
 
 from __future__ import annotations
 
@@ -28,12 +28,8 @@ class DraftReading:
         """Drafts are made for ``requests`` now."""
         self._experts.serving.draft_states.begin(requests)
 
-    def read(self, tokens: Tensor, computed: Tensor) -> None:
-        """A forward has read ``tokens``, int [rows], and ``computed`` its states, or what its routers chose."""
+    def read(self, tokens: Tensor, chosen: Tensor) -> None:
+        """A forward has read ``tokens``, int [rows], of which the experts ``chosen`` were chosen."""
         found = self._experts.serving.draft_states
-        found.add(tokens, computed)
-        self._experts.runtime.drafting(*found.known())
-
-    def settle(self, read: Tensor) -> None:
-        """As ``DraftStates.settle``."""
-        self._experts.serving.draft_states.settle(read)
+        found.add(tokens, chosen)
+        self._experts.runtime.drafting(found.known())

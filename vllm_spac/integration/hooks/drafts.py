@@ -142,18 +142,6 @@ def _unweighted_there(vllm_config: VllmConfig) -> Reason | None:
     return switched_off(vllm_config, (), CUTTING)
 
 
-def unread(vllm_config: VllmConfig) -> Reason | None:
-    """Why a trained predictor cannot read the drafter's states, and what helps; None if it can."""
-    speculation = vllm_config.speculative_config
-    if speculation is None:
-        drafter = Remedy("add --speculative-config with the one that the predictor was trained with", _EAGLE)
-        return Reason("there is no drafter", drafter)
-    hooks = (_PROPOSING_V1,), (f"{patches.SPECULATOR}.propose",)
-    return switched_off(vllm_config, *hooks) or _hidden(
-        speculation, "has no states", "hides the drafter's states or tokens"
-    )
-
-
 def unshadowed(vllm_config: VllmConfig) -> Reason | None:
     """Why the routers of a draft model cannot stand for the model's, and what helps; None if they may.
 
@@ -167,18 +155,22 @@ def unshadowed(vllm_config: VllmConfig) -> Reason | None:
         return Reason("there is no draft model", written)
     if speculation.method != "draft_model":
         return Reason(f"{speculation.method} drafts without experts like this model's", copy)
-    if hidden := _hidden(speculation, "has no routing", "hides the drafter's tokens"):
-        return hidden
-    hooks = (
-        (_PROPOSING_V1, f"{patches.PROPOSER}.load_model"),
-        (f"{patches.SPECULATOR}.propose", f"{patches.SPECULATOR}.load_model"),
-    )
-    if off := switched_off(vllm_config, *hooks):
-        return off
+    if unheard := _unheard(vllm_config, "has no routing"):
+        return unheard
     ours, theirs = map(_described, (vllm_config.model_config, speculation.draft_model_config))
     if ours != theirs:
         return Reason(f"this model has {ours}, and the draft model {theirs}", copy)
     return None
+
+
+def _unheard(vllm_config: VllmConfig, lacks: str) -> Reason | None:
+    """Why nothing hears of the forwards of a draft model, and what helps; ``lacks`` as of ``_hidden``."""
+    hooks = (
+        (_PROPOSING_V1, f"{patches.PROPOSER}.load_model"),
+        (f"{patches.SPECULATOR}.propose", f"{patches.SPECULATOR}.load_model"),
+    )
+    hidden = _hidden(vllm_config.speculative_config, lacks, "hides the drafter's tokens")
+    return hidden or switched_off(vllm_config, *hooks)
 
 
 def switched_off(vllm_config: VllmConfig, v1: Sequence[str], v2: Sequence[str] = ()) -> Reason | None:
@@ -197,19 +189,19 @@ def ungated(vllm_config: VllmConfig) -> Reason | None:
     What a model builds is looked at when it is loaded (``draft_routing``).
     """
     speculation = vllm_config.speculative_config
-    trained = use(prefetch="draft_linear", predictor_file="FILE")
+    other = use(prefetch="gate")
     if speculation is None:
         example = f"add --speculative-config '{json.dumps(_PARENT['--speculative-config'])}'"
         return Reason("there is no draft model", Remedy(f"{example}, where PARENT has this model's width", _PARENT))
     if speculation.method != "draft_model":
-        return Reason(f"{speculation.method} has no layers that stand for this model's", trained)
-    if hidden := _hidden(speculation, "has no layers", "hides the drafter's tokens"):
-        return hidden
+        return Reason(f"{speculation.method} has no layers that stand for this model's", other)
+    if unheard := _unheard(vllm_config, "has no layers"):
+        return unheard
     if of_itself(vllm_config):
         return Reason("the model is its own draft model, whose routers choose", use(prefetch="shadow"))
     ours, theirs = (each.get_hidden_size() for each in (vllm_config.model_config, speculation.draft_model_config))
     if ours != theirs:
-        return Reason(f"the width of this model is {ours}, and that of the draft model {theirs}", trained)
+        return Reason(f"the width of this model is {ours}, and that of the draft model {theirs}", other)
     return None
 
 

@@ -282,8 +282,8 @@ PATCHES = (
     ),
     Patch(
         "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration.compute_logits",
-        "a budget weighs draft rows by the draft's probabilities, and a predictor reads the drafter's states; set on "
-        "the draft model while it drafts",
+        "a budget weighs draft rows by the draft's probabilities, and a predictor hears of each forward of the "
+        "drafter; set on the draft model while it drafts",
         "v1",
         ("hidden_states",),
         until="probabilities of greedy drafts, and hidden states, that a drafter returns",
@@ -390,7 +390,7 @@ PATCHES = (
             (
                 f"{SPECULATOR}.propose",
                 _REPLACES,
-                "a predictor reads the drafter's states: of the token sampled last, then of each draft; a drafter runs "
+                "a predictor hears what is chosen of the token sampled last, then of each draft; a drafter runs "
                 "as often as drafts are planned, and not at all while the guard rests",
                 ("input_batch", "num_sampled", "num_rejected", "last_sampled", "dummy_run", "num_speculative_tokens"),
                 f"{_STATES_V2}, and drafters that follow num_spec_tokens_to_schedule",
@@ -398,7 +398,7 @@ PATCHES = (
             (
                 f"{SPECULATOR}.sample_draft",
                 _ENCLOSES,
-                "a forward of the drafter is over: its states, and which draft it makes",
+                "a forward of the drafter is over, and which draft it makes",
                 ("hidden_states", "draft_step"),
                 _STATES_V2,
             ),

@@ -26,7 +26,7 @@ from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.device_chooser import DeviceChooser
 from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
-from vllm_spac.decisions.predictors._on_device import OnDevice
+from vllm_spac.decisions.predictors._trained import Trained
 from vllm_spac.decisions.predictors.base import Predictor
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
@@ -96,7 +96,7 @@ def budget(
         unweighted=why,
         weighed_there=there,
         ranks_differ=several,
-        speculation=_speculation(config, vllm_config, known, predictor, counters, device),
+        speculation=_speculation(config, vllm_config, known, predictor, counters),
         counters=counters,
         drafts=vllm_config.speculative_config is not None,
     )
@@ -114,16 +114,15 @@ def _speculation(
     layers: Sequence[BudgetedLayer],
     predictor: Predictor | None,
     counters: BudgetCounters,
-    device: torch.device,
 ) -> SpeculatedExecution | None:
     """Builds what runs experts by prediction, also if it is switched on later; None without such a predictor."""
     if predictor is None or not predictor.reach:
         return None
     launches = None
     if not config.execution_class.needs_host:
-        assert isinstance(predictor, OnDevice), "of others, a device that decides reads nothing ahead"
+        assert isinstance(predictor, Trained), "of others, a device that decides reads nothing ahead"
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        launches = SpeculatedLaunches(layers, predictor, graphs.most_rows(vllm_config), captured, device)
+        launches = SpeculatedLaunches(layers, predictor, graphs.most_rows(vllm_config), captured)
     return SpeculatedExecution(layers, predictor, counters, launches)
 
 

@@ -52,10 +52,10 @@ def _described(host: HostRows | None) -> str:
     return f", host memory={host.tier.rows} experts ({gib(host.block.nbytes)}, {how})"
 
 
-def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
-    """Decisions and kernel, policy, ``prefetch``, as it is or was chosen, and tuned profile, for the start-up line."""
+def choices(config: SpacConfig, execution: Execution) -> str:
+    """Decisions and kernel, policy, predictor and tuned profile, for the start-up line."""
     details = execution.describe()
-    ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={prefetch}"
+    ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
     tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
     shown = f" ({details})" if details else ""
     return f"{config.plane}{shown}, policy={config.policy}{ahead}{tuned}"

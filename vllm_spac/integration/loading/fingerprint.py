@@ -84,15 +84,6 @@ def content_of(vllm_config: VllmConfig, folder: Path) -> CheckpointContents:
     return _content(vllm_config.model_config, str(vllm_config.load_config.load_format), folder)
 
 
-def drafter_fingerprint(vllm_config: VllmConfig, folder: Path) -> str:
-    """``model_fingerprint`` of the draft model, whose files are identified as in ``content_of``; "" without one."""
-    speculation = vllm_config.speculative_config
-    model = None if speculation is None else speculation.draft_model_config
-    if model is None or (model.model == vllm_config.model_config.model and speculation.method != "draft_model"):
-        return ""  # nothing drafts, or a part of the model itself
-    return model_fingerprint(_content(model, str(vllm_config.load_config.load_format), folder))
-
-
 def _content(model: ModelConfig, load_format: str, folder: Path) -> CheckpointContents:
     if load_format == "dummy":
         return CheckpointContents(["dummy"])

@@ -12,22 +12,21 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import AUTO, SlotCount
+from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.device_chooser import DeviceChooser
 from vllm_spac.decisions.guard.draft_states import DraftProbabilities, DraftStates
 from vllm_spac.decisions.guard.lengths import LengthChooser
-from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import Execution
-from vllm_spac.integration.hooks import device, drafts, graphs, runner_hooks
+from vllm_spac.integration.hooks import device, graphs, runner_hooks
 from vllm_spac.integration.hooks.ranks import Ranks
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading import ahead, assembly, description, fast_memory
-from vllm_spac.integration.loading.fingerprint import drafter_fingerprint, model_fingerprint
+from vllm_spac.integration.loading.fingerprint import model_fingerprint
 from vllm_spac.integration.loading.packing import Packing
 from vllm_spac.integration.loading.runner_choice import adapter_of
 from vllm_spac.integration.stepping import draft_planning
@@ -56,14 +55,12 @@ class LoadPlan:
     """What is decided once all layers are built, before any weight is loaded.
 
     Attributes:
-        predictors: the trained ones that fit the model, if a file is named.
-        draft_states: keeps what the drafter computes, for a predictor that looks at it.
+        draft_states: keeps what is chosen of a draft model's tokens, for a predictor that looks at it.
         other_weights: bytes of the model's weights that are not experts.
     """
 
     budget: BudgetControl
-    predictors: PredictorFile | None
-    draft_states: DraftStates
+    draft_states: DraftStates | None
     other_weights: int
 
 
@@ -81,7 +78,7 @@ class Serving:
     guard: LengthChooser | Chooser | None
     cuts: DeviceChooser | None
     timeline_facts: TimelineFacts
-    draft_states: DraftStates
+    draft_states: DraftStates | None
     other_weights: int
 
 
@@ -136,10 +133,6 @@ class ModelExperts:
         """Folder of the checkpoint."""
         return find_folder(self.vllm_config.model_config.model)
 
-    def _drafter(self) -> str:
-        """Fingerprint of the draft model; "" without one."""
-        return drafter_fingerprint(self.vllm_config, self.config.folder)
-
     # -- called by the layers ------------------------------------------------------------------------------
 
     def add(self, layer: ManagedExperts) -> None:
@@ -174,11 +167,10 @@ class ModelExperts:
         parts = self.ranks.size if self.ranks.divide_experts else 1
         predictors = ahead.predictors(config, shapes, self.model_name, self._folder, parts)
         asked_on = torch.device("cpu") if config.has_workers else self.device  # rows are there on their way
-        predictor = ahead.predictor(config, predictors, self._drafter, asked_on)
+        predictor = ahead.predictor(config, predictors, asked_on)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         args = config, vllm_config, self._layers, self.device, self.model_name, predictor
-        states = ahead.draft_states(config, predictors, shapes)
-        self._plan = LoadPlan(assembly.budget(*args), predictors, states, others)
+        self._plan = LoadPlan(assembly.budget(*args), ahead.draft_states(config, shapes), others)
         self.packing.plan(self._layers, shapes, predictor)
         free = self._free(shapes, others)
         for shape in shapes:
@@ -297,16 +289,10 @@ class ModelExperts:
         return self.ranks.least(both - fast_memory.beside_slots(vllm_config, shared))
 
     def _balance(self, execution: Execution, plan: LoadPlan) -> None:
-        """Gives an execution what is measured first: a balancer, and the predictor of ``prefetch=auto``; logs both."""
+        """Gives an execution its balancer, which is measured first, and logs what serves it."""
         config, vllm_config = self.config, self.vllm_config
-        first, prefetch = self.packing.layer_of(execution.shape), config.prefetch
         if config.uses_cpu_experts:
-            assembly.balance(config, vllm_config, execution, first)
-        if prefetch == AUTO and plan.predictors is not None:
-            read = drafts.unread(vllm_config) is None
-            drafter = self._drafter() if read and plan.predictors.drafter else ""
-            args = config, execution, first, plan.predictors, self.packing.store_name, drafter
-            prefetch = ahead.choose_for(*args, drafts.most(vllm_config)).describe()
+            assembly.balance(config, vllm_config, execution, self.packing.layer_of(execution.shape))
         assert self.runtime is not None
         exactness = description.mode(plan.budget, self.runtime.executions)
         entry = quant_config.of(vllm_config.model_config.hf_config.to_dict())
@@ -315,7 +301,7 @@ class ModelExperts:
         exactness = description.shown_mode(exactness, config, self.on_cpu, only_ours)
         told = plan.budget.describe()
         mode = told if plan.budget.lossy else exactness + told.removeprefix("exact")
-        choices = description.choices(config, execution, prefetch)
+        choices = description.choices(config, execution)
         choices += "" if self.serving is None or self.serving.cuts is None else ", drafts=cut on the device"
         logger.info("spac: mode=%s, %s, %s%s", mode, description.describe(execution), choices, self.ranks.describe())
 

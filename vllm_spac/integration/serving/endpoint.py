@@ -57,7 +57,6 @@ _COUNTERS = {
     "prefetch_wasted": "Prefetched experts that were evicted unused.",
     "prefetch_harmful": "Experts loaded because prefetching one that was not used yet had evicted them.",
     "prefetch_failed": "Prefetches that failed; the expert is read again when a layer needs it.",
-    "prefetch_stops": "Times that prefetch=auto stopped reading ahead, because steps with it were not shorter.",
     "cpu_experts": "Experts computed on the CPU, where they are stored.",
     "cpu_rows": "Rows computed by experts on the CPU.",
     "cpu_late": "Experts for which the CPU was too late, so that the device computed them.",

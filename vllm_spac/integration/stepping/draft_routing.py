@@ -182,7 +182,7 @@ class DraftGates(DraftChoices):
         if sorted(mlps) != list(range(len(found))) or not mlps:
             raise UnsupportedError(
                 "spac: prefetch=draft_gate (--spac-prefetch) cannot work here: the draft model has no layers whose MLP "
-                "is known by its name; use a dense decoder of this model's width, or --spac-prefetch draft_linear"
+                "is known by its name; use a dense decoder of this model's width, or --spac-prefetch gate"
             )
         super().__init__()
         self._chosen: list[Tensor] = []  # of each draft layer that stands for some: int32 [rows, of these, k]

@@ -44,10 +44,6 @@ class RunnerAdapter(ABC):
         """
 
     @abstractmethod
-    def drafter(self, runner: Any) -> Any:
-        """Returns what drafts for ``runner``; None without speculation."""
-
-    @abstractmethod
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> PlantedTrees:
         """Sets the hooks of draft trees on objects of ``runner``, whose KV cache exists; ``experts``: its target's."""
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.core import RowKind, Step
-from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.methods.moe_spec import host_cut, replay
 from vllm_spac.methods.moe_spec.calibration import Calibration
@@ -46,10 +45,6 @@ def _apart(settings: BudgetSettings, ranking: Ranking) -> str:
 class Speculation(Protocol):
     """Replaces the choice of routers by one that follows from predictions (``methods.speculating_experts``)."""
 
-    @property
-    def needs(self) -> frozenset[Signal]:
-        """What ``apply`` must be passed of steps and layers."""
-
     def check(self, settings: BudgetSettings) -> None:
         """Refuses what cannot be speculated, by ``UnsupportedError``."""
 
@@ -81,9 +76,6 @@ class SpeculationLaunches(Protocol):
     rows: int
     captured: int
     guess: Tensor | None
-
-    def begin(self, step: Step) -> None:
-        """Called before the layers of a step."""
 
     def end(self) -> None:
         """Called when they have run, or failed."""
@@ -186,13 +178,6 @@ class BudgetControl:
         return self.settings.alpha is not None
 
     @property
-    def looks_at(self) -> frozenset[Signal]:
-        """What speculated execution must be passed of steps and layers, while it is in force."""
-        if self._speculation is None or self.settings.speculate == "off":
-            return frozenset()
-        return self._speculation.needs
-
-    @property
     def captured(self) -> bool:
         """Whether CUDA graphs hold the launches of a budget, whether it is in force or not."""
         return self._captured is not None
@@ -224,7 +209,7 @@ class BudgetControl:
             if self._speculation is None:
                 raise ConfigError(
                     f"spac: speculate={settings.speculate} (--spac-speculate) needs a predictor that looks one layer "
-                    "ahead; add --spac-prefetch linear --spac-predictor-file FILE, from `vllm-spac train-predictor`"
+                    "ahead; add --spac-prefetch gate"
                 )
             self._speculation.check(settings)
         elif settings.active:
@@ -343,7 +328,6 @@ class BudgetControl:
         there, launches = cut if cut is not None else reached, self._launches
         if launches is not None and any(request.kind in self.settings.kinds for request in step.requests):
             buffers = self._masked = buffers or self._launched(launches.rows)
-            launches.begin(step)
         elif there is not None and self.active and self.settings.speculate == "off":
             buffers = self._masked = buffers or self._launched(len(there))
         if buffers is not None:

@@ -21,7 +21,7 @@ from vllm_spac.cache.residency import Residency
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Predictor, Seen
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.execution.row_shares import runnable
 from vllm_spac.execution.step_routing import StepRouting
@@ -130,7 +130,7 @@ class WorkerExecution(Execution):
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
         config, shape, predictor = context.config, context.shape, None
-        settings = PrefetchSettings.configured(config, config.named_prefetch, context.predictor, drafts=context.drafts)
+        settings = PrefetchSettings.configured(config, config.prefetch, context.predictor, drafts=context.drafts)
         if config.prefetch != "off":
             predictor = settings.build(shape.total)
         names = settings.k or shape.top_k, len(shape.layers) if settings.cutoff is None else settings.cutoff
@@ -155,12 +155,12 @@ class WorkerExecution(Execution):
         self._routed.clear()  # of a forward that failed
         self._step = step if self._counting else None
         guessed = self._predictor is not None and not self._counting and step.requests and not step.prompts
-        self._seen = self._at_start(step.tokens, step.draft) if guessed else None
+        self._seen = self._at_start(step.draft) if guessed else None
         if self._seen is not None:
             self._hint(self._seen, self._steps)
 
-    def draft(self, tokens: Tensor, read: Tensor) -> None:
-        self._hint(self._at_start(tokens, read), self._steps + 1)
+    def draft(self, read: Tensor) -> None:
+        self._hint(self._at_start(read), self._steps + 1)
 
     def end_forward(self) -> None:
         self._forward, self._seen = Forward(), None
@@ -200,7 +200,7 @@ class WorkerExecution(Execution):
             ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
         meanwhile = None
         if self._seen is not None and self._predictor is not None and self._predictor.reach:
-            seen = Seen(layer, self._seen.tokens, x[real], ids[real], weights[real])
+            seen = Seen(layer, x[real], ids[real], weights[real])
             meanwhile = partial(self._hint, seen, self._steps)
         found = self._computed(layer, x[real], weights[real], ids[real], runs, meanwhile)
         if self._exchange is not None:
@@ -221,13 +221,11 @@ class WorkerExecution(Execution):
         found[runs] = self._client.compute(self._forward, layer, x[runs], weights[runs], ids[runs], meanwhile)
         return found
 
-    def _at_start(self, tokens: Tensor | None, read: Tensor | None) -> Seen:
-        """As ``Seen.at_start``, on the host, where the predictor is; waits for the device that has them."""
-        found = [each for each in (tokens, read) if each is not None]
-        if self._exchange is not None and found:
-            arrived = iter(self._exchange.all_to_host(found))
-            tokens, read = (None if each is None else next(arrived) for each in (tokens, read))
-        return Seen.at_start(tokens, read, self.looks_at)
+    def _at_start(self, read: Tensor | None) -> Seen:
+        """What is known of a step before its layers, on the host, where the predictor is; waits for the device."""
+        if self._exchange is not None and read is not None:
+            [read] = self._exchange.all_to_host([read])
+        return Seen(START, draft_ids=read)
 
     def _hint(self, seen: Seen, step: int) -> None:
         """Tells workers what is guessed of their layers in a step; one that has run is guessed for the next step."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_spac.decisions.predictors._features import LayerFeatures, distil, ridge
-from vllm_spac.decisions.predictors._on_device import OnDevice
-from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained, mixing
-from vllm_spac.decisions.predictors.base import START, Guess, Seen, Signal
+from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
+from vllm_spac.decisions.predictors.base import Seen, Signal
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import LayerFeatures, mixing
 
 INNER = 256  # units of the hidden layers
 _STEPS, _RATE = 600, 2e-3
+_BATCH = 512  # rows of a gradient step
 _PARTS = ("in", "in_bias", "up", "up_bias", "down", "down_bias", "scale", "shift", "head", "skip", "bias")
 
 
-class Neural(OnDevice):
+class Neural(Trained):
     """Scores of layer l + 1 on layer l, after the paper's appendix A.
 
     With x = [h_l | m_l] (router input, routing weights): z = x @ in, z += silu(z @ up) @ down,
@@ -28,7 +28,6 @@ class Neural(OnDevice):
     """
 
     needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING})
-    reach = 1
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
         super().__init__(sizes, tensors, beside)
@@ -71,21 +70,8 @@ class Neural(OnDevice):
             net[shift] = net[shift] - mean @ net[part]
         return {f"{part}.{target}": value.bfloat16() if value.ndim == 2 else value for part, value in net.items()}
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        target = seen.layer + 1
-        if seen.layer != START and target in self._nets:
-            scores = self._run(self._nets[target], self._features.of(seen))
-            yield Guess(target * self.sizes.experts, scores, logits=True)
-
-    def of_step(self, tokens: Tensor | None) -> Tensor:
-        networks = [net["head"] for net in self._nets.values()]
-        return torch.cat([head.new_zeros(1, self.sizes.experts) for head in networks], 1)  # they add nothing to it
-
-    def of_next(self, seen: Seen, known: Tensor) -> Tensor:
+    def of_next(self, seen: Seen) -> Tensor:
         return self._run(self._nets[seen.layer + 1], self._features.of(seen))
-
-    def weights_of(self, layer: int, scores: Tensor) -> Tensor:
-        return scores.softmax(-1)
 
     def _run(self, net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Returns what ``_run`` does, up to rounding: with ``net`` of ``_merged``, in six calls of torch."""
@@ -136,3 +122,59 @@ def _run(net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
     hidden = hidden + torch.addmm(net["down_bias"], inner, net["down"])
     hidden = functional.layer_norm(hidden, (INNER,), net["scale"], net["shift"])
     return torch.addmm(net["bias"], hidden, net["head"]) + inputs @ net["skip"]
+
+
+def ridge(inputs: Tensor, targets: Tensor, strength: float = 1e-2) -> Tensor:
+    """Returns W [f, n], the least squares solution of ``inputs @ W = targets`` with a penalty.
+
+    Minimises ||X W - Y||^2 + s ||W||^2, s = ``strength`` * rows * the mean variance of the columns of X. Before the
+    fit the mean of each row of Y is subtracted: adding a constant to all scores of a row changes no ranking.
+
+    Args:
+        inputs: float [rows, f] (X).
+        targets: float [rows, n] (Y).
+    """
+    targets = targets - targets.mean(1, keepdim=True)
+    gram = inputs.T @ inputs
+    gram.diagonal().add_(penalty(inputs, strength))
+    return torch.linalg.solve(gram, inputs.T @ targets)
+
+
+def penalty(inputs: Tensor, strength: float) -> float:
+    """Returns s of ``ridge``."""
+    return max(strength * len(inputs) * float(inputs.var(0, unbiased=False).mean()), 1e-12)
+
+
+def distil(
+    parameters: Sequence[Tensor],
+    logits: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    steps: int,
+    rate: float,
+    seed: int,
+) -> None:
+    """Minimises the KL divergence from a router's distribution to that of ``logits``, with Adam.
+
+    Args:
+        parameters: float tensors that ``logits`` computes with; changed in place.
+        logits: [rows, f] -> [rows, N].
+        inputs, targets: [rows, f] and the router's logits [rows, N].
+        rate: learning rate at the beginning; it falls linearly.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    wanted = targets.softmax(-1)
+    with torch.enable_grad():
+        for parameter in parameters:
+            parameter.requires_grad_()
+        optimiser = torch.optim.Adam(parameters, rate)
+        for step in range(steps):
+            optimiser.param_groups[0]["lr"] = rate * (1 - step / steps)
+            batch = torch.randint(len(inputs), (min(_BATCH, len(inputs)),), generator=generator)
+            loss = -(wanted[batch] * logits(inputs[batch]).log_softmax(-1)).sum(-1).mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    for parameter in parameters:
+        parameter.requires_grad_(False)

@@ -7,11 +7,43 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_spac.decisions.predictors._features import LayerFeatures
-from vllm_spac.decisions.predictors._maps import Maps
-from vllm_spac.decisions.predictors._trained import Material, Sizes, Trained, mixing
+from vllm_spac.decisions.predictors._trained import Maps, Material, Sizes, Trained
 from vllm_spac.decisions.predictors.base import Seen, Signal
 from vllm_spac.decisions.predictors.gate import folded
+
+
+class LayerFeatures:
+    """[h_l | m_l] of a layer: router input and routing weights, 0 for the experts that were not chosen.
+
+    One buffer is written anew for each layer, through views that are kept: each call of torch takes a microsecond or
+    two in each layer of each token.
+
+    Args:
+        width, experts: d and N.
+    """
+
+    def __init__(self, width: int, experts: int) -> None:
+        self._sizes = width, experts
+        self._whole = self._hidden = self._chosen = self._zeros = torch.empty(0)
+
+    def of(self, seen: Seen) -> Tensor:
+        """Returns float32 [rows, d + N] of the rows of a layer with ``hidden``, ``ids`` and ``weights``.
+
+        It is valid until the next call.
+        """
+        assert seen.hidden is not None and seen.ids is not None and seen.weights is not None
+        if seen.hidden.is_cuda:  # a graph refers to memory, which must not be that of another size's buffer
+            chosen = seen.hidden.new_zeros(len(seen.hidden), self._sizes[1], dtype=torch.float32)
+            chosen.scatter_(1, seen.ids.long(), seen.weights.float())
+            return torch.cat([seen.hidden.float(), chosen], 1)
+        if len(seen.hidden) != len(self._whole):
+            with torch.inference_mode(False):  # buffers for calls inside and outside of it
+                self._whole = torch.empty(len(seen.hidden), sum(self._sizes))
+                self._hidden, self._chosen = self._whole.split(self._sizes, 1)
+                self._zeros = torch.zeros(self._chosen.shape)
+        self._hidden.copy_(seen.hidden)
+        torch.scatter(self._zeros, 1, seen.ids.long(), seen.weights.float(), out=self._chosen)
+        return self._whole
 
 
 class QuasiHidden(Maps):
@@ -38,7 +70,7 @@ class QuasiHidden(Maps):
         return sizes.width + sizes.experts
 
     @classmethod
-    def fit(cls, ahead: int, target: int, material: Material, beside: Mapping[str, Trained]) -> tuple[Tensor, Tensor]:
+    def fit(cls, ahead: int, target: int, material: Material) -> tuple[Tensor, Tensor]:
         gates, samples, layer = material.gates, material.samples, target - ahead
         assert not isinstance(gates, str)
         through_gate = folded(gates.weight[target], gates.norm[target], gates.norm[layer])
@@ -66,3 +98,9 @@ def ratio(parts: list[Tensor], wanted: Tensor) -> Tensor:
     columns = [(part - part.mean(1, keepdim=True)).flatten() for part in (*parts, wanted)]
     matrix = torch.stack(columns[:2], 1)
     return torch.linalg.lstsq(matrix.double(), columns[2][:, None].double()).solution[:, 0].float()
+
+
+def mixing(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """Returns float32 [rows, N]: the routing weights of the chosen experts, 0 for the others."""
+    zeros = torch.zeros(len(ids), experts)
+    return zeros.scatter_(1, ids.long(), weights.float())

@@ -14,15 +14,13 @@ and a CUDA graph can hold them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vllm_spac.core import Step
-from vllm_spac.decisions.predictors._on_device import OnDevice
-from vllm_spac.decisions.predictors.base import Predictor, Seen, Signal
+from vllm_spac.decisions.predictors._trained import Trained
+from vllm_spac.decisions.predictors.base import Predictor, Seen
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.kernels.reference.cover import Chosen, substituted, where, within_groups
 from vllm_spac.methods.moe_spec.replay import BudgetCounters, members
@@ -51,11 +49,6 @@ class SpeculatedExecution:
         assert predictor.reach > 0, "it sees no layer ahead"
         self._layers, self._predictor, self._counters, self.launches = layers, predictor, counters, launches
         self._guess: tuple[Step, int, Tensor] | None = None  # step, layer, scores [rows, N]
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        """What the predictor must be passed."""
-        return self._predictor.needs
 
     def check(self, settings: BudgetSettings) -> None:
         """Refuses what cannot be speculated.
@@ -108,7 +101,7 @@ class SpeculatedExecution:
                 self._counters.add(own[0], run, *chosen)
                 weights[rows], ids[rows] = chosen
         real = step.rows
-        self._predict(index + 1, Seen(index, step.tokens, hidden[:real], ids[:real], weights[:real]), step)
+        self._predict(index + 1, Seen(index, hidden[:real], ids[:real], weights[:real]), step)
         return weights, ids
 
     def _predict(self, target: int, seen: Seen, step: Step) -> None:
@@ -130,41 +123,19 @@ class SpeculatedLaunches:
         layers, predictor: as of ``SpeculatedExecution``; on the device.
         rows: most rows of a forward.
         captured: most rows of one that a CUDA graph holds.
-        device: that runs the layers.
 
     Attributes:
         guess: float32 [rows, N], the scores of the layer behind the one that was launched last; None behind the last.
     """
 
-    def __init__(
-        self, layers: Sequence[BudgetedLayer], predictor: OnDevice, rows: int, captured: int, device: torch.device
-    ) -> None:
+    def __init__(self, layers: Sequence[BudgetedLayer], predictor: Trained, rows: int, captured: int) -> None:
         self._layers, self._predictor, self.rows, self.captured = layers, predictor, rows, captured
-        self._experts, self._device = layers[0].experts, device
-        self._by_token = Signal.TOKENS in predictor.needs
-        self._known: Tensor | None = None  # of the step, with all of its rows; None between steps
+        self._experts = layers[0].experts
         self.guess: Tensor | None = None
 
-    @cached_property
-    def _held(self) -> Tensor:
-        """float32 [rows, L - 1, N] at an address that graphs read: what is known of a step before its layers."""
-        return torch.zeros(self.captured, len(self._layers) - 1, self._experts, device=self._device)
-
-    @torch.inference_mode()
-    def begin(self, step: Step) -> None:
-        """Called before the layers of a step; of rows behind its own, which are padding, nothing is known."""
-        tokens = step.tokens if self._by_token else None
-        assert tokens is not None or not self._by_token
-        if tokens is not None:  # of V1's runner on the host, of V2's on the device
-            tokens = tokens.to(self._device, non_blocking=True)
-        known = self._predictor.of_step(tokens).unflatten(1, (-1, self._experts))
-        self._known, rows = known, self.captured if tokens is None else len(known)
-        if rows <= self.captured:  # it may be a replay
-            self._held[:rows] = known
-
     def end(self) -> None:
-        """Called when the layers of a step have run, or failed: what is captured now refers to what graphs read."""
-        self._known = self.guess = None
+        """Called when the layers of a step have run, or failed."""
+        self.guess = None
 
     def apply(
         self,
@@ -192,11 +163,8 @@ class SpeculatedLaunches:
             weights, ids = torch.where(speaks, chosen[0], weights), torch.where(speaks, chosen[1], ids)
             there = ids.clamp(0, self._experts - 1)
         self.guess = None
-        if index + 1 < len(self._layers) and self._predictor.foresees(index + 1):
-            known = (self._held if self._known is None else self._known)[: len(ids), index]
-            if 1 < len(known) < len(ids):
-                known = functional.pad(known, (0, 0, 0, len(ids) - len(known)))
-            self.guess = self._predictor.of_next(Seen(index, hidden=hidden, ids=there, weights=weights), known)
+        if index + 1 < len(self._layers):
+            self.guess = self._predictor.of_next(Seen(index, hidden=hidden, ids=there, weights=weights))
         return weights, ids
 
 

@@ -21,14 +21,11 @@ class Chosen(NamedTuple):
         tokens: int64 [requests, n].
         parents: int64 [requests, n + 1], row that each row follows; -1 for the root, row 0.
         logp: joint log-probability of each node, [requests, n].
-        read: int64 [requests, n], number of each node among those that were expanded, in the order in which they were:
-            the drafter has read its token; -1: it has not.
     """
 
     tokens: Tensor
     parents: Tensor
     logp: Tensor
-    read: Tensor
 
 
 class Growth:
@@ -49,7 +46,6 @@ class Growth:
         values, tokens = _best(logp, shape.width)
         self._tokens, self._logp = [tokens], [values]
         self._parents = [torch.full_like(tokens, -1)]
-        self._read: list[Tensor] = []  # positions among all candidates
         self._expand(values, tokens.new_zeros(tokens.shape))
 
     def _expand(self, logp: Tensor, source: Tensor) -> None:
@@ -99,7 +95,6 @@ class Growth:
         joint = values + torch.cat(self._logp, 1).gather(1, self.expanded)[..., None]
         self._tokens.append(tokens.flatten(1))
         self._logp.append(joint.flatten(1))
-        self._read.append(self.expanded)
         self._parents.append(self.expanded.repeat_interleave(width, 1))
         self.level += 1
         member = torch.arange(front, device=logp.device).repeat_interleave(width).expand(requests, -1)
@@ -113,12 +108,7 @@ class Growth:
         row.scatter_(1, order, 1 + torch.arange(order.shape[1], device=order.device).expand_as(order))
         before = row.gather(1, parents.gather(1, order) % row.shape[1])
         root = before.new_full((len(before), 1), -1)
-        read = torch.full_like(tokens, -1)
-        if self._read:
-            there = torch.cat(self._read, 1)
-            read.scatter_(1, there, torch.arange(there.shape[1], device=there.device).expand_as(there))
-        chosen = (part.gather(1, order) for part in (tokens, logp, read))
-        return Chosen(next(chosen), torch.cat([root, before], 1), *chosen)
+        return Chosen(tokens.gather(1, order), torch.cat([root, before], 1), logp.gather(1, order))
 
 
 def _best(logp: Tensor, width: int) -> tuple[Tensor, Tensor]:

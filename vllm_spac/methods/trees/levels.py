@@ -32,11 +32,10 @@ class Level(NamedTuple):
     """What a forward over one level computes.
 
     Attributes:
-        last: [R * F, d], states that ``logits``, float [R * F, V], are computed from.
         hidden: [R * F, d], states that the next forward takes.
+        logits: float [R * F, V].
     """
 
-    last: Tensor
     hidden: Tensor
     logits: Tensor
 
@@ -48,7 +47,6 @@ def grow(
     block_size: int,
     caches: Sequence[Tensor],
     forward: Callable[[Growth, LevelBatch, Tensor], Level],
-    read: Callable[[Tensor, Tensor], None] | None = None,
     goes_on: Callable[[Growth], bool] = lambda growth: True,
 ) -> Chosen:
     """Drafts one tree for each request.
@@ -56,7 +54,6 @@ def grow(
     Args:
         caches: KV cache of each of the drafter's attention layers, [blocks, ...].
         forward: runs the drafter over a level, with the states behind its nodes' parents, [R * F, d].
-        read: called after each forward, with the tokens that it has read and its last states, [R * F] and [R * F, d].
         goes_on: whether a further level is worth a forward; a shape that is the same in every step has all of them.
     """
     growth = Growth(shape, start.logits.float().log_softmax(-1))
@@ -76,8 +73,6 @@ def grow(
             copies.apply(cache)
         batch = level_batch(start.table, start.bases, growth.level, here, block_size)
         level = forward(growth, batch, before.flatten(0, 1).contiguous())
-        if read is not None:
-            read(growth.tokens.flatten(), level.last)
         hidden, previous = level.hidden.view(requests, front, -1), here
         growth.add(level.logits.float().log_softmax(-1).view(requests, front, -1))
     return growth.chosen()

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from vllm_spac.errors import SpacError
-from vllm_spac.integration.hooks.drafts import unread
-from vllm_spac.integration.loading.fingerprint import drafter_fingerprint
-from vllm_spac.integration.loading.runner_choice import adapter_of
 from vllm_spac.integration.serving.worker_extension import SpacWorker
 from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetedLayer
-from vllm_spac.tools.evaluation.collection import Collected, Collection, DraftReader
+from vllm_spac.tools.evaluation.collection import Collected, Collection
 from vllm_spac.tools.evaluation.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -35,15 +32,11 @@ class Calibrating:
 
 
 class Evaluation:
-    """The actions of ``EvaluatedWorker``: its public methods but ``call``; arguments and results are plain.
+    """The actions of ``EvaluatedWorker``: its public methods but ``call``; arguments and results are plain."""
 
-    Args:
-        drafter: of the model runner; None without speculation.
-    """
-
-    def __init__(self, experts: ModelExperts, model: torch.nn.Module, drafter: Any = None) -> None:
+    def __init__(self, experts: ModelExperts, model: torch.nn.Module) -> None:
         assert experts.serving is not None, "the model is loaded"
-        self._experts, self._model, self._drafter = experts, model, drafter
+        self._experts, self._model = experts, model
         self._runtime, self._control = experts.serving.runtime, experts.serving.budget
         self._calibrating: Calibrating | None = None
         self._collection: Collection | None = None
@@ -118,11 +111,8 @@ class Evaluation:
 
     def collect(self, rows: int) -> None:
         """Starts to keep what routers read and choose, of at most ``rows`` rows; see ``Collection``."""
-        layers, config = self._control.layers, self._experts.vllm_config
-        reader = None
-        if unread(config) is None:
-            reader = DraftReader(self._drafter, shifted=config.speculative_config.method != "draft_model")
-        self._collection = Collection(config, layers, _managed(self._model), rows, reader)
+        config = self._experts.vllm_config
+        self._collection = Collection(config, self._control.layers, _managed(self._model), rows)
         self._runtime.listeners.append(self._collection)
 
     def collected_text(self, ids: list[int], outputs: bool) -> int:
@@ -140,11 +130,6 @@ class Evaluation:
         self._runtime.listeners.remove(self._collection)
         found, self._collection = self._collection.result(), None
         return found
-
-    def drafter(self) -> str:
-        """Fingerprint of the drafter whose states ``collect`` keeps; "" if it keeps none."""
-        config = self._experts.vllm_config
-        return "" if unread(config) else drafter_fingerprint(config, self._experts.config.folder)
 
     @property
     def _listening(self) -> Calibrating:
@@ -164,7 +149,5 @@ class EvaluatedWorker(SpacWorker):
         """Runs one action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
         self._spac_experts().runtime.require_host("an evaluation")
         if not hasattr(self, "_spac_evaluation"):
-            runner = self.model_runner
-            drafter = adapter_of(runner.vllm_config).drafter(runner)
-            self._spac_evaluation = Evaluation(self._spac_experts(), runner.get_model(), drafter)
+            self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model())
         return self._spac_evaluation.call(action, *arguments)

@@ -1,7 +1,4 @@
-"""Collects what routers read and chose for the tokens of texts, in memory, for training and judging predictors.
-
-``DraftReader`` keeps what a drafter computes of the same text.
-"""
+"""Collects what routers read and chose for the tokens of texts, in memory, for training and judging predictors."""
 
 from __future__ import annotations
 
@@ -14,56 +11,13 @@ from torch import Tensor
 
 from vllm_spac.decisions.predictors._samples import SampleRecorder, Samples
 from vllm_spac.decisions.predictors._trained import Gates
-from vllm_spac.errors import ConfigError, SpacError, UnsupportedError
+from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.methods.moe_spec.control import BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import RoutingRule
 from vllm_spac.storage.checkpoint import router_weights
 from vllm_spac.storage.checkpoint.headers import find_folder
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.tools.evaluation import engine
-
-
-class DraftReader:
-    """Observes the forwards of a drafter by a hook of its module; the first one of a text reads all of its tokens.
-
-    Args:
-        drafter: V1's ``SpecDecodeBaseProposer`` or V2's ``DraftModelSpeculator``.
-        shifted: whether it reads each token with the target's state before it, and so not the first (EAGLE).
-    """
-
-    def __init__(self, drafter: Any, shifted: bool) -> None:
-        self._drafter, self._shifted = drafter, shifted
-        self._found: tuple[Tensor, Tensor] | None = None
-        self._hook = drafter.model.register_forward_hook(self._forward, with_kwargs=True)
-
-    @property
-    def width(self) -> int:
-        """Size of a state (D)."""
-        return self._drafter.draft_model_config.get_hidden_size()
-
-    def take(self, ids: Sequence[int]) -> Tensor:
-        """Returns the states of the text ``ids``, float [tokens, D]; NaN for a token that the drafter did not read.
-
-        Raises:
-            SpacError: its last forwards were not of this text.
-        """
-        found, self._found = self._found, None
-        skipped = int(self._shifted)
-        wanted = torch.tensor(list(ids[skipped:]))
-        if found is None or not torch.equal(found[0][: len(wanted)].cpu().long(), wanted):
-            raise SpacError("spac: the drafter has not read the text in one forward; this is a bug")
-        states = torch.full((len(ids), self.width), float("nan"), dtype=found[1].dtype)
-        states[skipped:] = found[1][: len(wanted)].cpu()
-        return states
-
-    def close(self) -> None:
-        """Observes no more."""
-        self._hook.remove()
-
-    def _forward(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if self._found is None:
-            states = output[0] if isinstance(output, tuple) else output
-            self._found = kwargs["input_ids"].clone(), states.clone()
 
 
 def run_layer(vllm_config: Any, module: Any, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -95,29 +49,20 @@ class Collection:
 
     Args:
         layers: the model's MoE layers, in the order of execution.
-        reader: keeps what a drafter reads; None without one.
 
     Raises:
         ConfigError: so many rows take more than half of the available memory.
         UnsupportedError: the layers have different sizes.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        layers: Sequence[BudgetedLayer],
-        modules: Sequence[Any],
-        rows: int,
-        reader: DraftReader | None = None,
-    ) -> None:
-        self._vllm_config, self._layers, self._modules, self._reader = vllm_config, layers, modules, reader
+    def __init__(self, vllm_config: Any, layers: Sequence[BudgetedLayer], modules: Sequence[Any], rows: int) -> None:
+        self._vllm_config, self._layers, self._modules = vllm_config, layers, modules
         if len({(layer.experts, layer.top_k) for layer in layers}) > 1:
             raise UnsupportedError("spac: the MoE layers of this model differ in size; predictors need equal ones")
         width, dtype = modules[0].moe_config.hidden_dim, vllm_config.model_config.dtype
         sizes = len(layers), layers[0].experts, layers[0].top_k, width
-        states = 0 if reader is None else reader.width
-        _check_memory(rows, SampleRecorder.row_bytes(*sizes, dtype, states))
-        self._recorder = SampleRecorder(*sizes, rows, dtype, states)
+        _check_memory(rows, SampleRecorder.row_bytes(*sizes, dtype))
+        self._recorder = SampleRecorder(*sizes, rows, dtype)
         self._sums = torch.zeros(len(layers), layers[0].experts, width)
         self._counts = torch.zeros(len(layers), layers[0].experts)
 
@@ -127,15 +72,13 @@ class Collection:
     @torch.inference_mode()
     def end_text(self, ids: list[int], outputs: bool) -> int:
         """Ends the text ``ids``; with ``outputs``, runs its experts one by one. Returns the rows of all texts."""
-        text = self._recorder.end_text(ids, None if self._reader is None else self._reader.take(ids))
+        text = self._recorder.end_text(len(ids))
         for layer in range(len(self._layers)) if outputs else ():
             self._add_outputs(layer, text)
         return self._recorder.rows
 
     def result(self) -> Collected:
         """Ends the collection: returns the samples and mean outputs of all texts."""
-        if self._reader is not None:
-            self._reader.close()
         return Collected(self._recorder.result(), self._sums / self._counts.clamp(min=1)[:, :, None])
 
     def _add_outputs(self, layer: int, text: Samples) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.integration.hooks import patches
-from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping.runner_adapter import RunnerAdapter
 from vllm_spac.integration.stepping.v1 import draft_handover, draft_loading_v1, runner_v1
 from vllm_spac.integration.stepping.v1.tree_decoding_v1 import TreeDecoding
@@ -28,12 +27,9 @@ class AdapterV1(RunnerAdapter):
     def guard(self, most: int, trees: bool) -> Chooser:
         return Chooser(most)
 
-    def drafter(self, runner: Any) -> Any:
-        return getattr(runner, "drafter", None)
-
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecoding:
         runtime = experts.runtime
-        return TreeDecoding(runner, shape, scratch, lambda: runtime.chooser, DraftReading(experts))
+        return TreeDecoding(runner, shape, scratch, lambda: runtime.chooser)
 
     def follow_drafts(self, runner: Any, experts: Any) -> None:
         """Does nothing: the host does, before it plans a step."""

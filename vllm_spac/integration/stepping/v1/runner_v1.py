@@ -173,8 +173,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
             observers.append(logits.add)
         if experts.runtime.looks_at_drafts:
             observers.append(_reading(self, experts, sampled=args[0]))
-            if experts.draft_routing is not None:
-                routing = draft_loading_v1.reading(experts.draft_routing, self.drafter)
+            routing = draft_loading_v1.reading(experts.draft_routing, self.drafter)
         if chooser is not None and logits is not None:
             observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule))
     try:
@@ -211,16 +210,13 @@ def _stopping(
 
 
 def _reading(runner: GPUModelRunner, experts: Any, sampled: Any) -> Callable[[Tensor, Tensor], None]:
-    """Returns what keeps the states of each forward of the drafter, and passes those so far on to a predictor.
-
-    With ``ModelExperts.draft_routing``, it keeps the experts that were chosen instead.
-    """
+    """Returns what keeps the experts that are chosen in each forward of the drafter, and tells a predictor."""
     found, inputs = DraftReading(experts), runner.drafter.input_ids
     found.begin(runner.input_batch.req_ids)
 
     def read(states: Tensor, logits: Tensor) -> None:
         tokens = inputs[: len(states)] if found.forwards else last_tokens(sampled)
-        found.read(tokens, states if experts.draft_routing is None else experts.draft_routing.take(len(states)))
+        found.read(tokens, experts.draft_routing.take(len(states)))
 
     return read
 
@@ -294,13 +290,11 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
         parents = None if trees is None else trees.parents(request)
         requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights, parents))
         start = stop
-    reads = experts.runtime.looks_at_drafts
-    tokens = runner.input_ids.gpu[:start].long() if reads or experts.runtime.looks_at_tokens else None
     draft = None
-    if reads:
+    if experts.runtime.looks_at_drafts:
         rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, requests, strict=True)]
-        draft = experts.serving.draft_states.take(rows, tokens)
-    return Step(tuple(requests), tokens, draft)
+        draft = experts.serving.draft_states.take(rows, runner.input_ids.gpu[:start].long())
+    return Step(tuple(requests), draft)
 
 
 def _paths(runner: GPUModelRunner) -> list[list[int]] | None:

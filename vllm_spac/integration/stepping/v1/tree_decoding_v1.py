@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser, Drafted
-from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping.v1 import tree_attention_v1
 from vllm_spac.methods.trees.growth import Chosen, Growth
 from vllm_spac.methods.trees.levels import Level, Start, grow
@@ -238,7 +237,7 @@ def forward_of(drafter: EagleProposer, metadata: CommonAttentionMetadata) -> Cal
                 inputs_embeds=None,
                 hidden_states=hidden,
             )
-        return Level(last, following, drafter.model.compute_logits(last))
+        return Level(following, drafter.model.compute_logits(last))
 
     return forward
 
@@ -259,7 +258,6 @@ class TreeDecoding:
         shape: of the trees.
         scratch: blocks that no request uses.
         chooser: what chooses among the nodes of a tree at the moment, if anything does.
-        reading: what a predictor reads of the drafter.
     """
 
     def __init__(
@@ -268,9 +266,8 @@ class TreeDecoding:
         shape: TreeShape,
         scratch: Scratch,
         chooser: Callable[[], Chooser | None] = lambda: None,
-        reading: DraftReading | None = None,
     ) -> None:
-        self._chooser, self._reading = chooser, reading
+        self._chooser = chooser
         self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters(shape.nodes)
         self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
@@ -283,7 +280,7 @@ class TreeDecoding:
         self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
         self.scattered: Scattered | None = None  # while the target runs
         self.forwards = 0  # of the drafter, for the trees that it drafted last
-        self._sampled: dict[int, int] = {}  # last token of each request that the drafter continues, by its number
+        self._sampled: list[int] = []  # numbers of the requests that the drafter continues
         drafter = runner.drafter
         names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
         self._layers = [name for name in names if name not in drafter._draft_attn_layer_names]
@@ -410,7 +407,7 @@ class TreeDecoding:
             sampled: tokens that each request emitted; none for a prompt that goes on.
             states: hidden states of the rows of the step, [rows, d] each; changed in place.
         """
-        self._sampled = {number: tokens[-1] for number, tokens in enumerate(sampled) if tokens}
+        self._sampled = [number for number, tokens in enumerate(sampled) if tokens]
         if self._step is None or self._last is None:
             return
         tokens = self._step.rows.token
@@ -440,9 +437,9 @@ class TreeDecoding:
         if not drafting or num_speculative_tokens < 1:
             return drafts
         chain = torch.tensor([self._needs_chain(requests[number]) for number in drafting])
-        chosen, nodes = self._grown(start, drafting, chain), num_speculative_tokens
-        tokens, parents, logp, read = chosen
-        chosen = Chosen(tokens[:, :nodes], parents[:, : nodes + 1], logp[:, :nodes], read[:, :nodes])
+        tokens, parents, logp = self._grown(start, drafting)
+        nodes = num_speculative_tokens
+        chosen = Chosen(tokens[:, :nodes], parents[:, : nodes + 1], logp[:, :nodes])
         tokens, logp, trees = trees_of(chosen, self._shape.depth, chain)
         reached, real = logp.double().exp().tolist(), (trees.parents != FILLER).sum(1).tolist()
         chooser = self._chooser()
@@ -455,9 +452,9 @@ class TreeDecoding:
             drafts[number] = list(mine[:kept])
         return drafts
 
-    def _grown(self, start: FirstPass, drafting: Sequence[int], chain: Tensor) -> Chosen:
-        """Drafts one tree for each of the requests ``drafting``; ``chain``: bool, which of them get a chain instead."""
-        reading, drafter, chosen = self._reading, self._runner.drafter, torch.tensor(drafting)
+    def _grown(self, start: FirstPass, drafting: Sequence[int]) -> Chosen:
+        """Drafts one tree for each of the requests ``drafting``."""
+        drafter, chosen = self._runner.drafter, torch.tensor(drafting)
         last, bases, table = start.last[chosen], start.positions[chosen] + 1, start.metadata.block_table_tensor[chosen]
         begun = Start(drafter.model.compute_logits(last), start.hidden[chosen], bases, table)
         run = forward_of(drafter, start.metadata)
@@ -474,14 +471,7 @@ class TreeDecoding:
             self.forwards += 1
             return run(growth, batch, hidden)
 
-        given = self._shape, self.scratch, begun, drafter.block_size, _caches(drafter), forward
-        if reading is None or not reading.wanted:
-            return grow(*given, goes_on=goes_on)
-        reading.begin(requests)
-        reading.read(torch.tensor([self._sampled[number] for number in drafting]), last)
-        grown = grow(*given, reading.read, goes_on)
-        reading.settle(grown.read.masked_fill(chain[:, None], -1))  # whose drafts are others
-        return grown
+        return grow(self._shape, self.scratch, begun, drafter.block_size, _caches(drafter), forward, goes_on)
 
     def _needs_chain(self, request: str) -> bool:
         """Whether vLLM's masks for a request, of structured output, assume that its drafts follow one another."""

@@ -27,9 +27,6 @@ class AdapterV2(RunnerAdapter):
     def guard(self, most: int, trees: bool) -> LengthChooser:
         return LengthChooser(most, (0, most) if trees else None)
 
-    def drafter(self, runner: Any) -> Any:
-        return runner.speculator
-
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecodingV2:
         return TreeDecodingV2(runner, shape, scratch)
 

@@ -5,7 +5,6 @@ What the drafter computes stays on the device, where a predictor reads it, and w
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -51,22 +50,20 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch)
     experts = managed_experts(runner)
     if experts.cutter is not None:
         experts.cutter.begin(scheduled, batch)
+    step = step_of(batch)
     if not experts.runtime.looks_at_drafts:
-        return step_of(batch, tokens=experts.runtime.looks_at_tokens)
+        return step
     if not hasattr(runner, "_spac_reader"):
-        vars(runner)["_spac_reader"] = reader = SpeculatorReader(runner.speculator, experts)
-        if trees is not None:
-            trees.drafter.reading = reader.reading
-    step = step_of(batch, tokens=True)
+        vars(runner)["_spac_reader"] = SpeculatorReader(runner.speculator, experts)
     rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, step.requests, strict=True)]
-    return replace(step, draft=experts.serving.draft_states.take(rows, step.tokens))
+    tokens = batch.input_ids[: batch.num_tokens].long()  # on the device, where the last step may still sample them
+    return replace(step, draft=experts.serving.draft_states.take(rows, tokens))
 
 
 class SpeculatorReader:
-    """Keeps what V2's drafter computes in each of its forwards, and passes what it has so far on to a predictor.
+    """Keeps the experts that are chosen in each forward of V2's drafter, and passes those so far on to a predictor.
 
-    With ``ModelExperts.draft_routing``, that is the experts that were chosen, else its states. None of it is read
-    on the host. Of a tree, it sees the first pass, and the tree's drafter tells ``reading`` of the levels.
+    None of it is read on the host.
 
     Args:
         speculator: V2's; two of its methods are replaced on this object.
@@ -97,11 +94,10 @@ class SpeculatorReader:
         sampled = num_sampled, num_rejected, last_sampled
         if kwargs.get("dummy_run") or not self.reading.wanted:
             return self._propose(*given, *sampled, *args, **kwargs)
-        routing = self._routing
         self.reading.begin(input_batch.req_ids)
         self._tokens = last_sampled[input_batch.idx_mapping[: input_batch.num_reqs]].flatten()
         try:
-            with contextlib.nullcontext() if routing is None else routing.observing():
+            with self._routing.observing():
                 return self._propose(*given, *sampled, *args, **kwargs)
         finally:
             self._tokens = None
@@ -110,20 +106,15 @@ class SpeculatorReader:
         """Around the speculator's, which is called once in each forward."""
         if self._tokens is None:
             return self._sample(hidden_states, *args, **kwargs)
-        computed, requests = hidden_states, len(hidden_states)
-        if self._routing is not None:
-            first = None if self.reading.forwards else self._speculator.last_token_indices[:requests]
-            computed = self._routing.take(requests, first)
-        self.reading.read(self._tokens[:requests], computed)
+        requests = len(hidden_states)
+        first = None if self.reading.forwards else self._speculator.last_token_indices[:requests]
+        self.reading.read(self._tokens[:requests], self._routing.take(requests, first))
         self._tokens = drafts = self._sample(hidden_states, *args, **kwargs)
         return drafts
 
 
-def step_of(batch: InputBatch, *, tokens: bool = False) -> Step:
-    """The requests of V2's ``InputBatch``, without the rows from ``num_tokens`` on, which pad a CUDA graph.
-
-    ``tokens``: those of the rows as well. They stay on the device, where the last step may still sample them.
-    """
+def step_of(batch: InputBatch) -> Step:
+    """The requests of V2's ``InputBatch``, without the rows from ``num_tokens`` on, which pad a CUDA graph."""
     starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
     return Step(
         tuple(
@@ -134,6 +125,5 @@ def step_of(batch: InputBatch, *, tokens: bool = False) -> Step:
                 0 if drafts is None else int(drafts[i]),
             )
             for i in range(batch.num_reqs)
-        ),
-        batch.input_ids[: batch.num_tokens].long() if tokens else None,
+        )
     )

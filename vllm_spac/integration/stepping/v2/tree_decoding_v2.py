@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
-from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.stepping.tree_attention import updating
 from vllm_spac.methods.trees.growth import Growth
 from vllm_spac.methods.trees.levels import Level, Start, grow
@@ -177,7 +176,6 @@ class Drafter:
         keep: gets (requests of the runner's state, int64 [R], their trees).
 
     Attributes:
-        reading: what a predictor reads of the forwards after the first pass; None: nothing.
         chances: gets (requests of the runner's state, int64 [R], the drafter's probability of each node given its
             parent, [R, n]); None: nobody asks.
     """
@@ -192,7 +190,6 @@ class Drafter:
     ) -> None:
         self._speculator, self._shape, self._scratch, self._caches = speculator, shape, scratch, caches
         self._keep = keep
-        self.reading: DraftReading | None = None
         self.chances: Callable[[Tensor, Tensor], None] | None = None
         self._chain: np.ndarray | None = None  # of the requests that are drafted for; None: made-up ones
         self._logits: Tensor | None = None  # of the first pass
@@ -227,7 +224,6 @@ class Drafter:
             return self._decode(num_reqs, *args, **kwargs)
         speculator = self._speculator
         chain = _to_device(self._chain, speculator.device)
-        reading = self.reading if self.reading is not None and self.reading.wanted else None
         groups = speculator.kv_cache_config.kv_cache_groups
         start = Start(
             self._logits,
@@ -235,10 +231,8 @@ class Drafter:
             speculator.input_buffers.positions[:num_reqs].clone(),  # vLLM has advanced them
             speculator.block_tables.input_block_tables[0][:num_reqs],
         )
-        size, read = groups[0].kv_cache_spec.block_size, None if reading is None else reading.read
-        chosen = grow(self._shape, self._scratch, start, size, self._caches, self._forward, read)
-        if reading is not None:
-            reading.settle(chosen.read.masked_fill(chain[:, None], -1))  # whose drafts are others
+        size = groups[0].kv_cache_spec.block_size
+        chosen = grow(self._shape, self._scratch, start, size, self._caches, self._forward)
         tokens, joint, trees = trees_of(chosen, self._shape.depth, chain)
         speculator.draft_tokens[:num_reqs] = tokens
         if self.chances is not None:
@@ -277,7 +271,7 @@ class Drafter:
         last, following = speculator._run_model(count, metadata, by_layer, num_tokens_across_dp=None)
         last = last[:count]
         logits = speculator.compute_draft_logits(last, growth.level)
-        return Level(last, following[:count].clone(), logits)  # the speculator's buffer is written again
+        return Level(following[:count].clone(), logits)  # the speculator's buffer is written again
 
 
 class TreeDecodingV2:
