@@ -51,16 +51,16 @@ def measurer(folder: Path, gpu: bool) -> Measurer:
     return Measurer(str(folder), folder.parent / "packed", options, max(_PROMPTS), SECONDS)
 
 
-def compared(candidates: Sequence[Variant], engines: Measurer) -> Iterator[CheckOutcome]:
-    """Yields how the tokens of each candidate compare with the first one's; the engines run side by side."""
-    with ThreadPoolExecutor(len(candidates)) as pool:
-        answers = list(pool.map(lambda candidate: _answers(candidate, engines), candidates))
+def compared(variants: Sequence[Variant], engines: Measurer) -> Iterator[CheckOutcome]:
+    """Yields how the tokens of each variant compare with the first one's; the engines run side by side."""
+    with ThreadPoolExecutor(len(variants)) as pool:
+        answers = list(pool.map(lambda variant: _answers(variant, engines), variants))
     stock = answers[0]
-    for candidate, found in zip(candidates, answers, strict=True):
+    for variant, found in zip(variants, answers, strict=True):
         if isinstance(found, str):
-            yield CheckOutcome(Finding(f"tokens, {candidate.name}", "problem", f"no answer: {found}", _REMEDY))
+            yield CheckOutcome(Finding(f"tokens, {variant.name}", "problem", f"no answer: {found}", _REMEDY))
         elif not isinstance(stock, str) and found is not stock:
-            yield _outcome(candidate.name, found, stock)
+            yield _outcome(variant.name, found, stock)
 
 
 _REMEDY = "vllm-spac doctor; where stock vLLM does not answer either, name another MODEL"
@@ -74,12 +74,12 @@ class _Answers:
     near_ties: bool
 
 
-def _answers(candidate: Variant, engines: Measurer) -> _Answers | str:
+def _answers(variant: Variant, engines: Measurer) -> _Answers | str:
     """Returns an engine's answers, or the line of what it said instead that names an error."""
     prompts = [[(7 * n + 31 * length) % (VOCABULARY - 8) + 5 for n in range(length)] for length in _PROMPTS]
     try:
-        with engines.start(candidate) as engine:
-            if candidate.knobs is None:
+        with engines.start(variant) as engine:
+            if variant.knobs is None:
                 return _Answers([engine.explain(prompt, TOKENS) for prompt in prompts], engine.near_ties)
             found = [Said(ids=tuple(engine.answer(prompt, TOKENS).ids)) for prompt in prompts]
             return _Answers(found, engine.near_ties)
