@@ -27,10 +27,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "vllm_spac" / "USAGE.md")
 # A smaller model than a user's: nothing that a documented command decides, as how many requests run at once.
 SMALL = ["--max-model-len", "512", "--enforce-eager", "--dtype", "float32"]
-PLACEHOLDERS = {"MODEL": str(TARGET), "HEAD": str(TARGET.parent / "eagle3")}
+PLACEHOLDERS = {"Qwen/Qwen3-30B-A3B": str(TARGET), "MODEL": str(TARGET), "HEAD": str(TARGET.parent / "eagle3")}
 NOT_RUN = {
     "make demo": "it is a run of its own of many minutes",
-    "make test": "it is what runs this test",
     "pip install .": "it would replace the installation that is tested; test_packaging.py builds what it installs",
     "vllm-spac doctor --fix": "it changes the installation; test_doctor.py has its cases",
     "vllm-spac tune MODEL": "it takes ten minutes; test_tune.py measures real engines, for a minute",

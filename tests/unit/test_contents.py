@@ -310,16 +310,3 @@ def test_a_folder_is_its_files_without_a_home_folder_too(model: Path, monkeypatc
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.delenv("HOME")
     assert fingerprint.content_of(config(model), packed).facts == there
-
-
-def test_a_drafter_is_known_by_its_files_unless_it_is_a_part_of_the_model(model: Path, tmp_path: Path) -> None:
-    """An n-gram drafter's and an MTP head's model is the target; so may be that of a draft model, which has states."""
-    same = SimpleNamespace(model=str(model))
-
-    def known(method: str | None) -> bool:
-        speculation = None if method is None else SimpleNamespace(method=method, draft_model_config=same)
-        load = SimpleNamespace(load_format="auto")
-        config = SimpleNamespace(speculative_config=speculation, model_config=same, load_config=load)
-        return bool(fingerprint.drafter_fingerprint(config, tmp_path))
-
-    assert [known(method) for method in (None, "ngram", "mtp", "draft_model")] == [False, False, False, True]

@@ -47,7 +47,7 @@ def test_what_is_packed_is_unpacked(models: Path, data: bytes, name: str) -> Non
 def test_what_is_in_the_tree_is_unpacked() -> None:
     """The tests' start has done it; what is packed is what engines and simulations read."""
     found = sorted(stored.BENCHMARKS.rglob("*.xz"))
-    assert {path.parent.name for path in found} == {"target", "draft", "eagle3", "traces", "local", "real", "routed"}
+    assert {path.parent.name for path in found} == {"target", "draft", "eagle3", "traces", "local", "real"}
     for packed in found:
         path = packed.with_name(packed.name.removesuffix(".xz").removesuffix(stored.HALVES))
         assert stored.content(packed) == path.read_bytes(), packed
