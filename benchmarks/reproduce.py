@@ -195,7 +195,7 @@ def of_something_else(*, history: bool) -> Iterator[str]:
         found = [
             f"{file}: {problem}"
             for file, content in results(made)
-            if not (file.startswith("clustered_") or made.clustered and "real" in file)
+            if not (file.startswith("clustered") or made.clustered and "real" in file)
             for problem in (*unexplained(made, content), *of_other_traces(content), *(lost(content) if history else []))
         ]
         if not made.stale:

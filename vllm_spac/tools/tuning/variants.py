@@ -61,7 +61,7 @@ def variants(
         # tuned.md (its JSON): the one number of threads that was not slower than the default under either limit.
         found.append(Variant("io_threads=8", base | {"io_threads": 8}))
     if not resident:
-        # recall.md: the next layer's router, untrained, knows four of five experts. Last, since loads are longer than
+        # recall.md: the next layer's router, untrained, knows three of four experts. Last, since loads are longer than
         # layers (scaled.md: 0.98). Trained predictors, which need a file, do not pay (prefetch.md).
         found.append(Variant("prefetch=gate", base | {"prefetch": "gate"}))
     return found
