@@ -144,7 +144,7 @@ def test_arguments_of_a_budget() -> None:
     [
         ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
         ({"lookahead": 3}, "unknown knob 'lookahead'; known knobs: "),
-        ({"execution": "pointers"}, "unknown knob 'execution'; did you mean 'executor'"),
+        ({"execution": "pointers"}, "execution .--spac-execution. is gone; --spac-decisions"),
         ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
         ({"qqq": 3}, "unknown knob 'qqq'; known knobs: preset, slots, store, disk_dir, host_memory, policy, "),
         ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts per layer"),

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.config import presets, rules, tree_shape, types
+from vllm_spac.config.former import FORMER
 from vllm_spac.config.tree_shape import MOST_NODES, TreeShape
 from vllm_spac.errors import ConfigError, brief, shortened
 from vllm_spac.system.machine import DISK_DIR
@@ -410,6 +411,8 @@ def _explain(item: ErrorDetails) -> str:
         return message
     name = shortened(str(item["loc"][0]))
     if item["type"] == "extra_forbidden":
+        if name in FORMER:
+            return f"{name} ({types.flag(name)}) is gone; {FORMER[name]}"
         near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
         return f"unknown knob {name!r}; {hint}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_spac.config.config import SpacConfig, check_knob, value_forms
+from vllm_spac.config.former import FORMER
 from vllm_spac.config.types import flag
 from vllm_spac.errors import ConfigError, brief, printable
 from vllm_spac.integration.hooks import patches
@@ -54,6 +55,8 @@ def _whole(parser: argparse.ArgumentParser) -> Callable[[str], list]:
         given = text.partition("=")[0]
         if given.startswith("--spac"):
             knob = given[len("--spac-") :].replace("-", "_")
+            if knob in FORMER:
+                parser.error(f"{printable(given)} is gone; {FORMER[knob]}")
             near = difflib.get_close_matches(knob, SpacConfig.model_fields, n=1, cutoff=0.75)
             hint = f"did you mean {flag(near[0])}?" if near else "vllm-spac knobs lists all"
             parser.error(f"there is no flag {printable(given)}; {hint}")

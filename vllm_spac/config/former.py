@@ -1,0 +1,5 @@
+"""Knobs that are gone, and what replaces them: nothing but the refusal of their names reads this."""
+
+FORMER: dict[str, str] = {
+    "execution": "--spac-decisions and --spac-kernel say what it said",
+}
