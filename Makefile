@@ -24,7 +24,7 @@ V2 := PYTHONPATH=$(CURDIR)/tests/v2_on_cpu VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INT
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo demo-cluster test test-full test-v2 test-gpu test-gpu-full soak lock families compat recipes results results-timed
+.PHONY: help setup demo demo-cluster test test-full test-v2 test-gpu test-gpu-full soak lock families compat recipes results results-timed docs
 .PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
@@ -82,6 +82,9 @@ results: setup ## make every figure again that is no time, then the documents' t
 results-timed: setup ## the same for the figures that are times: hours, nothing else may run
 	@$(BIN)/python benchmarks/reproduce.py results --timed
 
+docs: setup ## the pages as a searchable site, links checked: .cache/docs/site (DOCS=--serve shows it at 127.0.0.1:8000)
+	@$(BIN)/python .ci/docs.py $(DOCS)
+
 bench: setup ## the plugin and stock vLLM on the toy model: tokens first, then speed
 	@$(BIN)/python benchmarks/serving/run.py
 
@@ -106,5 +109,5 @@ check: setup ## what CI runs: linter, formatting, types, tests
 	@$(MAKE) --no-print-directory test
 
 clean: ## remove .venv and everything that tests, builds and the demo left behind
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache/demo .cache/real
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache/demo .cache/docs .cache/real
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
