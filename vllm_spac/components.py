@@ -1,8 +1,8 @@
 """Builds components by the name of their file: a new policy is one new file and nothing else.
 
 ``FAMILIES`` names the families. A component is a module with one subclass of its family's base: ``NAME.py`` in the
-folder of its family, or ``NAME_NOUN.py``, e.g. ``utility_policy.py``, in a folder of ``methods/``, in ``execution/`` or
-in ``execution/device/``. In a family's folder, modules whose names begin with an underscore are shared.
+folder of its family, or ``NAME_NOUN.py``, e.g. ``utility_policy.py``, in a folder of ``methods/`` or of
+``execution/``. In a family's folder, modules whose names begin with an underscore are shared.
 ``package.module:Class`` names a component outside this package. No engine can serve with a component whose ``offline``
 is not empty; it holds the reason.
 
@@ -173,7 +173,7 @@ def modules(family: str) -> dict[str, str]:
                 found[module.name] = f"{own.__name__}.{module.name}"
     methods = importlib.import_module("vllm_spac.methods")
     shared = [f"{methods.__name__}.{module.name}" for module in pkgutil.iter_modules(methods.__path__) if module.ispkg]
-    for package in ("vllm_spac.execution", "vllm_spac.execution.device", *shared):
+    for package in ("vllm_spac.execution.host", "vllm_spac.execution.device", *shared):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             if (name := module.name.removesuffix(f"_{kind.noun}")) != module.name:
                 found[name] = f"{package}.{module.name}"

@@ -15,7 +15,7 @@ import numpy as np
 from vllm_spac.cache.residency import Placement, Residency
 from vllm_spac.decisions.costs import Costs, Network
 from vllm_spac.decisions.policies.lru import LRU
-from vllm_spac.execution.slot_layers import filled_experts, row_waves
+from vllm_spac.execution.waves import filled_experts, row_waves
 from vllm_spac.methods.od_moe import division
 from vllm_spac.recording.trace_file import Trace, TraceFacts
 from vllm_spac.tools.traces.replayed import rows_of_records

@@ -16,8 +16,9 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution.host.localised import Routed
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.execution.row_shares import runnable
-from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.integration.hooks.graphs import with_moe_layer
 from vllm_spac.integration.layers import custom_ops, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts, SlotKernel
@@ -68,7 +69,7 @@ class Layer(ManagedExperts, Kernel):
         self.spac_kernel = SlotKernel(self, lambda *given: Kernel.forward_modular(self, *given), on_cpu)
 
     def in_slots(self, x, weights, ids):
-        return self.spac_execution.in_slots(self.spac_index, x, weights, ids, self.spac_kernel)
+        return self.spac_execution.slots.run(self.spac_index, Routed(x, weights, ids), self.spac_kernel, None)
 
 
 def padded(rows: int, junk: list[int]) -> torch.Tensor:
@@ -128,7 +129,7 @@ def test_off_the_cpu_ids_that_all_count_stay_where_they_are(slots: int) -> None:
     assert waves or layer.seen[0].untyped_storage().data_ptr() == ids.untyped_storage().data_ptr()
     layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.DECODE),)))
     layer.spac_forward(torch.rand(4, WIDTH), torch.rand(4, TOP_K), padded(1, [-1, -1]))
-    assert up[-1] == (4, TOP_K)
+    assert up[-2:] == [(4, TOP_K), (EXPERTS,)]
 
 
 _BUILT: list[Runtime] = []

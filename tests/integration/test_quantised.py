@@ -24,7 +24,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.device.pointers_execution import PointerExecution
-from vllm_spac.execution.table_execution import TableExecution
+from vllm_spac.execution.host.table_execution import TableExecution
 from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.fingerprint import fingerprint

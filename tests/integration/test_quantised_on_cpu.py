@@ -21,7 +21,7 @@ from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import SpacError
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.model_experts import ModelExperts

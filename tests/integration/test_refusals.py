@@ -781,7 +781,7 @@ def test_without_asking_nothing_changes(moe):
 def test_layers_that_our_kernels_do_not_compute(facts, named):
     from vllm_spac.execution.base import LayerFacts
     from vllm_spac.execution.device.pointers_execution import PointerExecution
-    from vllm_spac.execution.slots_execution import SlotExecution
+    from vllm_spac.execution.host.slots_execution import SlotExecution
 
     plain = LayerFacts("layers.3", "silu")
     PointerExecution.check_layer(plain)

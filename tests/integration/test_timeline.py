@@ -23,7 +23,7 @@ from vllm_spac.cache.transfers import HostRows
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import CpuExperts
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
 from vllm_spac.recording.timeline_recorder import STEP_KINDS, Kind, Recording

@@ -19,7 +19,7 @@ from exactness import FLOAT32, agreeing, assert_same_tokens
 import vllm_spac
 from vllm_spac.core import Rates
 from vllm_spac.decisions.guard.payback import LEAST
-from vllm_spac.execution import slot_layers
+from vllm_spac.execution import cpu_check
 from vllm_spac.execution.device import cpu_share
 from vllm_spac.execution.device.mailbox import Mailbox
 from vllm_spac.integration.loading import assembly
@@ -122,7 +122,7 @@ def test_auto_stops_where_steps_are_longer_than_its_rates_promise(checkpoint, mo
     """The rates let the CPU compute all that is missing; served, each of its computations takes 4 ms more."""
     monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: FOR_THE_CPU)
     spac = {"slots": "50%", "store": "host", "cpu_experts": "auto", "cpu_kernel": "late_experts:LateExperts"}
-    compared = 2 * slot_layers.BLOCK * LEAST
+    compared = 2 * cpu_check.BLOCK * LEAST
     prompts, steps = [[5], [6], [7]], (compared + 80) // 2  # of the second one the last 80 are after the verdict
     with engines.engine(checkpoint("qwen3_moe"), spac, **FLOAT32) as llm:
         monkeypatch.setitem(late_experts.LATE, "seconds", 0.004)

@@ -19,7 +19,7 @@ from vllm_spac.cache.loader import LayerUse
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import Rates
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.execution.slot_layers import SlotLayers
+from vllm_spac.execution.host.slot_layers import SlotLayers
 from vllm_spac.integration.loading import assembly
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, rows_of_records

@@ -26,7 +26,7 @@ from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs, Rate
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.recording.trace_file import DRAFT, PREFILL, Trace
 from vllm_spac.storage.host import HostStore
 from vllm_spac.system.host_blocks import HostBlock

@@ -7,7 +7,7 @@ import torch
 
 from vllm_spac.cache.residency import Placement
 from vllm_spac.execution.device.staging import ExpertBuffers
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 
 
 def spoil(tensor: torch.Tensor) -> None:

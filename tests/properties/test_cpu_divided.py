@@ -26,9 +26,10 @@ from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.decisions.guard import payback
 from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.execution import slot_layers
+from vllm_spac.execution import cpu_check
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.localised import Routed
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.host import HostStore
 
 HIDDEN, EXPERTS, TOP_K, LAYERS = 4, 6, 2, 2
@@ -127,6 +128,9 @@ class Layers:
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return self.pool.forward(layer, x, weights, ids, self, Rows(len(x), as_routed=True))
 
+    def cold(self, layer: int, ids: Tensor) -> np.ndarray | None:
+        return self.pool._layers.cpu.cold(layer, ids.numpy(), None)
+
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of=None, rows: int = 0) -> Tensor:
         assert not self.executor.inside.is_set(), "a kernel runs beside one that must be alone"
         self.calls += 1
@@ -202,11 +206,11 @@ def test_all_hot_all_cold_and_some(make) -> None:
     layers = make(TOTAL - 1, count=2)
     x, weights, _ = routed(2, 0)
     ids = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
-    cold = layers.pool.cold(0, ids)
+    cold = layers.cold(0, ids)
     assert cold.tolist() == [[True, False], [False, True]], "the two with the fewest rows, of three that are missing"
-    layers.pool.in_slots(0, x, weights, ids, layers)
-    assert layers.pool.cold(0, ids) is None, "nothing is missing"
-    assert layers.pool.cold(1, ids[:1]).all() and layers.pool.residency.resident == 3
+    layers.pool.slots.run(0, Routed(x, weights, ids), layers, None)
+    assert layers.cold(0, ids) is None, "nothing is missing"
+    assert layers.cold(1, ids[:1]).all() and layers.pool.residency.resident == 3
 
 
 def test_padding_does_not_weigh(make) -> None:
@@ -215,7 +219,7 @@ def test_padding_does_not_weigh(make) -> None:
     x, weights, _ = routed(8, 0)
     ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 2]], dtype=torch.int32)
     padded = torch.cat([ids, torch.full((4, TOP_K), -1, dtype=torch.int32)])
-    assert layers.pool.cold(0, ids).tolist() == [[True, True], [True, False], [False, False], [False, False]]
+    assert layers.cold(0, ids).tolist() == [[True, True], [True, False], [False, False], [False, False]]
     layers.pool.begin_step(DECODE)
     out = layers.pool.forward(0, x, weights, padded, layers, Rows(4))
     assert torch.allclose(out[:4], layers.all_hot(0, x[:4], weights[:4], ids), atol=1e-5)
@@ -370,8 +374,8 @@ def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
     monkeypatch.setattr(payback, "PAUSE", 50)
     monkeypatch.setattr(payback, "KEEP", 50)
     layers, now, on_cpu = Layers(4, count=2, checked=True), 0.0, []
-    pool, compared = layers.pool, 2 * slot_layers.BLOCK * payback.LEAST
-    pool._layers._check._clock = lambda: now
+    pool, compared = layers.pool, 2 * cpu_check.BLOCK * payback.LEAST
+    pool._layers.cpu._check._clock = lambda: now
     try:
         with caplog.at_level(logging.WARNING, "vllm.spac"):
             for number in range(2 * (compared + 50)):
@@ -386,7 +390,7 @@ def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
                 pool.end_forward()
     finally:
         pool.close()
-    turns = [True] * slot_layers.BLOCK + [False] * 2 * slot_layers.BLOCK + [True] * slot_layers.BLOCK
+    turns = [True] * cpu_check.BLOCK + [False] * 2 * cpu_check.BLOCK + [True] * cpu_check.BLOCK
     assert on_cpu[:compared] == turns * (compared // len(turns))
     assert on_cpu[compared : compared + 50] == [not stops] * 50
     assert pool.counters.cpu_stops == (2 if stops else 0)
@@ -398,7 +402,7 @@ def test_steps_with_prompts_are_not_compared_and_a_balancer_that_is_named_is_not
     prompts = Step((RequestRows(0, 1, RowKind.PREFILL),))
     for checked, step in ((True, prompts), (False, DECODE)):
         layers = make(4, count=2, checked=checked)
-        for number in range(2 * slot_layers.BLOCK):
+        for number in range(2 * cpu_check.BLOCK):
             layers.pool.begin_step(step)
             layers.forward(0, *routed(1, number))
             layers.pool.end_forward()

@@ -18,8 +18,8 @@ from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.execution.row_shares import numbered, numbered_there, numbers_there
-from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.storage.memory import MemoryStore
 
 EXPERTS, TOP_K, WIDTH = 12, 3, 2

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_spac.execution.slot_layers import row_waves
-from vllm_spac.execution.slots_execution import Wave, by_expert
+from vllm_spac.execution.host.slot_runner import Wave, by_expert
+from vllm_spac.execution.waves import row_waves
 
 EXPERTS, HIDDEN = 6, 4
 

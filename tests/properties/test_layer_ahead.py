@@ -19,7 +19,7 @@ from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 
 ROWS = 12  # 36 pairs for 8 experts
 PROMPT = Step((RequestRows(0, ROWS, RowKind.PREFILL),))
@@ -46,7 +46,7 @@ class Pool(SlotExecution):
             self.look(layer, ids, torch.from_numpy(slots))
             self._layers.release(pinned)
             return
-        for wave in self.waves(layer, ids):
+        for wave in self.slots.waves(layer, ids, self._counted):
             meanwhile()
             self.look(layer, ids[wave.rows], wave.slot_ids)
 

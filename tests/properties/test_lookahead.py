@@ -27,7 +27,7 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.memory import MemoryStore
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure

@@ -25,7 +25,7 @@ from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.memory import MemoryStore
@@ -90,7 +90,7 @@ class Pool(SlotExecution):
     def check(self, layer: int, ids: Tensor) -> None:
         """Run a layer and look at what its rows would read, also after everything else had its turn."""
         self.observe(layer, ids)
-        for wave in self.waves(layer, ids):
+        for wave in self.slots.waves(layer, ids, self._counted):
             keys = (ids[wave.rows].long() + layer * SHAPE.experts).flatten()
             for _ in range(2):
                 for tensor in self.tensors.values():

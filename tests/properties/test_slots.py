@@ -22,7 +22,8 @@ from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, Tensor
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slot_runner import Wave
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.memory import MemoryStore
 
@@ -76,6 +77,9 @@ class Pool(SlotExecution):
         for tensor in self.tensors.values():
             found = tensor[slot_ids.long().flatten()].flatten(1).float()
             assert (found == keys[:, None]).all()
+
+    def waves(self, layer: int, ids: Tensor) -> Iterator[Wave]:
+        return self.slots.waves(layer, ids, self._counted)
 
     def check(self, layer: int, ids: Tensor) -> list[list[int]]:
         """Run a layer; returns the rows of its waves."""
@@ -375,7 +379,7 @@ def test_fill_tells_a_failure(pools: list[Pool]) -> None:
 
 def test_routing_of_long_prompts_is_not_kept(pools: list[Pool], monkeypatch) -> None:
     """Where all fit, ids wait to be counted, in a GPU's memory: few forwards of many rows must not fill it."""
-    monkeypatch.setattr("vllm_spac.execution.slots_execution._COUNT_PAIRS", 12)
+    monkeypatch.setattr("vllm_spac.execution.host.step_routing._COUNT_PAIRS", 12)
     pools.append(pool := Pool(SHAPE.total))
     list(pool.fill())
     for kept in (1, 2, 0):

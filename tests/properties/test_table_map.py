@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.exchange import Exchange
-from vllm_spac.execution.table_execution import TableExecution, TableKernel
+from vllm_spac.execution.host.table_execution import TableExecution, TableKernel
 
 
 class Silu:

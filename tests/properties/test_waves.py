@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.execution import slot_layers as waves
+from vllm_spac.execution import waves
 
 
 def drawn(rows: int, experts: int, top_k: int, seed: int) -> np.ndarray:

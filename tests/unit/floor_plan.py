@@ -41,6 +41,7 @@ ORDER = (
     "methods.moe_spec",
     "runtime",
     "execution.device",
+    "execution.host",
     "execution",
     "cache",
     "cpu_kernels",

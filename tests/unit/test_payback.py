@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_spac.decisions.guard.payback import BLOCK, KEEP, LEAST, LONGEST, MOST, PAUSE, Payback, Verdict
-from vllm_spac.execution import slot_layers
+from vllm_spac.execution import cpu_check
 
 COMPARED = 2 * BLOCK  # steps of a pair
 
@@ -115,7 +115,7 @@ def test_of_longer_blocks_the_first_steps_do_not_count() -> None:
 @pytest.mark.parametrize("later", range(0, 4 * BLOCK, 5))
 def test_reads_ahead_that_are_compared_meanwhile_do_not_shift_what_cpu_experts_bring(later: int) -> None:
     """Both take turns in the same steps; ``later`` is how many steps one began after the other."""
-    ahead, cpu = Payback(), Payback(slot_layers.BLOCK, slot_layers.SETTLE, slot_layers.MOST)
+    ahead, cpu = Payback(), Payback(cpu_check.BLOCK, cpu_check.SETTLE, cpu_check.MOST)
     for _ in range(later):
         ahead.end_step(1, 1.0)
     verdict = None

@@ -18,7 +18,7 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
-from vllm_spac.execution.slot_layers import row_waves
+from vllm_spac.execution.waves import row_waves
 from vllm_spac.recording.trace_file import PREFILL, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.tools.traces import trace_statistics
 from vllm_spac.tools.traces.replayed import parts

@@ -23,10 +23,10 @@ from vllm_spac.core import MoEShape, Step
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.mailbox import Mailbox, check_processor
 from vllm_spac.execution.device.staging import ROWS as STAGED_ROWS
 from vllm_spac.execution.exchange import Stream
-from vllm_spac.execution.slot_layers import CpuCheck
 from vllm_spac.kernels.types import Division
 from vllm_spac.storage.base import ExpertStore
 

@@ -49,6 +49,7 @@ from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
+from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.draft_lookahead import DraftLookahead
@@ -56,7 +57,7 @@ from vllm_spac.execution.device.slot_offers import Learned
 from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.row_shares import numbered_there, numbers_there
-from vllm_spac.execution.slot_layers import CpuCheck, filled_experts
+from vllm_spac.execution.waves import filled_experts
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system.host_memory import gib

@@ -8,7 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.cache.residency import ExpertActivity
 from vllm_spac.core import NOT_RUN, MoEShape, selected
+from vllm_spac.recording.metrics import Counters
+
+_COUNT_BATCH = 1024  # forwards of layers whose routing is kept before it is counted
+_COUNT_PAIRS = 4 << 20  # (row, expert) pairs kept: 16 MiB of ids, possibly in GPU memory
 
 
 class StepRouting:
@@ -55,6 +60,21 @@ class StepRouting:
         for layer, ids in self._kept:
             by_layer[layer] += self._sums(ids.cpu().numpy().ravel(), None)
         return counts
+
+    def count_hits(self, counters: Counters, activity: ExpertActivity | None) -> None:
+        """Counts forwards whose experts all had their slots, and forgets them; many at once, since it waits for ids."""
+        if not self._kept:
+            return
+        if activity is not None:
+            activity.observe(self.uses())
+        counters.hits += self.distinct()
+        counters.waves += len(self._kept)
+        self.clear()
+
+    @property
+    def many(self) -> bool:
+        """Whether ``count_hits`` is due."""
+        return len(self._kept) >= _COUNT_BATCH or self.pairs >= _COUNT_PAIRS
 
     def counts(self, rows: Sequence[slice], weights: Sequence[float] | None = None) -> np.ndarray | None:
         """Returns how many of ``rows`` selected each expert, as in ``Policy.observe``; None if there are none.

@@ -19,7 +19,7 @@ from vllm_spac.core import MoEShape
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.execution.address_table import check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.base import LayerFacts, LayerKernel, Rows
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.base import ExpertStore
 
 logger = logging.getLogger("vllm.spac")

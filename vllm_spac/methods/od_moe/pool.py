@@ -22,7 +22,7 @@ from vllm_spac.decisions.policies.base import PolicyContext
 from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen
 from vllm_spac.errors import SpacError
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.methods.od_moe.worker_link import Service
 from vllm_spac.storage.base import ExpertStore, allocate

@@ -23,8 +23,8 @@ from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import START, Predictor, Seen
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
+from vllm_spac.execution.host.step_routing import StepRouting
 from vllm_spac.execution.row_shares import runnable
-from vllm_spac.execution.step_routing import StepRouting
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.recording.metrics import Counters

@@ -25,7 +25,7 @@ from vllm_spac.decisions.balancers.waterfill import Waterfill
 from vllm_spac.decisions.costs import WIDTH, ExpertSize, HostWork, fit_host_work
 from vllm_spac.decisions.policies.reuse import Reuse
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.host import HostStore
 from vllm_spac.system.machine import unbind

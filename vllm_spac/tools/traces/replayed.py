@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.execution.slot_layers import filled_experts, row_waves
+from vllm_spac.execution.waves import filled_experts, row_waves
 from vllm_spac.recording.trace_file import DRAFT, PREFILL, STEP_KINDS, Trace
 from vllm_spac.tools.traces.trace_statistics import draft_depths
 

@@ -26,8 +26,8 @@ from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import START, Seen, Signal
+from vllm_spac.execution.host.slot_layers import HeldRows, SlotLayers
 from vllm_spac.execution.row_shares import Share
-from vllm_spac.execution.slot_layers import HeldRows, SlotLayers
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Replay
@@ -126,7 +126,7 @@ class SlotsReplay(Replay[np.ndarray]):
         if self.layers.looks:
             self.layers.look(layer, None, torch.from_numpy(routed), self._weights())
         self._number += 1
-        cold = self.layers.cold(layer, routed, counters)
+        cold = self.layers.cpu.cold(layer, routed, counters)
         hot, on_cpu, deciding = self._divide(routed, cold)
         self.link.take_waited()
         took = computed = 0.0
@@ -134,7 +134,7 @@ class SlotsReplay(Replay[np.ndarray]):
             seconds, busy = self._run(layer, hot, wave)
             took, computed = took + seconds, computed + busy
         self.link.spend(max(0.0, on_cpu - took) + deciding)
-        self.layers.admit()
+        self.layers.cpu.admit()
         took = max(took, on_cpu) + deciding
         outcome.seconds += took
         outcome.stall_seconds += took - computed

@@ -1,0 +1,1 @@
+"""Layers whose loads the host chooses, between router and kernel; ``slots_execution`` shows it."""
