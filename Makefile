@@ -24,7 +24,7 @@ V2 := PYTHONPATH=$(CURDIR)/tests/v2_on_cpu VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INT
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo demo-cluster test test-full test-v2 test-gpu test-gpu-full soak lock families compat recipes results results-timed docs
+.PHONY: help setup demo demo-cluster test test-changed test-full test-v2 test-gpu test-gpu-full soak lock families compat recipes results results-timed docs
 .PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
@@ -50,6 +50,10 @@ test: setup ## unit, property and contract tests and the short engine tests, two
 test-full: setup ## all tests that need no GPU, also the slow ones
 	@$(PYTEST) $(PARALLEL) -m "not gpu" -rs
 	@$(MAKE) --no-print-directory test-v2
+
+test-changed: setup ## only what a change reaches by imports (BASE=commit to compare with, FAR=imports to follow: 3)
+	@files=$$($(BIN)/python tests/unit/changed.py $(if $(BASE),--base $(BASE)) $(if $(FAR),--far $(FAR))) || exit 1; \
+		[ -z "$$files" ] && echo "nothing has changed" || $(PYTEST) $(PARALLEL) -m "not full and not gpu" -rs $$files
 
 test-v2: setup ## the engine tests with vLLM's V2 runner, a GPU's default, on this CPU: some 25 minutes
 	@$(V2) $(PYTEST) $(PARALLEL) -m "not gpu and (v2 or not full)" -rs tests/parity
