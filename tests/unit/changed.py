@@ -1,9 +1,9 @@
 """Prints the test files that a change reaches by imports, the nearest first: what ``make test-changed`` runs.
 
 ``python tests/unit/changed.py [--base COMMIT] [--far N]`` compares the working tree with the commit (by default where
-this branch left main) and follows N imports (3); 9 is nearly everything. Tests that start engines reach nearly all of the
-product: they are printed only if they, or what they import below ``tests/``, import a file that changed. Components are
-found by name, so theirs are the contract tests. A file that is no module stands for the tests that name it.
+this branch left main) and follows N imports (3); 9 is nearly everything. Tests that start engines reach nearly all of
+the product: they are printed only if they, or what they import below ``tests/``, import a file that changed. Components
+are found by name, so theirs are the contract tests. A file that is no module stands for the tests that name it.
 """
 
 from __future__ import annotations
