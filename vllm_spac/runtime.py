@@ -13,17 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vllm_spac.core import NO_EXPERT, RowKind, Step
+from vllm_spac.core import NO_EXPERT, Step
 from vllm_spac.decisions.guard.chooser import Chooser
+from vllm_spac.decisions.guard.draft_account import DraftAccount
 from vllm_spac.decisions.predictors.base import DRAFTING
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
 from vllm_spac.execution.exchange import CurrentCudaStream, capturing
+from vllm_spac.execution.rerouting import Rerouting
 from vllm_spac.recording.recordings import Recordings
+from vllm_spac.recording.step_recorder import StepRecorder
 from vllm_spac.recording.timeline_file import TimelineWriter
-from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
+from vllm_spac.recording.timeline_recorder import Timeline
 from vllm_spac.recording.trace_writer import TraceWriter
-from vllm_spac.recording.watchdog import Notes, Watchdog
+from vllm_spac.recording.watchdog import Watchdog
 from vllm_spac.system.threads import Closer
 
 logger = logging.getLogger("vllm.spac")
@@ -42,76 +45,6 @@ class Listener(Protocol):
         """
 
 
-class Asked(Protocol):
-    """Settings of a budget, as ``Runtime.change_budget`` looks at them."""
-
-    @property
-    def active(self) -> bool:
-        """Whether they change any routing."""
-
-    @property
-    def alpha(self) -> float | None:
-        """Exponent of the rows' votes; None for uniform ones."""
-
-
-class Rerouting(Protocol):
-    """Changes what routers chose: a budget (``methods.moe_spec``), or nothing."""
-
-    @property
-    def active(self) -> bool:
-        """Whether ``apply`` changes anything."""
-
-    @property
-    def weighs(self) -> bool:
-        """Whether rows count by the probability that they are reached."""
-
-    @property
-    def settings(self) -> Any:
-        """Those in force."""
-
-    @property
-    def captured(self) -> bool:
-        """Whether CUDA graphs hold its launches."""
-
-    def describe(self) -> str:
-        """A short description of what is in force, for the log."""
-
-    def change(self, settings: Any) -> None:
-        """Uses ``settings`` from the next step on; changes nothing if it raises."""
-
-    @property
-    def uncut(self) -> str:
-        """Why the device cannot cut drafts beside what is in force; empty if it can."""
-
-    def begin_step(self, step: Step, cut: Tensor | None = None, reached: Tensor | None = None) -> Step:
-        """Begins a forward; returns ``step`` with the rows' votes, as far as the host knows them.
-
-        Args:
-            cut: bool [rows, 1] on the device, rows without a vote.
-            reached: float64 [rows] there, the probability that each row is reached.
-        """
-
-    def end_step(self) -> None:
-        """Ends it."""
-
-    def apply(
-        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, step: Step, *, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the weights and ids [rows, k] to run in layer ``index``; see ``Listener.route``."""
-
-    def capture(
-        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """``apply`` as launches that a CUDA graph can hold."""
-
-    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor) -> None:
-        """Launches in a dummy forward what will be captured."""
-
-    @property
-    def guess(self) -> Tensor | None:
-        """float [rows, N]: scores of the layer behind the one that was routed last, which decide what it will run."""
-
-
 class Runtime:
     """Interface between one model's layers and runner and the components of this package.
 
@@ -125,8 +58,9 @@ class Runtime:
         failed: called with the error of a layer before it is raised.
 
     Attributes:
-        timeline: records events of the forward thread; None: nobody records.
+        recorder: records events of the forward thread, and notes what was done last.
         recordings: the files that are recorded, and why one of them stopped.
+        drafts: what drafts cost and bring.
         rerouted: chooses experts in place of the budget, outside of steps; arguments and result as of ``route``.
         cut_rows: bool [rows, 1] on the device, at a fixed address: rows of the step whose drafts were cut there and run
             no expert. None: nothing cuts any.
@@ -134,8 +68,6 @@ class Runtime:
         reached: float64 [rows] on the device, at a fixed address: the probability that each row of the step is reached,
             for weighted votes; None: it is known on the host, or votes are not weighted.
         weighed: whether it is that of the step.
-        notes: what was done last, for who looks whether a step stands still.
-        turns: steps that some running requests did not share; how many did the last step, and how many did not.
     """
 
     def __init__(
@@ -151,31 +83,29 @@ class Runtime:
         assert trace is None or len(executions) == 1
         self.executions = list(executions)
         self.budget = budget
-        self.chooser = chooser
+        self.drafts = DraftAccount(chooser, clock)
         self.listeners: list[Listener] = []
         self.recordings = Recordings(trace, saved, clock)
-        self.timeline: Timeline | None = None
+        self.recorder = StepRecorder()
         self.rerouted: Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self.cut_rows: Tensor | None = None
         self.cutting = False
         self.reached: Tensor | None = None
         self.weighed = False
-        self.notes = Notes()
-        self._clock = clock
         self._failed = failed
         self._step: Step | None = None  # while its layers run
         self._rows = 0  # of that step
         self._warming = False
         self._replayed = False
-        self._timed: tuple[Step, float, int] | None = None  # step, its start, ``_missed`` then
-        self._drafting = 0.0  # seconds of the drafter since the step began
-        self._began = 0  # when the step began, in the timeline
         self._first_layer: dict[int, int] = {}  # of all layers, by the id of the execution; for what is recorded
-        self._watchdogs: list[Watchdog] = []  # one, or none
+        layers = 0
+        for execution in self.executions:
+            self._first_layer[id(execution)] = layers
+            layers += len(execution.shape.layers)
         self._unknown: torch.device | None = None  # whose stream is known once a step begins
         self._stream: CurrentCudaStream | None = None
         # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
-        self.close = Closer(self, partial(_close, self._watchdogs, self.recordings, tuple(executions)))
+        self.close = Closer(self, partial(_close, self.recorder.watchdogs, self.recordings, tuple(executions)))
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -188,17 +118,11 @@ class Runtime:
 
     def watch(self, timeline: Timeline | None) -> None:
         """Records the following steps in ``timeline``; None ends that. Called between steps."""
-        self.timeline, self._began, experts = timeline, 0, 0
-        self._number_layers()
+        self.recorder.watch(timeline)
+        experts = 0
         for execution in self.executions:
             execution.watch(timeline, experts)
             experts += execution.shape.total
-
-    def _number_layers(self) -> None:
-        layers = 0
-        for execution in self.executions:
-            self._first_layer[id(execution)] = layers
-            layers += len(execution.shape.layers)
 
     def report_stalls(self, folder: Path, device: torch.device) -> None:
         """Has a thread look from now on whether a step stands still; called once.
@@ -207,21 +131,18 @@ class Runtime:
             folder: of its reports.
             device: that runs the layers.
         """
-        self._number_layers()
         self._unknown = device if device.type == "cuda" else None
-        self._watchdogs.append(Watchdog(self.notes, folder))
+        self.recorder.report_stalls(folder)
 
     def begin_step(self, step: Step) -> None:
         """Starts a forward for real requests."""
         if self._warming:
             return
-        self.notes.begin(step.rows, step.prompts)
+        self.recorder.begin(step)
         if self._unknown is not None:
             self._stream, self._unknown = CurrentCudaStream(self._unknown), None
-        if self.timeline is not None:
-            self._began = now()
         self._step, self._rows = step, step.rows
-        self._timed, self._drafting = (step, self._clock(), 0 if self.chooser is None else self.missed), 0.0
+        self.drafts.begin(step, 0 if self.drafts.chooser is None else self.missed)
         there = self.cut_rows if self.cutting else None, self.reached if self.weighed else None
         votes = self.budget.begin_step(step, *there)
         for execution in self.executions:
@@ -281,7 +202,7 @@ class Runtime:
                 """start it with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
             )
 
-    def change_budget(self, settings: Asked) -> None:
+    def change_budget(self, settings: Any) -> None:
         """Uses ``settings`` from the next step on; changes nothing if it raises.
 
         Raises:
@@ -327,18 +248,16 @@ class Runtime:
         as_routed = (self._step is not None or self.rerouted is not None) and whole
         record = None if self.recordings.trace is None else self._record
         rows = Rows(real, as_routed, record, self.cutting, self.budget.guess)
-        timeline = None if self._step is None else self.timeline
-        start = 0 if timeline is None else now()
-        if self._step is not None:
-            self.notes.add("layer", self._first_layer.get(id(execution), 0) + layer)
+        number = self._first_layer[id(execution)] + layer
+        entered = None if self._step is None else self.recorder.enter(number)
         try:
             out = execution.forward(layer, x, weights, ids, kernel, rows)
         except Exception as error:
             if self._failed is not None:
                 self._failed(error)
             raise
-        if timeline is not None:
-            timeline.add(Kind.LAYER, start, self._first_layer[id(execution)] + layer, real)
+        if entered is not None:
+            self.recorder.leave(entered, number, real)
         return out
 
     def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:
@@ -350,18 +269,11 @@ class Runtime:
         """Called when the layers have finished or failed; what runs until the next step (profiling, warm-up) is not
         counted."""
         step, self._step = self._step, None
-        if step is not None:
-            self.notes.add("end of the layers, rows", step.rows)
         self.cutting = self.weighed = False
-        timeline, start = (self.timeline if self._began and step is not None else None), 0
-        if timeline is not None and step is not None:
-            timeline.add(Kind.FORWARD, self._began, step.rows, len(step.requests))
-            start = now()
-        self.budget.end_step()
-        for execution in self.executions:
-            execution.end_forward()
-        if timeline is not None:
-            timeline.add(Kind.UPDATE, start)
+        with self.recorder.ending(step):
+            self.budget.end_step()
+            for execution in self.executions:
+                execution.end_forward()
 
     @property
     def missed(self) -> int:
@@ -377,19 +289,7 @@ class Runtime:
     @property
     def in_step(self) -> bool:
         """Whether a step has begun and not ended: its layers run, or drafts are made of its tokens."""
-        return self._timed is not None
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether the last step contained prefill rows."""
-        return self._timed is not None and self._timed[0].prompts
-
-    def draft_length(self) -> int | None:
-        """Most draft tokens per request that may be made for the next step; None leaves the number to vLLM."""
-        if self.chooser is None:
-            return None
-        generating = sum(r.kind != RowKind.PREFILL for r in self._timed[0].requests) if self._timed else 0
-        return self.chooser.allows(generating or None)
+        return self.drafts.step is not None
 
     @property
     def looks_at_drafts(self) -> bool:
@@ -413,23 +313,20 @@ class Runtime:
         Args:
             forwards: that it took, one after another; None: one for each of the drafts.
         """
-        self._drafting = seconds
-        self.notes.add("drafts made", drafts)
+        self.recorder.notes.add("drafts made", drafts)
         forwards = drafts if forwards is None else forwards
-        if not forwards or self.in_prompt:  # whose rows the drafter reads, too
+        self.drafts.made(forwards, seconds)
+        if not (drafts and forwards) or self.drafts.in_prompt:  # whose rows the drafter reads, too
             return
-        if self.chooser is not None:
-            self.chooser.making(forwards, seconds)
         for execution in self.executions:
-            if drafts and execution.balancer is not None:
+            if execution.balancer is not None:
                 execution.balancer.drafted(seconds / drafts)
 
     @property
     def counts_tokens(self) -> bool:
         """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
-        return self._timed is not None and (
-            self.recordings.trace is not None or self.chooser is not None or self.timeline is not None
-        )
+        recorded = self.recordings.trace is not None or self.recorder.timeline is not None
+        return self.in_step and (recorded or self.drafts.chooser is not None)
 
     def end_step(self, tokens: Sequence[int] | None, paths: Sequence[Sequence[int]] | None = None) -> None:
         """Ends a step.
@@ -438,24 +335,9 @@ class Runtime:
             tokens: number of tokens that each request of the step emitted; None when it is not known on the host.
             paths: numbers of each request's accepted drafts, ascending; None: they are the first of its drafts.
         """
-        timed, self._timed = self._timed, None
-        self.notes.end("end of a step")
-        if self.timeline is not None and self._began and timed is not None:
-            count = UNKNOWN if tokens is None else sum(tokens)
-            self.timeline.add(Kind.STEP, self._began, STEP_KINDS.index(timed[0].kind), count)
-        self._began = 0
-        if self.chooser is not None and tokens is not None and timed is not None:
-            step, start, before = timed
-            answered = [
-                (r.drafts, count)
-                for count, r in zip(tokens, step.requests, strict=True)
-                if r.kind != RowKind.PREFILL and count
-            ]
-            drafts, emitted = [drafts for drafts, _ in answered], [count for _, count in answered]
-            seconds, missed = self._clock() - start, self.missed - before
-            verdict = self.chooser.took(drafts, emitted, len(step.requests), seconds, self._drafting, missed)
-            if verdict is not None and verdict.changes:
-                logger.info("spac: %s", verdict.of_drafts)
+        self.recorder.end(tokens)
+        if (said := self.drafts.end(tokens, self.missed)) is not None:
+            logger.info("spac: %s", said)
         saved = self.recordings.timeline
         self.recordings.end_step(tokens, paths)
         if self.recordings.timeline is not saved:  # nobody will read what is recorded; a live page begins anew

@@ -185,7 +185,7 @@ def test_nothing_is_recorded_unless_asked_for(monkeypatch) -> None:
     try:
         for step in (PREFILL, DECODE, DECODE):
             model.run(runtime, step)
-        assert runtime.timeline is None and not runtime.counts_tokens
+        assert runtime.recorder.timeline is None and not runtime.counts_tokens
     finally:
         runtime.close()
 

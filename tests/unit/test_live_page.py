@@ -326,9 +326,9 @@ def test_looking_away_ends_all_recording() -> None:
     for _ in range(2):
         worker.spac_look()
         worker.spac_look()
-        assert execution.watching is experts.runtime.timeline is not None
+        assert execution.watching is experts.runtime.recorder.timeline is not None
         worker.spac_look_away()
-        assert execution.watching is experts.runtime.timeline is execution.residency.activity is None
+        assert execution.watching is experts.runtime.recorder.timeline is execution.residency.activity is None
 
 
 def test_a_timeline_that_the_user_wants_goes_on() -> None:
@@ -338,7 +338,7 @@ def test_a_timeline_that_the_user_wants_goes_on() -> None:
     saved.timeline.add(Kind.LAYER, 1)
     view.report()
     view.close()
-    assert execution.watching is experts.runtime.timeline is saved.timeline
+    assert execution.watching is experts.runtime.recorder.timeline is saved.timeline
 
 
 def test_a_page_looks_on_when_the_timeline_cannot_be_written() -> None:
@@ -357,6 +357,6 @@ def test_a_page_looks_on_when_the_timeline_cannot_be_written() -> None:
             runtime.end_step([1])
         report = view.report()
     assert runtime.recordings.stopped and report["time"]["steps"] == 2
-    assert runtime.timeline is not saved.timeline
+    assert runtime.recorder.timeline is not saved.timeline
     view.close()
-    assert runtime.timeline is execution.watching is None
+    assert runtime.recorder.timeline is execution.watching is None

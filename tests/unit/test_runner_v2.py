@@ -64,7 +64,7 @@ def test_a_step_is_made_of_plain_numbers() -> None:
 def test_only_a_guarded_step_without_drafts_is_sampled_plainly(chooser, drafts, hybrid) -> None:
     """Then of each request the last row, also behind a chunk of a prompt."""
     runner = SimpleNamespace(
-        _spac_experts=SimpleNamespace(runtime=SimpleNamespace(chooser=chooser)),
+        _spac_experts=SimpleNamespace(runtime=SimpleNamespace(drafts=SimpleNamespace(chooser=chooser))),
         model_config=SimpleNamespace(is_hybrid=hybrid),
         query_start_loc=SimpleNamespace(gpu=torch.tensor([0, 4, 5, 99, 99], dtype=torch.int32)),
     )

@@ -55,7 +55,7 @@ def test_the_chooser_hears_of_drafts_tokens_and_seconds() -> None:
     for tokens in ([1, 1], [3, 1]):
         run.begin_step(VERIFY)
         run.end_forward()
-        run.draft_length()
+        run.drafts.length()
         run.drafted(2, 0.25)
         run.end_step(tokens)
     assert chooser.told == [(2, 0.25), ([2, 2], [1, 1], 2, 1.0, 0.25, 0), (2, 0.25), ([2, 2], [3, 1], 2, 1.0, 0.25, 0)]
@@ -118,19 +118,19 @@ def test_prompts_emit_nothing_that_the_chooser_counts() -> None:
     chooser = Told()
     run = runtime(chooser=chooser)
     run.begin_step(MIXED)
-    assert run.in_prompt
+    assert run.drafts.in_prompt
     run.end_forward()
-    run.draft_length()
+    run.drafts.length()
     run.drafted(2, 0.25)
     run.end_step([2, 1])
     assert chooser.told == [([2], [2], 2, 1.0, 0.25, 0)] and chooser.asked == [1]
-    assert not run.in_prompt
+    assert not run.drafts.in_prompt
 
 
 def test_without_a_chooser_or_tokens_nothing_is_decided() -> None:
     run = runtime()
     run.begin_step(VERIFY)
-    assert run.draft_length() is None
+    assert run.drafts.length() is None
     run.end_step([1, 1])
     chooser = Told()
     run = runtime(chooser=chooser)

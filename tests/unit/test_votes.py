@@ -194,9 +194,9 @@ class Runner(SimpleNamespace):
 @pytest.mark.parametrize("weighs", [True, False])
 def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     budget = SimpleNamespace(weighs=weighs)
-    runtime = SimpleNamespace(budget=budget, draft_length=lambda: 2, in_prompt=False)
-    runtime.chooser, runtime.timeline, runtime.drafted = Chooser(4), None, lambda drafts, seconds, forwards: None
-    runtime.looks_at_drafts = False
+    drafts = SimpleNamespace(length=lambda: 2, in_prompt=False, chooser=Chooser(4))
+    runtime = SimpleNamespace(budget=budget, drafts=drafts, recorder=SimpleNamespace(timeline=None))
+    runtime.drafted, runtime.looks_at_drafts = lambda drafts, seconds, forwards: None, False
     experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
     runner = Runner(_spac_experts=experts, drafter=Drafter(list(logits)))

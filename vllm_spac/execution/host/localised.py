@@ -112,7 +112,7 @@ def localise(
 def _localise_part(
     x: Tensor, weights: Tensor, ids: Tensor, chosen: Tensor, rows: Rows, local_of: Tensor, *, whole: bool
 ) -> Localised:
-    real, run, masked = slice(rows.real), runnable(chosen, rows.real), weights
+    real, run, masked = slice(rows.real), runnable(chosen, rows.real), weights.masked_fill(ids < 0, 0)
     local = numbered(chosen, local_of, rows.real)
     share = Share.of(local, local >= 0)
     if whole and len(share.rows):

@@ -92,7 +92,7 @@ def _failed(runner: Any, error: Exception) -> None:
     if isinstance(error, SpacError):
         vars(runner).setdefault(_BROKEN, copy.copy(error))
     if (experts := managed_experts(runner)) is not None:
-        experts.runtime.notes.end("error")
+        experts.runtime.recorder.notes.end("error")
         last_words.tell(error)
         experts.ranks.failed(error)
 

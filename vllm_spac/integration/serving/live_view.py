@@ -85,10 +85,10 @@ class LiveView:
 
     def _watched(self) -> Timeline:
         """Returns what the engine records its steps in; begins it where nobody does, or no longer does."""
-        if self._runtime.timeline is None:
+        if self._runtime.recorder.timeline is None:
             self._runtime.watch(Timeline(capacity_of(_STEPS, len(self._serving.timeline_facts.layers))))
-        assert self._runtime.timeline is not None
-        return self._runtime.timeline
+        assert self._runtime.recorder.timeline is not None
+        return self._runtime.recorder.timeline
 
     def _budget(self) -> dict[str, Any]:
         control = self._serving.budget

@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.execution.rerouting import Rerouting
 from vllm_spac.methods.moe_spec import host_cut, replay
 from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass, selected_mass
@@ -93,7 +94,7 @@ class SpeculationLaunches(Protocol):
         """Returns weights and ids [rows, k]; rows without a vote keep theirs. Adds to ``counted`` what it changed."""
 
 
-class BudgetControl:
+class BudgetControl(Rerouting):
     """The budget of one model; ``change`` may be called between any two steps.
 
     Steps launched by the host go through ``apply``, which selects the rows that vote. A CUDA graph holds the launches

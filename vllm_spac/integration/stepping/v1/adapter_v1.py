@@ -29,7 +29,7 @@ class AdapterV1(RunnerAdapter):
 
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecoding:
         runtime = experts.runtime
-        return TreeDecoding(runner, shape, scratch, lambda: runtime.chooser)
+        return TreeDecoding(runner, shape, scratch, lambda: runtime.drafts.chooser)
 
     def follow_drafts(self, runner: Any, experts: Any) -> None:
         """Does nothing: the host does, before it plans a step."""

@@ -114,12 +114,12 @@ def _proposing(propose: Callable):
             trees.restore(sampled, [hidden, *(auxiliary or ())])
         if experts is None:
             return propose(self, scheduler_output, *args, **kwargs)
-        runtime, chooser, requests = experts.runtime, experts.runtime.chooser, self.input_batch.req_ids
+        runtime, chooser, requests = experts.runtime, experts.runtime.drafts.chooser, self.input_batch.req_ids
         if chooser is not None:
             for request, said in zip(requests, _said(args[0]), strict=True):
                 chooser.answered(request, said)
-        length, start = runtime.draft_length(), now()
-        if length == 0 and not runtime.in_prompt:
+        length, start = runtime.drafts.length(), now()
+        if length == 0 and not runtime.drafts.in_prompt:
             return [[] for _ in requests]
         if length is not None:
             planned = scheduler_output.num_spec_tokens_to_schedule
@@ -131,8 +131,8 @@ def _proposing(propose: Callable):
         if chooser is not None and trees is None:
             drafts = _kept(chooser, requests, drafts, chances)
         runtime.drafted(most, seconds, None if trees is None else trees.forwards)
-        if runtime.timeline is not None:
-            runtime.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
+        if runtime.recorder.timeline is not None:
+            runtime.recorder.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts
 
     return proposed
@@ -165,7 +165,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
     """
     experts, logits = managed_experts(self), None
     routing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    chooser = experts.runtime.chooser
+    chooser = experts.runtime.drafts.chooser
     observers: list[Callable[[Tensor, Tensor], None]] = []
     if trees_of(self) is None:
         if experts.runtime.budget.weighs or (chooser is not None and shows_logits(self.speculative_config)):
@@ -251,7 +251,7 @@ def unless_plain(calculate: Callable):
 
     def calculated(self, num_draft_tokens: np.ndarray, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
-        unguarded = experts is None or experts.runtime.chooser is None
+        unguarded = experts is None or experts.runtime.drafts.chooser is None
         if unguarded or num_draft_tokens.any() or self.model_config.is_hybrid:
             return calculate(self, num_draft_tokens, *args, **kwargs)
         return PlainSampling(self.query_start_loc.gpu[1 : 1 + len(num_draft_tokens)] - 1)
@@ -277,8 +277,8 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
     experts = managed_experts(runner)
     drafted = experts.drafted if experts.runtime.budget.weighs else None
     experts.drafted.forget(scheduled.finished_req_ids)
-    if experts.runtime.chooser is not None:
-        experts.runtime.chooser.forget(scheduled.finished_req_ids)
+    if experts.runtime.drafts.chooser is not None:
+        experts.runtime.drafts.chooser.forget(scheduled.finished_req_ids)
     for index, request in enumerate(batch.req_ids):
         stop = start + scheduled.num_scheduled_tokens[request]
         drafts = scheduled.scheduled_spec_decode_tokens.get(request, ())
