@@ -66,13 +66,11 @@ class Step:
         draft: [rows, layers, k] on the device that runs the layers, what was chosen when the draft model read the token
             of each row (``Seen.draft_ids``); None where nothing looks at it.
         bounds: most experts that all rows together run, of each layer of the model; None: as many as they choose.
-        aside: other running requests, which wait while those of the step have their turn.
     """
 
     requests: tuple[RequestRows, ...] = ()
     draft: torch.Tensor | None = field(default=None, compare=False)
     bounds: tuple[int, ...] | None = field(default=None, compare=False)
-    aside: int = field(default=0, compare=False)
 
     @property
     def rows(self) -> int:

@@ -161,7 +161,6 @@ class Runtime:
         self.reached: Tensor | None = None
         self.weighed = False
         self.notes = Notes()
-        self.turns = {"steps": 0, "sharing": 0, "aside": 0}
         self._clock = clock
         self._failed = failed
         self._step: Step | None = None  # while its layers run
@@ -219,8 +218,6 @@ class Runtime:
         self.notes.begin(step.rows, step.prompts)
         if self._unknown is not None:
             self._stream, self._unknown = CurrentCudaStream(self._unknown), None
-        taken = self.turns["steps"] + (step.aside > 0)
-        self.turns = {"steps": taken, "sharing": len(step.requests), "aside": step.aside}
         if self.timeline is not None:
             self._began = now()
         self._step, self._rows = step, step.rows

@@ -653,38 +653,6 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
 
 
 @pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({}, None),
-        ({"async_scheduling": True}, "with async scheduling.*; add --no-async-scheduling, or use --spac-guard off"),
-        ({"scheduler_cls": "a.B"}, "another --scheduler-cls; drop --scheduler-cls, or use --spac-guard off"),
-    ],
-)
-def test_where_requests_cannot_take_turns(given, remedy):
-    from vllm_spac.config.config import SpacConfig
-    from vllm_spac.integration import compatibility
-
-    config = SimpleNamespace(
-        speculative_config=None,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False),
-        scheduler_config=SimpleNamespace(**{"async_scheduling": False, "scheduler_cls": None} | given),
-    )
-    compatibility.check(SpacConfig(guard="off"), config, gpu=False)
-    if remedy is None:
-        compatibility.check(SpacConfig(guard="off@gap=2"), config, gpu=False)
-    else:
-        with pytest.raises(ValueError, match=f"spac: guard=off@gap=2 .--spac-guard. cannot work here: .*{remedy}"):
-            compatibility.check(SpacConfig(guard="off@gap=2"), config, gpu=False)
-
-
-def test_only_requests_that_take_turns_have_our_scheduler(moe):
-    from vllm_spac.integration.hooks.slice_scheduler import SliceScheduler
-
-    assert engine_config(moe, {"guard": "off@gap=0.5"}).scheduler_config.get_scheduler_cls() is SliceScheduler
-    assert engine_config(moe, {}).scheduler_config.scheduler_cls is None
-
-
-@pytest.mark.parametrize(
     ("knobs", "v2", "method", "remedy"),
     [
         ({}, False, "eagle3", None),

@@ -48,7 +48,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
         *PREDICTORS,
     ),
     "predictor_file": ("FILE",),
-    "guard": ("on", "on@gap=2", "off@gap=2"),
+    "guard": ("on", "off"),
     "tree": (1, 2, 16),
     "tree_shape": ("static", "[[0],[1]]", "dynamic@depth=1", "static@width=1"),
     "cpu_experts": ("auto", "2", "waterfill", "threshold"),

@@ -190,13 +190,8 @@ def test_arguments_of_a_budget() -> None:
             {"tree_shape": "static@depth=3"},
             r"tree_shape \(--spac-tree-shape\) has no effect without a tree; add --spac-tree",
         ),
-        (
-            {"tree": 3, "guard": "on@gap=2"},
-            r"own scheduler, and so does gap=2.*drop --spac-tree, or use --spac-guard on",
-        ),
-        ({"guard": "on@gap=0"}, r"gap=0: use a number from 0.01 to 3600"),
-        ({"guard": "on@gaps=1"}, "on has no argument 'gaps'; it has gap"),
-        ({"guard": "yes"}, r"use on@gap=... or off@gap=..."),
+        ({"guard": "yes"}, r"\(--spac-guard\).* 'on' or 'off'"),
+        ({"guard": "on@gap=2"}, r"\(--spac-guard\).* 'on' or 'off'"),
         ({"tree": 3, "tree_shape": "wide"}, r"\(--spac-tree-shape\)='wide': use static, dynamic, or a list"),
         (
             {"tree": 3, "tree_shape": "[[0],[1],[1,0]]@width=2"},

@@ -182,7 +182,7 @@ def test_an_interrupt_is_no_failure_of_a_recording(engine: Engine, monkeypatch) 
 
 
 def test_statistics_say_what_stopped(engine: Engine, monkeypatch) -> None:
-    config = SimpleNamespace(execution_name="slots", policy="lru", longest_gap=None)
+    config = SimpleNamespace(execution_name="slots", policy="lru")
     monkeypatch.setattr(description, "mode", lambda *_: "exact")
     monkeypatch.setattr(description, "counts", lambda _: {"hits": 1})
     engine.experts.holds_all = True

@@ -147,8 +147,6 @@ SENTENCES = (
     "without a cache {{ result('toy_reuse').spread.needed_experts.mean[4]|f }} is enough with flat routing, and"
     " {{ result('real_reuse').spread.needed_experts.mean[4]|f }} on the carved model",
     STREAMS + "{{ link|min|f }} to {{ link|max|f }} times the tokens per second of shared steps",
-    STREAMS + "{% set learned = streams|map(attribute='learned.gain')|list %}"
-    "What is learned comes to {{ learned|min|f }} to {{ learned|max|f }} times",
     "was {{ result('reads_submitted').rows|map(attribute='ratio')|span(2) }}, with a gain for experts",
 )
 

@@ -81,11 +81,9 @@ class SpacConfig(BaseModel):
         description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=neural; gate "
         "needs none.",
     )
-    guard: Annotated[str, types.GUARD] = Field(
+    guard: Literal["on", "off"] = Field(
         "on",
-        description="Shorten or skip drafts when the experts they need cost more time than their tokens save (on); "
-        "with gap, running requests take turns while that gives more tokens per second, and one waits up to gap "
-        "seconds for its next token.",
+        description="Shorten or skip drafts when the experts they need cost more time than their tokens save (on).",
     )
     tree: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         0,
@@ -288,12 +286,7 @@ class SpacConfig(BaseModel):
     @property
     def guards_drafts(self) -> bool:
         """Whether drafts may be shortened or left out."""
-        return types.GUARD.split(self.guard)[0] == "on"
-
-    @property
-    def longest_gap(self) -> float | None:
-        """Seconds that a request may wait for a token because others have their turn; None: all share every step."""
-        return types.GUARD.split(self.guard)[1]["gap"]
+        return self.guard == "on"
 
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""

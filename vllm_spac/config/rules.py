@@ -192,13 +192,6 @@ def _check_tree(config: Any) -> None:
     if config.tree == 1:
         raise _refused("tree=1 (--spac-tree) is a chain of one token", use(tree=2).but(" or more"), drop("tree"))
     _ = config.draft_tree
-    if config.tree and config.longest_gap is not None:
-        guard, _, gap = config.guard.partition("@")
-        raise _refused(
-            f"tree={config.tree} (--spac-tree) brings its own scheduler, and so does {gap} of guard (--spac-guard)",
-            drop("tree"),
-            use(guard=guard),
-        )
 
 
 def _check_host_memory(config: Any) -> None:

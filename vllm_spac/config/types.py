@@ -210,8 +210,6 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
 OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
 DECISIONS = WithArguments({AUTO: {}, "host": {}, "device": {"staging": Argument(AUTO, (AUTO, "on", "off"))}})
 DECIDED: dict[str, str] = {"slots": "host", "table": "host", "pointers": "device"}  # execution -> decisions
-_GAP = {"gap": Argument(None, (0.01, 3600.0))}
-GUARD = WithArguments({"on": _GAP, "off": _GAP})
 VOTES = WithArguments({"uniform": {}, PATH: {"alpha": Argument(ALPHA, (0.0, 1.0))}})
 
 

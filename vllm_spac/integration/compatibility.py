@@ -22,7 +22,6 @@ from vllm_spac.integration.hooks.ranks import Refusal
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SLICES = "vllm_spac.integration.hooks.slice_scheduler.SliceScheduler"
 _WHOLE = drop("vllm_enable_expert_parallel").but(", and each rank holds a part of every expert")
 
 
@@ -143,26 +142,12 @@ def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refu
 
 def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """If the user set guard=on; by default a guard that cannot work is left out, with a line in the log."""
-    yield from _of_turns(config, vllm_config)
     asked = config.guards_drafts and "guard" in config.model_fields_set
     if not asked or vllm_config.speculative_config is None:
         return
     if (reason := drafts.unguarded(vllm_config, config.tree > 0)) is not None:
         what = f"guard=on (--spac-guard) cannot work here: {reason.problem}"
-        gap = "" if config.longest_gap is None else f"@gap={config.longest_gap:g}"
-        yield True, what, (reason.remedy, use(guard=f"off{gap}"))
-
-
-def _of_turns(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
-    """Requests that take turns: by a scheduler of ours, which knows of a step's end before it plans the next one."""
-    if config.longest_gap is None:
-        return
-    shared, what = use(guard=config.guard.partition("@")[0]), f"{_given(config, 'guard')} cannot work here"
-    scheduler = vllm_config.scheduler_config
-    ahead = f"{what}: with async scheduling a step is planned before the last one has finished"
-    yield scheduler.async_scheduling, ahead, (drafts.IN_ORDER, shared)
-    own = drop("vllm_scheduler_cls")
-    yield scheduler.scheduler_cls is not None, f"{what}: there is another --scheduler-cls", (own, shared)
+        yield True, what, (reason.remedy, use(guard="off"))
 
 
 def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:

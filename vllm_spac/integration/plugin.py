@@ -52,7 +52,7 @@ def _checked(create_engine_config: Callable):
             raise arguments.refused(error) from None
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
-        from vllm_spac.integration import compatibility, gpu_defaults, preflight, tuned_start
+        from vllm_spac.integration import gpu_defaults, preflight, tuned_start
         from vllm_spac.integration.hooks import device, graphs
         from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
@@ -82,8 +82,6 @@ def _checked(create_engine_config: Callable):
         if getattr(self, "spac_command", False):
             last_words.expect()
             patches.wrap(patches.ENGINE_CORE, _Ending)
-        if config.longest_gap is not None:
-            vllm_config.scheduler_config.scheduler_cls = compatibility.SLICES
         patches.wrap(patches.ENDPOINTS, _with_routes)
         return vllm_config
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _BROKEN = "_spac_broken"  # attribute of a runner: the error that one of its steps ended in
-ASIDE = "spac_aside"  # attribute of a SchedulerOutput: running requests that wait while others have their turn
 
 
 def hook_steps(
@@ -43,10 +41,7 @@ def hook_steps(
             result = prepare(self, scheduler_output, *args, **kwargs)
             if (experts := managed_experts(self)) is None:
                 return result
-            step = step_of(self, scheduler_output, result)
-            if aside := vars(scheduler_output).get(ASIDE, 0):
-                step = replace(step, aside=aside)
-            experts.runtime.begin_step(step)
+            experts.runtime.begin_step(step_of(self, scheduler_output, result))
             return changed(self, scheduler_output, result)
 
         return prepared

@@ -74,8 +74,6 @@ def stats(
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:
         total["guard"] = guard.facts()
-    if config.longest_gap is not None:
-        total["turns"] = dict(runtime.turns)
     return total | {"budget": {"setting": budget.describe(), **budget.counters.snapshot()}}
 
 

@@ -1,4 +1,4 @@
-"""Runs one engine with requests that come, end and are aborted: `slice_runs.py JSON` prints what they said as JSON.
+"""Runs one engine with requests that come, end and are aborted: `coming_runs.py JSON` prints what they said as JSON.
 
 In a process of its own, see ``compare``.
 """
@@ -12,7 +12,6 @@ import engines
 from engines import PROMPTS
 
 import vllm_spac
-from vllm_spac.decisions.guard import slices
 
 
 def served(llm, abort: str) -> tuple[dict[str, list[int]], int]:
@@ -45,7 +44,6 @@ def served(llm, abort: str) -> tuple[dict[str, list[int]], int]:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    slices.TURN = 5
     with engines.engine(asked["model"], asked["spac"], **asked["options"]) as llm:
         said, preempted = served(llm, asked["abort"])
         stats = vllm_spac.stats(llm)["workers"][0] if asked["spac"] else {}

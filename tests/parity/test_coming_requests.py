@@ -1,4 +1,4 @@
-"""Same tokens as stock vLLM while requests take turns: they come, end, are aborted and preempted at any time."""
+"""Same tokens as stock vLLM of requests that come, end, are aborted and preempted at any time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ABORTED = "3"
 
 
 def run(spac: dict | None, **options) -> dict:
-    """What an engine of its own said (``slice_runs``)."""
+    """What an engine of its own said (``coming_runs``)."""
     asked = {"model": str(TOY / "target"), "spac": spac, "options": OPTIONS | options, "abort": ABORTED}
-    return forked.answer(forked.run([Path(__file__).with_name("slice_runs.py"), json.dumps(asked)]))
+    return forked.answer(forked.run([Path(__file__).with_name("coming_runs.py"), json.dumps(asked)]))
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def stock() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("method", ["", "eagle3"])
 def test_same_tokens_as_stock(method: str, stock, tmp_path) -> None:
-    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "on@gap=1000"}
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path)}
     found = run(spac, **({"speculative_config": METHODS[method]} if method else {}))
     assert found["preempted"] > 0, "no request was preempted"
-    assert found["stats"]["turns"]["steps"] > 50, "no request was set aside"
+    assert found["stats"]["loads"] > 0, "all experts were in slots"
     assert found["said"].keys() == stock.keys()
     for name, tokens in found["said"].items():
         if name == ABORTED:
