@@ -85,7 +85,7 @@ class Staging:
     Args:
         buffers: the bytes and tables.
         layers: number of layers; they run in order.
-        compute, copy: as in ``moves.StepMover``.
+        compute, copy: the stream that runs the kernels, and one for the copies.
     """
 
     def __init__(self, buffers: Buffers, layers: int, compute: Stream, copy: Stream) -> None:
