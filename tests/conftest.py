@@ -3,6 +3,7 @@
 import logging
 import os
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each: threads that wait for one another spin on the others' cores
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share
 
 # The weights of the toy model, which `make setup` has unpacked, unless they have changed since.
 runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "toy" / "stored.py"))["unpack"]()

@@ -82,7 +82,6 @@ def test_what_cannot_serve_says_why(knob: str, monkeypatch: pytest.MonkeyPatch) 
     ("knob", "value", "why"),
     [
         ("store", "resident", "--spac-slots 100%"),
-        ("store", "memory", "tests"),
         ("policy", "belady", "future"),
         ("cpu_experts", "fixed", "--spac-cpu-experts N"),
         ("cpu_experts", "none", "--spac-cpu-experts off"),

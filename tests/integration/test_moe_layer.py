@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from memory_store import MemoryStore
 
 from vllm_spac import components, runtime
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
@@ -24,7 +25,6 @@ from vllm_spac.integration.layers import custom_ops, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts, SlotKernel
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.runtime import Runtime
-from vllm_spac.storage.memory import MemoryStore
 
 EXPERTS, TOP_K, WIDTH = 8, 2, 3
 SHAPE = MoEShape(("layer",), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float32)})

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from memory_store import MemoryStore
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
@@ -36,7 +37,6 @@ from vllm_spac.storage.checkpoint import headers
 from vllm_spac.storage.checkpoint import quantisation as quantised
 from vllm_spac.storage.checkpoint.contents import CheckpointContents
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
-from vllm_spac.storage.memory import MemoryStore
 from vllm_spac.system.host_memory import release_freed_memory
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 256, 128

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from memory_store import MemoryStore
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from vllm_spac.storage.base import allocate
 from vllm_spac.storage.checkpoint import cpu_layouts, quantisation
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
-from vllm_spac.storage.memory import MemoryStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 

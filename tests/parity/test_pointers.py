@@ -66,17 +66,6 @@ def test_same_tokens_as_stock_with_ngram(sizes):
         assert run.stats["loads"] > 0
 
 
-def test_same_tokens_as_stock_while_the_host_moves_experts():
-    """What the policy's scores name, beside what layers admit. The guard goes by the clock."""
-    spac = {"slots": "25%", "decisions": "device", "guard": "off", "prefetch": "utility@extra=0.5"}
-    options = {"max_tokens": 24, "speculative_config": METHODS["eagle3"]}
-    stock, run = compare(TOY / "target", [None, spac], **options, **FLOAT32)
-    assert_same_tokens(run, stock)
-    stats = run.stats
-    assert stats["prefetches"] > 50 and stats["prefetch_hits"] > 0.2 * stats["prefetches"], stats
-    assert stats["bytes"]["host ahead"] == stats["prefetches"] * stats["expert_bytes"] and stats["loads"] > 0
-
-
 def _close(worker) -> None:
     worker._spac_experts().close()
 

@@ -1,4 +1,4 @@
-"""Reads ahead between steps over pointers: the host's moves, and what the device gives to drafts. The same bits always.
+"""Reads ahead between steps over pointers: what the device gives to drafts. The same bits always.
 
 What the steps use is drawn from a few experts that change now and then, so that some guesses are right.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,22 +21,6 @@ from vllm_spac.methods.od_moe.shadow_predictor import Shadow
 __all__ = ["made"]  # a fixture
 
 PERIOD = 3  # steps after which experts are used again
-
-
-class Recurring(Predictor):
-    """Names the experts that the step after the next one will use, if they recur."""
-
-    def __init__(self, num_experts: int) -> None:
-        self.scores = self._last = np.zeros(num_experts, dtype=np.int64)
-
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        return ()
-
-    def observe_step(self, counts: np.ndarray) -> None:
-        self.scores, self._last = self._last, (counts > 0).astype(np.int64)
-
-
-COUNTING = PrefetchSettings(prefetch=f"{__name__}:Recurring", extra=1.0, depth=6)
 
 
 class Named(Shadow):
@@ -100,12 +82,11 @@ class Steps:
     slots=st.integers(TOP_K, LAYERS * EXPERTS),
     right=st.sampled_from([0.0, 0.5, 1.0]),
     rows=st.lists(st.integers(1, 5), min_size=10, max_size=25),
-    drafts=st.booleans(),
     policy=st.sampled_from(["lru", "utility", "reuse"]),
     seed=st.integers(0, 99),
 )
-def test_the_same_bits_whatever_is_read(slots, right, rows, drafts, policy, seed) -> None:
-    pool = Pool(slots, policy=policy, ahead=by_drafts() if drafts else COUNTING)
+def test_the_same_bits_whatever_is_read(slots, right, rows, policy, seed) -> None:
+    pool = Pool(slots, policy=policy, ahead=by_drafts())
     try:
         steps = Steps(pool, right, seed, settles=0.5)
         for count in rows:
@@ -114,8 +95,7 @@ def test_the_same_bits_whatever_is_read(slots, right, rows, drafts, policy, seed
         stats = pool.snapshot()
         assert stats["hits"] + stats["misses"] == steps.used
         moved(stats, shape())
-        admission = pool.admission
-        unused = admission.offering._unused if drafts else getattr(admission._prefetcher, "unused", ())
+        unused = pool.admission.offering._unused
         assert stats["prefetch_hits"] + stats["prefetch_wasted"] + len(unused) == stats["prefetches"]
         if slots == LAYERS * EXPERTS:
             assert stats["prefetches"] == 0 and not pool.looks_at
@@ -123,9 +103,8 @@ def test_the_same_bits_whatever_is_read(slots, right, rows, drafts, policy, seed
         pool.close()
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["counts", "drafts"])
-def test_some_reads_are_used(made, drafts: bool) -> None:
-    pool, plain = made(14, ahead=by_drafts() if drafts else COUNTING), made(14)
+def test_some_reads_are_used(made) -> None:
+    pool, plain = made(14, ahead=by_drafts()), made(14)
     found = []
     for each in (pool, plain):
         steps = Steps(each, 1.0, 0)
@@ -135,8 +114,7 @@ def test_some_reads_are_used(made, drafts: bool) -> None:
     ahead, without = found
     assert ahead["prefetch_hits"] > 0.3 * ahead["prefetches"] > 5 and without["prefetches"] == 0
     assert ahead["bytes"]["host ahead"] == ahead["prefetches"] * shape().expert_bytes
-    if drafts:
-        assert ahead["misses"] < without["misses"]
+    assert ahead["misses"] < without["misses"]
 
 
 def test_drafts_read_no_more_than_they_may(made) -> None:

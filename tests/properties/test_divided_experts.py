@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from torch import Tensor
 
 from vllm_spac import components
@@ -20,7 +21,6 @@ from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.execution.row_shares import numbered, numbered_there, numbers_there
-from vllm_spac.storage.memory import MemoryStore
 
 EXPERTS, TOP_K, WIDTH = 12, 3, 2
 WHOLE = MoEShape(("a", "b"), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float64)})

@@ -14,13 +14,13 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from memory_store import MemoryStore
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, hint_payload, raw, run_payload
 from vllm_spac.methods.od_moe.worker import Worker, _Session
 from vllm_spac.methods.od_moe.worker_link import Service
-from vllm_spac.storage.memory import MemoryStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, EPOCH = 4, 6, 2, 3, 7
 MINE = (0, 1, 3)

@@ -16,6 +16,7 @@ import torch
 from driven import Endless, Instant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from poison import poison_slots
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, S
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
-from vllm_spac.storage.memory import MemoryStore
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 LAYERS, EXPERTS, TOP = 4, 8, 2

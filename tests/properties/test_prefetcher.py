@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from memory_store import MemoryStore
 from poison import poison_slots
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.metrics import Counters
-from vllm_spac.storage.memory import MemoryStore
 
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact
 SHAPE = MoEShape(("a", "b", "c"), experts=8, top_k=3, tensors=SPECS)

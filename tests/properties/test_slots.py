@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from torch import Tensor
 
 from vllm_spac import components
@@ -25,7 +26,6 @@ from vllm_spac.errors import StoreError
 from vllm_spac.execution.host.slot_runner import Wave
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.recording.metrics import Counters
-from vllm_spac.storage.memory import MemoryStore
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from memory_store import MemoryStore
 from test_execution import EXPERTS, LAYERS, TOP_K, D, drawn, shape
 from vllm_spac.kernels.reference import grouped_gemm as reference
 
@@ -31,7 +32,7 @@ def test_a_map_leads_to_the_same_experts_as_slots(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TableKernel, "__init__", on_device)
     layout, rng = shape(), torch.Generator().manual_seed(1)
     experts = [{name: drawn(spec, rng) for name, spec in layout.tensors.items()} for _ in range(layout.total)]
-    store = components.build("stores", "memory", shape=layout, fingerprint="")
+    store = MemoryStore(layout, "")
     for key, expert in enumerate(experts):
         store.put(key, expert)
     tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in layout.tensors.items()}

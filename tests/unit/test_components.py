@@ -38,7 +38,7 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     components.modules.cache_clear()
 
 
-@pytest.mark.parametrize(("family", "some"), [("policies", ["lfu", "lru"]), ("stores", ["disk", "host", "memory"])])
+@pytest.mark.parametrize(("family", "some"), [("policies", ["lfu", "lru"]), ("stores", ["disk", "host", "resident"])])
 def test_names_are_the_files_but_base(family: str, some: list[str]) -> None:
     names = components.names(family)
     assert names == sorted(names)

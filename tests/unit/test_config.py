@@ -473,8 +473,8 @@ SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
             r"no settings background and threshold.*; use --spac-prefetch draft_gate@k=2$",
         ),
         (
-            {"decisions": "device", "prefetch": "utility@depth=2@background=2"},
-            r"no settings background with .*; use --spac-prefetch utility@depth=2$",
+            {"decisions": "device", "prefetch": "utility@depth=2"},
+            r"prefetch=utility@depth=2 .*no host moves them; use --spac-decisions host, or use --spac-prefetch gate,",
         ),
         (ON_DEVICE | {"prefetch": "neural@depth=4"}, "neural@depth=4 .*use --spac-prefetch neural"),
         (

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 
 from vllm_spac.cache import transfers as transfers_module
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.storage.memory import MemoryStore
 from vllm_spac.system import machine
 from vllm_spac.system.machine import Machine
 

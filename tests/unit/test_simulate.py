@@ -7,15 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
 from vllm_spac.decisions import costs
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
-from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
-from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.waves import row_waves
@@ -263,18 +260,6 @@ def test_what_holds_with_reads_ahead(balancer: str, slots: int):
     assert outcome == simulate(trace, slots, COSTS, balancer=balancer, prefetch="utility@depth=4")
 
 
-def predictors(path: Path, layers: int = 3) -> Path:
-    """A file of predictors of the model below; all of their numbers are 0."""
-    sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1)
-    specs = {name: kinds()[name].specs(sizes) for name in ("gate", "quasi_hidden")}
-    tensors = {
-        name: {tensor: torch.zeros(shape, dtype=dtype) for tensor, (dtype, shape) in found.items()}
-        for name, found in specs.items()
-    }
-    PredictorFile(Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}).save(path)
-    return path
-
-
 def test_the_ceiling_of_predictors():
     """The oracle knows all, or as much as it is told to."""
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.3)
@@ -297,17 +282,19 @@ def test_the_ceiling_of_predictors():
     assert limited.prefetches < half.prefetches
 
 
-def test_predictors_that_a_trace_has_not_the_inputs_of(tmp_path: Path):
-    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
-    for name, lacks in (("gate", "router_input"), ("quasi_hidden", "router_input")):
-        with pytest.raises(ConfigError, match=f"prefetch {name} looks at {lacks}, which this trace does not hold"):
-            simulate(trace, 12, COSTS, prefetch=name, predictor_file=predictors(tmp_path / "p"))
-    with pytest.raises(ConfigError, match="prefetch shadow looks at draft_routing, which this trace does not hold"):
-        simulate(trace, 12, COSTS, prefetch="shadow")
-    with pytest.raises(ConfigError, match="p has no predictor neural; use one of gate, quasi_hidden"):
-        simulate(trace, 12, COSTS, prefetch="neural", predictor_file=tmp_path / "p")
-    with pytest.raises(ConfigError, match="q is of 2 layers of 16 experts, top-4, and the trace of 3 of 16, top-4"):
-        simulate(trace, 12, COSTS, prefetch="gate", predictor_file=predictors(tmp_path / "q", 2))
+@pytest.mark.parametrize(
+    ("prefetch", "lacks"),
+    [
+        ("gate", "router_input"),
+        ("neural", "router_input"),
+        ("draft_gate", "draft_gates"),
+        ("shadow@extra=0.1", "draft_routing"),
+    ],
+)
+def test_predictors_that_a_trace_has_not_the_inputs_of(prefetch: str, lacks: str):
+    trace, name = synthetic_trace(layers=3, experts=16, top_k=4, steps=2), prefetch.partition("@")[0]
+    with pytest.raises(ConfigError, match=f"prefetch {name} looks at .*{lacks}, which a trace does not hold"):
+        simulate(trace, 12, COSTS, prefetch=prefetch)
 
 
 def test_knobs_reach_the_components():
@@ -337,7 +324,6 @@ def test_knobs_reach_the_components():
         ({"prefetch": "oracle@recall=2"}, "use reach >= 0 and recall from 0 to 1"),
         ({"overlap": "all"}, "loads overlap with none, rows or hits, not 'all'"),
         ({"prefetch": "utility@depth=0"}, "must be at least 1"),
-        ({"prefetch": "neural"}, "prefetch neural is trained; name a file of `vllm-spac train-predictor`"),
         ({"prefetch": "oracle@upper=1"}, "oracle has no argument 'upper'"),
         ({"policy": "belady", "prefetch": "utility"}, "belady must know"),
         ({"execution": "pointers", "prefetch": "utility"}, "prefetch utility is of execution=slots"),

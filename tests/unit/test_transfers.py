@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import pytest
 import torch
+from memory_store import MemoryStore
 from torch import Tensor
 
 from vllm_spac.cache import transfers as transfers_module
@@ -17,7 +18,6 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.host import HostStore
-from vllm_spac.storage.memory import MemoryStore
 
 SHAPE = MoEShape(("layer",), 8, 2, {"w": TensorSpec((2, 3), torch.float32), "b": TensorSpec((1,), torch.float32)})
 THREADS = 4

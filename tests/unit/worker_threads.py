@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from memory_store import MemoryStore
 from torch import Tensor
 
 from vllm_spac.core import MoEShape, TensorSpec
@@ -22,7 +23,6 @@ from vllm_spac.methods.od_moe.places import Places
 from vllm_spac.methods.od_moe.roster import Patience, Roster
 from vllm_spac.methods.od_moe.worker import Worker
 from vllm_spac.methods.od_moe.worker_link import Service
-from vllm_spac.storage.memory import MemoryStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
 SPECS = {

@@ -41,8 +41,8 @@ class Ahead(Protocol):
         """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
 
 
-class ReadsAhead(Protocol):
-    """What a prefetcher needs of whatever moves experts."""
+class Link(Protocol):
+    """Loads experts into slots. Called by the forward thread only."""
 
     @property
     def ahead(self) -> Ahead:
@@ -50,10 +50,6 @@ class ReadsAhead(Protocol):
 
     def clock(self) -> float:
         """Returns monotonic time in seconds."""
-
-
-class Link(ReadsAhead, Protocol):
-    """Loads experts into slots. Called by the forward thread only."""
 
     def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         """Fills each (key, slot) of ``loads``; returns when all are done and adds to ``counters``, if given.

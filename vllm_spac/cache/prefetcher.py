@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from vllm_spac.cache.allowance import Allowance, PauseNotice
-from vllm_spac.cache.link import Moved, ReadsAhead
+from vllm_spac.cache.link import Link, Moved
 from vllm_spac.cache.named import UNBOUNDED, Named, Ration
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
@@ -96,7 +96,7 @@ class Prefetcher:
     def __init__(
         self,
         residency: Residency,
-        transfers: ReadsAhead,
+        transfers: Link,
         counters: Counters,
         layer_experts: int,
         predictor: Predictor,
@@ -232,28 +232,10 @@ class Prefetcher:
         self._unread(gone)
         return gone
 
-    def overtaken(self, keys: Sequence[int], path: str, nbytes: int) -> None:
-        """Records that layers have given ``keys``, which are being read, other slots: the reads are wasted.
-
-        Args:
-            path, nbytes: of each read, as in ``Moved``.
-        """
-        for key in keys:
-            self._residency.failed(key)
-        self._guessed.difference_update(keys)
-        self._counters.moved(f"{path} ahead", nbytes * len(keys))
-        self._counters.prefetches += len(keys)
-        self._counters.prefetch_wasted += len(keys)
-
     @property
     def reading(self) -> int:
         """Reads in flight."""
         return self._ahead.reading
-
-    @property
-    def room(self) -> int:
-        """How many further reads may be asked for."""
-        return self._room(0)
 
     def withdraw(self, first: int, rows: np.ndarray) -> None:
         """A layer is about to be divided: its experts whose reads have not begun become misses like others.
@@ -302,12 +284,6 @@ class Prefetcher:
 
     def used(self, keys: Sequence[int] | np.ndarray) -> None:
         """Records that a layer uses ``keys``, all READY, and starts further reads for the layers after it."""
-        self.found(keys)
-        if len(keys):
-            self.proceed(int(keys[-1]) // self._layer_experts)
-
-    def found(self, keys: Sequence[int] | np.ndarray) -> None:
-        """Records that a forward has found ``keys`` in their slots."""
         if self.unused:
             used = self.unused.intersection(np.asarray(keys).tolist())
             self.unused -= used
@@ -319,6 +295,8 @@ class Prefetcher:
             self._admitted.difference_update(np.asarray(keys).tolist())
         if self._damaged:
             self._damaged.difference_update(np.asarray(keys).tolist())
+        if len(keys):
+            self.proceed(int(keys[-1]) // self._layer_experts)
 
     def proceed(self, layer: int) -> None:
         """Starts further reads; the experts of ``layer`` are about to run."""

@@ -12,7 +12,7 @@ thread calls, so that no state changes between two lines.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -98,16 +98,6 @@ class _Either:
         return key in self.one or key in self.other
 
 
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """All keys but a few."""
-
-    few: Container[int]
-
-    def __contains__(self, key: Any) -> bool:
-        return key not in self.few
-
-
 class Residency:
     """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
 
@@ -117,11 +107,9 @@ class Residency:
     Attributes:
         activity: what experts did lately, while somebody looks.
         soft: keys that ``prepare`` and ``admit_unless`` evict last (soft pins), if any.
-        own: the slots whose experts ``admit_unless`` may evict, where others change the rest; None: all.
     """
 
     activity: ExpertActivity | None = None
-    own: Collection[int] | None = None
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
         assert 0 <= slots <= keys, f"{slots} slots for {keys} experts"
@@ -328,10 +316,6 @@ class Residency:
             return []
         frozen = self._frozen()
         spared: Container[int] = _Either(frozen, kept)
-        if self.own is not None:
-            owners = {int(self.owner[slot]) for slot in self.own}
-            found = {key for key in owners if key != NOWHERE and key not in spared}
-            count, spared = min(count, len(found)), _Others(found)
         victims: list[int] = []
         if self.soft is not None:
             victims += self._evict_up_to(count, _Either(spared, self.soft))

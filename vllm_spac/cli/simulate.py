@@ -62,9 +62,6 @@ def simulate(
             "a limit of what they add, unless extra sets one; oracle: the ceiling."
         ),
     ] = "off",
-    predictor_file: Annotated[
-        Path | None, typer.Option(help="File of vllm-spac train-predictor, for a trained --prefetch.")
-    ] = None,
     layer_ahead: Annotated[
         bool,
         typer.Option(
@@ -107,7 +104,6 @@ def simulate(
     common: dict[str, Any] = {
         "balancer": balancer,
         "prefetch": prefetch,
-        "predictor_file": predictor_file,
         "layer_ahead": layer_ahead,
         "overlap": overlap,
         "expert_bytes": expert_bytes,

@@ -97,7 +97,7 @@ def _check_device_balancer(config: Any, device: str) -> None:
 
 
 def _check_device_prefetch(config: Any, device: str) -> None:
-    """Refuses reads ahead that neither the device can decide, in layers or while drafts are made, nor the host."""
+    """Refuses reads ahead that the device cannot decide, in layers or while drafts are made."""
     named = f"prefetch={config.prefetch} (--spac-prefetch)"
     others = use(decisions="host"), use(prefetch="gate"), drop("prefetch")
     kind = components.find("predictors", config.prefetch)
@@ -107,7 +107,7 @@ def _check_device_prefetch(config: Any, device: str) -> None:
     elif DRAFTING & kind.needs:
         wrong, of, why = given.keys() & {"threshold", "background"}, "background and threshold", "nothing is queued"
     elif not kind.looks_at_layers():
-        wrong, of, why = given.keys() & {"background"}, "background", "one copy follows another"
+        raise _refused(f"{named} names experts after a step, and with {device} no host moves them", *others)
     else:
         raise _refused(f"{named} is asked on the host in each layer, which waits for no host with {device}", *others)
     if wrong:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import LayerFacts
@@ -43,20 +42,18 @@ class AddressTable:
         hosts: int64 [names, keys] on the device: addresses of their host copies.
         table: the rows of ``addresses``, by name.
         slot_addresses: int64 [names, slots], on the host.
-        host_addresses: int64 [names, keys], on the host.
     """
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], keys: int) -> None:
-        self._store, self._slots = store, slots
         self.sizes = [tensor[0].nbytes for tensor in slots.values()]
         self.device = next(iter(slots.values())).device
         first = store.view(0)
         assert all(first[name].nbytes % ALIGNMENT == 0 for name in slots), "experts must keep the alignment"
         self.slot_addresses = np.array([[slot.data_ptr() for slot in slots[name]] for name in slots])
         views = [store.view(key) for key in range(keys)]
-        self.host_addresses = np.array([[_address(view[name], self.device) for view in views] for name in slots])
-        assert not (self.host_addresses % ALIGNMENT).any() and not (self.slot_addresses % ALIGNMENT).any()
-        self.addresses = torch.from_numpy(self.host_addresses).to(self.device, copy=True)
+        hosts = np.array([[_address(view[name], self.device) for view in views] for name in slots])
+        assert not (hosts % ALIGNMENT).any() and not (self.slot_addresses % ALIGNMENT).any()
+        self.addresses = torch.from_numpy(hosts).to(self.device, copy=True)
         self.hosts = self.addresses.clone()
         self.table = dict(zip(slots, self.addresses, strict=True))
 
@@ -65,13 +62,9 @@ class AddressTable:
         return self.addresses[0, keys] != self.hosts[0, keys]
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
-        """Writes the pointers of ``keys``: to these slots, or to the host copies where a slot is NOWHERE.
-
-        One small copy to the device and one launch.
-        """
-        pointed, to = np.asarray(keys), np.asarray(slots)
-        addresses = np.where(to == NOWHERE, self.host_addresses[:, pointed], self.slot_addresses[:, to])
-        written = self.sent(torch.from_numpy(np.concatenate([pointed[None], addresses])))
+        """Writes the pointers of ``keys``, to these slots: one small copy to the device and one launch."""
+        rows = np.concatenate([np.asarray(keys)[None], self.slot_addresses[:, np.asarray(slots)]])
+        written = self.sent(torch.from_numpy(rows))
         self.addresses.index_copy_(1, written[0], written[1:])
 
     def sent(self, tensor: Tensor) -> Tensor:
@@ -79,11 +72,6 @@ class AddressTable:
         if self.device.type != "cuda":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)  # torch keeps it until it has been read
-
-    def copy(self, key: int, slot: int) -> None:
-        """Copies the bytes of an expert from host memory into a slot."""
-        for name, tensor in self._store.view(key).items():
-            self._slots[name][slot].copy_(tensor, non_blocking=True)
 
 
 def _address(tensor: Tensor, device: torch.device) -> int:

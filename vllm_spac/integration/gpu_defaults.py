@@ -107,8 +107,6 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return "each expert has a slot, and vLLM's own kernel runs"
     if config.votes_alpha is not None:
         return "with decisions=device, weighted votes ran on a GPU without CUDA graphs only (--spac-budget-votes)"
-    if not _ran_on_device(config.prefetch):
-        return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with decisions=device"
     given = engine_args.additional_config["spac"]
     try:
         other = SpacConfig.parse({**given, "decisions": "device"})
@@ -116,13 +114,15 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return str(error).removeprefix("spac: ")
     if other.store_on("cuda") != config.store_on("cuda"):
         return f"experts are in store={config.store_on('cuda')}"
+    if not _ran_on_device(config.prefetch):
+        return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with decisions=device"
     return None
 
 
 def _ran_on_device(prefetch: str) -> bool:
     """Whether reads ahead by this predictor gave stock's tokens on a GPU where the device decides, in CUDA graphs."""
     name, _, _ = prefetch.partition("@")
-    return name in ("off", "utility") or components.find("predictors", prefetch).on_device
+    return name == "off" or components.find("predictors", prefetch).on_device
 
 
 def reason_for_host(model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None) -> str | None:

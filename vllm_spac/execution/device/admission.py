@@ -6,7 +6,7 @@ The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.allowance import Allowance, Depths, PauseNotice
-from vllm_spac.cache.link import Moved
-from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.cache.prefetcher import Prefetcher
-from vllm_spac.cache.residency import NOWHERE, Placement, SlotState
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step, selected
 from vllm_spac.execution.address_table import AddressTable, Kernels
-from vllm_spac.execution.device.moves import StepMover
 from vllm_spac.execution.device.slot_offers import Learned, Offering, with_prompts
 from vllm_spac.execution.exchange import Event, Stream
 from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
     from vllm_spac.decisions.policies.base import Policy
 
 _WORD = 8  # bytes
-_SHARE = 8  # one in so many slots may wait for moves. Reasoned, not measured.
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,6 @@ class _Report:
         step: None between steps.
         known: as of ``Admission._known``.
         prompt: layers, and what the last rows of prompts that ran alone selected there, int32 [layers, rows, top_k].
-        offered: int32 [n], the slots that were on offer.
     """
 
     step: Step | None
@@ -51,33 +45,6 @@ class _Report:
     known: np.ndarray | None
     prompt: tuple[list[int], Tensor] | None
     there: Event
-    offered: np.ndarray
-
-
-class DeviceTable:
-    """The addresses of experts and who owns which slot, on the device: ``moves.Memory``."""
-
-    def __init__(self, memory: AddressTable, experts: Experts) -> None:
-        self._memory, self._experts = memory, experts
-
-    def leave(self, keys: Sequence[int], slots: Sequence[int]) -> None:
-        self._memory.point(keys, [NOWHERE] * len(keys))
-        there = self._sent(keys, slots)
-        self._experts.slot_of.index_fill_(0, there[0], NOWHERE)
-        self._experts.owner.index_fill_(0, there[1], NOWHERE)
-
-    def copy(self, key: int, slot: int) -> None:
-        self._memory.copy(key, slot)
-
-    def enter(self, keys: Sequence[int], slots: Sequence[int]) -> None:
-        self._memory.point(keys, slots)
-        there = self._sent(keys, slots)
-        self._experts.slot_of.index_copy_(0, there[0], there[1].int())
-        self._experts.owner.index_copy_(0, there[1], there[0].int())
-
-    def _sent(self, keys: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Returns int64 [2, n] on the device; does not wait for it."""
-        return self._memory.sent(torch.tensor([list(keys), list(slots)]))
 
 
 class Admission:
@@ -87,8 +54,7 @@ class Admission:
     Everything is ordered by one stream, and the result is reported to the host after the step; no call except ``slots``
     waits for the device. Slots are for the rows before the first of a prompt: those of prompts would fill them with
     experts that only they need, and read theirs where they are. The same two launches for guesses about a layer take
-    slots ahead of need: one layer ahead in a step, or of several layers between steps, while drafts are made. Or else
-    the host moves experts ahead of need, between steps (``moves``).
+    slots ahead of need: one layer ahead in a step, or of several layers between steps, while drafts are made.
 
     Args:
         memory: slots, host copies and the table.
@@ -149,14 +115,11 @@ class Admission:
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self.told: Callable[[Learned], None] | None = None
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
-        self._offered = self._left = np.zeros(0, dtype=np.int32)  # slots on offer in the step, and until the next one
+        self._listed = 0  # slots that the host sent for the step, on offer or not
         # What a step leaves to the drafts after it, beside ``_offers``; None: drafts name nothing.
         self._between: Offers | None = None
         self._found = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
         self._most = 0  # reads ahead while drafts are made
-        self._mover: StepMover | None = None  # there is a mover if there is a prefetcher
-        self._prefetcher: Prefetcher | None = None
-        self._table = DeviceTable(memory, self._experts)
 
     def _parts_of(self, told: Tensor) -> Sequence[Tensor]:
         """Returns a report's counts, sources, decided counts, guesses and places [keys], and the owners [slots]."""
@@ -172,13 +135,17 @@ class Admission:
         """Called when the slots of these experts have been filled."""
         for key in keys:
             self.residency.loaded(key)
-        self._compute.submit(self._table.enter, keys, self.residency.slot_of[list(keys)])
+        self._compute.submit(self._seated, keys, self.residency.slot_of[list(keys)])
+
+    def _seated(self, keys: Sequence[int], slots: np.ndarray) -> None:
+        self.memory.point(keys, slots)
+        there = self.memory.sent(torch.tensor([list(keys), slots.tolist()]))
+        self._experts.slot_of.index_copy_(0, there[0], there[1].int())
+        self._experts.owner.index_copy_(0, there[1], there[0].int())
 
     def begin(self, step: Step) -> None:
         """Called before a step is launched."""
         self.take()
-        if self._prefetcher is not None:
-            self._prefetcher.plan()
         pairs = step.leading * self.shape.top_k
         if pairs != self._served_pairs:
             self._compute.submit(self._served.fill_, pairs)
@@ -186,8 +153,8 @@ class Admission:
         drafts = self._between is not None
         if self._holds_all or not (step.leading or drafts):
             return
-        offered = self.offering.offer(None if self._mover is None else self._withhold, every=drafts)
-        self._offered = offered.slots
+        offered = self.offering.offer(every=drafts)
+        self._listed = len(offered.slots)
         said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
         state, *places, used = said.split(self._parts)
         state[1] = offered.to_layers if step.leading else 0
@@ -203,16 +170,7 @@ class Admission:
         if self._reports:
             self._reports[-1].there.wait()
             self.take()
-        return self._at()
-
-    def _at(self) -> np.ndarray:
-        """As ``slots``, as last reported; an expert that is on its way into a slot has none."""
-        return np.where(self.residency.ready(slice(None)), self.residency.slot_of, np.int32(NOWHERE))
-
-    def _withhold(self, slots: np.ndarray) -> Collection[int]:
-        """Keeps as many slots as reads may be asked for, and at most an eighth, for moves after the step."""
-        assert self._mover is not None and self._prefetcher is not None
-        return self._mover.withhold(slots, min(self._prefetcher.room, max(1, self.residency.slots // _SHARE)))
+        return self.residency.slot_of
 
     def enter(self, layer: int, ids: Tensor, weights: Tensor, decided: Callable[[], None] | None = None) -> None:
         """Launches what precedes the kernel of a layer; not called for staged layers.
@@ -239,24 +197,6 @@ class Admission:
         self.offering.allowance, self._pauses = Allowance(extra), PauseNotice(prefetch)
         self.offering.depths = Depths(len(self.shape.layers), self.shape.experts, extra)
         self._guessed = self._guesses
-
-    def move_ahead(self, settings: PrefetchSettings, copy: Stream) -> None:
-        """The host moves what a predictor that counts names, from now on; called before any step.
-
-        Args:
-            copy: a stream for the copies.
-        """
-        nbytes, residency = self.shape.expert_bytes, self.residency
-        self._mover = StepMover(residency, self._table, self._compute, copy, Moved(self._path, nbytes))
-        predictor = settings.predictor_beside(residency.policy, self.shape.total)
-        given = residency, self._mover, self._counters, self.shape.experts, predictor, settings
-        self._prefetcher = Prefetcher(*given)
-        self.offering.overtaken = self._overtaken
-
-    def _overtaken(self, keys: list[int]) -> None:
-        assert self._mover is not None and self._prefetcher is not None
-        self._mover.void(keys)
-        self._prefetcher.overtaken(keys, self._path, self.shape.expert_bytes)
 
     def read_between(self, extra: float, prefetch: str, most: int) -> None:
         """``drafted`` may be called from now on; called before any step.
@@ -312,7 +252,7 @@ class Admission:
 
     def end_drafts(self) -> None:
         """Called after drafts were made for which ``drafted`` was called, before the step that verifies them."""
-        self._report(None, self._left)
+        self._report(None)
 
     def _admit(
         self,
@@ -343,13 +283,10 @@ class Admission:
             there = torch.stack([ids for _, ids in prompt])
             last = [layer for layer, _ in prompt], _pinned(there)
             self._compute.submit(last[1].copy_, there, True)
-        offered, self._offered = self._offered, self._offered[:0]
-        self._report(step, offered, staged, last)
-        if self._mover is not None:
-            self._mover.launched()
+        self._report(step, staged, last)
         if self._between is not None:
-            self._left = offered
-            self._compute.submit(self._leave, self._between.state, len(offered), min(self._most, self.ahead_left))
+            self._compute.submit(self._leave, self._between.state, self._listed, min(self._most, self.ahead_left))
+        self._listed = 0
         self._compute.submit(self._offers.state.zero_)  # no offers to other layers outside of steps
 
     def _leave(self, state: Tensor, listed: int, most: int) -> None:
@@ -360,7 +297,6 @@ class Admission:
     def _report(
         self,
         step: Step | None,
-        offered: np.ndarray,
         staged: bool = False,
         prompt: tuple[list[int], Tensor] | None = None,
     ) -> None:
@@ -368,7 +304,7 @@ class Admission:
         told = self._spare.pop() if self._spare else _pinned(self._told)
         self._compute.submit(told.copy_, self._told, True)
         known, there = self._known(staged), self._compute.record()
-        self._reports.append(_Report(step, staged, told, known, prompt, there, offered))
+        self._reports.append(_Report(step, staged, told, known, prompt, there))
         if self._guessed is not None:
             self._compute.submit(self._named.fill_, UNUSED)
 
@@ -387,10 +323,9 @@ class Admission:
     def check_integrity(self) -> None:
         """Checks every invariant, on the host and on the device, for which it waits; raises ``AssertionError``."""
         slot_of, residency = self.slots(), self.residency
-        residency.check_integrity() if self._mover is None else self._mover.check_integrity()
+        residency.check_integrity()
         told, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
-        owners = np.where(residency.state == SlotState.READY, residency.owner, NOWHERE)
-        assert (told == slot_of).all() and (owner == owners).all()
+        assert (told == slot_of).all() and (owner == residency.owner).all()
         expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
         assert (table == expected).all(), "a pointer is not where its expert is"
 
@@ -400,7 +335,7 @@ class Admission:
         The layers of such a step launch no admission. A staged step has waited for the device, so the host's state is
         up to date.
         """
-        return self._at() != NOWHERE if staged or self._holds_all else None
+        return self.residency.slot_of != NOWHERE if staged or self._holds_all else None
 
     def _learn(self, report: _Report) -> int:
         """Applies the report of a finished step and counts hits and misses.
@@ -434,11 +369,8 @@ class Admission:
             *guessed,
             generating=generating,
             prompt=prompt,
-            offered=report.offered,
             between=report.step is None,
         )
-        if self._prefetcher is not None:
-            self._follow(self._prefetcher, learned, generating)
         nbytes = self.shape.expert_bytes
         self._counters.moved(self._path, learned.admitted * nbytes)
         if self.told is not None:
@@ -447,16 +379,6 @@ class Admission:
             self._pauses.tell(learned.judged)
             self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)
         return learned.streamed
-
-    def _follow(self, prefetcher: Prefetcher, learned: Learned, generating: np.ndarray | None) -> None:
-        """Tells the mover and its prefetcher of a step that the offering has ``learned`` of."""
-        assert self._mover is not None
-        self._mover.reported()
-        prefetcher.found(learned.hits)
-        prefetcher.placed(Placement(0, (), victims=learned.victims))
-        prefetcher.computed(learned.missed.tolist())
-        if generating is not None:
-            prefetcher.observe(generating)
 
 
 def _pinned(like: Tensor) -> Tensor:

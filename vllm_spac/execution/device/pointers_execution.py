@@ -24,8 +24,7 @@ slot is taken from an expert that no layer up to l of this step uses and that l 
 launch in flight reads it; and between a layer's own admission and its end, nothing but this changes the table. A wrong
 guess costs bytes, never a token: the true router decides in the next layer's own admission.
 
-A predictor that looks at the drafter is asked while drafts are made (``draft_lookahead``). What one that counts names
-is moved by the host, between steps (``moves``).
+A predictor that looks at the drafter is asked while drafts are made (``draft_lookahead``).
 
 With ``cpu_experts``, a layer of few rows leaves some of its experts to the CPU (``cpu_share``).
 """
@@ -226,7 +225,7 @@ class PointerExecution(Execution):
         path: name of the store in the counters.
         rows: maximum number of rows of a forward; the kernels are compiled for up to this number.
         ahead: what is read ahead of need. A predictor that is ``built`` from a file is asked in layers, one that
-            looks at the drafter while drafts are made, and one that counts after each step.
+            looks at the drafter while drafts are made.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
         local_of: the experts that this process holds, see ``Execution``. The kernels skip all others, like padding.
     """
@@ -292,9 +291,6 @@ class PointerExecution(Execution):
 
     def _read_ahead(self, ahead: PrefetchSettings, rows: int) -> None:
         shape, extra = self.shape, 1.0 if ahead.extra is None else ahead.extra
-        if not ahead.looks:
-            self.admission.move_ahead(ahead, self._copy)
-            return
         predictor: Predictor = ahead.build(shape.total)
         shared = self.admission, self._compute, self._copy
         if predictor.on_device:
@@ -310,7 +306,7 @@ class PointerExecution(Execution):
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
         config = context.config
-        settings = PrefetchSettings.configured(config, config.prefetch, context.predictor, drafts=context.drafts)
+        settings = PrefetchSettings.configured(config, config.prefetch, context.predictor)
         return cls(
             context.shape,
             context.room.slots,

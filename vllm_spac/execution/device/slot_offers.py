@@ -11,13 +11,12 @@ Nothing else about an offer must hold for correctness: accepting a bad one costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_spac.cache.allowance import Allowance, Depths
-from vllm_spac.cache.residency import NOWHERE, Residency, SlotState
+from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, STREAMED, UNUSED
 from vllm_spac.recording.metrics import Counters
@@ -62,8 +61,6 @@ class Learned(NamedTuple):
     Attributes:
         computed: by the CPU; ``late``: of those streamed, what the CPU was to compute.
         judged: as ``Allowance.end_step`` returns it.
-        hits, missed: int [n], the experts that layers found in slots, and the others that they used.
-        victims: those that lost their slots.
     """
 
     streamed: int
@@ -72,9 +69,6 @@ class Learned(NamedTuple):
     computed: int
     late: int
     judged: tuple[int, int] | None
-    hits: np.ndarray
-    missed: np.ndarray
-    victims: tuple[int, ...]
 
 
 class Offering:
@@ -89,10 +83,7 @@ class Offering:
     Attributes:
         allowance: limits reads ahead of need that the device decides, if there are any; ``depths``: under a budget,
             besides.
-        overtaken: called with experts that are being moved, and to which a step has given other slots.
     """
-
-    overtaken: Callable[[list[int]], None] | None = None
 
     def __init__(self, keys: int, experts: int, slots: int, policy: Policy, counters: Counters) -> None:
         self._experts = experts
@@ -104,22 +95,15 @@ class Offering:
         self._unused: set[int] = set()  # read ahead, and no layer has used them
         self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
 
-    def offer(self, withhold: Callable[[np.ndarray], Collection[int]] | None = None, *, every: bool = False) -> Offered:
+    def offer(self, *, every: bool = False) -> Offered:
         """Returns the slots that are worth at least as much to some expert without a slot as to their owner.
 
         Args:
             every: behind these also the others.
-            withhold: called with the slots of all owners, the next victim's first; returns those that are not offered.
-                Then experts that are on their way into one are worth none to the step.
         """
         residency = self.residency
         standing = residency.policy.standing(len(residency.slot_of))
         order, kept, used = standing.order, standing.kept, standing.used.astype(np.float32)
-        if withhold is not None:
-            slots = residency.slot_of[order]
-            offered = ~np.isin(slots, list(withhold(slots)))
-            order, kept = order[offered], kept[offered]
-            used[residency.owner[residency.state == SlotState.LOADING]] = -np.inf
         self._wanted = used >= kept.min(initial=np.inf)
         most = standing.used[residency.slot_of == NOWHERE].max(initial=-np.inf)
         count = int(np.searchsorted(kept, most, side="right"))
@@ -136,7 +120,6 @@ class Offering:
         *,
         generating: np.ndarray | None,
         prompt: np.ndarray | None = None,
-        offered: np.ndarray | None = None,
         between: bool = False,
     ) -> Learned:
         """Applies the report of a finished step.
@@ -151,7 +134,6 @@ class Offering:
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
                 they are not known, or there are none.
             prompt: as in ``Policy.prompted``; None unless prompts ran alone.
-            offered: int [n], the slots that the step had on offer: no others have changed hands in it. None: all may.
             between: it is no step: slots were given away between two, and nothing was used.
         """
         hits, admitted, computed = (np.flatnonzero(sources == source) for source in (HIT, ADMITTED, COMPUTED))
@@ -171,16 +153,10 @@ class Offering:
             for key in hits[(generating[hits] > 0) & (self.residency.slot_of[hits] != NOWHERE)].tolist():
                 policy.touch(key)
         changed = np.flatnonzero(owner != self.residency.owner)
-        if offered is not None:
-            changed = np.intersect1d(changed, offered)
         ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
         victims = self.residency.owner[changed]
         for_guesses = np.isin(owner[changed], ahead)
         displaced = dict(zip(victims[for_guesses].tolist(), owner[changed][for_guesses].tolist(), strict=True))
-        if self.overtaken is not None:
-            coming = [key for key in owner[changed].tolist() if self.residency.is_loading(key)]
-            if coming:
-                self.overtaken(coming)
         outside = self.residency.slot_of == NOWHERE  # when the step began
         self.residency.take_over(changed, owner[changed])
         missed, judged = np.concatenate([streamed, admitted, computed]), None
@@ -189,8 +165,7 @@ class Offering:
             judged = None if between else self.allowance.end_step()
         if self.depths is not None and guessed is not None and places is not None:
             self.depths.end_step(np.where(outside & self._wanted, places, -1), counts > 0)
-        numbers = len(streamed), len(admitted), len(ahead), len(computed), late
-        return Learned(*numbers, judged, hits, missed, tuple(victims.tolist()))
+        return Learned(len(streamed), len(admitted), len(ahead), len(computed), late, judged)
 
     def _judge(
         self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: dict[int, int]

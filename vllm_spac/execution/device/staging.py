@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -69,26 +68,16 @@ def divide(slots: SlotCount, knob: str, shape: MoEShape, free_bytes: int) -> tup
     return resolve(slots, shape, free_bytes - needed), True
 
 
-class Buffers(Protocol):
-    """Operations that ``Staging`` submits to streams."""
-
-    def fill(self, buffer: int, layer: int, missing: np.ndarray) -> object:
-        """Copies experts ``missing`` (int [n], ascending) of a layer from host memory into their places in a buffer."""
-
-    def direct(self, buffer: int, layer: int, slots: np.ndarray) -> object:
-        """Writes the table of a buffer: int [experts] slots, NOWHERE for the expert's place in the buffer."""
-
-
 class Staging:
     """Orders the copies and launches of a forward whose layers are staged. Called by one thread; never waits.
 
     Args:
         buffers: the bytes and tables.
         layers: number of layers; they run in order.
-        compute, copy: as in ``moves.StepMover``.
+        compute, copy: the stream that runs the kernels, and one for the copies.
     """
 
-    def __init__(self, buffers: Buffers, layers: int, compute: Stream, copy: Stream) -> None:
+    def __init__(self, buffers: ExpertBuffers, layers: int, compute: Stream, copy: Stream) -> None:
         self._buffers, self._layers, self._compute, self._copy = buffers, layers, compute, copy
         self._holds: list[int] = [NOWHERE] * BUFFERS  # the layer that was copied last
         self._copied: list[Event | None] = [None] * BUFFERS
@@ -153,7 +142,10 @@ class ExpertBuffers:
         self.tables = [dict(zip(slots, table, strict=True)) for table in self._tables]
 
     def fill(self, buffer: int, layer: int, missing: np.ndarray) -> None:
-        """As in ``Buffers``: one copy per tensor and run of consecutive experts."""
+        """Copies experts ``missing`` (int [n], ascending) of a layer from host memory into their places in a buffer.
+
+        One copy per tensor and run of consecutive experts.
+        """
         block, tensors = self._store.layer(layer), self._tensors[buffer]
         for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
             if len(run):
@@ -162,7 +154,11 @@ class ExpertBuffers:
                     tensor[part].copy_(block[name][part], non_blocking=True)
 
     def direct(self, buffer: int, layer: int, slots: np.ndarray) -> None:
-        """As in ``Buffers``: one small copy to the device."""
+        """Writes the table of a buffer, by one small copy to the device.
+
+        Args:
+            slots: int [experts], NOWHERE for an expert that is at its place in the buffer.
+        """
         addresses = np.where(slots == NOWHERE, self._places[buffer], self._memory.slot_addresses[:, slots])
         written = torch.from_numpy(addresses)
         if self._tables[buffer].is_cuda:  # pinned, so that it does not wait; torch keeps it until it has been read

@@ -13,7 +13,7 @@ from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Gates, Sizes
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Signal
-from vllm_spac.errors import ConfigError, SpacError, UnsupportedError, add, use
+from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, add, drop, use
 from vllm_spac.storage.checkpoint import router_weights
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def predictors(
             raise ConfigError.refused(
                 f"spac: prefetch={config.prefetch} (--spac-prefetch) is made of the checkpoint's routers: {problem}",
                 add(prefetch="neural", predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
-                use(prefetch="utility"),
+                *_without(config),
             ) from error
     shape = _only(config, shapes)
     return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), parts * shape.experts)
@@ -71,11 +71,18 @@ def _computed(name: str, shape: MoEShape, experts: int, folder: Path) -> Predict
 def _only(config: SpacConfig, shapes: Sequence[MoEShape]) -> MoEShape:
     """Returns the shape of all layers; ``ConfigError`` if they have several."""
     if len(shapes) != 1:
-        raise ConfigError(
+        raise ConfigError.refused(
             f"spac: prefetch={config.prefetch.partition('@')[0]} (--spac-prefetch) needs MoE layers of one shape, this "
-            f"model has {len(shapes)}; use --spac-prefetch utility or off"
+            f"model has {len(shapes)}",
+            *_without(config),
         )
     return shapes[0]
+
+
+def _without(config: SpacConfig) -> tuple[Remedy, ...]:
+    """The remedies of reading ahead by what needs no routers, where the host moves that, or of none."""
+    counted = (use(prefetch="utility"),) if config.execution_class.needs_host else ()
+    return *counted, drop("prefetch")
 
 
 def draft_states(config: SpacConfig, shapes: Sequence[MoEShape]) -> DraftStates | None:

@@ -6,7 +6,7 @@ uses in other runs of the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,8 +22,7 @@ from vllm_spac.config.types import PREFETCHING
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
-from vllm_spac.decisions.predictor_file import PredictorFile
-from vllm_spac.decisions.predictors.base import Predictor, Signal
+from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace, TraceFacts
 from vllm_spac.tools.traces import trace_statistics
@@ -46,7 +45,6 @@ def simulate(
     fill: bool = True,
     expert_bytes: int | None = None,
     host_bytes: int = 0,
-    predictor_file: Path | None = None,
     layer_ahead: bool = False,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
@@ -96,7 +94,7 @@ def simulate(
     beside = build_balancer(balancer, trace, costs, nbytes)
     tier = _tier(policy, trace, costs, slots, host_bytes // nbytes) if host_bytes else None
     next_layer = layer_ahead and not chosen.offline
-    ahead = build_prefetch(prefetch, trace, predictor_file, next_layer)
+    ahead = build_prefetch(prefetch, trace, next_layer)
     on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, overlap, tier)
     on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
     if tier is not None and fill:
@@ -174,26 +172,20 @@ def most_drafts(trace: Trace) -> int:
     return int(np.bincount(request[trace.row_kind == ROW_KINDS.index("draft")]).max(initial=0))
 
 
-def build_prefetch(
-    spec: str,
-    trace: Trace,
-    file: Path | None = None,
-    next_layer: bool = False,
-) -> PrefetchSettings:
-    """Builds the settings of the prefetcher, with a predictor that an engine builds from a file, or lacks.
+def build_prefetch(spec: str, trace: Trace, next_layer: bool = False) -> PrefetchSettings:
+    """Builds the settings of the prefetcher, with a predictor that an engine lacks, if it is named.
 
     Args:
         spec: ``off`` or a predictor, with its arguments and those of ``PrefetchSettings``.
 
     Raises:
-        ConfigError: there is no such predictor, it is not in the file, the file is of a model of another size, or it
-            needs what the trace does not have.
+        ConfigError: there is no such predictor, or it needs what the trace does not have.
     """
     name, built = spec.partition("@")[0], None
     kind = components.find("predictors", name) if name in components.names("predictors") else None
     if kind is not None and kind.needs_file:
-        built = _trained(name, trace, file)
-    elif kind is not None and Signal.FUTURE in kind.needs:
+        raise _lacking(name, kind.needs - {Signal.ROUTING})
+    if kind is not None and Signal.FUTURE in kind.needs:
         knobs = components.parse(spec)[1]
         own = {argument: knobs.pop(argument) for argument in set(knobs) - set(PREFETCHING)}
         built = components.build_with("predictors", name, own, kind, num_experts=trace.facts.total)
@@ -202,23 +194,12 @@ def build_prefetch(
     has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
     lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has
     if spec != "off" and lacks:
-        raise ConfigError(f"prefetch {name} looks at {', '.join(sorted(lacks))}, which this trace does not hold")
+        raise _lacking(name, lacks)
     return settings
 
 
-def _trained(name: str, trace: Trace, file: Path | None) -> Predictor:
-    if file is None:
-        raise ConfigError(f"prefetch {name} is trained; name a file of `vllm-spac train-predictor`")
-    found = PredictorFile.read(file)
-    ours, facts = found.sizes, trace.facts
-    if (ours.layers, ours.experts, ours.top_k) != (facts.layers, facts.experts, facts.top_k):
-        raise ConfigError(
-            f"{file} is of {ours.layers} layers of {ours.experts} experts, top-{ours.top_k}, and the trace of "
-            f"{facts.layers} of {facts.experts}, top-{facts.top_k}; use one of the same model"
-        )
-    if name not in found.names:
-        raise ConfigError(f"{file} has no predictor {name}; use one of {', '.join(found.names)}")
-    return found.build(name)
+def _lacking(name: str, signals: Collection[Signal]) -> ConfigError:
+    return ConfigError(f"prefetch {name} looks at {', '.join(sorted(signals))}, which a trace does not hold")
 
 
 def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,14 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 
-class Trees(Protocol):
-    """What the sampler asks and tells."""
-
-    def trees(self, batch: InputBatch) -> TreeTensors: ...
-
-    def accepted(self, walked: Walked, trees: TreeTensors, rows: Tensor) -> None: ...
-
-
 class TreeSampler:
     """In place of V2's ``RejectionSampler``.
 
@@ -62,7 +54,7 @@ class TreeSampler:
 
     enable_adaptive_verification = False  # vLLM's warm-up asks
 
-    def __init__(self, plain: RejectionSampler, trees: Trees) -> None:
+    def __init__(self, plain: RejectionSampler, trees: TreeDecodingV2) -> None:
         self._plain, self._trees = plain, trees
 
     def __call__(

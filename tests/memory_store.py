@@ -1,4 +1,4 @@
-"""Store in plain memory: the template for new stores, and the double in tests."""
+"""Store in plain memory: the double of a store in tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class MemoryStore(ExpertStore):
     """Stores copies of the tensors, one block per layer."""
 
     addressable: ClassVar[bool] = True
-    offline: ClassVar[str] = "it is the double of a store in tests"
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         super().__init__(shape, fingerprint, folder)
