@@ -86,7 +86,6 @@ def test_what_cannot_serve_says_why(knob: str, monkeypatch: pytest.MonkeyPatch) 
         ("policy", "belady", "future"),
         ("cpu_experts", "fixed", "--spac-cpu-experts N"),
         ("cpu_experts", "none", "--spac-cpu-experts off"),
-        ("budget_ranking", "oracle", "every expert"),
     ],
 )
 def test_components_of_the_package_that_no_knob_names(knob: str, value: str, why: str) -> None:

@@ -113,7 +113,7 @@ def engine_config(model: Path, spac, **options):
         ({"decisions": "device", "store": "disk"}, ["--spac-decisions", "--spac-store host"]),
         ({"budget": 0.0}, ["budget=0.0", "--spac-budget"]),
         ({"budget": "0.9@of=all"}, ["--spac-budget", "use of=selected or of=scores"]),
-        ({"budget": 8, "budget_ranking": "oracle"}, ["'oracle'", "output of every expert", "router"]),
+        ({"budget": 8, "budget_ranking": "oracle"}, ["'oracle'", "router, selected, static"]),
         ({"budget": 8, "budget_ranking": "static"}, ["static", "--spac-calibration", "vllm-spac calibrate"]),
         ({"budget": 8, "budget_coverage": "none"}, ["budget_coverage='none'", "substitution"]),
         ({"budget": "/not/there"}, ["budget=/not/there", "no such file", "16 or 0.98"]),
@@ -133,10 +133,10 @@ def test_bad_knobs(moe, spac, named):
 
 
 OUTSIDE = """
-from vllm_spac.methods.moe_spec import oracle_ranking
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.policies.belady import Belady
 from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.methods.moe_spec.router_ranking import Router
 
 
 class Fine(LRU):
@@ -161,8 +161,8 @@ class Offline(Belady):
     pass
 
 
-class Oracle(oracle_ranking.OracleRanking):
-    pass
+class Oracle(Router):
+    offline = "it needs the output of every expert"
 
 
 instance = Fine()
@@ -448,7 +448,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 @pytest.mark.parametrize(
     ("knobs", "options", "named"),
     [
-        ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
         (
             {"speculate": "restricted", "prefetch": "gate"},

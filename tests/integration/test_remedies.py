@@ -63,7 +63,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "trace": ("run.trace",),
     "timeline": ("run.timeline", "run.trace"),
     "budget": (2, 32, 100, 0.9, "FILE"),
-    "budget_ranking": ("router", "static", "resident"),
+    "budget_ranking": ("router", "static"),
     "budget_coverage": ("truncation", "rescue"),
     "budget_when": ("all",),
     "budget_votes": ("path",),

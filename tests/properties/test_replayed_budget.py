@@ -25,7 +25,6 @@ from vllm_spac.tools.evaluation.actions import EvaluatedWorker
 EXPERTS, TOP_K, ROWS, LAYERS = 32, 3, 12, 2
 RNG = torch.Generator().manual_seed(0)
 COUNTS = torch.randint(0, 20, (LAYERS, EXPERTS), generator=RNG)  # some are equal
-RESIDENT = torch.rand(EXPERTS, generator=RNG) < 0.4
 BIAS = torch.randn(EXPERTS, generator=RNG) / 3
 RULES = rules(BIAS)
 BOUNDS = [
@@ -36,11 +35,11 @@ BOUNDS = [
 COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.0, 0.5, 1.0))]
 KINDS = {RowKind.VERIFY: 4, RowKind.DECODE: 1, RowKind.PREFILL: 3}
-RANKINGS = [n for n in components.names("rankings") if components.find("rankings", n).replayable]
+RANKINGS = components.names("rankings")
 
 
 def control(rule: RoutingRule, **chosen) -> BudgetControl:
-    layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule, lambda: RESIDENT) for i in range(LAYERS)]
+    layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule) for i in range(LAYERS)]
     made = BudgetControl(layers, SimpleNamespace(counts=COUNTS))
     made.change(BudgetSettings(**chosen))
     return made
@@ -232,7 +231,7 @@ def test_votes_that_the_device_knows_weigh_the_same(rule, bound, ranking, covera
 
 
 def test_votes_that_the_device_knows_are_not_of_parts_that_the_host_ranks() -> None:
-    layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RULES[0], lambda: RESIDENT)]
+    layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RULES[0])]
     made = BudgetControl(layers, weighed_there=True)
     made.change(BudgetSettings(budget=5, window=2))
     with pytest.raises(UnsupportedError, match="window=2 ranks rows apart, and only the device knows how likely rows"):
@@ -240,11 +239,8 @@ def test_votes_that_the_device_knows_are_not_of_parts_that_the_host_ranks() -> N
 
 
 def test_which_budgets_leave_drafts_whole() -> None:
-    """They rank where nobody knows which rows were cut, or parts of a request alone."""
+    """They rank parts of a request alone."""
     assert not control(RULES[0], budget=5).uncut and not control(RULES[0]).uncut
-    made = control(RULES[0], budget=5)
-    made._ranking = SimpleNamespace(replayable=False)  # as coactivation, whose greedy choice is the host's
-    assert made.uncut == "ranking=selected (--spac-budget-ranking) ranks on the host, which cannot leave rows out"
     assert "window=2" in control(RULES[0], budget=5, window=2).uncut
 
 

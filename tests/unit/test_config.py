@@ -334,7 +334,6 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "workers": 2, "prefetch": "neural"}, "needs predictor_file"),
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
-        ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking selected"),
         ({"executor": "threads"}, "executor='threads' .*: use local or processes@per_layer=...@replicas=... or ray@"),
     ],
     ids=str,

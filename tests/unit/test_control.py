@@ -15,6 +15,7 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.loading import description
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.host_cut import _held, leading
+from vllm_spac.methods.moe_spec.rankings import LayerContext
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 EXPERTS, TOP_K = 8, 2
@@ -24,9 +25,9 @@ MIXED = Step((PROMPT, DECODE, VERIFY, OTHER))
 ROWS = 12  # the last two are padding
 
 
-def control(rule: RoutingRule | None = None, layers: int = 1, resident=None) -> BudgetControl:
+def control(rule: RoutingRule | None = None, layers: int = 1) -> BudgetControl:
     rule = rule or RoutingRule()
-    return BudgetControl([BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule, resident) for i in range(layers)])
+    return BudgetControl([BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule) for i in range(layers)])
 
 
 def routing(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,7 +156,7 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    order = budget._order(0, probs, routed, None, None).numpy()
+    order = budget._used_ranking.rank(probs, None, EXPERTS, LayerContext(0, routed[1])).numpy()
     held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
     shortlist = leading(order, held, 0.85, 1).tolist()
     assert set(shortlist) == kept and shortlist[0] == 0
@@ -218,22 +219,6 @@ def test_layers_have_their_own_budgets() -> None:
     assert torch.equal(budget.apply(1, logits, weights, ids, MIXED)[1], ids)
 
 
-def test_resident_experts_are_preferred() -> None:
-    logits, weights, ids = routing()
-    selected = torch.bincount(ids[4:10].flatten(), minlength=EXPERTS) > 0
-    wanted = (
-        logits[4:10].softmax(-1).sum(0).masked_fill(~selected, 9).argsort()[:2]
-    )  # of the selected, the least wanted
-    resident = torch.zeros(EXPERTS, dtype=torch.bool)
-    resident[wanted] = True
-    budget = control(resident=lambda: resident)
-    budget.change(BudgetSettings(budget=3, ranking="resident"))
-    chosen = budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()
-    budget.change(BudgetSettings(budget=3, ranking="router"))
-    plain = budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()
-    assert torch.isin(chosen, wanted).sum() > torch.isin(plain, wanted).sum()
-
-
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
@@ -247,7 +232,7 @@ def test_resident_experts_are_preferred() -> None:
         ({"mass": 0.5, "mass_of": "softmax"}, "'selected' or 'scores'"),
         ({"budget": True}, "use a number"),
         ({"budgets": 4}, "known: budget, mass"),
-        ({"budget": 4, "ranking": "oracle"}, "evaluation only"),
+        ({"budget": 4, "ranking": "coactivation"}, "has no 'coactivation'; use one of router, selected, static"),
         ({"budget": 4, "ranking": "static"}, "needs a calibration file"),
         ({"budget": 4, "ranking": "best"}, "has no 'best'"),
         ({"budget": {"layer.1": 4}}, "layer.0"),

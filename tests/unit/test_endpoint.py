@@ -30,7 +30,7 @@ VALUES = (
     | st.integers()
     | st.floats()
     | st.text(max_size=5)
-    | st.sampled_from(["router", "static", "resident", "truncation", "substitution", "verify", "decode", "all"])
+    | st.sampled_from(["router", "static", "selected", "truncation", "substitution", "verify", "decode", "all"])
 )
 
 

@@ -193,7 +193,7 @@ class SpacConfig(BaseModel):
     )
     calibration: types.SomePath = Field(
         None,
-        description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
+        description="File from vllm-spac calibrate, for the ranking static and the policy pinned.",
     )
     tuned: types.TunedText = "auto"
     page: bool = Field(

@@ -176,12 +176,6 @@ def _check_workers(config: Any) -> None:
         )
     if components.find("policies", config.policy).needs_calibration:
         raise _refused(f"policy={config.policy} (--spac-policy) is not for {named}", use(policy="lru"))
-    if components.find("rankings", config.budget_ranking).needs_resident:
-        raise _refused(
-            f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) asks which experts are in fast memory, "
-            f"and with {named} that is the workers'",
-            use(budget_ranking="selected"),
-        )
 
 
 def _check_tree(config: Any) -> None:

@@ -80,17 +80,10 @@ def _of_workers(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal
 
 def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    several, option = ranks > 1, f"with --tensor-parallel-size {ranks}"
     yield (
-        several and components.find("rankings", config.budget_ranking).needs_resident,
-        f"{_given(config, 'budget_ranking')} {option} (ranks have different experts in fast memory and would cut "
-        "different ones) is not supported",
-        (use(budget_ranking="selected"),),
-    )
-    yield (
-        several and config.speculate != "off",
-        f"{_given(config, 'speculate')} {option} (ranks have different experts in fast memory and would run different "
-        "ones) is not supported",
+        ranks > 1 and config.speculate != "off",
+        f"{_given(config, 'speculate')} with --tensor-parallel-size {ranks} (ranks have different experts in "
+        "fast memory and would run different ones) is not supported",
         (drop("speculate"),),
     )
 

@@ -83,7 +83,6 @@ def budget(
             calibration = Calibration.load(config.calibration, name, names, experts)
         if config.bound.file is not None:
             bound = read_budgets(config.bound.file, name, names, experts)
-    several = vllm_config.parallel_config.tensor_parallel_size > 1
     counters = BudgetCounters()
     there, unweighted = drafts.weighs_there(vllm_config), drafts.unweighted(vllm_config)
     why = None if unweighted is None else str(unweighted)
@@ -95,7 +94,6 @@ def budget(
         device=device,
         unweighted=why,
         weighed_there=there,
-        ranks_differ=several,
         speculation=_speculation(config, vllm_config, known, predictor, counters),
         counters=counters,
         drafts=vllm_config.speculative_config is not None,

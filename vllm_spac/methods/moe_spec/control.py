@@ -34,12 +34,8 @@ NO_DRAFTS = (
 )
 
 
-def _apart(settings: BudgetSettings, ranking: Ranking) -> str:
-    """Why a step's rows cannot have votes that the device knows alone; empty if they can."""
-    if settings.window is not None:
-        return f"window={settings.window} ranks rows apart"
-    named = f"ranking={settings.ranking} (--spac-budget-ranking)"
-    return "" if ranking.replayable else f"{named} ranks on the host, which cannot leave rows out"
+def _apart(settings: BudgetSettings) -> str:
+    return f"window={settings.window} ranks rows apart"
 
 
 class Speculation(Protocol):
@@ -103,10 +99,8 @@ class BudgetControl:
     Both compute the same shortlists and the same coverage with the same operations.
 
     Args:
-        offline: allow rankings that run all experts.
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
         weighed_there: the probabilities by which they are weighted are known on the device alone.
-        ranks_differ: several processes compute the model, and each has other experts in fast memory.
         speculation: runs experts by prediction, where the settings ask for that.
         drafts: the engine verifies drafts; without them a budget of verify steps cuts nothing.
     """
@@ -115,11 +109,9 @@ class BudgetControl:
         self,
         layers: Sequence[BudgetedLayer],
         calibration: Calibration | None = None,
-        offline: bool = False,
         device: torch.device | str = "cpu",
         unweighted: str | None = None,
         weighed_there: bool = False,
-        ranks_differ: bool = False,
         speculation: Speculation | None = None,
         counters: BudgetCounters | None = None,
         drafts: bool = True,
@@ -128,10 +120,8 @@ class BudgetControl:
         self.counters = counters or BudgetCounters()
         self.settings = BudgetSettings()
         self._calibration = calibration
-        self._offline = offline
         self._device = device
         self._unweighted, self._weighed_there = unweighted, weighed_there
-        self._ranks_differ = ranks_differ
         self._drafts = drafts
         self._speculation = speculation
         self._ranking: Ranking | None = None
@@ -185,9 +175,8 @@ class BudgetControl:
     @property
     def uncut(self) -> str:
         """Why the device cannot cut drafts beside the budget in force; empty if it can, and without a budget."""
-        if not self.active or self.settings.speculate != "off":
-            return ""
-        return _apart(self.settings, self._used_ranking)
+        apart = self.active and self.settings.window is not None and self.settings.speculate == "off"
+        return _apart(self.settings) if apart else ""
 
     def change(self, settings: BudgetSettings) -> None:
         """Applies ``settings`` from the next step on; if it raises, nothing is changed.
@@ -195,8 +184,7 @@ class BudgetControl:
         Raises:
             ConfigError: the budget does not fit a layer, or the ranking cannot serve or lacks its calibration.
             UnsupportedError: substitution or a rescue for a model with its own routing function, weighted votes where
-                no probabilities are known, a ranking by residency for several ranks, or the captured CUDA graphs hold
-                another kind of budget.
+                no probabilities are known, or the captured CUDA graphs hold another kind of budget.
         """
         if settings.votes == "path" and self._unweighted is not None:
             raise UnsupportedError(
@@ -214,16 +202,10 @@ class BudgetControl:
             self._speculation.check(settings)
         elif settings.active:
             ranking = self._ranking_of(settings)
-            if ranking.needs_resident and self._ranks_differ:
+            if self._weighed_there and settings.votes == "path" and settings.window is not None:
                 raise UnsupportedError(
-                    f"spac: ranking={settings.ranking} (--spac-budget-ranking) cannot work with several ranks, each of "
-                    "which has other experts in fast memory and would cut others; use selected"
-                )
-            weighed_there = self._weighed_there and settings.votes == "path"
-            if weighed_there and (problem := _apart(settings, ranking)):
-                raise UnsupportedError(
-                    f"spac: votes=path (--spac-budget-votes) cannot work here: {problem}, and only the device knows "
-                    "how likely rows are reached; use uniform votes"
+                    f"spac: votes=path (--spac-budget-votes) cannot work here: {_apart(settings)}, and only the device "
+                    "knows how likely rows are reached; use uniform votes"
                 )
             if settings.mass is not None:
                 check_mass(settings.mass)
@@ -239,7 +221,7 @@ class BudgetControl:
                 buffers.bound(self._experts())
 
     def _ranking_of(self, settings: BudgetSettings) -> Ranking:
-        return _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
+        return components.find("rankings", settings.ranking).of(self._calibration).to(self._device)
 
     def _bound(self, layer: BudgetedLayer) -> int | None:
         budget = self.settings.budget
@@ -265,7 +247,6 @@ class BudgetControl:
         weights: Tensor,
         ids: Tensor,
         step: Step,
-        outputs: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Weights and ids [rows, k] of layer ``index`` within the budget; rows that are not cut keep theirs.
@@ -274,7 +255,6 @@ class BudgetControl:
             index: number of the layer in ``layers``.
             logits: [rows, N], of the router.
             weights, ids: [rows, k], the natural choice.
-            outputs: float [rows, N, d] for the oracle.
             hidden: float [rows, d], input of the router, for speculated execution.
         """
         if self._masked is not None:
@@ -286,7 +266,7 @@ class BudgetControl:
         natural = weights
         for rows, votes in self._groups(step):
             part = weights[rows], ids[rows]
-            covered = self._cut(index, logits[rows], *part, outputs if outputs is None else outputs[rows], votes)
+            covered = self._cut(index, logits[rows], *part, votes)
             if covered is None:
                 continue
             if len(part[0]) == len(weights):
@@ -421,7 +401,7 @@ class BudgetControl:
         weighted, heard = probs * counts, ids.masked_fill(silent, experts).long()
         selected = members(heard, experts + 1)[:experts]
         chosen = heard.clamp_(max=experts - 1)  # rows that do not vote have no weight there
-        scores = self._used_ranking.scores(weighted, self._context(index, ids=chosen))
+        scores = self._used_ranking.scores(weighted, LayerContext(index, chosen))
         if self.settings.mass is None:
             inside, best = kernels.shortlist(scores, selected, buffers.bounds[index])
         else:
@@ -446,7 +426,7 @@ class BudgetControl:
         return self._ranking
 
     def _cut(
-        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None, votes: Tensor | None
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, votes: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         """(weights, ids) of rows that vote together, within their shortlist; None if they already are."""
         layer = self.layers[index]
@@ -455,7 +435,8 @@ class BudgetControl:
             self.counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
             return None
         probs = layer.rule.probs(logits)
-        order = self._order(index, probs, (weights, ids), outputs, votes)
+        context = LayerContext(index, ids.long())
+        order = self._used_ranking.rank(probs, votes, probs.shape[1], context)
         settings = self.settings
         options: dict[str, Any] = {
             "bound": bound,
@@ -485,35 +466,6 @@ class BudgetControl:
             self._parts = step, groups(votes, self.settings.kinds, self.settings.window, self._device)
         return self._parts[1]
 
-    def _order(
-        self,
-        index: int,
-        probs: Tensor,
-        natural: tuple[Tensor, Tensor],
-        outputs: Tensor | None,
-        votes: Tensor | None,
-    ) -> Tensor:
-        """int64 [N]: all experts as rows that all vote rank them, the best first."""
-        mixing, ids = None, natural[1].long()
-        if self._used_ranking.needs_mixing:
-            mixing = torch.zeros_like(probs).scatter(1, ids, natural[0].float())
-        context = self._context(index, mixing=mixing, ids=ids, outputs=outputs)
-        return self._used_ranking.rank(probs, votes, probs.shape[1], context)
-
-    def _context(self, index: int, **known: Tensor | None) -> LayerContext:
-        resident = self.layers[index].resident if self._used_ranking.needs_resident else None
-        return LayerContext(layer=index, resident=None if resident is None else resident(), **known)
-
     def _least(self, layer: BudgetedLayer) -> int:
         """The smallest shortlist that the layer can run with."""
         return layer.top_k if self.settings.coverage == "substitution" else 1
-
-
-def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranking:
-    found = components.find("rankings", name)
-    if found.offline and not offline:
-        raise ConfigError(
-            f"spac: budget_ranking={name} (--spac-budget-ranking) runs every expert and is for evaluation only "
-            f"(vllm-spac quality); use one of {', '.join(components.serving('rankings'))}"
-        )
-    return found.of(calibration)
