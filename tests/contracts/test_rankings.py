@@ -336,7 +336,6 @@ def test_a_share_out_of_range_is_refused(mass: float) -> None:
         (0, "truncation", r"has 8 experts; use 1 to 8"),
         (-3, "truncation", r"has 8 experts; use 1 to 8"),
         (9, "truncation", r"has 8 experts; use 1 to 8"),
-        (9, "rescue", r"has 8 experts; use 1 to 8"),
     ],
 )
 def test_budgets_that_cannot_be_met(budget: int, coverage: str, says: str) -> None:

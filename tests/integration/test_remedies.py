@@ -64,7 +64,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "timeline": ("run.timeline", "run.trace"),
     "budget": (2, 32, 100, 0.9, "FILE"),
     "budget_ranking": ("router", "static"),
-    "budget_coverage": ("truncation", "rescue"),
+    "budget_coverage": ("truncation",),
     "budget_when": ("all",),
     "budget_votes": ("path",),
     "speculate": ("predicted", "restricted"),

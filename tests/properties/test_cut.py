@@ -42,7 +42,6 @@ def cuts(draw) -> tuple[tuple, dict]:
         "mass_of": draw(st.sampled_from(["selected", "scores"])),
         "least": least,
         "substitute": substitute,
-        "rescue": not substitute and draw(st.booleans()),
     }
     return (probs, order, (weights, ids.to(draw(st.sampled_from([torch.int32, torch.int64])))), votes, rule), options
 

@@ -32,7 +32,7 @@ BOUNDS = [
     {"budget": {"layer.0": 4, "layer.1": EXPERTS}},
     *({"mass": mass, "mass_of": of} for mass, of in product((0.3, 0.9, 1.0), ("selected", "scores"))),
 ]
-COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
+COVERAGES = [{"coverage": each} for each in ("substitution", "truncation")]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.0, 0.5, 1.0))]
 KINDS = {RowKind.VERIFY: 4, RowKind.DECODE: 1, RowKind.PREFILL: 3}
 RANKINGS = components.names("rankings")
@@ -275,7 +275,7 @@ PROMPT, VERIFY = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 7, RowKind.V
 STEPS = [Step((PROMPT, VERIFY)), Step((RequestRows(0, 4, RowKind.VERIFY),)), Step((PROMPT,)), Step()]
 
 
-@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation", "rescue"])
+@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation"])
 @pytest.mark.parametrize(
     "bounds",
     [
@@ -323,7 +323,6 @@ def test_a_budget_that_is_off_may_be_switched_on() -> None:
     [
         ({"budget": 4, "ranking": "static"}, "ranking=static"),
         ({"budget": 4, "coverage": "truncation"}, "coverage=truncation"),
-        ({"budget": 4, "coverage": "rescue"}, "coverage=rescue"),
         ({"mass": 0.9}, "mass_of=selected"),
         ({"budget": 4, "window": 2}, "window.*--enforce-eager"),
     ],

@@ -22,7 +22,7 @@ EXPERTS, TOP_K, ROWS = 32, 3, 8
 BIAS = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0)) / 3
 RULES = rules(BIAS)
 RANKINGS = [*components.names("rankings"), f"{__name__}:Quietest"]
-COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
+COVERAGES = [{"coverage": each} for each in ("substitution", "truncation")]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.5, 1.0))]
 
 

@@ -182,7 +182,7 @@ def test_arguments_of_a_budget() -> None:
         ({"budget_votes": "path@alpha=1.5"}, r"\(--spac-budget-votes\): alpha=1.5: use a number from 0.0 to 1.0"),
         ({"budget_votes": "path@alpha=True"}, r"\(--spac-budget-votes\): alpha=True: use a number from 0.0 to 1.0"),
         ({"budget_votes": "path@alpha"}, r"\(--spac-budget-votes\): 'alpha' in 'path@alpha' sets nothing"),
-        ({"budget_coverage": "none"}, r"budget_coverage='none' .*'substitution', 'truncation' or 'rescue'"),
+        ({"budget_coverage": "none"}, r"budget_coverage='none' .*'substitution' or 'truncation'"),
         ({"tree": 1}, r"tree=1 \(--spac-tree\) is a chain of one token; use --spac-tree 2 or more"),
         ({"tree": 256}, r"tree=256 \(--spac-tree\): .*less than or equal to 255"),
         ({"tree": True}, r"\(--spac-tree\): use a number"),
@@ -422,8 +422,8 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
     [({}, None), ({"budget_votes": "path"}, 0.5), ({"budget_votes": "path@alpha=0"}, 0)],
 )
 def test_votes_of_a_budget(raw: dict, alpha: float | None) -> None:
-    settings = BudgetSettings.at_start(SpacConfig.parse(raw | {"budget_coverage": "rescue"}), 8)
-    assert settings.alpha == alpha and settings.coverage == "rescue" and settings.budget == 8
+    settings = BudgetSettings.at_start(SpacConfig.parse(raw | {"budget_coverage": "truncation"}), 8)
+    assert settings.alpha == alpha and settings.coverage == "truncation" and settings.budget == 8
 
 
 @pytest.mark.parametrize("knob", ["policy", "prefetch", "cpu_experts"])

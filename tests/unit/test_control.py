@@ -241,8 +241,8 @@ def test_layers_have_their_own_budgets() -> None:
         ({"budget": 4, "votes_alpha": 0.25}, "no effect on uniform votes; give votes=path"),
         ({"budget": 4, "votes": "path", "votes_alpha": 1.5}, "votes_alpha: .*less than or equal to 1"),
         ({"budget": 4, "votes": "path", "votes_alpha": True}, "use a number"),
-        ({"budget": 4, "rescue": True}, "rescue: .*known: budget, mass, mass_of, ranking, coverage"),
-        ({"budget": 4, "coverage": "none"}, "'substitution', 'truncation' or 'rescue'"),
+        ({"budget": 4, "best": True}, "best: .*known: budget, mass, mass_of, ranking, coverage"),
+        ({"budget": 4, "coverage": "rescue"}, "'substitution' or 'truncation'"),
         ("16", "is a mapping"),
     ],
     ids=str,
@@ -260,8 +260,6 @@ def test_a_routing_function_of_the_models_own_cannot_be_substituted() -> None:
     with pytest.raises(UnsupportedError, match="--spac-budget-coverage truncation"):
         budget.change(BudgetSettings(budget=4))
     budget.change(BudgetSettings(budget=4, coverage="truncation"))
-    with pytest.raises(UnsupportedError, match="did not choose; use --spac-budget-coverage truncation"):
-        budget.change(BudgetSettings(budget=4, coverage="rescue"))
 
 
 # --- weighted votes ---------------------------------------------------------------------------------------------------
@@ -397,30 +395,5 @@ def test_votes_are_refused_where_no_probabilities_are_known() -> None:
 
 
 def test_the_settings_say_how_rows_vote() -> None:
-    said = BudgetSettings(budget=4, votes="path", coverage="rescue").describe()
-    assert said == "lossy (budget 4, selected, rescue, verify rows, path votes ** 0.5)"
-
-
-# --- rescue -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_a_rescued_row_runs_its_best_expert_at_its_natural_weight(renormalize: bool, scale: float) -> None:
-    """Three rows that outvote a fourth, whose two experts are cut."""
-    many, one = [0.0, 0.0, 0.1, 0.1, 0.0, 0.0, 0.3, 0.5], [0.4, 0.3, 0.05, 0.05, 0.02, 0.03, 0.05, 0.1]
-    probs = torch.tensor([many, many, one, many])
-    weights, ids = probs.topk(2)
-    weights = scale * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
-    budget = control(RoutingRule(renormalize=renormalize, scale=scale))
-    given = probs.clamp(min=1e-30).log(), weights, ids.int(), Step((RequestRows(0, 4, RowKind.VERIFY, 3),))
-    budget.change(BudgetSettings(budget=2, coverage="rescue"))
-    cut, used = budget.apply(0, *given)
-    natural = scale * (0.1 / 0.7 if renormalize else 0.1)
-    assert used.tolist() == [[7, 6]] * 2 + [[7, 7]] + [[7, 6]] and used.dtype == torch.int32
-    assert torch.equal(cut[[0, 1, 3]], weights[[0, 1, 3]]), "rows that keep some are as without a rescue"
-    torch.testing.assert_close(cut[2], torch.tensor([natural, 0.0]))
-    assert budget.counters.snapshot()["emptied"] == 1
-    budget.change(BudgetSettings(budget=2, coverage="truncation"))
-    assert budget.apply(0, *given)[0][2].tolist() == [0, 0], "the paper's: nothing is routed"
-    assert budget.counters.snapshot()["emptied"] == 2
+    said = BudgetSettings(budget=4, votes="path", coverage="truncation").describe()
+    assert said == "lossy (budget 4, selected, truncation, verify rows, path votes ** 0.5)"

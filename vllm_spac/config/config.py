@@ -170,10 +170,10 @@ class SpacConfig(BaseModel):
         "selected",
         description="How experts are ranked under a budget, those that a token selected before the others.",
     )
-    budget_coverage: Literal["substitution", "truncation", "rescue"] = Field(
+    budget_coverage: Literal["substitution", "truncation"] = Field(
         "substitution",
-        description="What a row runs in place of an expert that the budget cut: another (substitution), none "
-        "(truncation), or none, but the best that is left if all of its experts were cut (rescue).",
+        description="What a row runs in place of an expert that the budget cut: another (substitution), or none "
+        "(truncation).",
     )
     budget_when: Literal["verify", "decode", "all"] = Field(
         "verify",

@@ -183,7 +183,7 @@ class BudgetControl:
 
         Raises:
             ConfigError: the budget does not fit a layer, or the ranking cannot serve or lacks its calibration.
-            UnsupportedError: substitution or a rescue for a model with its own routing function, weighted votes where
+            UnsupportedError: substitution for a model with its own routing function, weighted votes where
                 no probabilities are known, or the captured CUDA graphs hold another kind of budget.
         """
         if settings.votes == "path" and self._unweighted is not None:
@@ -410,9 +410,8 @@ class BudgetControl:
             else:
                 held = router_mass(weighted)
             inside, best = kernels.shortlist(scores, selected, None, held, self._mass, self._least(layer))
-        natural, coverage = (weights.float().contiguous(), ids.contiguous()), self.settings.coverage
-        how = layer.rule, coverage == "substitution", coverage == "rescue"
-        covered = kernels.covered(probs, natural, votes, inside, best, *how)
+        natural, substitute = (weights.float().contiguous(), ids.contiguous()), self.settings.coverage == "substitution"
+        covered = kernels.covered(probs, natural, votes, inside, best, layer.rule, substitute)
         kernels.tally(self.counters.on_device, votes, natural, inside, covered)
         return covered
 
@@ -443,7 +442,6 @@ class BudgetControl:
             "mass_of": settings.mass_of,
             "least": self._least(layer),
             "substitute": settings.coverage == "substitution",
-            "rescue": settings.coverage == "rescue",
         }
         if self._on_host:
             covered = host_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options)

@@ -33,7 +33,6 @@ def cut(
     mass_of: str = "selected",
     least: int = 1,
     substitute: bool = True,
-    rescue: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cuts rows that vote together to one shortlist.
 
@@ -46,7 +45,6 @@ def cut(
         mass, mass_of, least: instead, the shortlist is the first part of ``order``, of at least ``least`` experts, that
             holds this share of the mass.
         substitute: coverage by substitution (Eq. 8), else by truncation (Eq. 7).
-        rescue: under truncation, whether a row that keeps no expert gets its best one.
 
     Returns:
         float [rows, k] weights, ids of the dtype of ``natural``, and bool [rows, k]: which of the natural ids are in
@@ -71,9 +69,6 @@ def cut(
         taken, chosen = np.where(whole, weights, taken), np.where(whole, ids, chosen)
     else:
         taken, chosen = _truncated(scores, weights, ids, keeps, leaders[0])
-        lost = np.flatnonzero(~keeps.any(axis=1)) if rescue else ()
-        if len(lost):
-            taken[lost], chosen[lost] = _rescued(scores[lost], ids[lost], rule, inside)
     chosen = chosen.astype(ids.dtype, copy=False)
     return torch.from_numpy(taken), torch.from_numpy(chosen), torch.from_numpy(keeps)
 
@@ -147,15 +142,6 @@ def _truncated(scores: _Floats, weights: _Floats, ids: _Ids, keeps: _Bools, best
     stand_in = leading_ids.min(axis=1, keepdims=True)
     stand_in = np.where(stand_in < scores.shape[1], stand_in, best)
     return np.where(keeps, weights, np.float32(0)), np.where(keeps, ids, stand_in)
-
-
-def _rescued(scores: _Floats, ids: _Ids, rule: RoutingRule, inside: _Bools) -> tuple[_Floats, _Ids]:
-    """See ``kernels.reference.cover.rescued``, for rows that keep no expert."""
-    chosen = _best(scores, rule, inside, 1)
-    taken = np.zeros(ids.shape, dtype=np.float32)
-    first = _of(scores, chosen)
-    taken[:, :1] = _scaled(first, _of(scores, ids), rule)
-    return taken, chosen.repeat(ids.shape[1], axis=1)
 
 
 def _scaled(taken: _Floats, whole: _Floats, rule: RoutingRule) -> _Floats:

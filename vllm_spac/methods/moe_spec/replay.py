@@ -76,7 +76,7 @@ class BudgetCounters:
             share of the row's routing weights that belongs to experts outside the shortlist. ``shortlists``: number of
             shortlists, one per layer and forward. ``experts``: sum over shortlists of the distinct experts that their
             rows used. ``emptied``: rows none of whose experts was in the shortlist; truncation leaves such a row
-            without routed experts, or with one if it rescues. ``unweighted``: see the class. ``dropped_share``:
+            without routed experts. ``unweighted``: see the class. ``dropped_share``:
             ``dropped_weight`` per row.
         """
         self._count()
@@ -138,7 +138,6 @@ class BudgetKernels(NamedTuple):
         best: Tensor,
         rule: RoutingRule,
         substitute: bool,
-        rescue: bool,
     ) -> tuple[Tensor, Tensor]:
         """Weights and ids of rows within the shortlist ``inside`` (bool [N]); arguments as of ``kernels.cover``."""
         return self.cover(
@@ -153,7 +152,6 @@ class BudgetKernels(NamedTuple):
             scale=rule.scale,
             groups=rule.groups,
             top_groups=rule.top_groups,
-            rescue=rescue,
         )
 
 
@@ -170,7 +168,6 @@ def cut(
     mass_of: str = "selected",
     least: int = 1,
     substitute: bool = True,
-    rescue: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``host_cut.cut`` by kernels, for routing in a GPU's memory: nothing is read on the host.
 
@@ -193,7 +190,7 @@ def cut(
     inside, best = kernels.shortlist(places, members(ids, experts), limit, held, mass, least)
     every = torch.ones(len(ids), dtype=torch.float64, device=device)
     natural = weights.float().contiguous(), ids.contiguous()
-    covered = kernels.covered(probs.contiguous(), natural, every, inside, best, rule, substitute, rescue)
+    covered = kernels.covered(probs.contiguous(), natural, every, inside, best, rule, substitute)
     return *covered, inside[ids.long()]
 
 

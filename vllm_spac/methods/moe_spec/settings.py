@@ -114,8 +114,7 @@ class BudgetSettings(BaseModel):
         ranking: name of a ranking (``components``). Whichever it is, the experts that voting rows
             selected come first: where these are no more than the shortlist holds, nothing is cut.
         coverage: what a row runs instead of an expert that is outside the shortlist: ``substitution``, another one;
-            ``truncation``, none; ``rescue``, none, but a row whose experts are all outside gets the best expert of the
-            shortlist, at that expert's natural weight.
+            ``truncation``, none.
         when: which rows vote and are cut.
         votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
             probability that the row is reached (``vote``).
@@ -133,7 +132,7 @@ class BudgetSettings(BaseModel):
     mass: Annotated[float, BeforeValidator(no_bool)] | None = None
     mass_of: Literal["selected", "scores"] = "selected"
     ranking: str = "selected"
-    coverage: Literal["substitution", "truncation", "rescue"] = "substitution"
+    coverage: Literal["substitution", "truncation"] = "substitution"
     when: Literal["verify", "decode", "all"] = "verify"
     votes: Literal["uniform", "path"] = "uniform"
     votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(no_bool)] = ALPHA
@@ -244,11 +243,6 @@ def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
         raise UnsupportedError(
             f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
             "use --spac-budget-coverage truncation"
-        )
-    if settings.coverage == "rescue" and layer.rule.custom:
-        raise UnsupportedError(
-            f"spac: {layer.name} routes by a function of its own, which gives no weight to an expert that it did not "
-            "choose; use --spac-budget-coverage truncation"
         )
     if isinstance(settings.budget, dict) and layer.name not in settings.budget:
         raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")
