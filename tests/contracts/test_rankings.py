@@ -329,7 +329,7 @@ def test_a_share_out_of_range_is_refused(mass: float) -> None:
         (
             1,
             "substitution",
-            r"every token 2 experts; use --spac-budget 2 to 8, or use --spac-budget-coverage truncation",
+            r"every token 2 experts; use 2 to 8, or use --spac-budget 1@coverage=truncation",
         ),
         (0, "substitution", r"has 8 experts; use 2 to 8"),
         (9, "substitution", r"has 8 experts; use 2 to 8"),

@@ -257,7 +257,7 @@ def test_errors_change_nothing(raw, text: str) -> None:
 
 def test_a_routing_function_of_the_models_own_cannot_be_substituted() -> None:
     budget = control(RoutingRule(custom=True))
-    with pytest.raises(UnsupportedError, match="--spac-budget-coverage truncation"):
+    with pytest.raises(UnsupportedError, match="coverage=truncation .--spac-budget"):
         budget.change(BudgetSettings(budget=4))
     budget.change(BudgetSettings(budget=4, coverage="truncation"))
 
@@ -361,7 +361,7 @@ def test_a_budget_of_drafts_that_there_are_none_of_is_no_budget() -> None:
         assert (plain.describe() == plain.settings.describe()) is not idle
     plain.change(BudgetSettings(budget=4))
     assert plain.describe().startswith("exact (") and "--speculative-config" in plain.describe()
-    assert "--spac-budget-when decode" in plain.describe()
+    assert "when=decode of --spac-budget" in plain.describe()
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_votes_are_refused_where_no_probabilities_are_known() -> None:
     budget = BudgetControl([BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())], unweighted="because; do this")
     budget.change(BudgetSettings(budget=4))
     for bound in ({}, {"budget": 4}):
-        with pytest.raises(UnsupportedError, match="--spac-budget-votes.*because; do this, or use uniform votes"):
+        with pytest.raises(UnsupportedError, match="--spac-budget.*because; do this, or use uniform votes"):
             budget.change(BudgetSettings(**bound, votes="path"))
     assert budget.settings == BudgetSettings(budget=4) and not budget.weighs
 

@@ -162,13 +162,14 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Votes that are weighted by what is not known, or that a policy would not count."""
     if config.votes_alpha is None:
         return
-    what = f"{_given(config, 'budget_votes')} cannot work here"
+    what = f"votes=path of {_given(config, 'budget')} cannot work here"
+    uniform = use(budget=config.parsed_budget.but(votes=None, alpha=None))
     if (reason := drafts.unweighted(vllm_config)) is not None:
-        yield True, f"{what}: {reason.problem}", (reason.remedy, use(budget_votes="uniform"))
+        yield True, f"{what}: {reason.problem}", (reason.remedy, uniform)
     there = drafts.weighs_there(vllm_config)
     if config.execution_class.counts_votes and not there:
         return
-    each, others = f"with {plane(config)} each row counts one", [use(decisions="host"), use(budget_votes="uniform")]
+    each, others = f"with {plane(config)} each row counts one", [use(decisions="host"), uniform]
     if there:
         each, others = "V2 keeps the probabilities of drafts on the device", others[1:]
     yield (

@@ -49,7 +49,7 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
         return "routing is recorded between layers", (drop("trace"),)
     if not config.execution_class.needs_host:
         return None
-    if config.budget is not None:
+    if config.parsed_budget.bounds:
         return "a budget is applied between layers", (drop("budget"),)
     if config.control:
         return "a budget may be applied between layers", (drop("control"),)
@@ -58,7 +58,7 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
 
 def hold_budget(config: SpacConfig) -> bool:
     """Whether full graphs of this engine hold the launches of a budget that is in force or may be set later."""
-    asked = config.control or config.budget is not None or config.speculate != "off"
+    asked = config.control or config.parsed_budget.bounds or config.speculate != "off"
     return not config.execution_class.needs_host and asked and needs_host(config) is None
 
 

@@ -297,7 +297,7 @@ class SpacEndpoint:
             return
         state.spac_control = config.control
         state.spac_host = (getattr(args, "host", None) or "").lower()
-        state.spac_rankings = {*components.serving("rankings"), config.budget_ranking}
+        state.spac_rankings = {*components.serving("rankings"), config.parsed_budget.ranking}
         state.spac_client = engine_client
         if config.page:
             facts = {"model": Path(args.model).name, "control": config.control}

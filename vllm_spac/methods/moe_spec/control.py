@@ -30,7 +30,7 @@ from vllm_spac.methods.moe_spec.settings import (
 
 NO_DRAFTS = (
     "the budget is of verify steps, and this engine does not speculate, so it cuts nothing; add --speculative-config, "
-    "or let it cut other rows (--spac-budget-when decode)"
+    "or let it cut other rows (when=decode of --spac-budget)"
 )
 
 
@@ -188,7 +188,7 @@ class BudgetControl:
         """
         if settings.votes == "path" and self._unweighted is not None:
             raise UnsupportedError(
-                f"spac: votes=path (--spac-budget-votes) cannot work here: {self._unweighted}, or use uniform votes"
+                f"spac: votes=path (--spac-budget) cannot work here: {self._unweighted}, or use uniform votes"
             )
         ranking = None
         if settings.active and self._captured is not None:
@@ -204,7 +204,7 @@ class BudgetControl:
             ranking = self._ranking_of(settings)
             if self._weighed_there and settings.votes == "path" and settings.window is not None:
                 raise UnsupportedError(
-                    f"spac: votes=path (--spac-budget-votes) cannot work here: {_apart(settings)}, and only the device "
+                    f"spac: votes=path (--spac-budget) cannot work here: {_apart(settings)}, and only the device "
                     "knows how likely rows are reached; use uniform votes"
                 )
             if settings.mass is not None:

@@ -22,7 +22,8 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
-from vllm_spac.config.types import ALPHA, no_bool
+from vllm_spac.config.budget_knob import ALPHA, BudgetKnob
+from vllm_spac.config.types import SPECULATE, no_bool
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, brief, shortened, use
 
@@ -46,18 +47,19 @@ def check_mass_of(mass_of: str) -> None:
         raise ConfigError(f"spac: mass_of={mass_of!r} (--spac-budget): use {' or '.join(MASSES)}")
 
 
-def validate(budget: int, experts: int, top_k: int, coverage: str) -> None:
-    """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them."""
+def validate(budget: int, experts: int, top_k: int, coverage: str, knob: BudgetKnob | None = None) -> None:
+    """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them; ``knob`` is its."""
+    knob = knob or BudgetKnob(str(budget))
     least = top_k if coverage == "substitution" else 1
     problem = f"spac: budget={budget} (--spac-budget): "
     if 1 <= budget < least:
         raise ConfigError.refused(
             f"{problem}substitution gives every token {top_k} experts",
-            use(budget=least).but(f" to {experts}"),
-            use(budget_coverage="truncation"),
+            Remedy(f"use {least} to {experts}", {"budget": knob.but(least)}),
+            use(budget=knob.but(coverage="truncation")),
         )
     if not least <= budget <= experts:
-        fits = Remedy(f"use {least} to {experts}", {"budget": max(least, min(budget, experts))})
+        fits = Remedy(f"use {least} to {experts}", {"budget": knob.but(max(least, min(budget, experts)))})
         raise ConfigError.refused(f"{problem}a layer has {experts} experts", fits)
 
 
@@ -156,21 +158,23 @@ class BudgetSettings(BaseModel):
         """Returns those of the knobs.
 
         Of the knob ``budget``, 16 is ``budget`` here, 0.98@of=scores is ``mass`` and ``mass_of``, and of a file the
-        layers' numbers are ``budget``. Of ``budget_votes``, path@alpha=0.5 is ``votes`` and ``votes_alpha``.
+        layers' numbers are ``budget``; ``alpha`` is ``votes_alpha``.
 
         Args:
             budget: B, or B by layer name from the file; None without either.
         """
+        knob = config.parsed_budget
+        speculate, its = SPECULATE.split(config.speculate)
         return cls(
             budget=budget,
-            mass=config.bound.mass,
-            mass_of=config.bound.mass_of,
-            ranking=config.budget_ranking,
-            coverage=config.budget_coverage,
-            when=config.budget_when,
-            votes="uniform" if config.votes_alpha is None else "path",
-            votes_alpha=ALPHA if config.votes_alpha is None else config.votes_alpha,
-            speculate=config.speculate,
+            mass=knob.mass,
+            mass_of=knob.mass_of,
+            ranking=knob.ranking,
+            coverage=knob.coverage,
+            when=its.get("when", knob.when),
+            votes=knob.votes,
+            votes_alpha=ALPHA if knob.alpha is None else knob.alpha,
+            speculate=speculate,
         )
 
     @classmethod
@@ -242,7 +246,7 @@ def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
     if settings.coverage == "substitution" and layer.rule.custom:
         raise UnsupportedError(
             f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
-            "use --spac-budget-coverage truncation"
+            "use coverage=truncation (--spac-budget)"
         )
     if isinstance(settings.budget, dict) and layer.name not in settings.budget:
         raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")
