@@ -128,8 +128,9 @@ def test_without_weights_votes_are_what_they_were(name: str, seed: int, alpha: f
     probs, voting, context = step(seed)
     weighed = voting * torch.tensor([vote(float(p), 0.0) for p in probs[:, 0]], dtype=torch.float64)
     assert torch.equal(weighed, voting)
-    assert torch.equal(rankings.router_mass(probs, weighed), rankings.router_mass(probs, voting != 0))
-    assert torch.equal(rankings.router_mass(probs, weighed), probs[:3].sum(0, dtype=torch.float64))
+    mass = router_mass(rankings.weighted(probs, weighed))
+    assert torch.equal(mass, router_mass(rankings.weighted(probs, voting != 0)))
+    assert torch.equal(mass, probs[:3].sum(0, dtype=torch.float64))
     alone = built(name).rank(probs[:3], None, EXPERTS, moved(context, torch.arange(3)))
     assert torch.equal(built(name).rank(probs, weighed, EXPERTS, context), alone)
 
@@ -304,7 +305,7 @@ def mass_cut(order: Tensor, held: Tensor, mass: float, least: int = 1) -> int:
 @given(seed=seeds, mass=st.floats(0.01, 0.999))
 def test_mass_cut_is_the_smallest_prefix(seed: int, mass: float) -> None:
     probs, votes, _ = step(seed)
-    held, order = router_mass(probs, votes), Router().rank(probs, votes, EXPERTS)
+    held, order = router_mass(rankings.weighted(probs, votes)), Router().rank(probs, votes, EXPERTS)
     count = mass_cut(order, held, mass)
     assert held[order[:count]].sum() >= mass * held.sum() * (1 - 1e-12)
     assert held[order[: count - 1]].sum() < mass * held.sum() * (1 + 1e-12)

@@ -12,9 +12,9 @@ from routing_rules import rules
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.methods.moe_spec import replay
 from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.launches import BudgetLaunches
 from vllm_spac.methods.moe_spec.rankings import Ranking, router_mass
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
@@ -71,7 +71,7 @@ def controls(rule: RoutingRule, **asked) -> Iterator[tuple[str, BudgetControl]]:
     for plane in ("host", "device", "replay"):
         made = BudgetControl([layer], CALIBRATED)
         made.change(BudgetSettings(**asked))
-        made._on_host = plane == "host"
+        made._on_host = made._on_host if plane == "host" else None
         if plane == "replay":
             made.hold_in_graphs(ROWS)
         yield plane, made
@@ -140,8 +140,8 @@ def test_what_is_cut_makes_room_for_selected_experts_only(case, ranking, coverag
 
 def test_the_device_s_cut_is_one_of_the_planes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    real = replay.cut
-    monkeypatch.setattr(replay, "cut", lambda *given, **options: asked.append(1) or real(*given, **options))
+    real = BudgetLaunches.cut
+    monkeypatch.setattr(BudgetLaunches, "cut", lambda *given: asked.append(1) or real(*given))
     logits = torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(3))
     weights, ids = logits.softmax(1).topk(TOP_K)
     step = Step((RequestRows(0, 4, RowKind.VERIFY, 3),))

@@ -16,6 +16,7 @@ from vllm_spac.integration.loading import description
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.host_cut import _held, leading
 from vllm_spac.methods.moe_spec.rankings import LayerContext
+from vllm_spac.methods.moe_spec.selected_ranking import Selected
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 EXPERTS, TOP_K = 8, 2
@@ -78,7 +79,7 @@ def test_a_ranking_lies_where_the_scores_are() -> None:
     layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())]
     budget = BudgetControl(layers, SimpleNamespace(counts=counts), device="meta")
     budget.change(BudgetSettings(budget=3, ranking="static"))
-    assert budget._ranking.counts.device.type == "meta" and counts.device.type == "cpu"
+    assert budget._launches._ranking.counts.device.type == "meta" and counts.device.type == "cpu"
 
 
 def test_windows_rank_by_themselves() -> None:
@@ -156,7 +157,7 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    order = budget._used_ranking.rank(probs, None, EXPERTS, LayerContext(0, routed[1])).numpy()
+    order = Selected().rank(probs, None, EXPERTS, LayerContext(0, routed[1])).numpy()
     held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
     shortlist = leading(order, held, 0.85, 1).tolist()
     assert set(shortlist) == kept and shortlist[0] == 0
@@ -331,8 +332,9 @@ def test_a_window_has_the_votes_of_its_rows() -> None:
     asked = []
     budget = control()
     budget.change(BudgetSettings(budget=1, votes="path", window=3, coverage="truncation"))
-    rank = budget._ranking.rank
-    budget._ranking.rank = lambda probs, votes, *rest: asked.append(votes) or rank(probs, votes, *rest)
+    ranking = budget._on_host._ranking
+    rank = ranking.rank
+    ranking.rank = lambda probs, votes, *rest: asked.append(votes) or rank(probs, votes, *rest)
     budget.apply(0, *routing(), WEIGHED)
     assert [votes if votes is None else votes.tolist() for votes in asked] == [[1, 0.5, 0.5], [2**-12], None]
 

@@ -96,17 +96,9 @@ class Ranking(ABC):
         return best(self.scores(weighed, context or LayerContext()), budget)
 
 
-def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
-    """float64 [N]: s_i, the sum over rows of the scores times the rows' votes, by default 1 (MoE-Spec Eq. 5).
-
-    Args:
-        probs: float [rows, N].
-        votes: float64 [rows], as in ``Ranking.rank``; bool: 1 for the rows that vote.
-    """
-    if votes is None:
-        return probs.sum(0, dtype=torch.float64)
-    assert votes.is_cuda or bool(votes.any()), "no row votes: such a step has no shortlist"
-    return weighted(probs, votes).sum(0, dtype=torch.float64)
+def router_mass(probs: Tensor) -> Tensor:
+    """float64 [N]: s_i, the sum over rows of the scores, float [rows, N], times the rows' votes (MoE-Spec Eq. 5)."""
+    return probs.sum(0, dtype=torch.float64)
 
 
 def weighted(values: Tensor, votes: Tensor) -> Tensor:

@@ -194,6 +194,28 @@ class BudgetSettings(BaseModel):
         except TypeError:
             raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
 
+    def bound_of(self, layer: BudgetedLayer) -> int | None:
+        """How many experts of a layer may run; None if a share says so, or no bound is set."""
+        return self.budget[layer.name] if isinstance(self.budget, dict) else self.budget
+
+    def least(self, layer: BudgetedLayer) -> int:
+        """The smallest shortlist that a layer can run with."""
+        return layer.top_k if self.coverage == "substitution" else 1
+
+    def bounds(self, layers: Sequence[BudgetedLayer], step: Step) -> tuple[int, ...] | None:
+        """How many experts of each layer all rows of ``step`` together may run, if a number bounds them all."""
+        if self.budget is None or self.window is not None:
+            return None
+        if any(request.kind not in self.kinds for request in step.requests):
+            return None
+        return tuple(self.bound_of(layer) or layer.experts for layer in layers)
+
+    def holds_all(self, layers: Sequence[BudgetedLayer]) -> bool:
+        """Whether nothing is cut, because each layer may run all of its experts, or all of the mass is held."""
+        if self.mass is not None:  # of weighted votes, a row that counts nothing has no mass
+            return self.mass == 1.0 and self.alpha is None
+        return self.budget is not None and all((self.bound_of(layer) or 0) >= layer.experts for layer in layers)
+
     @property
     def kinds(self) -> tuple[RowKind, ...]:
         """Kinds of rows that vote and are cut, or whose experts are speculated."""
@@ -250,8 +272,7 @@ def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
         )
     if isinstance(settings.budget, dict) and layer.name not in settings.budget:
         raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")
-    bound = settings.budget[layer.name] if isinstance(settings.budget, dict) else settings.budget
-    if bound is not None:
+    if (bound := settings.bound_of(layer)) is not None:
         validate(bound, layer.experts, layer.top_k, settings.coverage)
 
 
