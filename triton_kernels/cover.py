@@ -1,9 +1,7 @@
 """Restricts rows to a shortlist S of experts: MoE-Spec's two coverages, in one launch.
 
 ``truncation``: pairs whose expert is in S stay as they are. The others get weight 0, and as expert the best one that
-their row keeps (ties: the lowest id), or the best of S in a row that keeps none. With ``rescue`` such a row runs one
-expert: of S, and of the row's best groups if they hold one of S, that with the greatest p + bias. Its weight is its p,
-divided by the sum of p over the row's natural choice where the checkpoint renormalises, times the scale.
+their row keeps (ties: the lowest id), or the best of S in a row that keeps none.
 
 ``substitution``: the k best of p + bias within S, ties by the lowest id; weights are their p, divided by their sum
 where the checkpoint renormalises, times its scale. With groups, only experts in the row's best groups are chosen, as
@@ -74,8 +72,7 @@ def _choices(
 @triton.jit(do_not_specialize_on_alignment=["probs", "bias", "weights", "ids", "votes", "out_weights", "out_ids"])
 def _cover_kernel(
     probs, bias, weights, ids, votes, members, best, out_weights, out_ids, n_experts, scale,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr, SUBSTITUTE: tl.constexpr, RESCUE: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr, SUBSTITUTE: tl.constexpr, RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, SIZE_BINS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -87,8 +84,8 @@ def _cover_kernel(
     inside = tl.load(members + expert, mask=voting, other=1) != 0
     if tl.sum((~inside).to(tl.int32), 0) > 0:
         here = probs + row * n_experts
-        lane = tl.arange(0, BINS)
         if SUBSTITUTE:
+            lane = tl.arange(0, BINS)
             p, choice = _choices(here, bias, members, n_experts, TOP_K, BINS, GROUPS, TOP_GROUPS, GROUP_BINS, SIZE_BINS)
             total = 0.0
             for place in range(TOP_K):
@@ -107,16 +104,6 @@ def _cover_kernel(
             stand_in = tl.min(tl.where(leading, expert, n_experts), 0)
             stand_in = tl.where(stand_in < n_experts, stand_in, tl.load(best).to(expert.dtype))
             weight = tl.where(inside, weight, 0.0)
-            if RESCUE:
-                alone = tl.sum((voting & inside).to(tl.int32), 0) == 0
-                p, choice = _choices(here, bias, members, n_experts, 1, BINS, GROUPS, TOP_GROUPS, GROUP_BINS, SIZE_BINS)
-                chosen = tl.min(tl.where(choice == tl.max(choice, 0), lane, BINS - 1), 0)
-                taken = tl.sum(tl.where(lane == chosen, p, 0.0), 0)
-                if RENORMALIZE:
-                    total = tl.sum(tl.load(here + expert, mask=voting, other=0.0), 0)
-                    taken = taken / tl.where(total == 0.0, 1.0, total)
-                weight = tl.where(alone, tl.where(slot == 0, taken * scale, 0.0), weight)
-                stand_in = tl.where(alone, chosen.to(expert.dtype), stand_in)
             expert = tl.where(inside, expert, stand_in)
     tl.store(out_weights + pair, weight, mask=slot < TOP_K)
     tl.store(out_ids + pair, expert, mask=slot < TOP_K)
@@ -135,7 +122,6 @@ def cover(
     scale: float = 1.0,
     groups: int | None = None,
     top_groups: int | None = None,
-    rescue: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns the weights and experts that the rows of a forward run within a shortlist; one launch.
 
@@ -150,7 +136,6 @@ def cover(
         renormalize, bias, scale: how the checkpoint weighs the new choice; the bias is float32 [N].
         groups, top_groups: choose within the ``top_groups`` best of ``groups`` equal groups of experts; with a bias,
             groups have at least two experts.
-        rescue: without ``substitute``, give a row that would keep none the best expert of the shortlist.
 
     Returns:
         (weights, ids) in the shapes and dtypes of the arguments.
@@ -159,7 +144,6 @@ def cover(
     assert probs.dtype == weights.dtype == torch.float32 and ids.dtype in (torch.int32, torch.int64)
     assert weights.shape == ids.shape == (rows, k) and votes.shape == (rows,) and members.shape == (experts,)
     assert votes.dtype == torch.float64 and members.dtype == torch.bool and k <= experts <= MAX_EXPERTS
-    assert not (substitute and rescue), "substitution leaves no row without experts"
     assert bias is None or (bias.shape == (experts,) and bias.dtype == torch.float32 and bias.is_contiguous())
     assert (groups is None) == (top_groups is None) and experts % (groups or 1) == 0
     assert all(tensor.is_contiguous() for tensor in (probs, weights, ids, votes, members)), "must be contiguous"
@@ -168,7 +152,7 @@ def cover(
         _cover_kernel[(rows,)](
             probs, bias, weights, ids, votes, members, best, *made, experts, scale, TOP_K=k,
             SLOTS=triton.next_power_of_2(k), BINS=max(16, triton.next_power_of_2(experts)), SUBSTITUTE=substitute,
-            RESCUE=rescue, RENORMALIZE=renormalize, GROUPS=groups or 0, TOP_GROUPS=top_groups or 0,
+            RENORMALIZE=renormalize, GROUPS=groups or 0, TOP_GROUPS=top_groups or 0,
             GROUP_BINS=triton.next_power_of_2(groups or 1), SIZE_BINS=triton.next_power_of_2(experts // (groups or 1)),
             num_warps=1 if experts <= 256 else 4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -213,7 +213,7 @@ class Runtime:
         blind = [e for e in self.executions if settings.alpha is not None and (weighed_there or not e.counts_votes)]
         if any(each.residency.policy.predictor is not None for each in blind):
             raise UnsupportedError(
-                "spac: votes=path (--spac-budget-votes) cannot work here: this engine's policy counts selections, and "
+                "spac: votes=path (--spac-budget) cannot work here: this engine's policy counts selections, and "
                 "its execution counts each row as one; use uniform votes, or start it with another --spac-policy or "
                 "with --spac-decisions host"
             )

@@ -214,8 +214,7 @@ def budgeted(ids, weights, count, substitute: bool) -> None:
     probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
     votes, share = torch.ones(len(ids)).double(), torch.ones(()).double()
     members, best = shortlist.shortlist(torch.stack((held, held)), held != 0, None, held, share)
-    options: dict[str, Any] = {"groups": 8, "top_groups": 4, "rescue": not substitute}
-    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, **options)
+    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, groups=8, top_groups=4)
     tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
 
 

@@ -45,7 +45,7 @@ from vllm_spac.kernels.reference.shortlist import selected_first, shortlist, sor
 
 from vllm_spac.config.tree_shape import DynamicShape
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_residual
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
 from vllm_spac.methods.moe_spec.router_ranking import Router
 from vllm_spac.methods.moe_spec.selected_ranking import Selected
 from vllm_spac.methods.moe_spec.static_ranking import Static
@@ -169,6 +169,27 @@ class Target:
         for ids in texts:
             self.read(ids, None)
         self.watch = None
+
+
+def least_residual(gram: Tensor, budget: int) -> Tensor:
+    """Greedy choice of the vectors whose sum is closest to the sum of all, from inner products alone (Eq. 6).
+
+    Each step adds the i with the smallest ||o - sum_{j in S + i} v_j||^2, that is with the largest
+    2 <o, v_i> - <v_i, v_i> - 2 sum_{j in S} <v_i, v_j>: O(N) per step.
+
+    Args:
+        gram: float [N, N], <v_i, v_j>.
+
+    Returns:
+        int64 [budget], in the order of the steps, ties by the lowest id.
+    """
+    inner = gram.double()
+    gain, order = 2 * inner.sum(1) - inner.diagonal(), []
+    for _ in range(budget):
+        order.append(int(gain.argmax()))
+        gain -= 2 * inner[order[-1]]
+        gain[order[-1]] = -torch.inf
+    return torch.tensor(order)
 
 
 class Reader:

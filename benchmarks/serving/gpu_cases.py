@@ -60,7 +60,7 @@ CASES: tuple[Case, ...] = (
     Case("tokens", "default, eagle3", _NONE, "eagle3"),
     Case("tokens", "default, eagle3, no guard", {"guard": "off"}, "eagle3"),
     Case("tokens", "device tree of 16", _DEVICE | {"tree": "16", "guard": "off"}, "eagle3"),
-    Case("tokens", "device B=16", _DEVICE | _B16 | {"budget_when": "decode"}, exact=False),
+    Case("tokens", "device B=16", _DEVICE | {"budget": "16@when=decode"}, exact=False),
     Case("tokens", "device B=16, eagle3", _DEVICE | _B16 | {"guard": "off"}, "eagle3", exact=False),
     Case("tokens", "host utility", _HOST | _UTILITY),
     Case("tokens", "host cpu", _HOST | _CPU),

@@ -137,12 +137,9 @@ class RowByRow(CpuExperts):
 class Loudest(Ranking):
     """The experts with the highest score of any row, times its vote."""
 
-    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
         CALLS["ranking"] += 1
-        assert 1 <= budget <= probs.shape[1], f"a budget of {budget}"
-        assert votes is None or bool(votes.any()), "no row votes"
-        heard = probs if votes is None else probs.masked_fill(votes[:, None] == 0, 0) * votes[:, None]
-        return heard.amax(0).sort(descending=True, stable=True).indices[:budget]
+        return probs.amax(0)
 
 
 class Same(Predictor):

@@ -15,7 +15,6 @@ CLASSES = {
     "prefetch": outside.Same,
     "cpu_experts": outside.EverySecond,
     "cpu_kernel": outside.RowByRow,
-    "budget_ranking": outside.Loudest,
 }
 BESIDE = {  # knobs that a knob means something beside
     "cpu_experts": {"store": "outside:Blocks"},
@@ -85,12 +84,23 @@ def test_what_cannot_serve_says_why(knob: str, monkeypatch: pytest.MonkeyPatch) 
         ("policy", "belady", "future"),
         ("cpu_experts", "fixed", "--spac-cpu-experts N"),
         ("cpu_experts", "none", "--spac-cpu-experts off"),
-        ("budget_ranking", "oracle", "every expert"),
     ],
 )
 def test_components_of_the_package_that_no_knob_names(knob: str, value: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"{value}' cannot serve: .*{why}"):
         SpacConfig.parse({knob: value})
+
+
+def test_a_ranking_from_outside_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument of the budget, which is no name of a component itself."""
+    knob = SpacConfig.parse({"budget": "16@ranking=outside:Loudest"}).parsed_budget
+    assert components.find("rankings", knob.ranking) is outside.Loudest
+    for ranking, found in (("nothing", "is called 'nothing'"), ("nowhere:X", "No module named 'nowhere'")):
+        with pytest.raises(ConfigError, match=f"budget=.*{found}.*use one of router, selected, static"):
+            SpacConfig.parse({"budget": f"16@ranking={ranking}"})
+    monkeypatch.setattr(outside.Loudest, "offline", "it is on holiday")
+    with pytest.raises(ConfigError, match="outside:Loudest' cannot serve: it is on holiday; use one of"):
+        SpacConfig.parse({"budget": "16@ranking=outside:Loudest"})
 
 
 def test_combinations_ask_for_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:

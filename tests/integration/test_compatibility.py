@@ -92,7 +92,7 @@ def test_every_way_to_draft_that_vllm_has_is_served_or_refused_by_name() -> None
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_nothing_looks_at_drafts_of_one_parallel_forward(method: str, v2: bool) -> None:
     """DFlash, XPress (which is DFlash by its method) and DSpark."""
-    assert f"parallel drafting ({method})" in refused({"budget": 16, "budget_votes": "path"}, engine(method, v2))
+    assert f"parallel drafting ({method})" in refused({"budget": "16@votes=path"}, engine(method, v2))
     assert "a copy of this model" in refused({"prefetch": "shadow"}, engine(method, v2))
     config = engine(method, v2)
     config.model_config = None

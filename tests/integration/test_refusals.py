@@ -106,18 +106,24 @@ def engine_config(model: Path, spac, **options):
         ({"policy": "belady"}, ["policy='belady'", "reuse"]),
         ({"budget": 17}, ["budget=17", "a layer has 16 experts"]),
         ({"budget": 3}, ["budget=3", "every token 4 experts", "truncation"]),
-        ({"budget": 0, "budget_coverage": "truncation"}, ["budget=0", "--spac-budget"]),
+        ({"budget": "0@coverage=truncation"}, ["budget='0@coverage=truncation'", "--spac-budget"]),
         ({"budget": 1.5}, ["budget=1.5", "--spac-budget"]),
         ({"kernel": "magic"}, ["kernel='magic'", "vllm", "table"]),
         ({"decisions": "magic"}, ["decisions='magic'", "host", "device"]),
         ({"decisions": "device", "store": "disk"}, ["--spac-decisions", "--spac-store host"]),
         ({"budget": 0.0}, ["budget=0.0", "--spac-budget"]),
         ({"budget": "0.9@of=all"}, ["--spac-budget", "use of=selected or of=scores"]),
-        ({"budget": 8, "budget_ranking": "oracle"}, ["'oracle'", "output of every expert", "router"]),
-        ({"budget": 8, "budget_ranking": "static"}, ["static", "--spac-calibration", "vllm-spac calibrate"]),
-        ({"budget": 8, "budget_coverage": "none"}, ["budget_coverage='none'", "substitution"]),
+        ({"budget": "8@ranking=oracle"}, ["'oracle'", "router, selected, static"]),
+        (
+            {"budget": "8@ranking=static"},
+            ["8@ranking=static@calibration=FILE", "vllm-spac calibrate"],
+        ),
+        ({"budget": "8@coverage=none"}, ["coverage='none'", "substitution"]),
         ({"budget": "/not/there"}, ["budget=/not/there", "no such file", "16 or 0.98"]),
-        ({"calibration": "/not/there"}, ["calibration=/not/there", "no such file", "vllm-spac calibrate"]),
+        (
+            {"budget": "8@calibration=/not/there"},
+            ["calibration=/not/there (--spac-budget)", "no such file"],
+        ),
         ({"host_memory": "3 potatoes"}, ["'3 potatoes' is no size", "32GiB"]),
         ({"host_memory": "GiB"}, ["'GiB' is no size", "32GiB"]),
         ({"cpu_experts": "auto"}, ["cpu_experts=auto", "--spac-cpu-experts", "add --spac-store host"]),
@@ -133,10 +139,10 @@ def test_bad_knobs(moe, spac, named):
 
 
 OUTSIDE = """
-from vllm_spac.methods.moe_spec import oracle_ranking
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.policies.belady import Belady
 from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.methods.moe_spec.router_ranking import Router
 
 
 class Fine(LRU):
@@ -161,8 +167,8 @@ class Offline(Belady):
     pass
 
 
-class Oracle(oracle_ranking.OracleRanking):
-    pass
+class Oracle(Router):
+    offline = "it needs the output of every expert"
 
 
 instance = Fine()
@@ -213,9 +219,9 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"policy": "spac_broken:X"}, "--spac-policy.*SyntaxError"),
         ({"policy": "spac_exits:X"}, "--spac-policy.*SystemExit"),
         ({"policy": ":"}, "--spac-policy.*package.module:Class"),
-        ({"budget_ranking": "spac_outside:Fine"}, "--spac-budget-ranking.*vllm_spac.methods.moe_spec.rankings.Ranking"),
-        ({"budget_ranking": "spac_outside:Oracle"}, "--spac-budget-ranking.*every expert"),
-        ({"budget": 8, "budget_ranking": "spac_nowhere:X"}, "--spac-budget-ranking.*cannot load .*No module named"),
+        ({"budget": "8@ranking=spac_outside:Fine"}, "--spac-budget.*vllm_spac.methods.moe_spec.rankings.Ranking"),
+        ({"budget": "8@ranking=spac_outside:Oracle"}, "--spac-budget.*every expert"),
+        ({"budget": "8@ranking=spac_nowhere:X"}, "--spac-budget.*cannot load .*No module named"),
         ({"trace": "/no/such/folder/t"}, "--spac-trace.*No such file or directory; name another file"),
         ({"trace": "/proc/x"}, "--spac-trace.*cannot be written"),
         ({"trace": "text"}, "--spac-trace.*no trace; remove it first, or name another"),
@@ -232,8 +238,9 @@ def outside(tmp_path, monkeypatch) -> Path:
         (AUTO | {"profile": "pipe"}, "--spac-profile.*not a regular file"),
         (AUTO | {"profile": "nosuch"}, "--spac-profile.*there is no profile.*rtx4090"),
         (AUTO | {"profile": "."}, "--spac-profile"),
-        ({"calibration": "text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
-        ({"calibration": "pipe"}, "--spac-calibration.*no such file"),
+        ({"budget": "off@calibration=text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
+        ({"policy": "pinned@calibration=pipe"}, "--spac-policy.*no such file"),
+        ({"policy": "pinned@calibration=text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
         ({"prefetch": "neural"}, "prefetch=neural.*needs predictor_file.*vllm-spac train-predictor"),
         ({"prefetch": "neural", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
         ({"prefetch": "neural", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
@@ -448,7 +455,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 @pytest.mark.parametrize(
     ("knobs", "options", "named"),
     [
-        ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
         (
             {"speculate": "restricted", "prefetch": "gate"},
@@ -657,7 +663,7 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
     [
         ({}, False, "eagle3", None),
         ({}, False, None, None),
-        ({}, False, "ngram", "ngram gives no probabilities.*use EAGLE.*or use --spac-budget-votes uniform"),
+        ({}, False, "ngram", "ngram gives no probabilities.*use EAGLE.*or use --spac-budget 16$"),
         ({}, True, "eagle3", None),
         ({"policy": "utility"}, True, "eagle3", "V2 keeps the probabilities.*--spac-policy reuse"),
         ({"policy": "utility@upper=1"}, False, "eagle3", None),
@@ -680,10 +686,10 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
     )
     compatibility.check(SpacConfig(**knobs), config, gpu=False)
     if remedy is None:
-        compatibility.check(SpacConfig(**knobs, budget_votes="path"), config, gpu=False)
+        compatibility.check(SpacConfig(**knobs, budget="16@votes=path"), config, gpu=False)
     else:
-        with pytest.raises(ValueError, match=f"spac: budget_votes=path .--spac-budget-votes.*{remedy}"):
-            compatibility.check(SpacConfig(**knobs, budget_votes="path"), config, gpu=False)
+        with pytest.raises(ValueError, match=f"spac: votes=path of budget=16@votes=path .--spac-budget.*{remedy}"):
+            compatibility.check(SpacConfig(**knobs, budget="16@votes=path"), config, gpu=False)
 
 
 def test_nodes_of_trees_have_no_routing():
@@ -1002,7 +1008,10 @@ def test_what_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--plugin", "spac", "--spac-calibration", "/not/there"], "calibration=/not/there (--spac-calibration)"),
+        (
+            ["--plugin", "spac", "--spac-policy", "pinned@calibration=/not/there"],
+            "calibration=/not/there (--spac-policy)",
+        ),
         (["--additional-config", '{"spac": 5}'], "must be a mapping of knobs"),
     ],
     ids=["preflight", "arguments"],

@@ -17,7 +17,7 @@ pytestmark = [
 EXPERTS, TOP_K, ROWS = 128, 8, 16
 VERIFY = RequestRows(0, 5, RowKind.VERIFY, 4, (1.0, 0.7, 0.3, 0.01, 0.0))
 STEPS = [Step((VERIFY, RequestRows(5, rows, RowKind.DECODE))) for rows in (16, 9, 6)]
-COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
+COVERAGES = [{"coverage": each} for each in ("substitution", "truncation")]
 VOTES = [{}, {"votes": "path"}]
 
 
@@ -27,7 +27,7 @@ def routing(seed: int) -> tuple[torch.Tensor, ...]:
     return logits, weights / weights.sum(1, keepdim=True), ids.int()
 
 
-@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation", "rescue"])
+@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation"])
 @pytest.mark.parametrize("rule", [RoutingRule(), RoutingRule(groups=8, top_groups=4)], ids=["plain", "groups"])
 @pytest.mark.parametrize("name", ["budget", "mass"])
 def test_a_replay_is_what_the_host_applies(name, rule, coverage):

@@ -97,7 +97,7 @@ def knobs_of(cell: Cell, trained: Path | None) -> dict:
     if "predictor_file" in knobs:
         knobs["predictor_file"] = str(trained)
     if "budget" in knobs:
-        knobs["budget_when"] = "all"
+        knobs["budget"] = f"{knobs['budget']}@when=all"
     return knobs
 
 
@@ -164,15 +164,14 @@ def test_the_parts_together() -> None:
         "slots": "25%",
         "kernel": "table",
         "tree": 16,
-        "budget": 64,
-        "budget_votes": "path@alpha=0.5",
+        "budget": "64@votes=path@alpha=0.5",
         "prefetch": "gate",
         "store": "host",
         "cpu_experts": "2",
         "guard": "off",
     }
     tree = Cell(PLATFORM, "host", (), "tree", RankCount())
-    exact, cut = run(tree, every), run(tree, every | {"budget": 16})
+    exact, cut = run(tree, every), run(tree, every | {"budget": "16@votes=path@alpha=0.5"})
     assert_same_tokens(exact, stock(1))
     for found in (exact, cut):
         assert found.stats["execution"] == "table" and found.stats["trees"]["trees"] > 0

@@ -22,9 +22,7 @@ IN_SLOTS = {
     "prefetch": "outside:Same",
     "cpu_experts": "outside:EverySecond",
     "cpu_kernel": "outside:RowByRow",
-    "budget_ranking": "outside:Loudest",
-    "budget": 1 - 1e-9,
-    "budget_when": "all",
+    "budget": f"{1 - 1e-9}@ranking=outside:Loudest@when=all",
 }
 OVER_POINTERS = {"decisions": "device@staging=off", "store": "outside:Blocks", "policy": "outside:Fifo"}
 

@@ -151,7 +151,7 @@ def test_speculated_execution(trained: Path) -> None:
 @pytest.mark.parametrize("when", ["decode", "all"])
 def test_speculated_execution_where_the_device_decides(trained: Path, when: str) -> None:
     """It runs what runs where the host decides, and counts it; where experts are makes no difference to either."""
-    spac = {"slots": "25%", "store": "host", "speculate": "predicted", "budget_when": when, "prefetch": "neural"}
+    spac = {"slots": "25%", "store": "host", "speculate": f"predicted@when={when}", "prefetch": "neural"}
     spac |= {"kernel": "table", "predictor_file": str(trained / "p.safetensors")}
     device, host = compare(
         MODELS / "target", [spac | {"decisions": where} for where in ("device", "host")], max_tokens=16, **FLOAT32

@@ -58,7 +58,7 @@ def test_same_tokens_without_any_row_that_can_be_switched_off(tmp_path):
 def test_a_budget_that_no_step_exceeds_changes_nothing(tmp_path):
     """One request at a time, of five rows in a verify step: 40 of 64 experts at most; votes weigh rows at will."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off"}
-    bound = {"budget": 5 * 8, "budget_votes": "path"}
+    bound = {"budget": f"{5 * 8}@votes=path"}
     options = {"speculative_config": METHODS["eagle3"], "max_tokens": 32, "max_num_seqs": 1}
     stock, run = compare(TOY / "target", [None, spac | bound], **options)
     assert_same_tokens(run, stock)

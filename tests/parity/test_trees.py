@@ -129,15 +129,11 @@ def test_a_compiled_engine() -> None:
 @pytest.mark.full
 def test_a_budget_ranks_experts_across_the_tree() -> None:
     """Votes to the power 0 are uniform ones, token by token; the drafter's probabilities weigh every tree."""
-    budgeted = EXACT | {"store": "host", "tree": 16, "budget": 24}
-    weighted = {
-        "uniform": {},
-        "path 0": {"budget_votes": "path@alpha=0"},
-        "path": {"budget_votes": "path"},
-    }
+    budgeted = EXACT | {"store": "host", "tree": 16}
+    weighted = {"uniform": "24", "path 0": "24@votes=path@alpha=0", "path": "24@votes=path"}
     found = {
-        name: tree_runs.run(budgeted | more, ("greedy",), speculative_config=tree_runs.EAGLE3)
-        for name, more in weighted.items()
+        name: tree_runs.run(budgeted | {"budget": budget}, ("greedy",), speculative_config=tree_runs.EAGLE3)
+        for name, budget in weighted.items()
     }
     said = {name: [answer["tokens"] for answer in run["answers"]["greedy"]] for name, run in found.items()}
     assert said["path 0"] == said["uniform"] != said["path"]

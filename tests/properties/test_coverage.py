@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where, within_groups
+from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.replay import members
@@ -152,29 +152,6 @@ def test_truncation_is_its_twin(case: Case, dtype: torch.dtype) -> None:
     for row, here in enumerate(rows):
         stand_in = best({i: float(case.probs[row, i]) for i in here}, 1) or [int(case.shortlist[0])]
         assert set(ids[row][~kept[row]].tolist()) <= set(stand_in)
-
-
-@settings(max_examples=300, **BUSY)
-@given(cases(least=1), st.sampled_from([torch.int32, torch.int64]))
-def test_a_rescue_is_its_twin(case: Case, dtype: torch.dtype) -> None:
-    """A row that keeps none runs what it would choose first, weighted as beside its natural choice."""
-    natural, chosen = case.natural()
-    inside, chosen_by = torch.isin(chosen, case.shortlist), case.probs if case.selection is None else case.selection
-    open_to = torch.zeros(case.experts, dtype=torch.bool).index_fill(0, case.shortlist, True)
-    if case.groups:
-        summed = 1 if case.selection is None else 2
-        open_to = within_groups(open_to, chosen_by, 1, case.groups, case.top_groups, summed)
-    covered = truncate(case.probs, chosen.to(dtype), natural, case.shortlist)
-    given = case.probs, chosen_by, open_to, chosen.to(dtype), inside, covered
-    weights, ids = rescued(*given, case.renormalize, case.scale)
-    assert weights.dtype == torch.float32 and ids.dtype == dtype
-    kept = inside.any(1)
-    assert torch.equal(weights[kept], covered[0][kept]) and torch.equal(ids[kept], covered[1][kept])
-    for row in (~kept).nonzero().flatten().tolist():
-        [(expert, _)] = twin(replace(case, top_k=1), row, set(case.shortlist.tolist())).items()
-        total = float(case.probs[row, chosen[row]].sum()) if case.renormalize else 1.0
-        assert ids[row].tolist() == [expert] * case.top_k and (weights[row, 1:] == 0).all()
-        assert float(weights[row, 0]) == pytest.approx(float(case.probs[row, expert]) / total * case.scale, rel=1e-5)
 
 
 @settings(max_examples=200, **BUSY)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from vllm_spac.methods.moe_spec import host_cut, replay
-from vllm_spac.methods.moe_spec.settings import RoutingRule
+from vllm_spac.methods.moe_spec.host_cut import HostCut
+from vllm_spac.methods.moe_spec.launches import BudgetLaunches
+from vllm_spac.methods.moe_spec.replay import BudgetCounters
+from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.methods.moe_spec.static_ranking import Static
 
 EXPERTS, TOP_K = 32, 3
 BIAS = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0)) / 3
@@ -21,45 +26,47 @@ RULES = [
 
 
 @st.composite
-def cuts(draw) -> tuple[tuple, dict]:
-    """Arguments of ``cut``; coarse scores are often equal, and some are 0."""
+def cuts(draw) -> tuple[RoutingRule, BudgetSettings, Static, tuple[Tensor, ...], Tensor | None]:
+    """A rule, settings, any order of the experts, (logits, weights, ids) and votes; coarse scores are often equal."""
     rule, rows = draw(st.sampled_from(RULES)), draw(st.integers(1, 7))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     logits = draw(st.sampled_from([0.1, 1.0, 40.0])) * torch.randn(rows, EXPERTS, generator=random)
-    probs = rule.probs(logits.round() if draw(st.booleans()) else logits)
+    logits = logits.round() if draw(st.booleans()) else logits
+    probs = rule.probs(logits)
     ids = (probs if rule.bias is None else probs + rule.bias).topk(TOP_K).indices
     weights = probs.gather(1, ids)
     if draw(st.booleans()):
         weights = weights / weights.sum(1, keepdim=True)
-    substitute, mass = draw(st.booleans()), draw(st.none() | st.sampled_from([0.1, 0.5, 0.9, 1.0]))
-    least = TOP_K if substitute else 1
-    order = torch.randperm(EXPERTS, generator=random)
+    coverage, mass = (
+        draw(st.sampled_from(["substitution", "truncation"])),
+        draw(st.sampled_from([None, 0.1, 0.5, 0.9, 1])),
+    )
+    least = TOP_K if coverage == "substitution" else 1
+    bound = {"budget": draw(st.integers(least, EXPERTS))}
+    if mass is not None:
+        bound = {"mass": mass, "mass_of": draw(st.sampled_from(["selected", "scores"]))}
+    order = Static(counts=torch.randperm(EXPERTS, generator=random)[None])
     votes = draw(st.none() | st.lists(st.integers(1, 4096), min_size=rows, max_size=rows))
     votes = None if votes is None else torch.tensor(votes, dtype=torch.float64) / 4096
-    options = {
-        "bound": draw(st.integers(least, EXPERTS)) if mass is None else None,
-        "mass": mass,
-        "mass_of": draw(st.sampled_from(["selected", "scores"])),
-        "least": least,
-        "substitute": substitute,
-        "rescue": not substitute and draw(st.booleans()),
-    }
-    return (probs, order, (weights, ids.to(draw(st.sampled_from([torch.int32, torch.int64])))), votes, rule), options
+    routed = logits, weights, ids.to(draw(st.sampled_from([torch.int32, torch.int64])))
+    return rule, BudgetSettings(**bound, coverage=coverage), order, routed, votes
 
 
 @settings(max_examples=500, deadline=None)
 @given(cuts())
-def test_both_choose_the_same(given: tuple[tuple, dict]) -> None:
+def test_both_choose_the_same(case: tuple) -> None:
     """The ids are equal; the host's sum that renormalises a row adds the same ``TOP_K`` weights in another order."""
-    arguments, options = given
-    weights, ids, keeps = host_cut.cut(*arguments, **options)
-    mass = None if options["mass"] is None else torch.tensor(options["mass"], dtype=torch.float64)
-    kernels = replay.BudgetKernels.on(torch.device("cpu"))
-    expected, experts, kept = replay.cut(kernels, *arguments, **{**options, "mass": mass})
-    assert ids.dtype == experts.dtype and ids.equal(experts)
-    torch.testing.assert_close(weights, expected, rtol=TOP_K * 2**-23, atol=0)
-    assert keeps.equal(kept)
+    rule, asked, order, routed, votes = case
+    layer, host_s, theirs = BudgetedLayer("layer", EXPERTS, TOP_K, rule), BudgetCounters(), BudgetCounters()
+    host, there = HostCut([layer], host_s), BudgetLaunches([layer], "cpu", theirs)
+    host.use(asked, order)
+    there.use(asked, order, None)
+    found, expected = host.cut(0, *routed, votes), there.cut(0, *routed, votes)
+    weights, ids = found or routed[1:]
+    assert ids.dtype == expected[1].dtype and ids.equal(expected[1])
+    torch.testing.assert_close(weights, expected[0], rtol=TOP_K * 2**-23, atol=0)
+    assert host_s.snapshot() == pytest.approx(theirs.snapshot())
 
-    natural, whole = arguments[2], kept.all(1)
-    assert weights[whole].equal(natural[0][whole]), "rows that keep all are unchanged to the bit"
-    assert (weights is natural[0]) == bool(whole.all())
+    whole = (ids == routed[2]).all(1) & (weights == routed[1]).all(1)
+    assert expected[0][whole].equal(routed[1][whole]), "rows that keep all are unchanged to the bit"
+    assert (found is None) == (host_s.snapshot()["dropped_weight"] == 0 and bool(whole.all()))

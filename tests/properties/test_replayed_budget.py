@@ -25,7 +25,6 @@ from vllm_spac.tools.evaluation.actions import EvaluatedWorker
 EXPERTS, TOP_K, ROWS, LAYERS = 32, 3, 12, 2
 RNG = torch.Generator().manual_seed(0)
 COUNTS = torch.randint(0, 20, (LAYERS, EXPERTS), generator=RNG)  # some are equal
-RESIDENT = torch.rand(EXPERTS, generator=RNG) < 0.4
 BIAS = torch.randn(EXPERTS, generator=RNG) / 3
 RULES = rules(BIAS)
 BOUNDS = [
@@ -33,14 +32,14 @@ BOUNDS = [
     {"budget": {"layer.0": 4, "layer.1": EXPERTS}},
     *({"mass": mass, "mass_of": of} for mass, of in product((0.3, 0.9, 1.0), ("selected", "scores"))),
 ]
-COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
+COVERAGES = [{"coverage": each} for each in ("substitution", "truncation")]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.0, 0.5, 1.0))]
 KINDS = {RowKind.VERIFY: 4, RowKind.DECODE: 1, RowKind.PREFILL: 3}
-RANKINGS = [n for n in components.names("rankings") if components.find("rankings", n).replayable]
+RANKINGS = components.names("rankings")
 
 
 def control(rule: RoutingRule, **chosen) -> BudgetControl:
-    layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule, lambda: RESIDENT) for i in range(LAYERS)]
+    layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule) for i in range(LAYERS)]
     made = BudgetControl(layers, SimpleNamespace(counts=COUNTS))
     made.change(BudgetSettings(**chosen))
     return made
@@ -232,7 +231,7 @@ def test_votes_that_the_device_knows_weigh_the_same(rule, bound, ranking, covera
 
 
 def test_votes_that_the_device_knows_are_not_of_parts_that_the_host_ranks() -> None:
-    layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RULES[0], lambda: RESIDENT)]
+    layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RULES[0])]
     made = BudgetControl(layers, weighed_there=True)
     made.change(BudgetSettings(budget=5, window=2))
     with pytest.raises(UnsupportedError, match="window=2 ranks rows apart, and only the device knows how likely rows"):
@@ -240,11 +239,8 @@ def test_votes_that_the_device_knows_are_not_of_parts_that_the_host_ranks() -> N
 
 
 def test_which_budgets_leave_drafts_whole() -> None:
-    """They rank where nobody knows which rows were cut, or parts of a request alone."""
+    """They rank parts of a request alone."""
     assert not control(RULES[0], budget=5).uncut and not control(RULES[0]).uncut
-    made = control(RULES[0], budget=5)
-    made._ranking = SimpleNamespace(replayable=False)  # as coactivation, whose greedy choice is the host's
-    assert made.uncut == "ranking=selected (--spac-budget-ranking) ranks on the host, which cannot leave rows out"
     assert "window=2" in control(RULES[0], budget=5, window=2).uncut
 
 
@@ -279,7 +275,7 @@ PROMPT, VERIFY = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 7, RowKind.V
 STEPS = [Step((PROMPT, VERIFY)), Step((RequestRows(0, 4, RowKind.VERIFY),)), Step((PROMPT,)), Step()]
 
 
-@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation", "rescue"])
+@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation"])
 @pytest.mark.parametrize(
     "bounds",
     [
@@ -327,7 +323,6 @@ def test_a_budget_that_is_off_may_be_switched_on() -> None:
     [
         ({"budget": 4, "ranking": "static"}, "ranking=static"),
         ({"budget": 4, "coverage": "truncation"}, "coverage=truncation"),
-        ({"budget": 4, "coverage": "rescue"}, "coverage=rescue"),
         ({"mass": 0.9}, "mass_of=selected"),
         ({"budget": 4, "window": 2}, "window.*--enforce-eager"),
     ],

@@ -50,8 +50,8 @@ BUDGETS = (
     {"budget": 8, "when": "all"},
     {"budget": 12, "when": "decode", "coverage": "truncation"},
     {"mass": 0.6, "when": "all"},
-    {"budget": 16, "when": "verify", "ranking": "resident"},
-    {"budget": 8, "when": "all", "ranking": "resident", "coverage": "truncation"},
+    {"budget": 16, "when": "verify", "ranking": "router"},
+    {"budget": 8, "when": "all", "ranking": "router", "coverage": "truncation"},
 )
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 # a 10^5 steps; never less than

@@ -13,7 +13,7 @@ from exchange import TEXT
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # servers start slowly on a busy machine
 
 PROMPTS = [TEXT[40_000 + 1500 * i :][:1100] for i in range(8)]  # several blocks of the KV cache each
-BUDGET = {"budget": 8, "when": "all", "coverage": "truncation", "ranking": "resident"}
+BUDGET = {"budget": 8, "when": "all", "coverage": "truncation", "ranking": "router"}
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from vllm_spac.cache import prefetch_settings
 from vllm_spac.config.config import SpacConfig, check_knob, component_knobs
-from vllm_spac.config.types import PREFETCHING, BudgetBound, SlotCount, flag
+from vllm_spac.config.former import FORMER
+from vllm_spac.config.types import PREFETCHING, SlotCount, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
@@ -94,35 +96,35 @@ def test_cpu_experts_are_off_auto_a_number_or_what_a_balancer_selects(
 
 
 @pytest.mark.parametrize(
-    ("asked", "bound"),
+    ("asked", "experts", "mass", "mass_of", "file"),
     [
-        (16, BudgetBound(experts=16)),
-        ("16", BudgetBound(experts=16)),
-        (1, BudgetBound(experts=1)),
-        ("1", BudgetBound(experts=1)),
-        (1.0, BudgetBound(mass=1.0)),
-        ("1.0", BudgetBound(mass=1.0)),
-        (0.98, BudgetBound(mass=0.98)),
-        ("0.98@of=selected", BudgetBound(mass=0.98)),
-        (".5@of=scores", BudgetBound(mass=0.5, mass_of="scores")),
-        ("1e-05", BudgetBound(mass=1e-5)),
-        ("budgets.json", BudgetBound(file=Path("budgets.json"))),
-        ("/x@y/16", BudgetBound(file=Path("/x@y/16"))),
-        ("./16", BudgetBound(file=Path("16"))),
-        (Path("/x"), BudgetBound(file=Path("/x"))),
-        (None, BudgetBound()),
+        (16, 16, None, "selected", None),
+        ("16", 16, None, "selected", None),
+        (1, 1, None, "selected", None),
+        (1.0, None, 1.0, "selected", None),
+        ("1.0", None, 1.0, "selected", None),
+        (0.98, None, 0.98, "selected", None),
+        ("0.98@of=selected", None, 0.98, "selected", None),
+        (".5@of=scores", None, 0.5, "scores", None),
+        ("1e-05", None, 1e-5, "selected", None),
+        ("budgets.json", None, None, "selected", Path("budgets.json")),
+        ("/x@y/16", None, None, "selected", Path("/x@y/16")),
+        ("./16", None, None, "selected", Path("16")),
+        (Path("/x"), None, None, "selected", Path("/x")),
+        ("./off", None, None, "selected", Path("off")),
+        ("off", None, None, "selected", None),
     ],
     ids=str,
 )
-def test_a_budget_is_a_number_a_share_or_a_file(asked: object, bound: BudgetBound) -> None:
+def test_a_budget_is_a_number_a_share_or_a_file(asked, experts, mass, mass_of, file) -> None:
     config = SpacConfig.parse({"budget": asked})
-    assert config.bound == bound
-    settings = BudgetSettings.at_start(config, config.bound.experts)
-    assert (settings.budget, settings.mass, settings.mass_of) == (bound.experts, bound.mass, bound.mass_of)
+    knob, settings = config.parsed_budget, BudgetSettings.at_start(config, experts)
+    assert (knob.experts, knob.file, knob.bounds) == (experts, file, asked != "off")
+    assert (settings.budget, settings.mass, settings.mass_of) == (experts, mass, mass_of)
 
 
 @pytest.mark.parametrize(
-    "budget", [0, "0", -1, "-3", 1.5, "1.01", 16.0, "0.0", "nan", "inf", True, [16], "", "9" * 5000]
+    "budget", [0, "0", -1, "-3", 1.5, "1.01", 16.0, "0.0", "nan", "inf", True, None, [16], "", "9" * 5000]
 )
 def test_other_budgets_are_refused_with_what_would_be_right(budget: object) -> None:
     with pytest.raises(ConfigError, match=r"budget=.* \(--spac-budget\): ") as caught:
@@ -135,7 +137,7 @@ def test_arguments_of_a_budget() -> None:
         SpacConfig.parse({"budget": "0.98@of=all"})
     with pytest.raises(ConfigError, match="0.98 has no argument 'alpha'; it has of"):
         SpacConfig.parse({"budget": "0.98@alpha=1"})
-    with pytest.raises(ConfigError, match="a number of experts has no argument"):
+    with pytest.raises(ConfigError, match="16 has no argument 'of'; it has coverage"):
         SpacConfig.parse({"budget": "16@of=scores"})
 
 
@@ -176,13 +178,25 @@ def test_arguments_of_a_budget() -> None:
             r"profile \(--spac-profile\).*cpu_experts=2 \(--spac-cpu-experts\); add --spac-cpu-experts auto",
         ),
         ({"cpu_kernel": "torch"}, r"--spac-cpu-kernel\) computes nothing without"),
-        ({"budget_votes": "equal"}, r"budget_votes='equal' \(--spac-budget-votes\): use uniform or path@alpha=\.\.\."),
-        ({"budget_votes": 3}, r"budget_votes=3 \(--spac-budget-votes\): use uniform or path"),
-        ({"budget_votes": "uniform@alpha=1"}, r"\(--spac-budget-votes\): uniform has no argument 'alpha'; it has none"),
-        ({"budget_votes": "path@alpha=1.5"}, r"\(--spac-budget-votes\): alpha=1.5: use a number from 0.0 to 1.0"),
-        ({"budget_votes": "path@alpha=True"}, r"\(--spac-budget-votes\): alpha=True: use a number from 0.0 to 1.0"),
-        ({"budget_votes": "path@alpha"}, r"\(--spac-budget-votes\): 'alpha' in 'path@alpha' sets nothing"),
-        ({"budget_coverage": "none"}, r"budget_coverage='none' .*'substitution', 'truncation' or 'rescue'"),
+        ({"budget": "16@votes=equal"}, r"\(--spac-budget\): votes='equal': use votes=uniform or votes=path"),
+        (
+            {"budget": "16@alpha=1"},
+            r"\(--spac-budget\): 16 has no argument 'alpha'; it has coverage, when, votes, ranking",
+        ),
+        ({"budget": "16@votes=uniform@alpha=1"}, r"\(--spac-budget\): 16 has no argument 'alpha'"),
+        ({"budget": "16@votes=path@alpha=1.5"}, r"\(--spac-budget\): alpha=1.5: use a number from 0.0 to 1.0"),
+        ({"budget": "16@votes=path@alpha=True"}, r"\(--spac-budget\): alpha=True: use a number from 0.0 to 1.0"),
+        ({"budget": "16@votes"}, r"\(--spac-budget\): 'votes' in '16@votes' sets nothing"),
+        ({"budget": "16@coverage=rescue"}, r"coverage='rescue': use coverage=substitution or coverage=truncation"),
+        ({"budget": "16@ranking=best"}, r"no ranking is called 'best'; use one of router, selected, static"),
+        ({"budget": "16@ranking=static@share=1"}, r"'16@ranking=static@share=1'.*no ranking is called"),
+        ({"budget": "16@when=all@colour=2"}, r"16 has no argument 'colour'; it has coverage"),
+        ({"budget": "16@colour=2"}, r"16 has no argument 'colour'; it has coverage"),
+        ({"budget": "off@of=scores"}, r"off has no argument 'of'; it has coverage"),
+        ({"budget": "FILE@of=scores"}, r"FILE has no argument 'of'; it has coverage"),
+        ({"budget": "16@calibration="}, r"\(--spac-budget\): the path is empty"),
+        ({"policy": "lru@calibration=FILE"}, r"\(--spac-policy\): lru has no argument 'calibration'"),
+        ({"policy": "pinned@calibration=7"}, r"\(--spac-policy\): use a path"),
         ({"tree": 1}, r"tree=1 \(--spac-tree\) is a chain of one token; use --spac-tree 2 or more"),
         ({"tree": 256}, r"tree=256 \(--spac-tree\): .*less than or equal to 255"),
         ({"tree": True}, r"\(--spac-tree\): use a number"),
@@ -329,7 +343,6 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "workers": 2, "prefetch": "neural"}, "needs predictor_file"),
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
-        ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking selected"),
         ({"executor": "threads"}, "executor='threads' .*: use local or processes@per_layer=...@replicas=... or ray@"),
     ],
     ids=str,
@@ -357,9 +370,10 @@ def test_flags() -> None:
 
 
 def test_policy_that_needs_a_calibration() -> None:
-    with pytest.raises(ConfigError, match=r"\(--spac-policy\) needs calibration; add --spac-calibration FILE"):
-        SpacConfig.parse({"policy": "pinned"})
-    assert SpacConfig.parse({"policy": "pinned", "calibration": "/x"}).policy == "pinned"
+    with pytest.raises(ConfigError, match=r"needs a calibration; use --spac-policy pinned@share=0.5@calibration=FILE"):
+        SpacConfig.parse({"policy": "pinned@share=0.5"})
+    assert SpacConfig.parse({"policy": "pinned@calibration=/x"}).policy_calibration == Path("/x")
+    assert SpacConfig.parse({}).policy_calibration is None
 
 
 def test_policy_that_must_know_the_future_cannot_serve() -> None:
@@ -414,12 +428,31 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
 
 
 @pytest.mark.parametrize(
-    ("raw", "alpha"),
-    [({}, None), ({"budget_votes": "path"}, 0.5), ({"budget_votes": "path@alpha=0"}, 0)],
+    ("text", "alpha"),
+    [("8", None), ("8@votes=path", 0.5), ("8@votes=path@alpha=0", 0), ("off@votes=path@alpha=1", 1)],
 )
-def test_votes_of_a_budget(raw: dict, alpha: float | None) -> None:
-    settings = BudgetSettings.at_start(SpacConfig.parse(raw | {"budget_coverage": "rescue"}), 8)
-    assert settings.alpha == alpha and settings.coverage == "rescue" and settings.budget == 8
+def test_a_budget_takes_arguments(text: str, alpha: float | None) -> None:
+    config = SpacConfig.parse({"budget": f"{text}@coverage=truncation@when=all@ranking=router"})
+    settings = BudgetSettings.at_start(config, config.parsed_budget.experts)
+    assert settings.alpha == config.votes_alpha == alpha and settings.coverage == "truncation"
+    assert (settings.when, settings.ranking) == ("all", "router")
+    assert settings.active is config.lossy is (settings.budget == 8) is (text[0] == "8")
+
+
+@pytest.mark.parametrize("text", ["/a@b/c.json", "a@when", "budgets@colour=1.json"])
+def test_a_path_may_have_what_begins_an_argument(text: str) -> None:
+    """All but the name of one."""
+    found = SpacConfig.parse({"budget": f"{text}@when=all@calibration=/c@d"}).parsed_budget
+    assert (found.file, found.when, found.calibration) == (Path(text), "all", Path("/c@d"))
+    assert found.but(when=None) == f"{text}@calibration=/c@d" and found.but(8, calibration=None) == "8@when=all"
+
+
+@pytest.mark.parametrize("former", ["budget_ranking", "budget_coverage", "budget_when", "budget_votes", "calibration"])
+def test_a_knob_that_became_an_argument_says_how_to_write_it(former: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{former} \({flag(former)}\) is gone; write --spac-"):
+        SpacConfig.parse({former: "static"})
+    [example] = re.findall(r"--spac-budget (\S+@[^ ,]+)", FORMER[former])
+    SpacConfig.parse({"budget": example.replace("NAME", "router")})
 
 
 @pytest.mark.parametrize("knob", ["policy", "prefetch", "cpu_experts"])
@@ -495,7 +528,8 @@ SPECULATES = {"speculate": "restricted", "prefetch": "gate"}
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
-        ({"speculate": "on"}, "'off', 'restricted' or 'predicted'"),
+        ({"speculate": "on"}, "use off or restricted@when=... or predicted@when=..."),
+        ({"speculate": "off@when=all"}, "off has no argument 'when'"),
         (
             {"speculate": "predicted"},
             r"predicted \(--spac-speculate\) needs a predictor .*prefetch=off .*add --spac-pref",
@@ -523,7 +557,9 @@ def test_speculated_execution_that_cannot_be(raw: dict, match: str) -> None:
 
 
 def test_speculated_execution_is_a_setting_of_the_budget() -> None:
-    assert BudgetSettings.at_start(SpacConfig.parse(SPECULATES), None).speculate == "restricted"
+    for given, when in (("restricted", "decode"), ("restricted@when=all", "all")):
+        found = BudgetSettings.at_start(SpacConfig.parse(SPECULATES | {"speculate": given}), None)
+        assert (found.speculate, found.when) == ("restricted", when)
     assert not BudgetSettings.at_start(SpacConfig.parse({}), None).active
 
 

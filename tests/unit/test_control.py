@@ -15,6 +15,8 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.loading import description
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.host_cut import _held, leading
+from vllm_spac.methods.moe_spec.rankings import LayerContext
+from vllm_spac.methods.moe_spec.selected_ranking import Selected
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 EXPERTS, TOP_K = 8, 2
@@ -24,9 +26,9 @@ MIXED = Step((PROMPT, DECODE, VERIFY, OTHER))
 ROWS = 12  # the last two are padding
 
 
-def control(rule: RoutingRule | None = None, layers: int = 1, resident=None) -> BudgetControl:
+def control(rule: RoutingRule | None = None, layers: int = 1) -> BudgetControl:
     rule = rule or RoutingRule()
-    return BudgetControl([BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule, resident) for i in range(layers)])
+    return BudgetControl([BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule) for i in range(layers)])
 
 
 def routing(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,7 +79,7 @@ def test_a_ranking_lies_where_the_scores_are() -> None:
     layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())]
     budget = BudgetControl(layers, SimpleNamespace(counts=counts), device="meta")
     budget.change(BudgetSettings(budget=3, ranking="static"))
-    assert budget._ranking.counts.device.type == "meta" and counts.device.type == "cpu"
+    assert budget._launches._ranking.counts.device.type == "meta" and counts.device.type == "cpu"
 
 
 def test_windows_rank_by_themselves() -> None:
@@ -155,7 +157,7 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    order = budget._order(0, probs, routed, None, None).numpy()
+    order = Selected().rank(probs, None, EXPERTS, LayerContext(0, routed[1])).numpy()
     held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
     shortlist = leading(order, held, 0.85, 1).tolist()
     assert set(shortlist) == kept and shortlist[0] == 0
@@ -218,22 +220,6 @@ def test_layers_have_their_own_budgets() -> None:
     assert torch.equal(budget.apply(1, logits, weights, ids, MIXED)[1], ids)
 
 
-def test_resident_experts_are_preferred() -> None:
-    logits, weights, ids = routing()
-    selected = torch.bincount(ids[4:10].flatten(), minlength=EXPERTS) > 0
-    wanted = (
-        logits[4:10].softmax(-1).sum(0).masked_fill(~selected, 9).argsort()[:2]
-    )  # of the selected, the least wanted
-    resident = torch.zeros(EXPERTS, dtype=torch.bool)
-    resident[wanted] = True
-    budget = control(resident=lambda: resident)
-    budget.change(BudgetSettings(budget=3, ranking="resident"))
-    chosen = budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()
-    budget.change(BudgetSettings(budget=3, ranking="router"))
-    plain = budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()
-    assert torch.isin(chosen, wanted).sum() > torch.isin(plain, wanted).sum()
-
-
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
@@ -247,7 +233,7 @@ def test_resident_experts_are_preferred() -> None:
         ({"mass": 0.5, "mass_of": "softmax"}, "'selected' or 'scores'"),
         ({"budget": True}, "use a number"),
         ({"budgets": 4}, "known: budget, mass"),
-        ({"budget": 4, "ranking": "oracle"}, "evaluation only"),
+        ({"budget": 4, "ranking": "coactivation"}, "has no 'coactivation'; use one of router, selected, static"),
         ({"budget": 4, "ranking": "static"}, "needs a calibration file"),
         ({"budget": 4, "ranking": "best"}, "has no 'best'"),
         ({"budget": {"layer.1": 4}}, "layer.0"),
@@ -256,8 +242,8 @@ def test_resident_experts_are_preferred() -> None:
         ({"budget": 4, "votes_alpha": 0.25}, "no effect on uniform votes; give votes=path"),
         ({"budget": 4, "votes": "path", "votes_alpha": 1.5}, "votes_alpha: .*less than or equal to 1"),
         ({"budget": 4, "votes": "path", "votes_alpha": True}, "use a number"),
-        ({"budget": 4, "rescue": True}, "rescue: .*known: budget, mass, mass_of, ranking, coverage"),
-        ({"budget": 4, "coverage": "none"}, "'substitution', 'truncation' or 'rescue'"),
+        ({"budget": 4, "best": True}, "best: .*known: budget, mass, mass_of, ranking, coverage"),
+        ({"budget": 4, "coverage": "rescue"}, "'substitution' or 'truncation'"),
         ("16", "is a mapping"),
     ],
     ids=str,
@@ -272,11 +258,9 @@ def test_errors_change_nothing(raw, text: str) -> None:
 
 def test_a_routing_function_of_the_models_own_cannot_be_substituted() -> None:
     budget = control(RoutingRule(custom=True))
-    with pytest.raises(UnsupportedError, match="--spac-budget-coverage truncation"):
+    with pytest.raises(UnsupportedError, match="coverage=truncation .--spac-budget"):
         budget.change(BudgetSettings(budget=4))
     budget.change(BudgetSettings(budget=4, coverage="truncation"))
-    with pytest.raises(UnsupportedError, match="did not choose; use --spac-budget-coverage truncation"):
-        budget.change(BudgetSettings(budget=4, coverage="rescue"))
 
 
 # --- weighted votes ---------------------------------------------------------------------------------------------------
@@ -348,8 +332,9 @@ def test_a_window_has_the_votes_of_its_rows() -> None:
     asked = []
     budget = control()
     budget.change(BudgetSettings(budget=1, votes="path", window=3, coverage="truncation"))
-    rank = budget._ranking.rank
-    budget._ranking.rank = lambda probs, votes, *rest: asked.append(votes) or rank(probs, votes, *rest)
+    ranking = budget._on_host._ranking
+    rank = ranking.rank
+    ranking.rank = lambda probs, votes, *rest: asked.append(votes) or rank(probs, votes, *rest)
     budget.apply(0, *routing(), WEIGHED)
     assert [votes if votes is None else votes.tolist() for votes in asked] == [[1, 0.5, 0.5], [2**-12], None]
 
@@ -378,7 +363,7 @@ def test_a_budget_of_drafts_that_there_are_none_of_is_no_budget() -> None:
         assert (plain.describe() == plain.settings.describe()) is not idle
     plain.change(BudgetSettings(budget=4))
     assert plain.describe().startswith("exact (") and "--speculative-config" in plain.describe()
-    assert "--spac-budget-when decode" in plain.describe()
+    assert "when=decode of --spac-budget" in plain.describe()
 
 
 @pytest.mark.parametrize(
@@ -406,36 +391,11 @@ def test_votes_are_refused_where_no_probabilities_are_known() -> None:
     budget = BudgetControl([BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())], unweighted="because; do this")
     budget.change(BudgetSettings(budget=4))
     for bound in ({}, {"budget": 4}):
-        with pytest.raises(UnsupportedError, match="--spac-budget-votes.*because; do this, or use uniform votes"):
+        with pytest.raises(UnsupportedError, match="--spac-budget.*because; do this, or use uniform votes"):
             budget.change(BudgetSettings(**bound, votes="path"))
     assert budget.settings == BudgetSettings(budget=4) and not budget.weighs
 
 
 def test_the_settings_say_how_rows_vote() -> None:
-    said = BudgetSettings(budget=4, votes="path", coverage="rescue").describe()
-    assert said == "lossy (budget 4, selected, rescue, verify rows, path votes ** 0.5)"
-
-
-# --- rescue -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_a_rescued_row_runs_its_best_expert_at_its_natural_weight(renormalize: bool, scale: float) -> None:
-    """Three rows that outvote a fourth, whose two experts are cut."""
-    many, one = [0.0, 0.0, 0.1, 0.1, 0.0, 0.0, 0.3, 0.5], [0.4, 0.3, 0.05, 0.05, 0.02, 0.03, 0.05, 0.1]
-    probs = torch.tensor([many, many, one, many])
-    weights, ids = probs.topk(2)
-    weights = scale * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
-    budget = control(RoutingRule(renormalize=renormalize, scale=scale))
-    given = probs.clamp(min=1e-30).log(), weights, ids.int(), Step((RequestRows(0, 4, RowKind.VERIFY, 3),))
-    budget.change(BudgetSettings(budget=2, coverage="rescue"))
-    cut, used = budget.apply(0, *given)
-    natural = scale * (0.1 / 0.7 if renormalize else 0.1)
-    assert used.tolist() == [[7, 6]] * 2 + [[7, 7]] + [[7, 6]] and used.dtype == torch.int32
-    assert torch.equal(cut[[0, 1, 3]], weights[[0, 1, 3]]), "rows that keep some are as without a rescue"
-    torch.testing.assert_close(cut[2], torch.tensor([natural, 0.0]))
-    assert budget.counters.snapshot()["emptied"] == 1
-    budget.change(BudgetSettings(budget=2, coverage="truncation"))
-    assert budget.apply(0, *given)[0][2].tolist() == [0, 0], "the paper's: nothing is routed"
-    assert budget.counters.snapshot()["emptied"] == 2
+    said = BudgetSettings(budget=4, votes="path", coverage="truncation").describe()
+    assert said == "lossy (budget 4, selected, truncation, verify rows, path votes ** 0.5)"

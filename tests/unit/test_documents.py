@@ -23,7 +23,7 @@ from vllm_spac.tools.machine.checks import diagnose
 from vllm_spac.tools.machine.facts import Device, Disk, Facts, Installation, System
 
 ROOT = Path(__file__).parents[2]
-MOST_KNOBS = 32
+MOST_KNOBS = 27
 PACKAGE = ROOT / "vllm_spac"
 RESULTS = ROOT / "benchmarks" / "results"
 MOST_WORDS = 28  # of a sentence, but for one in ten

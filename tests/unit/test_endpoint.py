@@ -30,7 +30,7 @@ VALUES = (
     | st.integers()
     | st.floats()
     | st.text(max_size=5)
-    | st.sampled_from(["router", "static", "resident", "truncation", "substitution", "verify", "decode", "all"])
+    | st.sampled_from(["router", "static", "selected", "truncation", "substitution", "verify", "decode", "all"])
 )
 
 
@@ -345,7 +345,7 @@ def refusal(server: TestClient, body: bytes) -> tuple[int, str]:
         (b'{"budget": 8, "votes": "all"}', "'uniform' or 'path'"),
         (b'{"budget": 8, "votes": "path", "votes_alpha": 2}', "votes_alpha: Input should be less than or equal to 1"),
         (b'{"budget": 8, "votes_alpha": 0.1}', "give votes=path as well"),
-        (b'{"budget": 8, "rescue": true}', "rescue: Extra inputs are not permitted"),
+        (b'{"budget": 8, "best": true}', "best: Extra inputs are not permitted"),
         (b'{"budget": {"layers.0": true}}', "budget.layers.layers.0: use a number"),
         (b'{"budget": {"other": 8}}', "no experts for layers.0"),
         (b'{"budget": {"\\ud800": 8}}', "not JSON"),

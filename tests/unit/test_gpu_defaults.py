@@ -86,7 +86,7 @@ def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
         ({"prefetch": "shadow@k=8"}, "--spac-prefetch"),
         ({"prefetch": "utility@extra=0.2"}, "no host moves them"),
         ({"policy": "layer_lru"}, "--spac-policy"),
-        ({"budget": 16, "budget_votes": "path"}, "--spac-budget-votes"),
+        ({"budget": "16@votes=path"}, "votes=path (--spac-budget)"),
     ],
     ids=str,
 )

@@ -69,7 +69,6 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
     assert args.compilation_config.cudagraph_mode.name == mode
 
 
-NOT_REPLAYED = {"budget_ranking": "coactivation", "calibration": "file"}  # its greedy choice is the host's
 HOST = {
     "--spac-decisions device, or use --spac-slots 100%": {},
     "--spac-trace": {"trace": "file"},
@@ -79,10 +78,13 @@ HOST = {
 
 
 @pytest.mark.parametrize("mode", FULL)
-@pytest.mark.parametrize("none_decided", [{"decisions": "device"} | NOT_REPLAYED, {"slots": "100%"}], ids=str)
-@pytest.mark.parametrize("flag", HOST)
+@pytest.mark.parametrize(
+    ("none_decided", "flag"),
+    [({"decisions": "device"}, "--spac-trace"), *(({"slots": "100%"}, flag) for flag in HOST)],
+    ids=str,
+)
 def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
-    cuda, mode: str, flag: str, none_decided: dict
+    cuda, mode: str, none_decided: dict, flag: str
 ) -> None:
     config = SpacConfig(**HOST[flag], **(none_decided if HOST[flag] else {}))
     with pytest.raises(
@@ -107,7 +109,7 @@ def test_full_graphs_hold_a_budget_over_pointers(cuda, mode: str | None, knobs: 
     graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode.name == (mode or "FULL_DECODE_ONLY")
     assert graphs.hold_budget(config)
-    for other in ({"trace": "file"}, NOT_REPLAYED, {"decisions": "host"}):
+    for other in ({"trace": "file"}, {"decisions": "host"}):
         assert not graphs.hold_budget(SpacConfig(**{"decisions": "device"} | knobs | other))
     assert not graphs.hold_budget(POINTERS)
 

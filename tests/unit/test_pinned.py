@@ -69,7 +69,7 @@ def test_an_engine_takes_the_counts_of_its_layers(tmp_path: Path) -> None:
         recorder.observe(layer, probs, torch.ones(5, 1), torch.full((5, 1), expert))
     recorder.end_text()
     recorder.result().save(tmp_path / "c.safetensors")
-    config = SpacConfig.parse({"policy": "pinned", "calibration": str(tmp_path / "c.safetensors")})
+    config = SpacConfig.parse({"policy": f"pinned@share=0.75@calibration={tmp_path / 'c.safetensors'}"})
     policy = assembly.policy(config, MoEShape(("a", "c"), 4, 1, {}), slots=3, most_drafts=0)
     assert policy.first() == [3, 5]
     assert not assembly.policy(SpacConfig.parse({}), MoEShape(("a", "c"), 4, 1, {}), slots=3, most_drafts=0).first()

@@ -81,8 +81,8 @@ def test_speculated_execution_is_a_point_without_a_bound() -> None:
 
 
 def test_rankings_by_default_are_those_that_can_be_had() -> None:
-    assert set(_rankings(None, True)) == {"coactivation", "selected", "router", "static", "resident"}
-    assert set(_rankings(None, False)) == {"selected", "router", "resident"}
+    assert set(_rankings(None, True)) == {"selected", "router", "static"}
+    assert set(_rankings(None, False)) == {"selected", "router"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
         (("--mass", "most"), "--mass: could not convert"),
         (("--mass", "0.9", "--mass-of", "softmax"), "selected or scores"),
         (("--budgets", "8", "--rankings", "best"), "there is no 'best'"),
-        (("--budgets", "8", "--rankings", "oracle"), "there is no 'oracle'; use some of coactivation"),
+        (("--budgets", "8", "--rankings", "oracle"), "there is no 'oracle'; use some of router"),
         (("--budgets", "8", "--rankings", "router,router"), "names something twice"),
         (("--budgets", "8", "--rankings", "static"), "static needs --calibration FILE"),
         (("--budgets", "8", "--coverages", "none"), "use some of substitution, truncation"),
@@ -210,13 +210,6 @@ def test_report_without_a_budget_that_keeps_the_quality(results: dict) -> None:
     results["points"] = results["points"][:1]
     results |= {"verdict": None, "generation": []}
     assert "no budget of this sweep keeps" in printed(results) and "router, truncation, B=8" in printed(results)
-
-
-def test_resident_that_ranks_like_router_is_said(results: dict) -> None:
-    results["points"] += [point | {"ranking": "resident"} for point in results["points"]]
-    assert "resident ranked like router" in printed(results)
-    results["points"][-1]["perplexity"] += 1
-    assert "resident ranked like router" not in printed(results)
 
 
 def test_without_generation_the_table_has_no_columns_of_it(results: dict) -> None:

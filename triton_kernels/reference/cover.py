@@ -47,35 +47,6 @@ def substituted(
     return weights, ids
 
 
-def rescued(
-    probs: Tensor,
-    chosen_by: Tensor,
-    open_to: Tensor,
-    ids: Tensor,
-    inside: Tensor,
-    covered: Chosen,
-    renormalize: bool,
-    scale: float,
-) -> Chosen:
-    """Returns ``covered`` with one expert in each row that keeps none: the best of ``open_to``, at its natural weight.
-
-    Args:
-        probs, chosen_by, open_to: as in ``substituted``.
-        ids: int [rows, k], the natural choice.
-        inside: bool [rows, k], which of ``ids`` are in the shortlist.
-        covered: the rows without the experts outside, see ``truncated``.
-        renormalize, scale: the weight is the expert's score, divided by the sum of the scores of ``ids`` if the
-            checkpoint renormalises, times ``scale``.
-    """
-    taken, chosen = substituted(probs, chosen_by, open_to, 1, False, 1.0)
-    if renormalize:
-        total = probs.gather(1, ids.long()).sum(1, keepdim=True)
-        taken = taken / total.masked_fill_(total == 0, 1)
-    weights, experts = torch.zeros_like(covered[0]), chosen.to(ids.dtype).expand_as(ids)
-    weights[:, :1] = taken * scale
-    return where(~inside.any(1), (weights, experts), covered)
-
-
 def within_groups(inside: Tensor, scores: Tensor, top_k: int, groups: int, top_groups: int, summed: int) -> Tensor:
     """Returns bool [rows, N]: the members ``inside`` (bool [N]) that are in the best groups of each row.
 
@@ -114,20 +85,16 @@ def cover(
     scale: float = 1.0,
     groups: int | None = None,
     top_groups: int | None = None,
-    rescue: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Twin of ``cover.cover``."""
     silent = votes == 0
     experts = ids.masked_fill(silent[:, None], 0)
     inside = members.index_select(0, experts.flatten()).view(ids.shape)
     chosen_by, open_to = probs if bias is None else probs + bias, members
-    if (substitute or rescue) and groups is not None and top_groups is not None:
-        needed = ids.shape[1] if substitute else 1
-        open_to = within_groups(members, chosen_by, needed, groups, top_groups, 1 if bias is None else 2)
+    if substitute and groups is not None and top_groups is not None:
+        open_to = within_groups(members, chosen_by, ids.shape[1], groups, top_groups, 1 if bias is None else 2)
     if substitute:
         covered = substituted(probs, chosen_by, open_to, ids.shape[1], renormalize, scale)
     else:
         covered = truncated(probs, weights, experts, inside, best)
-        if rescue:
-            covered = rescued(probs, chosen_by, open_to, experts, inside, covered, renormalize, scale)
     return where(silent | inside.all(1), (weights, ids), covered)

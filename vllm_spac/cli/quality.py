@@ -48,14 +48,10 @@ def quality(
     prefetch: Annotated[
         str, typer.Option(help="With --predictor, the predictor of the file, as --spac-prefetch.")
     ] = "gate",
-    rankings: Annotated[
-        str | None, typer.Option(help="router, static, coactivation, selected, resident.", show_default="all")
-    ] = None,
+    rankings: Annotated[str | None, typer.Option(help="router, static, selected.", show_default="all")] = None,
     coverages: Annotated[str, typer.Option(help="substitution, truncation.")] = "substitution,truncation",
     window: Window = 9,
-    calibration: Annotated[
-        Path | None, typer.Option(help="File from vllm-spac calibrate, for static and coactivation.")
-    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="File from vllm-spac calibrate, for static.")] = None,
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="Also generate, with these drafts, as for vllm serve.")
     ] = None,
@@ -234,7 +230,7 @@ def sentences(results: dict) -> list[str]:
         if dear := ", ".join(f"{point} ({ratio:.2f} x)" for point, ratio in ratios if ratio is not None and ratio > 1):
             found.append(f"cost more loads than they save, in bytes per token over no budget: {dear}")
         found += [_speculated(item, exact) for item in generation if item.get("ranking") == SPECULATED]
-    return found + _same(results["points"])
+    return found
 
 
 def _verdict(results: dict) -> str:
@@ -269,17 +265,6 @@ def _speculated(item: dict, exact: dict) -> str:
         f"{item['tokens_per_second']:.1f} tokens/s, {100 * item['dropped']:.1f}% of the routing weight dropped, "
         f"{100 * item['equal']:.0f}% of the tokens before the first that differs"
     )
-
-
-def _same(points: Sequence[dict]) -> list[str]:
-    """Reports that ``resident`` ranked like ``router``: in prefill, all or none of a layer's experts are resident."""
-    resident, router = (
-        {Point.of(item | {"ranking": ""}): item["perplexity"] for item in points if item["ranking"] == name}
-        for name in ("resident", "router")
-    )
-    if not resident or resident != {key: router.get(key) for key in resident}:
-        return []
-    return ["resident ranked like router: while a prompt is read a layer finds all or none of its experts resident"]
 
 
 BUDGETS_EXAMPLES = examples("""

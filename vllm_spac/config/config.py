@@ -12,11 +12,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.config import presets, rules, tree_shape, types
+from vllm_spac.config.budget_knob import ALPHA, BudgetKnob, BudgetText
 from vllm_spac.config.former import FORMER
 from vllm_spac.config.tree_shape import MOST_NODES, TreeShape
 from vllm_spac.errors import ConfigError, brief, shortened
 from vllm_spac.system.machine import DISK_DIR
-from vllm_spac.system.untrusted import path_named
+from vllm_spac.system.untrusted import path_named, path_of
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -56,7 +57,8 @@ class SpacConfig(BaseModel):
     )
     policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
         "reuse",
-        description="Which expert is evicted when a slot is needed.",
+        description="Which expert is evicted when a slot is needed; of pinned, calibration is the file of vllm-spac "
+        "calibrate.",
     )
     prefetch: Annotated[
         str,
@@ -158,40 +160,21 @@ class SpacConfig(BaseModel):
         description="File, replaced if it is a timeline, that records what each thread did in the last steps, for "
         "https://ui.perfetto.dev.",
     )
-    budget: types.BudgetText = Field(
-        None,
+    budget: Annotated[str, BudgetText()] = Field(
+        "off",
         description="LOSSY: experts per layer that one verify step may use, ranked over all of its tokens: a number "
         "of them (16), as many as hold a share of the routing mass of the selected experts (0.98) or of all "
-        "(0.98@of=scores), or a number for each layer (the file of vllm-spac budgets).",
+        "(0.98@of=scores), a number for each layer (the file of vllm-spac budgets), or no bound (off); ranking orders "
+        "them, coverage is what runs in place of one that was cut (substitution: another, truncation: none), when says "
+        "which rows count and are cut (verify, all decoding ones, or all), votes how much (uniform, or path: by the "
+        f"probability that a draft is reached, to the power of alpha, {ALPHA:g}), and calibration is the file of "
+        "vllm-spac calibrate for the ranking static.",
     )
-    budget_ranking: Annotated[str, ComponentName("rankings", "ranking")] = Field(
-        "selected",
-        description="How experts are ranked under a budget, those that a token selected before the others.",
-    )
-    budget_coverage: Literal["substitution", "truncation", "rescue"] = Field(
-        "substitution",
-        description="What a row runs in place of an expert that the budget cut: another (substitution), none "
-        "(truncation), or none, but the best that is left if all of its experts were cut (rescue).",
-    )
-    budget_when: Literal["verify", "decode", "all"] = Field(
-        "verify",
-        description="Which rows the budget applies to: those with draft tokens (verify), all decoding rows (decode), "
-        "or prompts too (all).",
-    )
-    budget_votes: Annotated[str, types.VOTES] = Field(
-        "uniform",
-        description="How much each row counts when experts are ranked: all the same (uniform), or a draft row by the "
-        f"probability that it is reached, as the drafter gives it, to the power of alpha ({types.ALPHA:g}) (path).",
-    )
-    speculate: Literal["off", "restricted", "predicted"] = Field(
+    speculate: Annotated[str, types.SPECULATE] = Field(
         "off",
-        description="LOSSY: decoding rows run experts that the predictor of prefetch named one layer earlier: with "
-        "predicted weights (predicted), or the router's choice among the first 2k of them and those in fast memory "
-        "(restricted).",
-    )
-    calibration: types.SomePath = Field(
-        None,
-        description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
+        description="LOSSY: decoding rows, or with when=all prompts too, run experts that the predictor of prefetch "
+        "named one layer earlier: with predicted weights (predicted), or the router's choice among the first 2k of "
+        "them and those in fast memory (restricted).",
     )
     tuned: types.TunedText = "auto"
     page: bool = Field(
@@ -274,14 +257,20 @@ class SpacConfig(BaseModel):
         return int(types.EXECUTOR.split(self.executor)[1].get("replicas", 0))
 
     @cached_property
-    def bound(self) -> types.BudgetBound:
+    def parsed_budget(self) -> BudgetKnob:
         """What ``budget`` says."""
-        return types.BudgetBound() if self.budget is None else types.BudgetBound.parse(self.budget)
+        return BudgetKnob.parse(self.budget)
 
     @property
     def votes_alpha(self) -> float | None:
         """The power of the probability by which draft rows count under a budget; None: all rows count the same."""
-        return types.VOTES.split(self.budget_votes)[1].get("alpha")
+        return self.parsed_budget.alpha
+
+    @property
+    def policy_calibration(self) -> Path | None:
+        """The calibration whose counts ``policy`` goes by; None if it names none."""
+        found = components.parse(self.policy)[1].get(components.CALIBRATION)
+        return None if found is None else path_of(found)
 
     @property
     def guards_drafts(self) -> bool:
@@ -329,7 +318,7 @@ class SpacConfig(BaseModel):
     @property
     def lossy(self) -> bool:
         """Whether steps may run other experts than the routers chose."""
-        return self.budget is not None or self.speculate != "off"
+        return self.parsed_budget.bounds or self.speculate != "off"
 
     @property
     def tuned_profile(self) -> str:
@@ -385,7 +374,7 @@ def value_forms() -> dict[str, list[str]]:
     """Knobs whose values are names, perhaps with arguments, with the forms of these values."""
     found: dict[str, list[str]] = {}
     for name, field in SpacConfig.model_fields.items():
-        kinds = ComponentName | types.WithArguments
+        kinds = ComponentName | types.WithArguments | BudgetText
         found.update((name, item.values()) for item in field.metadata if isinstance(item, kinds))
     return found
 

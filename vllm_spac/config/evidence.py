@@ -19,11 +19,6 @@ WINS: dict[str, tuple[str, str]] = {
     "workers": ("16, calculated", "toy_local_od_moe.json"),
     "kernel": ("table, for formats that vLLM reads in no slots", "gpu_h100.json"),
     "decisions": ("device, on an H100, over host", "gpu_h100.json"),
-    "budget": ("16 and 24, LOSSY", "resident_budgets_toy.json"),
-    "budget_ranking": ("coactivation, in quality, with flat routing only", "toy_quality.json"),
-    "budget_coverage": ("truncation, in top-1 agreement, with B = 32", "toy_quality.json"),
-    "budget_when": ("decode, with everything resident", "resident_budgets_toy.json"),
-    "budget_votes": ("path, in quality", "toy_local_votes.json"),
+    "budget": ("16 and 24 with when=decode, where all experts have slots, LOSSY", "resident_budgets_toy.json"),
     "speculate": ("restricted, in bytes, LOSSY", "toy_speculated.json"),
-    "calibration": ("for coactivation", "toy_quality.json"),
 }

@@ -27,16 +27,16 @@ _OF_EXECUTION = {
     ),
 }
 _PREDICTED = add(prefetch="gate")
+_CALIBRATE = ", which `vllm-spac calibrate` writes"
 _refused = ConfigError.refused
 
 
 def _check_budget(config: Any) -> None:
-    if config.budget is None or config.calibration is not None:
-        return
-    if components.find("rankings", config.budget_ranking).needs_calibration:
+    knob = config.parsed_budget
+    if knob.calibration is None and components.find("rankings", knob.ranking).needs_calibration:
         raise _refused(
-            f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) needs calibration",
-            add(calibration="FILE").but(", which `vllm-spac calibrate` writes"),
+            f"budget={config.budget} (--spac-budget) needs a calibration",
+            use(budget=knob.but(calibration="FILE")).but(_CALIBRATE),
         )
 
 
@@ -176,12 +176,6 @@ def _check_workers(config: Any) -> None:
         )
     if components.find("policies", config.policy).needs_calibration:
         raise _refused(f"policy={config.policy} (--spac-policy) is not for {named}", use(policy="lru"))
-    if components.find("rankings", config.budget_ranking).needs_resident:
-        raise _refused(
-            f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) asks which experts are in fast memory, "
-            f"and with {named} that is the workers'",
-            use(budget_ranking="selected"),
-        )
 
 
 def _check_tree(config: Any) -> None:
@@ -207,10 +201,11 @@ def _check_host_memory(config: Any) -> None:
 
 
 def _check_calibration(config: Any) -> None:
-    if config.calibration is None and components.find("policies", config.policy).needs_calibration:
+    if config.policy_calibration is None and components.find("policies", config.policy).needs_calibration:
+        name, given = components.parse(config.policy)
         raise _refused(
-            f"policy={config.policy} (--spac-policy) needs calibration",
-            add(calibration="FILE").but(", which `vllm-spac calibrate` writes"),
+            f"policy={config.policy} (--spac-policy) needs a calibration",
+            use(policy=components.written(name, given | {components.CALIBRATION: "FILE"})).but(_CALIBRATE),
         )
 
 
@@ -266,7 +261,7 @@ def _check_speculate(config: Any) -> None:
     if config.speculate == "off":
         return
     named = f"speculate={config.speculate} (--spac-speculate)"
-    if config.budget is not None:
+    if config.parsed_budget.bounds:
         raise _refused(
             f"{named} and budget={config.budget} (--spac-budget) both choose a layer's experts",
             drop("speculate"),

@@ -1,4 +1,4 @@
-"""Types of knobs: how their values and the arguments of these are written, the number of slots, a budget's bound."""
+"""Types of knobs: how their values and the arguments of these are written, and the number of slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def _path(value: Any) -> Any:
     return value if value is None else path_of(value)
 
 
-ALPHA = 0.5  # of weighted votes, by default
 AUTO = "auto"  # of cpu_experts: while steps are shorter with them
 ROUNDED = "exact up to rounding"  # the mode of engines whose experts another kernel than vLLM's computes
 # What an engine on a GPU is by default: the words of the log, of ``vllm-spac doctor`` and of the documents.
@@ -135,69 +134,8 @@ class WithArguments:
         return ["@".join([name, *(f"{each}=..." for each in known)]) for name, known in self.names.items()]
 
 
-_BUDGET_HELP = (
-    "use a number of experts (16), a share of the routing mass above 0 and at most 1 (0.98, or 0.98@of=scores), or "
-    "the file of vllm-spac budgets"
-)
-_OF = {"of": Argument("selected", ("selected", "scores"))}
-
-
-@dataclass(frozen=True)
-class BudgetBound:
-    """What the knob ``budget`` says: at most one of ``experts``, ``mass`` and ``file`` is set.
-
-    A whole number is one of experts (``1``: B = 1), a number with a point is a share (``1.0``: all of the mass), and
-    all else is a path.
-
-    Attributes:
-        experts: experts per layer (B).
-        mass: share of the routing mass, above 0 and at most 1.
-        mass_of: the mass: ``selected``, the routing weights of the selected experts, or ``scores``, the routers' scores
-            of all experts.
-        file: of budgets by layer.
-    """
-
-    experts: int | None = None
-    mass: float | None = None
-    mass_of: str = "selected"
-    file: Path | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> BudgetBound:
-        """Parses ``16``, ``0.98``, ``0.98@of=scores`` or a path; anything else raises ``ValueError``."""
-        number = text.partition("@")[0].strip()
-        try:
-            share = float(number)
-        except ValueError:
-            return cls(file=path_of(text))
-        given = components.parse(text)[1]
-        if re.fullmatch(r"[0-9]{1,7}", number):
-            if given:
-                raise ValueError(f"a number of experts has no argument; {_BUDGET_HELP}")
-            if int(number) == 0:
-                raise ValueError(_BUDGET_HELP)
-            return cls(experts=int(number))
-        if not 0 < share <= 1:
-            raise ValueError(_BUDGET_HELP)
-        return cls(mass=share, mass_of=filled(number, given, _OF)["of"])
-
-
-def _budget_text(value: Any) -> Any:
-    if value is None:
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float | str | Path):
-        raise ValueError(_BUDGET_HELP)
-    try:
-        BudgetBound.parse(text := str(value))
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("spac: ")) from error
-    return text
-
-
-BudgetText = Annotated[str | None, BeforeValidator(_budget_text)]
 _WORKERS = {"per_layer": Argument(1, (1, 16)), "replicas": Argument(0, (0, 255))}
 LOCAL = "local"  # executor: no expert workers
-PATH = "path"  # of budget_votes: rows are weighted
 EXECUTOR = WithArguments({LOCAL: {}, **dict.fromkeys(("processes", "ray"), _WORKERS)})
 PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     "threshold": Argument(1, (1, 1 << 20)),
@@ -210,7 +148,9 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
 OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
 DECISIONS = WithArguments({AUTO: {}, "host": {}, "device": {"staging": Argument(AUTO, (AUTO, "on", "off"))}})
 DECIDED: dict[str, str] = {"slots": "host", "table": "host", "pointers": "device"}  # execution -> decisions
-VOTES = WithArguments({"uniform": {}, PATH: {"alpha": Argument(ALPHA, (0.0, 1.0))}})
+SPECULATE = WithArguments(
+    {"off": {}, **dict.fromkeys(("restricted", "predicted"), {"when": Argument("decode", ("decode", "all"))})}
+)
 
 
 ALLOWED = ("exact", "rounding")  # of a tuned profile; the latter allows both

@@ -79,17 +79,10 @@ def _of_workers(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal
 
 def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    several, option = ranks > 1, f"with --tensor-parallel-size {ranks}"
     yield (
-        several and components.find("rankings", config.budget_ranking).needs_resident,
-        f"{_given(config, 'budget_ranking')} {option} (ranks have different experts in fast memory and would cut "
-        "different ones) is not supported",
-        (use(budget_ranking="selected"),),
-    )
-    yield (
-        several and config.speculate != "off",
-        f"{_given(config, 'speculate')} {option} (ranks have different experts in fast memory and would run different "
-        "ones) is not supported",
+        ranks > 1 and config.speculate != "off",
+        f"{_given(config, 'speculate')} with --tensor-parallel-size {ranks} (ranks have different experts in "
+        "fast memory and would run different ones) is not supported",
         (drop("speculate"),),
     )
 
@@ -154,13 +147,14 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Votes that are weighted by what is not known, or that a policy would not count."""
     if config.votes_alpha is None:
         return
-    what = f"{_given(config, 'budget_votes')} cannot work here"
+    what = f"votes=path of {_given(config, 'budget')} cannot work here"
+    uniform = use(budget=config.parsed_budget.but(votes=None, alpha=None))
     if (reason := drafts.unweighted(vllm_config)) is not None:
-        yield True, f"{what}: {reason.problem}", (reason.remedy, use(budget_votes="uniform"))
+        yield True, f"{what}: {reason.problem}", (reason.remedy, uniform)
     there = drafts.weighs_there(vllm_config)
     if config.execution_class.counts_votes and not there:
         return
-    each, others = f"with {plane(config)} each row counts one", [use(decisions="host"), use(budget_votes="uniform")]
+    each, others = f"with {plane(config)} each row counts one", [use(decisions="host"), uniform]
     if there:
         each, others = "V2 keeps the probabilities of drafts on the device", others[1:]
     yield (

@@ -106,7 +106,7 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     if config.parsed_slots.share == 1:
         return "each expert has a slot, and vLLM's own kernel runs"
     if config.votes_alpha is not None:
-        return "with decisions=device, weighted votes ran on a GPU without CUDA graphs only (--spac-budget-votes)"
+        return "with decisions=device, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"
     given = engine_args.additional_config["spac"]
     try:
         other = SpacConfig.parse({**given, "decisions": "device"})

@@ -64,7 +64,7 @@ _SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of an element
 _LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
-_WRITES = {  # knob of a file -> how a user gets one
+_WRITES = {  # what a file is given as -> how a user gets one
     "calibration": "vllm-spac calibrate writes one",
     "predictor_file": "vllm-spac train-predictor writes one",
     "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac budgets",
@@ -106,16 +106,21 @@ def check_knobs(config: SpacConfig) -> None:
     """
     with _naming(config, "policy"):
         try:
-            components.build("policies", config.policy)
+            components.build("policies", components.uncalibrated(config.policy))
         except ConfigError:
             raise
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error
-    given = {"calibration": config.calibration, "predictor_file": config.predictor_file, "budget": config.bound.file}
-    for name, path in given.items():
+    knob = config.parsed_budget
+    for name, of, path in (
+        ("calibration", "budget", knob.calibration),
+        ("calibration", "policy", config.policy_calibration),
+        ("predictor_file", "predictor_file", config.predictor_file),
+        ("budget", "budget", knob.file),
+    ):
         if path is not None and not os.path.isfile(path):
-            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file; {_WRITES[name]}")
+            raise ConfigError(f"spac: {name}={path} ({knob_flag(of)}): there is no such file; {_WRITES[name]}")
     if config.profile is not None:
         with _naming(config, "profile"):
             Costs.read(config.profile)
@@ -147,8 +152,9 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
         ranks_of_experts = parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1
         sizing.check_per_layer(config.parsed_slots, model.get_num_experts() // ranks_of_experts, top_k)
-        if config.bound.experts is not None:
-            validate(config.bound.experts, model.get_num_experts(), top_k, config.budget_coverage)
+        knob = config.parsed_budget
+        if knob.experts is not None:
+            validate(knob.experts, model.get_num_experts(), top_k, knob.coverage, knob)
     _check_quantisation(model, config)
     compatibility.check(config, vllm_config, gpu=not device.is_cpu())
     for refused, flag, instead in _refusals(config, vllm_config):
@@ -290,17 +296,18 @@ def _holds_all(config: SpacConfig, experts: int) -> bool:
 
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Refuses files of another model; what depends on its layers is checked when they are built."""
-    budgets = config.bound.file
-    if config.calibration is None and budgets is None and config.predictor_file is None:
+    budgets = config.parsed_budget.file
+    calibrated = {path for path in (config.parsed_budget.calibration, config.policy_calibration) if path is not None}
+    if not calibrated and budgets is None and config.predictor_file is None:
         return
     experts = vllm_config.model_config.get_num_experts()
-    calibration = None if config.calibration is None else Calibration.read(config.calibration)
+    calibrations = {path: Calibration.read(path) for path in calibrated}
     if budgets is not None:
         read_budgets(budgets, None, None, experts)
     predictors = None if config.predictor_file is None else PredictorFile.read(config.predictor_file)
     model = model_fingerprint(content_of(vllm_config, config.folder))  # may read the whole checkpoint
-    if calibration is not None and config.calibration is not None:
-        calibration.check_model(config.calibration, model, None, experts)
+    for path, calibration in calibrations.items():
+        calibration.check_model(path, model, None, experts)
     if budgets is not None:
         read_budgets(budgets, model, None, experts)
     if predictors is not None and config.predictor_file is not None:

@@ -46,27 +46,6 @@ def test_truncation(device, rows, k, experts, coarse):
         check(device, *drawn(rows, k, experts, coarse), *some(experts, count), False)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize(("rows", "k", "experts"), [(1, 8, 40), (12, 2, 6), (9, 3, 30)])
-def test_rescue(device, rows, k, experts, coarse, biased, renormalize, grouped):
-    """Of one, of few and of all experts: rows that keep none, some and all of theirs."""
-    bias = torch.randn(experts, generator=torch.Generator().manual_seed(0)) if biased else None
-    options = {"renormalize": renormalize, "bias": bias, "scale": 2.5, "equal": not renormalize, "rescue": True}
-    options |= {"groups": 2, "top_groups": 1} if grouped else {}
-    empty = 0
-    for count in (1, 2, experts // 2, experts):
-        given = drawn(rows, k, experts, coarse)
-        members, best = some(experts, count)
-        got = check(device, *given, members, best, False, **options)
-        alone = (given[3] > 0) & ~members[given[2].masked_fill(given[3][:, None] == 0, 0).long()].any(1)
-        assert (got[0].cpu()[alone] != 0).sum(1).eq(1).all() and members[got[1].cpu()[alone].long()].all()
-        empty += int(alone.sum())
-    assert empty, "no row was rescued"
-
-
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("coarse", [False, True])

@@ -2,7 +2,7 @@
 
 A full graph repeats in every replay what the host decided at capture. That would be wrong if experts are loaded between
 layers, routing is recorded, or the host applies a budget within the forward. An execution that does not need the host
-is controlled between steps only, and so is a budget whose ranking can be replayed; with a slot for each expert there is
+is controlled between steps only, and so is its budget; with a slot for each expert there is
 nothing to decide.
 
 Piecewise graphs have to be split at our op. Then torch.compile fuses up to the MoE layers instead of up to attention,
@@ -18,7 +18,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import Remedy, UnsupportedError, drop, use
@@ -48,9 +47,9 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
         return "experts are loaded between layers", (use(decisions="device"), use(slots="100%"))
     if config.trace is not None:
         return "routing is recorded between layers", (drop("trace"),)
-    if not config.execution_class.needs_host and components.find("rankings", config.budget_ranking).replayable:
+    if not config.execution_class.needs_host:
         return None
-    if config.budget is not None:
+    if config.parsed_budget.bounds:
         return "a budget is applied between layers", (drop("budget"),)
     if config.control:
         return "a budget may be applied between layers", (drop("control"),)
@@ -59,7 +58,7 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
 
 def hold_budget(config: SpacConfig) -> bool:
     """Whether full graphs of this engine hold the launches of a budget that is in force or may be set later."""
-    asked = config.control or config.budget is not None or config.speculate != "off"
+    asked = config.control or config.parsed_budget.bounds or config.speculate != "off"
     return not config.execution_class.needs_host and asked and needs_host(config) is None
 
 

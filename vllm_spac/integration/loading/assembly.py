@@ -75,15 +75,14 @@ def budget(
     """
     known = [layer.budgeted() for layer in layers]
     names, experts = [layer.name for layer in known], max(layer.experts for layer in known)
-    calibration: Calibration | None = None
-    bound: int | dict[str, int] | None = config.bound.experts
-    if config.calibration is not None or config.bound.file is not None:
-        name = model()
-        if config.calibration is not None:
-            calibration = Calibration.load(config.calibration, name, names, experts)
-        if config.bound.file is not None:
-            bound = read_budgets(config.bound.file, name, names, experts)
-    several = vllm_config.parallel_config.tensor_parallel_size > 1
+    knob, calibration = config.parsed_budget, None
+    bound: int | dict[str, int] | None = knob.experts
+    if knob.file is not None:
+        bound = read_budgets(knob.file, model(), names, experts)
+    if config.policy_calibration is not None:
+        Calibration.load(config.policy_calibration, model(), names, experts)  # which ``policy`` reads
+    if knob.calibration is not None:
+        calibration = Calibration.load(knob.calibration, model(), names, experts)
     counters = BudgetCounters()
     there, unweighted = drafts.weighs_there(vllm_config), drafts.unweighted(vllm_config)
     why = None if unweighted is None else str(unweighted)
@@ -95,7 +94,6 @@ def budget(
         device=device,
         unweighted=why,
         weighed_there=there,
-        ranks_differ=several,
         speculation=_speculation(config, vllm_config, known, predictor, counters),
         counters=counters,
         drafts=vllm_config.speculative_config is not None,
@@ -132,13 +130,12 @@ def policy(config: SpacConfig, shape: MoEShape, slots: int, most_drafts: int, lo
     ``most_drafts``: of a request in a step; ``local_of``: the experts that this rank holds, as in ``Execution``.
     """
     kind, counts = components.find("policies", config.policy), None
-    if kind.needs_calibration and config.calibration is not None:
-        calibration = Calibration.read(config.calibration)
+    if config.policy_calibration is not None:
+        calibration = Calibration.read(config.policy_calibration)
         found = calibration.counts[[calibration.layers.index(name) for name in shape.layers]]
         counts = (found if local_of is None else found[:, local_of >= 0]).numpy()
-    return components.build(
-        "policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts, most_drafts)
-    )
+    context = PolicyContext(slots, shape.top_k, counts, most_drafts)
+    return components.build("policies", components.uncalibrated(config.policy), kind.of, context=context)
 
 
 def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:

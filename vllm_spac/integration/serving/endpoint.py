@@ -68,7 +68,7 @@ _BUDGET = {
     "dropped_weight": "Sum over those rows of the share of their selected experts' routing weights that was dropped.",
     "shortlists": "Shortlists made by budgets, one per layer and forward.",
     "experts": "Distinct experts that budgeted rows used, summed over all shortlists.",
-    "emptied": "Rows whose experts were all cut, counted once per layer; a rescue gives each of them one.",
+    "emptied": "Rows whose experts were all cut, counted once per layer.",
     "unweighted": "Verified requests that voted uniformly, because the draft's probabilities were not known.",
 }
 _TREES = {
@@ -297,7 +297,7 @@ class SpacEndpoint:
             return
         state.spac_control = config.control
         state.spac_host = (getattr(args, "host", None) or "").lower()
-        state.spac_rankings = {*components.names("rankings"), config.budget_ranking}
+        state.spac_rankings = {*components.serving("rankings"), config.parsed_budget.ranking}
         state.spac_client = engine_client
         if config.page:
             facts = {"model": Path(args.model).name, "control": config.control}

@@ -1,10 +1,9 @@
 """Calibrations: statistics of a model's routing on a sample of text, in one safetensors file; and budgets from them.
 
-Format ``spac-calibration-3``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
+Format ``spac-calibration-4``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors, L layers:
 
-    pairs   int64   [L, N, N]  tokens that selected both experts; the diagonal counts the selections of one expert
-    counts  int64   [L, N]     that diagonal
+    counts  int64   [L, N]     tokens that selected an expert
     curves  float32 [2, L, N]  share of a mass that the B best experts hold, B = 1 .. N: the mean over windows of M
                                consecutive tokens (the rows of a verify step). In each window the ranking ``selected``
                                gives the best experts. First for the mass ``selected``, the routing weights of the
@@ -32,8 +31,8 @@ from vllm_spac.system.files import write_text, writing
 from vllm_spac.system.tensor_file import check, layer_names
 from vllm_spac.system.untrusted import parse_json, read_text
 
-FORMAT = "spac-calibration-3"
-PROGRESS_FORMAT = "spac-calibration-progress-3"
+FORMAT = "spac-calibration-4"
+PROGRESS_FORMAT = "spac-calibration-progress-4"
 _DTYPES = {"I64", "F32", "F64"}
 _AGAIN = "write it again with `vllm-spac calibrate`"
 
@@ -46,6 +45,7 @@ class Calibration:
         fingerprint: identifies the model, its revision and its weights.
         layers: names of the MoE layers, in the order of execution.
         window: tokens per window of ``curves``; 1 + the draft tokens of a step.
+        counts: int64 [L, N], selections of each expert.
     """
 
     fingerprint: str
@@ -54,17 +54,12 @@ class Calibration:
     top_k: int
     window: int
     tokens: int
-    pairs: Tensor
+    counts: Tensor
     curves: Tensor
 
     @property
     def experts(self) -> int:
-        return self.pairs.shape[1]
-
-    @property
-    def counts(self) -> Tensor:
-        """int64 [L, N], selections of each expert."""
-        return self.pairs.diagonal(dim1=1, dim2=2).contiguous()
+        return self.counts.shape[1]
 
     def curve(self, mass_of: str) -> Tensor:
         """float32 [L, N], the curves of one of ``MASSES``."""
@@ -103,10 +98,9 @@ class Calibration:
     @classmethod
     def _of(cls, metadata: dict[str, str], tensors: dict[str, Tensor]) -> Calibration:
         layers, experts = layer_names(metadata["layers"]), int(metadata["experts"])
-        pairs, curves, counts = tensors["pairs"], tensors["curves"], tensors["counts"]
-        check(pairs.shape == (len(layers), experts, experts) and pairs.dtype == torch.int64, "pairs has another type")
-        shape = len(MASSES), len(layers), experts
-        check(curves.shape == shape and curves.dtype == torch.float32, "curves has another type")
+        counts, curves = tensors["counts"], tensors["curves"]
+        check(counts.shape == (len(layers), experts) and counts.dtype == torch.int64, "counts has another type")
+        check(curves.shape == (len(MASSES), *counts.shape) and curves.dtype == torch.float32, "curves has another type")
         found = cls(
             fingerprint=metadata["fingerprint"],
             model=metadata["model"],
@@ -114,10 +108,9 @@ class Calibration:
             top_k=int(metadata["top_k"]),
             window=int(metadata["window"]),
             tokens=int(metadata["tokens"]),
-            pairs=pairs,
+            counts=counts,
             curves=curves,
         )
-        check(counts.dtype == torch.int64 and torch.equal(counts, found.counts), "counts and pairs differ")
         check(0 < found.top_k <= experts and found.window > 0, "impossible model")
         check(bool((found.counts.sum(1) == found.tokens * found.top_k).all()), "counts and tokens differ")
         check(bool(curves.isfinite().all()), "a curve is not a number")
@@ -125,8 +118,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Writes the file atomically; ``ConfigError`` when it cannot be written."""
-        tensors = {"pairs": self.pairs, "counts": self.counts, "curves": self.curves}
-        tensor_file.write(Path(path), tensors, self._metadata(FORMAT))
+        tensor_file.write(Path(path), {"counts": self.counts, "curves": self.curves}, self._metadata(FORMAT))
 
     def _metadata(self, format: str) -> dict[str, str]:
         names = ("fingerprint", "model", "experts", "top_k", "window", "tokens")
@@ -167,7 +159,7 @@ class CalibrationRecorder:
         self.texts = 0
         self._layers, self._top_k, self._window = tuple(layers), top_k, window
         self._sums = {
-            "pairs": torch.zeros(len(layers), experts, experts, dtype=torch.int64),
+            "counts": torch.zeros(len(layers), experts, dtype=torch.int64),
             "curves": torch.zeros(len(MASSES), len(layers), experts, dtype=torch.float64),
             "windows": torch.zeros(len(layers), dtype=torch.int64),
             "tokens": torch.zeros(len(layers), dtype=torch.int64),
@@ -187,10 +179,10 @@ class CalibrationRecorder:
             topk_weights: float [rows, k], the routing weights.
             topk_ids: int [rows, k], the natural choice.
         """
-        experts = self._sums["pairs"].shape[1]
+        experts = self._sums["counts"].shape[1]
         assert probs.shape == (len(topk_ids), experts) and topk_ids.shape[1] == self._top_k
         chosen = torch.zeros_like(probs, dtype=torch.float32).scatter(1, topk_ids.long(), 1.0)
-        self._sums["pairs"][layer] += (chosen.T @ chosen).to("cpu", torch.int64)
+        self._sums["counts"][layer] += chosen.sum(0).to("cpu", torch.int64)
         self._sums["tokens"][layer] += len(probs)
         selected = torch.zeros_like(probs).scatter(1, topk_ids.long(), topk_weights.to(probs.dtype))
         rows = torch.stack((selected, probs.detach(), probs.detach() * chosen), 1).to("cpu", torch.float64)
@@ -224,7 +216,7 @@ class CalibrationRecorder:
             top_k=self._top_k,
             window=self._window,
             tokens=self.tokens,
-            pairs=sums["pairs"].clone(),
+            counts=sums["counts"].clone(),
             curves=(sums["curves"] / sums["windows"].clamp(min=1)[:, None]).to(torch.float32),
         )
 

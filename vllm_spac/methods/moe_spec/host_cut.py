@@ -3,17 +3,21 @@
 A verify step has a few rows of a few dozen experts. The torch operations of ``kernels.reference`` take longer to
 dispatch than to compute there: 35 of them in a layer cost more than the layer's attention. NumPy's dispatch is several
 times cheaper. The ids are equal, and the weights too, except that the sum that renormalises a row may be taken in
-another order. For routing in a GPU's memory see ``replay.cut``.
+another order. For routing in a GPU's memory see ``launches``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_spac.methods.moe_spec.settings import RoutingRule
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
+from vllm_spac.methods.moe_spec.replay import BudgetCounters
+from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings, RoutingRule
 
 _Floats = NDArray[np.float32]
 _Ids = NDArray[np.int64]
@@ -21,19 +25,63 @@ _Bools = NDArray[np.bool_]
 _SMALLEST = np.finfo(np.float32).smallest_subnormal
 
 
+class HostCut:
+    """The budget in force where routing is in host memory.
+
+    Args:
+        layers: of the model; ``cut`` names one by its number.
+        counters: count what it cuts.
+    """
+
+    def __init__(self, layers: Sequence[BudgetedLayer], counters: BudgetCounters) -> None:
+        self._layers, self._counters = layers, counters
+        self._settings = BudgetSettings()
+        self._ranking: Ranking | None = None
+
+    def use(self, settings: BudgetSettings, ranking: Ranking | None) -> None:
+        """Cuts by ``settings`` from now on."""
+        self._settings, self._ranking = settings, ranking
+
+    def cut(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, votes: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Cuts rows that vote together to one shortlist.
+
+        Args:
+            logits: [rows, N], of the router.
+            weights, ids: [rows, k], the natural choice.
+            votes: float64 [rows]; None: all are 1.
+
+        Returns:
+            float32 [rows, k] weights, ids of the dtype of ``ids``. Rows that keep all their experts are bitwise
+            unchanged; None if all do.
+        """
+        layer, ranking = self._layers[index], self._ranking
+        if self._spares_all(layer, ids):
+            self._counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
+            return None
+        assert ranking is not None, "no budget is in force"
+        probs = layer.rule.probs(logits)
+        order = ranking.rank(probs, votes, layer.experts, LayerContext(index, ids.long()))
+        covered = cut(probs, order, (weights, ids), votes, layer, self._settings)
+        self._counters.add(weights, covered[2], covered[0], covered[1])
+        return None if covered[0] is weights else covered[:2]
+
+    def _spares_all(self, layer: BudgetedLayer, ids: Tensor) -> bool:
+        """Whether all that rows selected may run."""
+        bound = self._settings.bound_of(layer)
+        if bound == layer.experts or self._settings.mass == 1.0:
+            return True
+        return bound is not None and int(selected(ids.numpy(), layer.experts).sum()) <= bound
+
+
 def cut(
     probs: Tensor,
     order: Tensor,
     natural: tuple[Tensor, Tensor],
     votes: Tensor | None,
-    rule: RoutingRule,
-    *,
-    bound: int | None = None,
-    mass: float | None = None,
-    mass_of: str = "selected",
-    least: int = 1,
-    substitute: bool = True,
-    rescue: bool = False,
+    layer: BudgetedLayer,
+    settings: BudgetSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cuts rows that vote together to one shortlist.
 
@@ -42,38 +90,31 @@ def cut(
         order: int64 [N], all experts as ranked, the best first; those that a row selected are put before the others.
         natural: float [rows, k] and int [rows, k], weights and ids without a budget.
         votes: float64 [rows]; None: all are 1.
-        bound: number of experts in the shortlist, the first of ``order``.
-        mass, mass_of, least: instead, the shortlist is the first part of ``order``, of at least ``least`` experts, that
-            holds this share of the mass.
-        substitute: coverage by substitution (Eq. 8), else by truncation (Eq. 7).
-        rescue: under truncation, whether a row that keeps no expert gets its best one.
 
     Returns:
         float [rows, k] weights, ids of the dtype of ``natural``, and bool [rows, k]: which of the natural ids are in
-        the shortlist. Rows that keep all their experts are bitwise unchanged; if all do, the tensors are those of
-        ``natural``.
+        the shortlist. If all are, the tensors are those of ``natural``.
     """
+    rule = layer.rule
     scores, weights, ids = probs.numpy(), natural[0].float().numpy(), natural[1].numpy()
-    wanted = selected(ids, scores.shape[1])[order.numpy()]
+    wanted = selected(ids, layer.experts)[order.numpy()]
     ranked = np.concatenate([order.numpy()[wanted], order.numpy()[~wanted]])
-    leaders = ranked[:bound]
-    if mass is not None:
-        leaders = leading(ranked, _held(scores, weights, ids, votes, mass_of), mass, least)
-    inside = np.zeros(scores.shape[1], dtype=np.bool_)
+    leaders = ranked[: settings.bound_of(layer)]
+    if settings.mass is not None:
+        held = _held(scores, weights, ids, votes, settings.mass_of)
+        leaders = leading(ranked, held, settings.mass, settings.least(layer))
+    inside = np.zeros(layer.experts, dtype=np.bool_)
     inside[leaders] = True
 
     keeps = inside[ids]
     if keeps.all():
         return *natural, torch.from_numpy(keeps)
-    if substitute:
+    if settings.coverage == "substitution":
         taken, chosen = _substituted(scores, ids.shape[1], rule, inside)
         whole = keeps.all(axis=1, keepdims=True)
         taken, chosen = np.where(whole, weights, taken), np.where(whole, ids, chosen)
     else:
         taken, chosen = _truncated(scores, weights, ids, keeps, leaders[0])
-        lost = np.flatnonzero(~keeps.any(axis=1)) if rescue else ()
-        if len(lost):
-            taken[lost], chosen[lost] = _rescued(scores[lost], ids[lost], rule, inside)
     chosen = chosen.astype(ids.dtype, copy=False)
     return torch.from_numpy(taken), torch.from_numpy(chosen), torch.from_numpy(keeps)
 
@@ -147,15 +188,6 @@ def _truncated(scores: _Floats, weights: _Floats, ids: _Ids, keeps: _Bools, best
     stand_in = leading_ids.min(axis=1, keepdims=True)
     stand_in = np.where(stand_in < scores.shape[1], stand_in, best)
     return np.where(keeps, weights, np.float32(0)), np.where(keeps, ids, stand_in)
-
-
-def _rescued(scores: _Floats, ids: _Ids, rule: RoutingRule, inside: _Bools) -> tuple[_Floats, _Ids]:
-    """See ``kernels.reference.cover.rescued``, for rows that keep no expert."""
-    chosen = _best(scores, rule, inside, 1)
-    taken = np.zeros(ids.shape, dtype=np.float32)
-    first = _of(scores, chosen)
-    taken[:, :1] = _scaled(first, _of(scores, ids), rule)
-    return taken, chosen.repeat(ids.shape[1], axis=1)
 
 
 def _scaled(taken: _Floats, whole: _Floats, rule: RoutingRule) -> _Floats:

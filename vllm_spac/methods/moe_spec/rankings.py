@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,35 +20,25 @@ class LayerContext:
 
     Attributes:
         layer: number of the MoE layer in the order of execution.
-        resident: bool [N], experts in fast memory.
-        mixing: float [rows, N], the natural mixing weights; 0 for experts outside a row's top-k.
-        outputs: float [rows, N, d], every expert's output of every row. Offline only.
         ids: int64 [rows, k], the natural choice; of rows that do not vote, any experts.
     """
 
     layer: int = 0
-    resident: Tensor | None = None
-    mixing: Tensor | None = None
-    outputs: Tensor | None = None
     ids: Tensor | None = None
 
 
 class Ranking(ABC):
-    """Orders the experts of a layer. Its tensors are never modified; deterministic, ties by the lowest id.
+    """Orders the experts of a layer by a score. Its tensors are never modified; deterministic, ties by the lowest id.
 
     A shortlist is the beginning of that order with the experts that voting rows selected before all others, whatever
     the ranking (``kernels.reference.shortlist.selected_first``): where no more are selected than may run, none is cut.
 
     Attributes:
-        offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
-        replayable: it ranks by ``scores``, whose operations a CUDA graph can capture.
+        offline: why no engine can serve with it; empty if one can.
     """
 
     offline: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
-    needs_mixing: ClassVar[bool] = False
-    needs_resident: ClassVar[bool] = False
-    replayable: ClassVar[bool] = False
 
     @classmethod
     def of(cls, calibration: Calibration | None = None, **knobs: Any) -> Self:
@@ -75,57 +64,41 @@ class Ranking(ABC):
         return self
 
     @abstractmethod
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        """The scores of a layer's experts in one forward, the greatest first.
+
+        Consists of operations of fixed shapes, which a CUDA graph can capture; no result is read on the host.
+
+        Args:
+            probs: float64 [rows, N], router scores over all experts, before any top-k, bias or renormalisation, times
+                the rows' votes (``weighted``): 0 in rows that do not vote; all may be 0.
+            context: the layer, and the other inputs that this ranking needs.
+
+        Returns:
+            float64 [N], or int64 below 2**53; or [2, N], of which the second decide where the first are equal.
+        """
+
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         """The best experts of a layer for one forward.
 
         Args:
-            probs: float [rows, N], router scores over all experts, before any top-k, bias or renormalisation.
+            probs: float [rows, N], as for ``scores``, not yet multiplied by the votes.
             votes: float64 [rows], how much each row counts, at least one above 0; None: all count 1. The values of
                 rows with 0 are ignored, even NaN.
             budget: number of experts, from 1 to N.
-            context: the layer, and the other inputs that this ranking needs.
 
         Returns:
             int64 [budget], distinct experts, the most important first; on the device of ``probs``. A smaller budget
             gives a prefix of it.
         """
-
-    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
-        """The scores that a ``replayable`` ranking sorts by, the greatest first, ties by the lowest id.
-
-        Consists of operations of fixed shapes; no result is read on the host.
-
-        Args:
-            probs: float64 [rows, N], as for ``rank``, multiplied by the votes (``weighted``); all may be 0.
-
-        Returns:
-            float64 [N], or int64 below 2**53; or [2, N], of which the second decide where the first are equal.
-        """
-        raise NotImplementedError
-
-
-class Scored(Ranking):
-    """Base of rankings that sort by ``scores``."""
-
-    replayable: ClassVar[bool] = True
-
-    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
-        assert votes is None or votes.is_cuda or bool(votes.any()), "no row votes: such a step has no shortlist"
+        assert votes is None or bool(votes.any()), "no row votes: such a step has no shortlist"
         weighed = probs.double() if votes is None else weighted(probs, votes)
         return best(self.scores(weighed, context or LayerContext()), budget)
 
 
-def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
-    """float64 [N]: s_i, the sum over rows of the scores times the rows' votes, by default 1 (MoE-Spec Eq. 5).
-
-    Args:
-        probs: float [rows, N].
-        votes: float64 [rows], as in ``Ranking.rank``; bool: 1 for the rows that vote.
-    """
-    if votes is None:
-        return probs.sum(0, dtype=torch.float64)
-    assert votes.is_cuda or bool(votes.any()), "no row votes: such a step has no shortlist"
-    return weighted(probs, votes).sum(0, dtype=torch.float64)
+def router_mass(probs: Tensor) -> Tensor:
+    """float64 [N]: s_i, the sum over rows of the scores, float [rows, N], times the rows' votes (MoE-Spec Eq. 5)."""
+    return probs.sum(0, dtype=torch.float64)
 
 
 def weighted(values: Tensor, votes: Tensor) -> Tensor:
@@ -159,31 +132,3 @@ def best(scores: Tensor, budget: int) -> Tensor:
     """
     assert 1 <= budget <= scores.shape[-1], f"a budget of {budget} for {scores.shape[-1]} experts"
     return sorted_by(scores)[:budget]
-
-
-def least_residual(gram: Tensor, budget: int, target: Tensor | None = None, prior: Tensor | None = None) -> Tensor:
-    """Greedy choice of the vectors whose sum is closest to a target, from inner products alone.
-
-    Each step adds the i with the smallest ||o - sum_{j in S + i} v_j||^2, that is with the largest
-    2 <o, v_i> - <v_i, v_i> - 2 sum_{j in S} <v_i, v_j>: O(N) per step, on the host.
-
-    Args:
-        gram: float [N, N], <v_i, v_j>.
-        target: float [N], <o, v_i>; by default o is the sum of all v.
-        prior: float [N], added to the gains, to decide between vectors of equal gain.
-
-    Returns:
-        int64 [budget], in the order of the steps, ties by the lowest id; on the device of ``gram``.
-    """
-    inner = gram.to("cpu", torch.float64).numpy()
-    assert 1 <= budget <= len(inner), f"a budget of {budget} for {len(inner)} experts"
-    along = inner.sum(1) if target is None else target.to("cpu", torch.float64).numpy()
-    gain = 2 * along - inner.diagonal()
-    if prior is not None:
-        gain += prior.to("cpu", torch.float64).numpy()
-    order = np.empty(budget, dtype=np.int64)
-    for step in range(budget):
-        order[step] = chosen = gain.argmax()
-        gain -= 2 * inner[chosen]
-        gain[chosen] = -np.inf
-    return torch.from_numpy(order).to(gram.device)

@@ -1,4 +1,4 @@
-"""A budget as launches of kernels: shortlist and coverage of a layer, in CUDA graphs too, and what they count.
+"""The kernels of a budget, what they count, and what CUDA graphs that hold them read.
 
 ``BudgetCounters`` adds up a budget's effect: rows, dropped routing weight, shortlists, and experts used. Of what is
 captured in a graph, ``ReplayBuffers`` holds what differs per step.
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.methods.moe_spec.rankings import router_mass, selected_mass, weighted
 from vllm_spac.methods.moe_spec.settings import STEPS, BudgetSettings, RoutingRule
 
 _PENDING = 64  # shortlists that are counted together
@@ -31,11 +30,11 @@ def _lasting(size: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
 class BudgetCounters:
     """Effect of a budget since the start, or since ``reset``, summed over layers and forwards.
 
-    ``add`` only stores its arguments; those of many layers are counted together later, so that no layer waits. CUDA
-    graphs count in device memory, which ``snapshot`` reads.
+    ``add`` only stores its arguments; those of many layers are counted together later. Launches count in device memory,
+    which ``snapshot`` reads.
 
     Attributes:
-        on_device: float64 [5], counts of the graphs, in the order of ``snapshot``; None until ``count_on``.
+        on_device: float64 [5], counts of the launches, in the order of ``snapshot``; None until ``count_on``.
         unweighted: verified requests that voted as if every row were reached, though votes are weighted: the draft's
             probabilities were not known. Counted once per step.
     """
@@ -59,8 +58,15 @@ class BudgetCounters:
         self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
 
     def count_on(self, device: torch.device | str) -> None:
-        """Allocates the counters of graphs on ``device``, at a fixed address."""
+        """Allocates the counters of launches on ``device``, at a fixed address."""
         self.on_device = _lasting(len(self._counted), torch.float64, device)
+
+    def there(self, device: torch.device | str) -> Tensor:
+        """The counters on ``device``, which are allocated if they are not yet."""
+        if self.on_device is None:
+            self.count_on(device)
+        assert self.on_device is not None
+        return self.on_device
 
     def reset(self) -> None:
         """Sets all counters to zero."""
@@ -76,7 +82,7 @@ class BudgetCounters:
             share of the row's routing weights that belongs to experts outside the shortlist. ``shortlists``: number of
             shortlists, one per layer and forward. ``experts``: sum over shortlists of the distinct experts that their
             rows used. ``emptied``: rows none of whose experts was in the shortlist; truncation leaves such a row
-            without routed experts, or with one if it rescues. ``unweighted``: see the class. ``dropped_share``:
+            without routed experts. ``unweighted``: see the class. ``dropped_share``:
             ``dropped_weight`` per row.
         """
         self._count()
@@ -138,7 +144,6 @@ class BudgetKernels(NamedTuple):
         best: Tensor,
         rule: RoutingRule,
         substitute: bool,
-        rescue: bool,
     ) -> tuple[Tensor, Tensor]:
         """Weights and ids of rows within the shortlist ``inside`` (bool [N]); arguments as of ``kernels.cover``."""
         return self.cover(
@@ -153,48 +158,7 @@ class BudgetKernels(NamedTuple):
             scale=rule.scale,
             groups=rule.groups,
             top_groups=rule.top_groups,
-            rescue=rescue,
         )
-
-
-def cut(
-    kernels: BudgetKernels,
-    probs: Tensor,
-    order: Tensor,
-    natural: tuple[Tensor, Tensor],
-    votes: Tensor | None,
-    rule: RoutingRule,
-    *,
-    bound: int | None = None,
-    mass: Tensor | None = None,
-    mass_of: str = "selected",
-    least: int = 1,
-    substitute: bool = True,
-    rescue: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``host_cut.cut`` by kernels, for routing in a GPU's memory: nothing is read on the host.
-
-    Args:
-        mass: float64 [], on the device.
-        others: as for ``host_cut.cut``.
-
-    Returns:
-        [rows, k] weights and ids, and bool [rows, k]: which of the natural ids are in the shortlist.
-    """
-    (weights, ids), experts, device = natural, probs.shape[1], probs.device
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(experts, 0, -1, device=device))
-    if mass is None:
-        assert bound is not None, "a number or a share"
-        limit, held = torch.full((), bound, dtype=torch.int64, device=device), None
-    elif mass_of == "scores":
-        limit, held = None, router_mass(probs, votes)
-    else:
-        limit, held = None, selected_mass(weights if votes is None else weighted(weights, votes), ids, experts)
-    inside, best = kernels.shortlist(places, members(ids, experts), limit, held, mass, least)
-    every = torch.ones(len(ids), dtype=torch.float64, device=device)
-    natural = weights.float().contiguous(), ids.contiguous()
-    covered = kernels.covered(probs.contiguous(), natural, every, inside, best, rule, substitute, rescue)
-    return *covered, inside[ids.long()]
 
 
 def members(found: Tensor, experts: int) -> Tensor:

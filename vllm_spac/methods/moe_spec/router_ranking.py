@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_spac.methods.moe_spec.rankings import LayerContext, Scored, router_mass
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass
 
 
 @dataclass(kw_only=True, eq=False)
-class Router(Scored):
+class Router(Ranking):
     """The experts with the highest s_i = sum_t w_t g_i(h_t); in the paper all w_t are 1."""
 
     def scores(self, probs: Tensor, context: LayerContext) -> Tensor:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_spac.methods.moe_spec.rankings import LayerContext, Scored, router_mass, selected_mass
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass, selected_mass
 
 
 @dataclass(kw_only=True, eq=False)
-class Selected(Scored):
+class Selected(Ranking):
     """The experts with the highest sum of w_t g_i(h_t) over the rows t that selected i.
 
     Experts with equal sums, such as all that no row selected, are in the order of ``router``, the sum over all rows.

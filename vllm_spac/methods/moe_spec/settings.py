@@ -22,7 +22,8 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
-from vllm_spac.config.types import ALPHA, no_bool
+from vllm_spac.config.budget_knob import ALPHA, BudgetKnob
+from vllm_spac.config.types import SPECULATE, no_bool
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, brief, shortened, use
 
@@ -46,18 +47,19 @@ def check_mass_of(mass_of: str) -> None:
         raise ConfigError(f"spac: mass_of={mass_of!r} (--spac-budget): use {' or '.join(MASSES)}")
 
 
-def validate(budget: int, experts: int, top_k: int, coverage: str) -> None:
-    """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them."""
+def validate(budget: int, experts: int, top_k: int, coverage: str, knob: BudgetKnob | None = None) -> None:
+    """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them; ``knob`` is its."""
+    knob = knob or BudgetKnob(str(budget))
     least = top_k if coverage == "substitution" else 1
     problem = f"spac: budget={budget} (--spac-budget): "
     if 1 <= budget < least:
         raise ConfigError.refused(
             f"{problem}substitution gives every token {top_k} experts",
-            use(budget=least).but(f" to {experts}"),
-            use(budget_coverage="truncation"),
+            Remedy(f"use {least} to {experts}", {"budget": knob.but(least)}),
+            use(budget=knob.but(coverage="truncation")),
         )
     if not least <= budget <= experts:
-        fits = Remedy(f"use {least} to {experts}", {"budget": max(least, min(budget, experts))})
+        fits = Remedy(f"use {least} to {experts}", {"budget": knob.but(max(least, min(budget, experts)))})
         raise ConfigError.refused(f"{problem}a layer has {experts} experts", fits)
 
 
@@ -114,8 +116,7 @@ class BudgetSettings(BaseModel):
         ranking: name of a ranking (``components``). Whichever it is, the experts that voting rows
             selected come first: where these are no more than the shortlist holds, nothing is cut.
         coverage: what a row runs instead of an expert that is outside the shortlist: ``substitution``, another one;
-            ``truncation``, none; ``rescue``, none, but a row whose experts are all outside gets the best expert of the
-            shortlist, at that expert's natural weight.
+            ``truncation``, none.
         when: which rows vote and are cut.
         votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
             probability that the row is reached (``vote``).
@@ -133,7 +134,7 @@ class BudgetSettings(BaseModel):
     mass: Annotated[float, BeforeValidator(no_bool)] | None = None
     mass_of: Literal["selected", "scores"] = "selected"
     ranking: str = "selected"
-    coverage: Literal["substitution", "truncation", "rescue"] = "substitution"
+    coverage: Literal["substitution", "truncation"] = "substitution"
     when: Literal["verify", "decode", "all"] = "verify"
     votes: Literal["uniform", "path"] = "uniform"
     votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(no_bool)] = ALPHA
@@ -157,21 +158,23 @@ class BudgetSettings(BaseModel):
         """Returns those of the knobs.
 
         Of the knob ``budget``, 16 is ``budget`` here, 0.98@of=scores is ``mass`` and ``mass_of``, and of a file the
-        layers' numbers are ``budget``. Of ``budget_votes``, path@alpha=0.5 is ``votes`` and ``votes_alpha``.
+        layers' numbers are ``budget``; ``alpha`` is ``votes_alpha``.
 
         Args:
             budget: B, or B by layer name from the file; None without either.
         """
+        knob = config.parsed_budget
+        speculate, its = SPECULATE.split(config.speculate)
         return cls(
             budget=budget,
-            mass=config.bound.mass,
-            mass_of=config.bound.mass_of,
-            ranking=config.budget_ranking,
-            coverage=config.budget_coverage,
-            when=config.budget_when,
-            votes="uniform" if config.votes_alpha is None else "path",
-            votes_alpha=ALPHA if config.votes_alpha is None else config.votes_alpha,
-            speculate=config.speculate,
+            mass=knob.mass,
+            mass_of=knob.mass_of,
+            ranking=knob.ranking,
+            coverage=knob.coverage,
+            when=its.get("when", knob.when),
+            votes=knob.votes,
+            votes_alpha=ALPHA if knob.alpha is None else knob.alpha,
+            speculate=speculate,
         )
 
     @classmethod
@@ -190,6 +193,28 @@ class BudgetSettings(BaseModel):
             raise ConfigError(f"spac: {problems}; known: {', '.join(cls.model_fields)}") from None
         except TypeError:
             raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
+
+    def bound_of(self, layer: BudgetedLayer) -> int | None:
+        """How many experts of a layer may run; None if a share says so, or no bound is set."""
+        return self.budget[layer.name] if isinstance(self.budget, dict) else self.budget
+
+    def least(self, layer: BudgetedLayer) -> int:
+        """The smallest shortlist that a layer can run with."""
+        return layer.top_k if self.coverage == "substitution" else 1
+
+    def bounds(self, layers: Sequence[BudgetedLayer], step: Step) -> tuple[int, ...] | None:
+        """How many experts of each layer all rows of ``step`` together may run, if a number bounds them all."""
+        if self.budget is None or self.window is not None:
+            return None
+        if any(request.kind not in self.kinds for request in step.requests):
+            return None
+        return tuple(self.bound_of(layer) or layer.experts for layer in layers)
+
+    def holds_all(self, layers: Sequence[BudgetedLayer]) -> bool:
+        """Whether nothing is cut, because each layer may run all of its experts, or all of the mass is held."""
+        if self.mass is not None:  # of weighted votes, a row that counts nothing has no mass
+            return self.mass == 1.0 and self.alpha is None
+        return self.budget is not None and all((self.bound_of(layer) or 0) >= layer.experts for layer in layers)
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:
@@ -243,17 +268,11 @@ def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
     if settings.coverage == "substitution" and layer.rule.custom:
         raise UnsupportedError(
             f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
-            "use --spac-budget-coverage truncation"
-        )
-    if settings.coverage == "rescue" and layer.rule.custom:
-        raise UnsupportedError(
-            f"spac: {layer.name} routes by a function of its own, which gives no weight to an expert that it did not "
-            "choose; use --spac-budget-coverage truncation"
+            "use coverage=truncation (--spac-budget)"
         )
     if isinstance(settings.budget, dict) and layer.name not in settings.budget:
         raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")
-    bound = settings.budget[layer.name] if isinstance(settings.budget, dict) else settings.budget
-    if bound is not None:
+    if (bound := settings.bound_of(layer)) is not None:
         validate(bound, layer.experts, layer.top_k, settings.coverage)
 
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from vllm_spac.methods.moe_spec.calibration import Calibration
-from vllm_spac.methods.moe_spec.rankings import LayerContext, Scored
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
 
 
 @dataclass(kw_only=True, eq=False)
-class Static(Scored):
+class Static(Ranking):
     """The same experts in every step.
 
     Attributes:

@@ -1,0 +1,226 @@
+"""Applies a budget on a device: launches over all rows, of which those without a vote keep their routing.
+
+Nothing is read on the host, so a CUDA graph can hold them. A graph reads who votes and how many experts may run from
+``ReplayBuffers``. So does a step of which the device has cut rows or knows how likely each is reached, which the host
+does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import Step
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass, selected_mass
+from vllm_spac.methods.moe_spec.replay import BudgetCounters, BudgetKernels, Launches, ReplayBuffers, members
+from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
+
+
+class SpeculationLaunches(Protocol):
+    """A ``Speculation`` over all rows of a forward, as launches that a CUDA graph can hold.
+
+    Attributes:
+        rows, captured: most rows of a forward, and of one that a graph holds.
+        guess: float [rows, N], scores of the layer behind the one that was launched last, if there are any.
+    """
+
+    rows: int
+    captured: int
+    guess: Tensor | None
+
+    def end(self) -> None:
+        """Called when they have run, or failed."""
+
+    def apply(
+        self,
+        index: int,
+        hidden: Tensor,
+        logits: Tensor,
+        natural: tuple[Tensor, Tensor],
+        votes: Tensor,
+        settings: BudgetSettings,
+        counted: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns weights and ids [rows, k]; rows without a vote keep theirs. Adds to ``counted`` what it changed."""
+
+
+class BudgetLaunches:
+    """The launches of a budget.
+
+    Attributes:
+        kind: what CUDA graphs hold; None before one is captured.
+        masked: rows of this step were cut or are weighed on the device, so that its layers read ``ReplayBuffers``.
+        speculated: takes the budget's place, if experts are speculated in launches.
+    """
+
+    def __init__(self, layers: Sequence[BudgetedLayer], device: torch.device | str, counters: BudgetCounters) -> None:
+        self.kind: Launches | None = None
+        self.speculated: SpeculationLaunches | None = None
+        self._layers, self._device, self._counters = layers, torch.device(device), counters
+        self._kernels: BudgetKernels | None = None
+        self._settings = BudgetSettings()
+        self._ranking: Ranking | None = None
+        self._mass = torch.ones((), dtype=torch.float64, device=device)
+        self._graphs: ReplayBuffers | None = None  # what CUDA graphs read
+        self._own: ReplayBuffers | None = None  # what steps read without a graph
+        self._masked: ReplayBuffers | None = None  # of this step, if it is one
+        self._compiled: set[int] = set()  # layers
+
+    @property
+    def held(self) -> bool:
+        """Whether CUDA graphs hold these launches, or will."""
+        return self._graphs is not None
+
+    @property
+    def masked(self) -> bool:
+        return self._masked is not None
+
+    def use(self, settings: BudgetSettings, ranking: Ranking | None, speculated: SpeculationLaunches | None) -> None:
+        """Launches under ``settings`` from now on; captured graphs go on reading the tensors of their ranking."""
+        if self.kind is None:
+            self._ranking = ranking
+            self._compiled.clear()
+        self._settings, self.speculated = settings, speculated
+        self._mass.fill_(1.0 if settings.mass is None else settings.mass)
+        for buffers in (self._graphs, self._own):
+            if buffers is not None:
+                buffers.bound(self._bounds())
+
+    def _bounds(self) -> list[int]:
+        return [self._settings.bound_of(layer) or layer.experts for layer in self._layers]
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step, cut: Tensor | None, reached: Tensor | None) -> None:
+        """Writes the votes of a step; arguments as of ``BudgetControl.begin_step``, ``step`` with its votes."""
+        settings = self._settings
+        buffers, self._masked = self._graphs if self.kind is not None and settings.active else None, None
+        known_here = cut if cut is not None else reached
+        if self.speculated is not None and any(request.kind in settings.kinds for request in step.requests):
+            buffers = self._masked = buffers or self._without_graphs(self.speculated.rows)
+        elif known_here is not None and settings.active and settings.speculate == "off":
+            buffers = self._masked = buffers or self._without_graphs(len(known_here))
+        if buffers is None:
+            return
+        buffers.begin_step(step, settings.kinds)
+        if reached is not None and settings.alpha is not None:
+            buffers.weigh(reached, settings.alpha)
+        if cut is not None:
+            buffers.silence(cut[:, 0])
+
+    def _without_graphs(self, rows: int) -> ReplayBuffers:
+        """Returns the buffers of steps of up to ``rows`` rows."""
+        if self._own is None:
+            self._own = ReplayBuffers(rows, len(self._layers), self._device)
+            self._own.bound(self._bounds())
+        return self._own
+
+    def end_step(self) -> None:
+        """Ends a step; in replays until the next step no row votes."""
+        self._masked = None
+        if self.speculated is not None:
+            self.speculated.end()
+        if self._graphs is not None and self.kind is not None:
+            self._graphs.end_step()
+
+    def apply(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and ids [rows, k] of a layer in a ``masked`` step."""
+        assert self._masked is not None
+        return self._from(self._masked, index, logits, weights, ids, hidden)
+
+    def cut(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, votes: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As ``HostCut.cut``: weights and ids of rows that all vote, by ``votes`` or each by 1."""
+        votes = torch.ones(len(ids), dtype=torch.float64, device=ids.device) if votes is None else votes
+        bound = self._settings.bound_of(self._layers[index])
+        limit = None if bound is None else torch.full((), bound, dtype=torch.int64, device=ids.device)
+        return self._launch(index, logits, weights, ids, votes, limit)
+
+    # -- CUDA graphs ---------------------------------------------------------------------------------------
+
+    def hold(self, rows: int) -> None:
+        """Allocates what CUDA graphs of up to ``rows`` rows read."""
+        self._graphs = ReplayBuffers(rows, len(self._layers), self._device)
+        self._counters.count_on(self._device)
+
+    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None) -> None:
+        """Launches in a dummy forward what will be captured, once per layer: no row votes, and nothing is changed.
+
+        This compiles the kernels, which is not possible while a graph is captured.
+        """
+        if self._graphs is None or index in self._compiled:
+            return
+        if self.speculated is not None and len(ids) > self.speculated.captured:
+            return  # a smaller forward runs before one is captured
+        self._from(self._graphs, index, logits, weights, ids, hidden)
+        self._compiled.add(index)
+
+    def capture(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's launches as a CUDA graph can hold them: fixed shapes, no read and no decision on the host.
+
+        Sums over rows have a term of 0 for each row that does not vote, so the order of additions may differ. They are
+        float64 sums of float32, exact where the terms are within a factor of 2**29 / rows; with weighted votes, of
+        2**17 / rows. When a GPU kernel sums the weights to renormalise a row, its order of additions differs as well.
+
+        Returns:
+            Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever its values.
+        """
+        if self._graphs is None:
+            return weights, ids
+        assert index in self._compiled, "a forward must run before one is captured"
+        self.kind = self.kind or Launches.of(self._settings)
+        assert self.kind == Launches.of(self._settings), "captured again, under another budget"
+        return self._from(self._graphs, index, logits, weights, ids, hidden)
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _from(
+        self,
+        buffers: ReplayBuffers,
+        index: int,
+        logits: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        hidden: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        votes = buffers.votes[: len(ids)]
+        if self.speculated is not None:
+            assert hidden is not None
+            natural, counted = (weights, ids), self._counters.there(self._device)
+            return self.speculated.apply(index, hidden, logits, natural, votes, self._settings, counted)
+        limit = buffers.bounds[index] if self._settings.mass is None else None
+        return self._launch(index, logits, weights, ids, votes, limit)
+
+    def _launch(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, votes: Tensor, limit: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """``limit``: int64 [], of the shortlist; None: it is by mass."""
+        assert self._ranking is not None, "no budget is in force, nor held in graphs"
+        self._kernels = kernels = self._kernels or BudgetKernels.on(self._device)
+        layer, settings = self._layers[index], self._settings
+        silent, counts, experts = (votes == 0)[:, None], votes[:, None], layer.experts
+        probs = layer.rule.probs(logits).masked_fill_(silent, 0)
+        weighted, heard = probs * counts, ids.masked_fill(silent, experts).long()
+        selected = members(heard, experts + 1)[:experts]
+        chosen = heard.clamp_(max=experts - 1)  # rows that do not vote have no weight there
+        scores = self._ranking.scores(weighted, LayerContext(index, chosen))
+        if limit is not None:
+            inside, best = kernels.shortlist(scores, selected, limit)
+        else:
+            if settings.mass_of == "selected":
+                held = selected_mass(weights.masked_fill(silent, 0) * counts, chosen, experts)
+            else:
+                held = router_mass(weighted)
+            inside, best = kernels.shortlist(scores, selected, None, held, self._mass, settings.least(layer))
+        natural = weights.float().contiguous(), ids.contiguous()
+        covered = kernels.covered(probs, natural, votes, inside, best, layer.rule, settings.coverage == "substitution")
+        kernels.tally(self._counters.there(self._device), votes, natural, inside, covered)
+        return covered
