@@ -840,7 +840,7 @@ def test_flags_and_keys_are_merged():
         (["--plugin", "spac", "--spac-colour", "1"], "there is no flag --spac-colour"),
         (["--plugin", "spac", "--spac-slot", "25%"], "there is no flag --spac-slot; did you mean --spac-slots?"),
         (["--plugin", "spac", "--spac-execution", "slots"], "--spac-execution is gone; --spac-decisions and"),
-        (["--plugin", "spac", "--spac-executor", "local@replicas=1"], "local has no argument 'replicas'"),
+        (["--plugin", "spac", "--spac-executor", "local@per_layer=1"], "local has no argument 'per_layer'"),
         (["--plugin", "spac", "--spac-lookahead", "1"], "no flag --spac-lookahead; vllm-spac knobs lists all"),
         (["--plugin", "spac", "--spac_slot=25%"], "did you mean --spac-slots?"),
         (["--plugin", "spac", "--spac-host-memory", "32"], "did you mean 32GiB?"),

@@ -55,7 +55,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "profile": ("FILE",),
     "cpu_kernel": ("torch",),
     "io_threads": (2,),
-    "executor": ("processes", "ray", "processes@per_layer=2", "ray@replicas=1"),
+    "executor": ("processes", "ray", "processes@per_layer=2"),
     "workers": (2,),
     "cluster": ("FILE",),
     "kernel": ("vllm", "table"),

@@ -39,11 +39,10 @@ def truth(layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor)
 
 
 class Network(RuleBasedStateMachine):
-    @initialize(size=st.sampled_from([1, 1, 2, 4]), replicas=st.integers(0, WORKERS - 1))
-    def start(self, size: int, replicas: int) -> None:
-        replicas = min(replicas, WORKERS - size)
-        self.roster = Roster(WORKERS, replicas, FINGERPRINT, lambda: Patience(1.0, 10.0), size)
-        mine = [division.layers_of(worker, LAYERS, WORKERS, replicas, size) for worker in range(WORKERS)]
+    @initialize(size=st.sampled_from([1, 1, 2, 4]))
+    def start(self, size: int) -> None:
+        self.roster = Roster(WORKERS, FINGERPRINT, lambda: Patience(1.0, 10.0), size)
+        mine = [division.layers_of(worker, LAYERS, WORKERS, size) for worker in range(WORKERS)]
         self.divider = None if size == 1 else ExpertDivider(LAYERS, EXPERTS, mine)
         self.now, self.epochs, self.step = 0.0, 0, 0
         self.requests: list[tuple[int, tuple[bytes, bytes]]] = []  # to (worker, epoch)

@@ -316,18 +316,14 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
     ("raw", "message"),
     [
         ({"workers": 2}, "no effect with executor=local .*; add --spac-executor processes"),
-        ({"executor": "local@replicas=1"}, "local has no argument 'replicas'; it has none"),
+        ({"executor": "local@per_layer=1"}, "local has no argument 'per_layer'; it has none"),
         ({"executor": "ray@per_layer=17", "workers": 34}, "per_layer=17: use a whole number from 1 to 16"),
         ({"executor": "processes@per_layer=2", "workers": 3}, "do not form groups .*; use --spac-workers 4"),
-        ({"executor": "processes@per_layer=2@replicas=1"}, "needs workers; add --spac-workers 4, or"),
-        (
-            {"executor": "processes@per_layer=2@replicas=3", "workers": 4},
-            "other workers than a layer's own, .* use at most --spac-executor processes@per_layer=2@replicas=2",
-        ),
+        ({"executor": "processes@replicas=1"}, "processes has no argument 'replicas'; it has per_layer"),
+        ({"executor": "processes@per_layer=3"}, "needs workers; add --spac-workers 3, or"),
         ({"cluster": "/x"}, "no effect with executor=local"),
         ({"executor": "processes"}, r"needs workers; add --spac-workers 2, or add --spac-cluster"),
         ({"executor": "ray", "cluster": "auto"}, r"needs workers; add --spac-workers 2"),
-        ({"executor": "ray@replicas=2", "workers": 2}, "use at most --spac-executor ray@replicas=1"),
         ({"executor": "processes", "cluster": "\0"}, "NUL"),
         ({"executor": "processes", "workers": 2, "decisions": "device"}, "drop --spac-decisions"),
         ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
@@ -335,7 +331,7 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
         ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking selected"),
-        ({"executor": "threads"}, "executor='threads' .*: use local or processes@per_layer=...@replicas=... or ray@"),
+        ({"executor": "threads"}, "executor='threads' .*: use local or processes@per_layer=... or ray@"),
     ],
     ids=str,
 )
@@ -345,9 +341,9 @@ def test_what_expert_workers_do_not_go_with(raw: dict, message: str) -> None:
 
 
 def test_expert_workers_run_the_layers() -> None:
-    config = SpacConfig.parse({"executor": "processes@replicas=1", "workers": 2})
+    config = SpacConfig.parse({"executor": "processes@per_layer=2", "workers": 2})
     assert config.execution_name == "workers" and config.store_on("cpu") == "disk"
-    assert (config.executor_name, config.replicas, config.workers_per_layer) == ("processes", 1, 1)
+    assert (config.executor_name, config.workers_per_layer) == ("processes", 2)
     assert SpacConfig.parse({}).execution_name == "slots"
 
 

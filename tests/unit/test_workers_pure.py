@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe.division import LayerLoad, layers_of, owners, sent
-from vllm_spac.methods.od_moe.roster import Patience, Recovery, Roster
+from vllm_spac.methods.od_moe.division import layers_of, owners
+from vllm_spac.methods.od_moe.roster import Patience, Recovery
 from vllm_spac.methods.od_moe.worker_link import Service, WorkerLink, difference
 
 SPECS = {"w13_weight": TensorSpec((8, 4), torch.bfloat16), "w2_weight": TensorSpec((4, 4), torch.bfloat16)}
@@ -20,16 +20,13 @@ SHAPE = MoEShape(("a", "b", "c"), 4, 2, SPECS)
 
 
 @given(workers=st.integers(1, 8), layers=st.integers(1, 20), data=st.data())
-def test_each_layer_has_its_group_and_its_replicas(workers: int, layers: int, data: st.DataObject) -> None:
+def test_each_layer_has_its_group(workers: int, layers: int, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([size for size in range(1, workers + 1) if workers % size == 0]))
-    replicas = data.draw(st.integers(0, workers - size))
     for layer in range(layers):
-        found = owners(layer, workers, replicas, size)
+        found = owners(layer, workers, size)
         group = layer % (workers // size)
-        assert list(found[:size]) == list(range(size * group, size * (group + 1)))
-        assert len(set(found)) == size + replicas
-        having = [w for w in range(workers) if layer in layers_of(w, layers, workers, replicas, size)]
-        assert sorted(found) == having
+        assert list(found) == list(range(size * group, size * (group + 1)))
+        assert list(found) == [w for w in range(workers) if layer in layers_of(w, layers, workers, size)]
 
 
 def test_deadlines_follow_calls_of_their_size() -> None:
@@ -41,27 +38,6 @@ def test_deadlines_follow_calls_of_their_size() -> None:
     assert patience.of(1) == 1.0, "never below the least"
     assert patience.of(120) == 16.0
     assert patience.of(5000) == 60.0, "nothing of that size was measured"
-
-
-def test_a_slow_worker_is_tried_again() -> None:
-    """One slow answer, as of a worker that had to load, must not keep it idle for good."""
-    roster = Roster(2, 1, bytes(16))
-    for worker in range(2):
-        roster.admit(worker, 1)
-        assert roster.pace(worker) is None
-    roster.paced(0, 100, 1.0)
-    roster.paced(1, 100, 20.0)
-    roster.paced(0, 100, 2.0)
-    assert roster.pace(0) == pytest.approx(0.0125) and roster.pace(1) == pytest.approx(0.2)
-    waiting = [(75, (0, 1))] * 4
-    layers = 0
-    while layers < 50 and 1 not in sent(waiting, {w: LayerLoad(0, 0, roster.pace(w)) for w in range(2)}, True):
-        roster.rested(1)
-        layers += 1
-    assert 5 < layers < 50
-    roster.remove(1, "it ended")
-    roster.admit(1, 2)
-    assert roster.pace(1) is None
 
 
 def test_what_differs_is_named() -> None:

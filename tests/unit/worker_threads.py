@@ -113,8 +113,8 @@ class Threads(Places):
             running.end()
 
 
-def services(count: int, replicas: int = 0, size: int = 1, **knobs) -> list[Service]:
-    layers = [division.layers_of(worker, LAYERS, count, replicas, size) for worker in range(count)]
+def services(count: int, size: int = 1, **knobs) -> list[Service]:
+    layers = [division.layers_of(worker, LAYERS, count, size) for worker in range(count)]
     knobs["divides"] = size > 1
     knobs = {"slots": "50%", "policy": "lru", "hidden": HIDDEN} | knobs
     return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
@@ -122,17 +122,20 @@ def services(count: int, replicas: int = 0, size: int = 1, **knobs) -> list[Serv
 
 def connected(
     places: Threads,
-    replicas: int = 0,
     copy: MemoryStore | None = None,
     kernel: Callable = row_by_row,
     size: int = 1,
     exact: bool = True,
     **knobs,
 ) -> WorkerClient:
-    """A client whose experts are packed and whose workers are admitted."""
-    given = services(len(places.running), replicas, size, **knobs)
-    client = WorkerClient(places, given, replicas, kernel, torch.float32, lambda: copy, size, exact)
-    client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0), size)
+    """A client whose experts are packed and whose workers are admitted.
+
+    Args:
+        copy: what this process has packed of the experts; None: nothing, as where workers are on other machines.
+    """
+    given, copy = services(len(places.running), size, **knobs), copy or MemoryStore(SHAPE, FINGERPRINT)
+    client = WorkerClient(places, given, kernel, torch.float32, lambda: copy, size, exact)
+    client.roster = Roster(len(given), given[0].digest, lambda: Patience(0.5, 2.0), size)
     try:
         client.open()
         for key in range(SHAPE.total):
@@ -143,13 +146,6 @@ def connected(
         client.close()
         raise
     return client
-
-
-def full_copy() -> MemoryStore:
-    store = MemoryStore(SHAPE, FINGERPRINT)
-    for key in range(SHAPE.total):
-        store.put(key, expert(key))
-    return store
 
 
 def assert_right(

@@ -122,8 +122,7 @@ class SpacConfig(BaseModel):
     executor: Annotated[str, types.EXECUTOR] = Field(
         types.LOCAL,
         description="Which processes keep and compute the experts: the engine's own (local), expert workers on CPUs "
-        "(processes), or those that Ray places (ray); per_layer of them divide the experts of each layer (1), and "
-        "replicas more have it in case one is lost (0).",
+        "(processes), or those that Ray places (ray); per_layer of them divide the experts of each layer (1).",
     )
     workers: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None,
@@ -269,11 +268,6 @@ class SpacConfig(BaseModel):
     def workers_per_layer(self) -> int:
         """Expert workers that divide the experts of each layer."""
         return int(types.EXECUTOR.split(self.executor)[1].get("per_layer", 1))
-
-    @property
-    def replicas(self) -> int:
-        """Further expert workers that have each layer."""
-        return int(types.EXECUTOR.split(self.executor)[1].get("replicas", 0))
 
     @cached_property
     def bound(self) -> types.BudgetBound:

@@ -126,8 +126,8 @@ def without_workers(config: Any) -> Remedy:
 
 
 def check_groups(config: Any, workers: int) -> None:
-    """Raises ``ConfigError`` if so many workers do not form the groups and replicas of ``config``."""
-    size, replicas = config.workers_per_layer, config.replicas
+    """Raises ``ConfigError`` if so many workers do not form the groups of ``config``."""
+    size = config.workers_per_layer
     if workers % size:
         fits = _whole_groups(config, workers)
         raise _refused(
@@ -135,20 +135,12 @@ def check_groups(config: Any, workers: int) -> None:
             "(--spac-executor) asks for",
             use(workers=fits),
         )
-    if replicas > workers - size:
-        whom = "workers" if size == 1 else "workers than a layer's own"
-        name, given = components.parse(config.executor)
-        raise _refused(
-            f"spac: the replicas of executor={config.executor} (--spac-executor) are other {whom}, and there are "
-            f"{workers} (--spac-workers)",
-            use("use at most", executor=components.written(name, given | {"replicas": workers - size})),
-        )
 
 
 def _whole_groups(config: Any, workers: int) -> int:
-    """Returns so many workers, or the fewest more that form the groups and replicas of ``config``."""
+    """Returns so many workers, or the fewest more that form the groups of ``config``."""
     size = config.workers_per_layer
-    return int(size * -(-max(workers, size + config.replicas) // size))
+    return int(size * -(-workers // size))
 
 
 def _check_workers(config: Any) -> None:

@@ -195,7 +195,7 @@ def _budget_text(value: Any) -> Any:
 
 
 BudgetText = Annotated[str | None, BeforeValidator(_budget_text)]
-_WORKERS = {"per_layer": Argument(1, (1, 16)), "replicas": Argument(0, (0, 255))}
+_WORKERS = {"per_layer": Argument(1, (1, 16))}
 LOCAL = "local"  # executor: no expert workers
 PATH = "path"  # of budget_votes: rows are weighted
 EXECUTOR = WithArguments({LOCAL: {}, **dict.fromkeys(("processes", "ray"), _WORKERS)})

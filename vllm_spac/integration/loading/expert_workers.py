@@ -18,7 +18,6 @@ from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.places import Places, Processes, RunningWorkers
 from vllm_spac.methods.od_moe.worker_link import Service
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
-from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system import machine
 from vllm_spac.system.untrusted import path_of
 
@@ -69,17 +68,16 @@ def store(
             knobs |= {name: options[name] for name in ("depth", "background") if name in options}
         kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
         kind["divides"] = config.workers_per_layer > 1
-        size, replicas = config.workers_per_layer, config.replicas
-        layers = [division.layers_of(worker, len(shape.layers), count, replicas, size) for worker in range(count)]
+        size = config.workers_per_layer
+        layers = [division.layers_of(worker, len(shape.layers), count, size) for worker in range(count)]
         services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]
         kernel = cpu_kernel.of_worker(isa, layer.activation.value, shape)
         client = WorkerClient(
             places,
             services,
-            replicas,
             kernel,
             vllm_config.model_config.dtype,
-            lambda: _copy(config, shape, fingerprint),
+            lambda: components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder),
             size,
             exact=isa != cpu_kernel.TORCH,
         )
@@ -137,14 +135,3 @@ def _check_count(config: SpacConfig, count: int, layers: int) -> None:
             f"--spac-workers {most}"
         )
     check_groups(config, count)
-
-
-def _copy(config: SpacConfig, shape: MoEShape, fingerprint: str) -> ExpertStore | None:
-    """Opens the experts on this machine's disk, if all are packed there, as they are where workers share it."""
-    if not (config.folder / fingerprint).is_dir():
-        return None
-    found = components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder)
-    if all(map(found.holds, range(shape.total))):
-        return found
-    found.close()
-    return None

@@ -53,9 +53,8 @@ class WorkerClient:
 
     Args:
         places: where the workers are; owned.
-        replicas, size: as in ``division.owners``.
-        copy: opens a store on this machine that has all experts, for rows that no worker can compute; None if there is
-            none. Called once all experts are packed.
+        copy: all experts on this machine, for rows that no worker can compute; owned, and opened here.
+        size: as in ``division.owners``.
         exact: ``kernel`` gives the same bits in every process; else results may differ by rounding.
     """
 
@@ -63,16 +62,15 @@ class WorkerClient:
         self,
         places: Places,
         services: Sequence[Service],
-        replicas: int,
         kernel: Kernel,
         dtype: torch.dtype,
-        copy: Callable[[], ExpertStore | None],
+        copy: Callable[[], ExpertStore],
         size: int = 1,
         exact: bool = True,
     ) -> None:
         self._exact = exact
         self.places, self.services, self.shape = places, list(services), services[0].shape
-        self.roster = Roster(len(services), replicas, services[0].digest, size=size)
+        self.roster = Roster(len(services), services[0].digest, size=size)
         mine = [service.mine for service in services]
         self._divider = None if size == 1 else ExpertDivider(len(self.shape.layers), self.shape.experts, mine)
         self._message = 0.0 if self._divider is None else inquiries.message_seconds(services[0], dtype)
@@ -162,7 +160,7 @@ class WorkerClient:
             self._samples[worker] = inquiries.sample(link, self.services[worker], worker, self._kernel, self._dtype)
             self._check(worker, link)
             self._admit(worker, link)
-        self._copy = self._open_copy()
+        self._copy = self._completed(self._open_copy())
 
     # -- serving -------------------------------------------------------------------------------------------
 
@@ -173,7 +171,7 @@ class WorkerClient:
             step: number of the forward in which the layer runs next.
             experts: int [n], the likeliest first.
         """
-        if not (group := self.roster.group(layer)):
+        if not (group := self.roster.owners(layer)):
             return
         whole = [Assigned(group[0], experts)]
         for worker, mine in whole if self._divider is None else self._divider.expect(layer, experts, group):
@@ -203,7 +201,7 @@ class WorkerClient:
             meanwhile: called once, while workers compute.
 
         Raises:
-            SpacError: neither a worker nor this process could compute them; names the workers.
+            StoreError: no worker could compute them, and this process cannot read their experts.
         """
         for worker, link in self._recovery.back():
             self._admit(worker, link)
@@ -295,12 +293,11 @@ class WorkerClient:
         ends = {worker: worker + self.roster.size - 1 for worker in first}
         named = {worker: name(worker) if end == worker else f"{name(worker)} to {end}" for worker, end in ends.items()}
         where = "; ".join(f"{named[worker]}: layers {_numbers(layers)}" for worker, layers in sorted(first.items()))
-        lost = ["the others of its group"] if self.roster.size > 1 else []
-        lost += [f"{self.roster.replicas} replica(s)"] if self.roster.replicas else []
-        lost += [] if self._copy is None else ["this process, from its disk"]
+        lost = "this process, from its disk"
         if self.roster.size > 1:
             where += f"; each layer's experts divided among {self.roster.size}"
-        return f"{self.places.describe()} ({where}; if one is lost: {', then '.join(lost) or 'the engine ends'})"
+            lost = f"the others of its group, then {lost}"
+        return f"{self.places.describe()} ({where}; if one is lost: {lost})"
 
     def close(self) -> None:
         """Leaves the workers, ends those that were started for this engine, and releases everything."""
@@ -406,13 +403,21 @@ class WorkerClient:
             if link.monitor in ready and (why := link.broken()):
                 call.gone(worker, why)
 
+    def _completed(self, copy: ExpertStore) -> ExpertStore:
+        """Returns ``copy`` with what it lacks, which is nothing where workers pack on this machine's disk."""
+        missing = [key for key in range(self.shape.total) if not copy.holds(key)]
+        try:
+            copy.reserve(len(missing))
+            for key in missing:
+                copy.put(key, self.fetch(key))
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
     def _elsewhere(self, call: LayerCall, part: int) -> Tensor:
-        if self._copy is None:
-            raise SpacError(
-                f"spac: no worker computes {self.shape.layers[call.layer]} ({call.blame()}), and this machine has no "
-                "copy of its experts; start the workers again and restart, or use --spac-executor NAME@replicas=1"
-            )
         if self._pool is None:
+            assert self._copy is not None, "opened before anything is served"
             logger.warning("spac: rows of lost workers are computed by this process, from its disk")
             every = {"mine": tuple(range(len(self.shape.layers))), "slots": "auto", "hints": False}
             service = self.services[0].model_copy(update=every)

@@ -6,9 +6,8 @@ OD-MoE: On-Demand Expert Loading for Cacheless Edge-Distributed MoE Inference (W
 experts of its layers. A group of one worker computes whole rows, so that results keep the bits of vLLM's kernel; the
 workers of a larger one divide the experts that a layer needs, so that each loads a part of them.
 
-**Rows** are whole: each is computed by one worker, with all of its experts, since in vLLM's kernel a row does not
-depend on the others. A worker has up to two parts at a time, so that one travels while the other is computed
-(mini-batches).
+**Rows** of a prompt travel in parts of consecutive rows, since in vLLM's kernel a row does not depend on the others.
+A worker has up to two parts at a time, so that one travels while the other is computed (mini-batches).
 
 **Experts.** The last worker is to finish as early as possible: a load costs what it takes there, and an expert costs
 none where it has a slot already. So experts stay with the worker that has them, until another one is faster. The
@@ -20,89 +19,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 
-def owners(layer: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
-    """Returns the workers that have ``layer``: its group, then the replicas that compute for those that are lost.
+def owners(layer: int, workers: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the workers that have ``layer``: its group.
 
     Args:
         workers: number of workers, a multiple of ``size``.
-        replicas: further workers that have the layer, at most ``workers - size``.
+        size: workers of a group.
     """
-    assert size > 0 and workers % size == 0 and 0 <= replicas <= workers - size
-    return tuple((size * layer + ahead) % workers for ahead in range(size + replicas))
+    assert size > 0 and workers % size == 0
+    return tuple((size * layer + place) % workers for place in range(size))
 
 
-def layers_of(worker: int, layers: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
-    """Returns the layers, of 0 to ``layers - 1``, that ``worker`` has: those of its group, and replicas."""
-    return tuple(layer for layer in range(layers) if worker in owners(layer, workers, replicas, size))
+def layers_of(worker: int, layers: int, workers: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the layers, of 0 to ``layers - 1``, of the group of ``worker``."""
+    return tuple(layer for layer in range(layers) if worker in owners(layer, workers, size))
 
 
 PART_ROWS = 128  # rows of a part
 WINDOW = 2  # parts that one worker has at a time
 
 
-@dataclass(frozen=True, slots=True)
-class LayerLoad:
-    """What a worker has to do for a layer.
-
-    Attributes:
-        parts, rows: of the open requests to it.
-        pace: seconds per row that it took lately; None while nothing is known.
-    """
-
-    parts: int = 0
-    rows: int = 0
-    pace: float | None = None
-
-
-def parts(rows: int, workers: int, part_rows: int = PART_ROWS) -> list[slice]:
-    """Divides the rows of a layer into parts of consecutive rows.
-
-    As many parts for each of ``workers``, of equal size but for one row; up to ``part_rows`` rows are one part.
-
-    Args:
-        rows: at least 1.
-        workers: that have the layer, at least 1.
-    """
-    assert rows > 0 and workers > 0
-    if rows <= part_rows:
-        return [slice(0, rows)]
-    count = min(rows, workers * -(-rows // (workers * part_rows)))
+def parts(rows: int, part_rows: int = PART_ROWS) -> list[slice]:
+    """Divides ``rows``, at least 1, into as few parts of consecutive rows as may be, of equal size but for one row."""
+    count = -(-rows // part_rows)
     ends = [rows * number // count for number in range(count + 1)]
-    return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-
-
-def sent(
-    waiting: Sequence[tuple[int, Sequence[int]]], loads: Mapping[int, LayerLoad], divided: bool
-) -> list[int | None]:
-    """Returns for each part that waits the worker to send it to now; None: it waits until one has answered.
-
-    Args:
-        waiting: rows of each part, and the workers that may compute it, the one to be asked first in front.
-        loads: of these workers.
-        divided: the layer's rows are divided: each part goes to the worker that would finish it first, parts that wait
-            for a worker counted, too. Else it goes to the first of its workers.
-    """
-    known = [load.pace for load in loads.values() if load.pace is not None]
-    usual = sum(known) / len(known) if known else 1.0
-    pace = {worker: usual if load.pace is None else load.pace for worker, load in loads.items()}
-    parts_of = {worker: load.parts for worker, load in loads.items()}
-    rows_of = {worker: load.rows for worker, load in loads.items()}
-    found: list[int | None] = []
-    for rows, workers in waiting:
-        if not workers:
-            found.append(None)
-            continue
-        ends = [(rows_of[worker] + rows) * pace[worker] for worker in workers]
-        worker = workers[ends.index(min(ends)) if divided else 0]  # the first of equals
-        found.append(worker if parts_of[worker] < WINDOW else None)
-        parts_of[worker] += 1
-        rows_of[worker] += rows
-    return found
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)

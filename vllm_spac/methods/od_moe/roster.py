@@ -45,8 +45,6 @@ class Patience:
         return self._first if len(taken) < _ENOUGH else max(self._least, _TIMES * max(taken))
 
 
-_FORGETS = 0.9  # part of a pace that is left after a prompt's layer without rows
-_INERTIA = 0.75  # weight of what was known of a worker's pace
 _MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
 
 
@@ -93,7 +91,7 @@ class Roster:
     """The workers of one engine. Called by one thread.
 
     Args:
-        replicas, size: as in ``division.owners``.
+        size: as in ``division.owners``.
         fingerprint: 16 bytes, of the experts.
 
     Attributes:
@@ -103,17 +101,15 @@ class Roster:
     def __init__(
         self,
         workers: int,
-        replicas: int,
         fingerprint: bytes,
         patience: Callable[[], Patience] = Patience,
         size: int = 1,
     ) -> None:
-        self.workers, self.replicas, self.size, self.fingerprint = workers, replicas, size, fingerprint
+        self.workers, self.size, self.fingerprint = workers, size, fingerprint
         self.shares = Shares(tuple(WorkerShare() for _ in range(workers)))
         self.why_out: dict[int, str] = dict.fromkeys(range(workers), "it has not joined yet")
         self._patience = patience
         self._patiences: dict[int, Patience] = {}
-        self._paces: dict[int, float] = {}  # seconds per row of a prompt
         self._epochs: dict[int, int] = {}  # of the workers that are in
         self._failures: dict[int, int] = {}  # in a row
         self._sequence = 0
@@ -124,7 +120,6 @@ class Roster:
         self._epochs[worker], self._failures[worker] = epoch, 0
         self.shares.workers[worker].readmissions += worker in self._patiences
         self._patiences[worker] = self._patience()
-        self._paces.pop(worker, None)
         self.why_out.pop(worker, None)
 
     def remove(self, worker: int, why: str) -> None:
@@ -153,20 +148,6 @@ class Roster:
         share.round_trip_seconds += seconds
         share.received_bytes += nbytes
 
-    def paced(self, worker: int, rows: int, seconds: float) -> None:
-        """``worker`` was busy for so long with so many rows of a prompt."""
-        found = seconds / rows
-        self._paces[worker] = found + _INERTIA * (self._paces.get(worker, found) - found)
-
-    def rested(self, worker: int) -> None:
-        """``worker`` was given no rows of a prompt: its pace is forgotten slowly, so that it is given some again."""
-        if worker in self._paces:
-            self._paces[worker] *= _FORGETS
-
-    def pace(self, worker: int) -> float | None:
-        """Seconds per row of a prompt that ``worker`` takes lately; None: not known yet."""
-        return self._paces.get(worker)
-
     def lost(self, worker: int, rows: int) -> None:
         """Counts a request of so many rows whose answer by ``worker`` does not count."""
         self.shares.workers[worker].losses += 1
@@ -181,16 +162,12 @@ class Roster:
         return self._patiences[worker].of(rows)
 
     def having(self, layer: int) -> tuple[int, ...]:
-        """The workers that have ``layer``, in or out, its group before the replicas."""
-        return division.owners(layer, self.workers, self.replicas, self.size)
+        """The workers that have ``layer``, in or out."""
+        return division.owners(layer, self.workers, self.size)
 
     def owners(self, layer: int) -> list[int]:
         """Those of ``having`` that are in."""
         return [worker for worker in self.having(layer) if worker in self._epochs]
-
-    def group(self, layer: int) -> list[int]:
-        """Those of ``owners`` that compute the layer together: as many as a group has, while enough are in."""
-        return self.owners(layer)[: self.size]
 
     def sequence(self) -> int:
         """Returns the number of a new request; none is used twice."""
