@@ -69,9 +69,8 @@ setup(
         "xxhash",
     ],
     extras_require={
-        "ray": ["ray"],
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def worker_server(what: demo.Subject, options: argparse.Namespace) -> demo.Server:
-    knobs = {"executor": "processes", "workers": options.workers, "slots": options.slots}
+    knobs = {"executor": f"processes@workers={options.workers}", "slots": options.slots}
     flags = [text for name, value in knobs.items() for text in (f"--spac-{name}", str(value))]
     arguments = [str(what.model), "--plugin", "spac", *flags, *demo.common_arguments(what, options)]
     return demo.Server("workers (an engine and its workers)", arguments, demo.environment(), options.timeout)

@@ -104,7 +104,7 @@ def test_addresses_that_are_none(address: str) -> None:
 
 def test_too_few_workers(tmp_path: Path) -> None:
     file = write(tmp_path / "cluster.json", place(1))
-    with pytest.raises(ConfigError, match=r"workers=2 .* has 1 of them; start more"):
+    with pytest.raises(ConfigError, match=r"2 workers .* has 1 of them; start more"):
         RunningWorkers(file, 2)
     with pytest.raises(ConfigError, match="has 0 of them"):
         RunningWorkers(write(file), None)

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, Place, StartedWorker
+from vllm_spac.methods.od_moe.places import MODULE, ClusterFile, Place, StartedWorker
 from vllm_spac.system.files import FILE, LockFile, make_folder, open_log, refusal, write_text, writing
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.machine import CLUSTER_FILE, DISK_DIR
 from vllm_spac.system.untrusted import path_named
 
 START_EXAMPLES = examples("""
@@ -79,9 +79,8 @@ def start(
     console.print(
         f"{total} workers in {path}, each with up to {gib(int(arguments['--memory']))} of experts. Serve with:"
     )
-    console.print(
-        f"vllm serve MODEL --plugin spac --spac-executor processes --spac-cluster {path}", markup=False, soft_wrap=True
-    )
+    executor = "cluster" if file == CLUSTER_FILE else f"cluster@file={path}"
+    console.print(f"vllm serve MODEL --plugin spac --spac-executor {executor}", markup=False, soft_wrap=True)
 
 
 def _started(path: Path, found: ClusterFile, workers: int, arguments: list[str], console: Console) -> list[Place]:

@@ -2,4 +2,6 @@
 
 FORMER: dict[str, str] = {
     "execution": "--spac-decisions and --spac-kernel say what it said",
+    "workers": "--spac-executor processes@workers=3 says how many",
+    "cluster": "--spac-executor cluster@file=FILE uses its workers",
 }

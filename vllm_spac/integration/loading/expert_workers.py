@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.rules import check_groups, without_workers
+from vllm_spac.config.rules import WITHOUT_WORKERS, check_groups, with_workers
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import ConfigError, UnsupportedError, use
 from vllm_spac.execution.address_table import check_layer
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
-from vllm_spac.methods.od_moe import division, places
+from vllm_spac.methods.od_moe import division
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.places import Places, Processes, RunningWorkers
 from vllm_spac.methods.od_moe.worker_link import Service
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 from vllm_spac.system import machine
-from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
 
 def check_places(config: SpacConfig) -> None:
     """Refuses a cluster that is not there before an engine starts; ``ConfigError`` says what to do."""
-    if config.executor_name == "processes" and config.cluster is not None:
-        RunningWorkers(path_of(config.cluster), config.workers)
-    if config.executor_name == "ray":
-        places.check_installed()
+    if config.executor_name == "cluster":
+        RunningWorkers(config.cluster, config.workers)
 
 
 def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
@@ -41,7 +38,7 @@ def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
         raise ConfigError.refused(
             f"spac: executor={config.executor} (--spac-executor) needs MoE layers of one shape, this model has "
             f"{len(shapes)}",
-            without_workers(config),
+            WITHOUT_WORKERS,
         )
 
 
@@ -98,40 +95,33 @@ def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
         if not quant_schemes.is_plain(layer):
             kernel = layer.quant_method.experts_cls.__name__
             problem = f"{named} needs experts as the checkpoint has them, and {kernel} converts {layer.layer_name}"
-            raise UnsupportedError.refused(problem, use(vllm_moe_backend="triton"), without_workers(config))
+            raise UnsupportedError.refused(problem, use(vllm_moe_backend="triton"), WITHOUT_WORKERS)
         facts = layer.swiglu_limit, layer.swiglu_alpha, layer.apply_router_weight_on_input
         try:
             check_layer(LayerFacts(layer.layer_name, layer.activation.value, *facts))
         except UnsupportedError as error:
             problem = f"{named} on a GPU computes in torch, which has not what {layer.layer_name} needs"
-            raise UnsupportedError.refused(problem, without_workers(config)) from error
+            raise UnsupportedError.refused(problem, WITHOUT_WORKERS) from error
         return cpu_kernel.TORCH
     isa = cpu_kernel.isa_of(layer)
     if isa is None or layer.apply_router_weight_on_input:
         problem = f"{named} needs vLLM's fused CPU kernel, and {layer.layer_name} runs in another"
-        raise UnsupportedError.refused(problem, without_workers(config))
+        raise UnsupportedError.refused(problem, WITHOUT_WORKERS)
     return isa
 
 
 def _places(config: SpacConfig, free: int) -> Places:
     """Returns where the workers are; those of this machine share its CPUs with the engine, and ``free`` bytes."""
-    if config.executor_name == "processes" and config.cluster is not None:
-        return RunningWorkers(path_of(config.cluster), config.workers)
+    if config.executor_name == "cluster":
+        return RunningWorkers(config.cluster, config.workers)
     assert config.workers is not None
-    arguments = ["--disk-dir", str(config.folder)]
-    if config.executor_name == "ray" and config.cluster is not None:
-        return places.RayWorkers(config.workers, arguments, config.cluster)
-    threads = max(1, len(machine.cpus()) // (config.workers + 1))
-    arguments += ["--memory", str(max(0, free) // config.workers), "--threads", str(threads)]
-    if config.executor_name == "ray":
-        return places.RayWorkers(config.workers, arguments, None)
-    return Processes(config.workers, arguments)
+    memory, threads = max(0, free) // config.workers, max(1, len(machine.cpus()) // (config.workers + 1))
+    arguments = {"--disk-dir": str(config.folder), "--memory": str(memory), "--threads": str(threads)}
+    return Processes(config.workers, [text for pair in arguments.items() for text in pair])
 
 
 def _check_count(config: SpacConfig, count: int, layers: int) -> None:
     if count > (most := layers * config.workers_per_layer):
-        raise ConfigError(
-            f"spac: {count} workers (--spac-workers) for {layers} MoE layers: a worker has at least one; use "
-            f"--spac-workers {most}"
-        )
+        problem = f"spac: {count} workers (--spac-executor) for {layers} MoE layers, and a worker has at least one"
+        raise ConfigError.refused(problem, with_workers(config, most))
     check_groups(config, count)

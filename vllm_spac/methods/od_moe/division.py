@@ -17,7 +17,7 @@ division is greedy (``greedy``): the fastest one would save about a fortieth of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
