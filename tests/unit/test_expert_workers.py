@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zmq
+from msgspec.structs import replace
 from torch import Tensor
 from worker_threads import (
     ANOTHER,
@@ -33,6 +33,7 @@ from worker_threads import (
     here,
     layer_input,
     row_by_row,
+    stored,
     until,
 )
 
@@ -40,7 +41,7 @@ from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.client import WorkerClient
-from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.division import ExpertDivider
 from vllm_spac.methods.od_moe.inquiries import WorkerCounts
 from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
 from vllm_spac.methods.od_moe.places import ClusterFile
@@ -50,6 +51,7 @@ from vllm_spac.methods.od_moe.wire import (
     FrameKind,
     Header,
     Limits,
+    Speed,
     decode,
     encode,
     hint_payload,
@@ -57,6 +59,7 @@ from vllm_spac.methods.od_moe.wire import (
     resident_payload,
 )
 from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
+from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 from vllm_spac.storage.memory import MemoryStore
 from vllm_spac.tools.machine import peer
 
@@ -64,14 +67,14 @@ from vllm_spac.tools.machine import peer
 @pytest.fixture(autouse=True)
 def equal_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers in threads of a busy machine measure what they like, and the division follows from it."""
-    measured = ExpertPool.rates
+    measured = ExpertPool.speed
 
-    def rates(self: ExpertPool, dtype: torch.dtype) -> dict[str, float]:
+    def speed(self: ExpertPool, dtype: torch.dtype) -> Speed:
         found = measured(self, dtype)
-        assert found["expert"] > 0 and found["row"] > 0 and found["load"] >= 0
-        return {"expert": 1e-4, "row": 1e-5, "load": 1e-3}
+        assert found.expert > 0 and found.row > 0 and found.load >= 0
+        return Speed(expert=1e-4, row=1e-5, load=1e-3)
 
-    monkeypatch.setattr(ExpertPool, "rates", rates)
+    monkeypatch.setattr(ExpertPool, "speed", speed)
 
 
 @pytest.fixture
@@ -95,7 +98,7 @@ def test_rows_have_the_bits_of_the_local_kernel(client, slots: str) -> None:
     for step, rows in enumerate((1, 7, 300), 1):
         for layer in range(LAYERS):
             assert_right(found, layer, rows, seed=layer, step=step)
-    for worker, service in enumerate(found.services):
+    for worker, service in enumerate(found.connections.services):
         held = [key for key in range(SHAPE.total) if places.stores[worker].holds(key)]
         assert held == service.keys, "a worker has its layers and no other"
     assert [share.rows for share in found.shares.workers] == [3 * 308, 2 * 308]
@@ -135,7 +138,7 @@ def test_experts_are_divided_among_the_workers_of_a_group(client, slots: str) ->
     for first, layers in ((0, 3), (2, 2)):  # layers 0, 2 and 4 belong to the first group
         rows = [shares.workers[worker].rows for worker in (first, first + 1)]
         assert layers * 308 <= sum(rows) < 2 * layers * 308 and min(rows) > 0
-        assert [running.worker._session.service.mine for running in places.running[first : first + 2]] == (
+        assert [running.worker._session.hosted.service.mine for running in places.running[first : first + 2]] == (
             [tuple(range(first // 2, LAYERS, 2))] * 2
         )
     assert (counts_of(found)["misses"] > 0) == (slots != "100%")
@@ -185,9 +188,13 @@ def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
 
 
 def test_a_worker_that_does_not_say_how_fast_it_is(client, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rates in ({}, None, {"expert": 1.0, "row": 1.0, "load": "fast"}, {"expert": 1.0, "row": 1.0, "load": -1.0}):
-        monkeypatch.setattr(ExpertPool, "rates", lambda self, dtype, rates=rates: rates)
-        with pytest.raises(SpacError, match="worker-0 does not say how fast it is"):
+    for speed, said in (
+        (None, "worker-0 does not say how fast it is"),
+        (Speed(expert=1.0, row=1.0, load="fast"), "a READY frame says something else: .*load"),  # type: ignore[arg-type]
+        (Speed(expert=1.0, row=1.0, load=-1.0), "a READY frame says something else: .*load"),
+    ):
+        monkeypatch.setattr(ExpertPool, "speed", lambda self, dtype, speed=speed: speed)
+        with pytest.raises(SpacError, match=said):
             client(Threads(2), size=2)
 
 
@@ -203,10 +210,10 @@ def test_a_worker_that_does_not_say_how_many_slots_it_has(client, monkeypatch: p
     found = client(places)
     with monkeypatch.context() as patch:
         patch.setattr(WorkerLink, "ask", without)
-        with pytest.raises(SpacError, match="worker-0 does not say how many slots it has"):
+        with pytest.raises(SpacError, match="a READY frame says something else: .*slots"):
             client(Threads(2))
         places.running[0].end()
-        until(lambda: assert_right(found, 0) or "worker-0 is not back yet: spac: worker-0 does not say" in caplog.text)
+        until(lambda: assert_right(found, 0) or "worker-0 is not back yet: spac: a READY frame says" in caplog.text)
     until(lambda: assert_right(found, 0, seed=1) or found.shares.workers[0].readmissions == 1)
 
 
@@ -214,11 +221,11 @@ def test_a_worker_s_part_follows_from_its_own_speed(client, monkeypatch: pytest.
     """Both have all experts; one takes a second for an expert, and gets none of three."""
     places = Threads(2)
 
-    def rates(self: ExpertPool, dtype: torch.dtype) -> dict[str, float]:
-        session = places.running[0].worker._session
-        return {"expert": 1e-4 if session is not None and session.pool is self else 1.0, "row": 0.0, "load": 0.0}
+    def speed(self: ExpertPool, dtype: torch.dtype) -> Speed:
+        first = places.running[0].worker._session.hosted.pool is self
+        return Speed(expert=1e-4 if first else 1.0, row=0.0, load=0.0)
 
-    monkeypatch.setattr(ExpertPool, "rates", rates)
+    monkeypatch.setattr(ExpertPool, "speed", speed)
     found = client(places, size=2, slots="100%")
     for seed in range(4):
         assert_right(found, 0, seed=seed)
@@ -231,15 +238,15 @@ def test_results_of_a_row_are_added_in_float32() -> None:
     divider = ExpertDivider(1, 4, [(0,)] * 4)
     for worker in range(4):
         roster.admit(worker, 1)
-        divider.admit(worker, ProcessorRates(1.0, 1.0, 1.0, 0.0))
+        divider.admit(worker, Speed(1.0, 1.0, 1.0))
     x = torch.ones(1, 2, dtype=torch.bfloat16)
-    call = LayerCall(
-        roster, Forward(1), 0, x, torch.ones(1, 4), torch.arange(4, dtype=torch.int32)[None], limits, 128, divider
-    )
+    ids = torch.arange(4, dtype=torch.int32)[None]
+    call = LayerCall(roster, Forward(1), 0, x, torch.ones(1, 4), ids, 128, divider)
     for worker, message in call.outgoing(0.0):
         header = replace(decode(message, limits).header, kind=FrameKind.ROWS, top_k=4)
         out = torch.full_like(x, 256.0 if worker == 0 else 1.0)
-        assert call.incoming(worker, encode(header, raw(out) + resident_payload(np.ones(4, dtype=bool))), 0.0)
+        answer = encode(header, raw(out) + resident_payload(np.ones(4, dtype=bool)))
+        assert call.incoming(worker, decode(answer, limits), 0.0)
     assert call.done and torch.equal(call.out, torch.full_like(x, 260.0)), "the bfloat16 next to 259"
 
 
@@ -262,9 +269,9 @@ def test_rows_with_some_experts_are_refused_where_rows_are_whole(client) -> None
 def test_a_second_start_packs_nothing(client, monkeypatch: pytest.MonkeyPatch) -> None:
     places = Threads(2)
     first = connected(places)
-    first.places = Threads(0)  # whose end ends no worker
+    first.connections.places = Threads(0)  # whose end ends no worker
     first.close()
-    monkeypatch.setattr(WorkerClient, "put", None)
+    monkeypatch.setattr(WorkerStore, "put", None)
     assert_right(client(places), 3)
 
 
@@ -289,12 +296,13 @@ def test_the_row_that_admits_workers_has_float32_weights_whatever_torch_s_defaul
 
 def test_an_expert_that_was_packed_wrongly_is_dropped_everywhere(client) -> None:
     places = Threads(2)
-    found = client(places, size=2)
+    found = stored(places, size=2)
     dropped = []
     for store in places.stores:
         store.drop = dropped.append  # type: ignore[method-assign]
     found.drop(7)
     assert dropped == [7, 7] and not found.holds(7)
+    found.close()
 
 
 def test_a_lost_worker_s_rows_are_computed_here_and_it_returns(client) -> None:
@@ -449,12 +457,12 @@ def test_an_engine_that_was_killed_gives_way_to_the_next() -> None:
     """It leaves without a word, and its connections are closed by the system."""
     places = Threads(1)
     first = connected(places)
-    for link in first._links.values():
+    for link in first.connections.links.values():
         link.drop()
-    first._links.clear()
+    first.connections.links.clear()
     second = connected(places)
     assert_right(second, 2)
-    first.places = Threads(0)
+    first.connections.places = Threads(0)
     first.close()
     second.close()
 
@@ -485,8 +493,8 @@ CACHELESS = {"policy": "drop", "slots": "2k", "hints": True}
 
 
 def pools(places: Threads) -> list[ExpertPool]:
-    sessions = [running.worker._session for running in places.running]
-    return [session.pool for session in sessions if session is not None and session.pool is not None]
+    hosted = [running.worker._session.hosted for running in places.running if running.worker._session is not None]
+    return [each.pool for each in hosted if each.pool is not None]
 
 
 def read(places: Threads) -> None:
@@ -537,7 +545,7 @@ def test_hints_that_cannot_be(client) -> None:
     places = Threads(1)
     found = client(places, **CACHELESS)
     assert_right(found, 2, step=5)
-    link, epoch = found._links[0], found.roster.epoch(0)
+    link, epoch = found.connections.links[0], found.roster.epoch(0)
     assert epoch is not None
 
     def sent(step: int, layer: int, sequence: int, experts: list[int], **changes) -> tuple[bytes, bytes]:
@@ -624,14 +632,14 @@ def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
     before = counts_of(found)["expert_workers"]
     held, go = threading.Event(), threading.Event()
     worker = places.running[0].worker
-    count = worker._acts[FrameKind.STATS]
+    count = worker._count
 
-    def hangs(*given):
+    def hangs():
         held.set()
         go.wait(60)
-        return count(*given)
+        return count()
 
-    worker._acts = worker._acts | {FrameKind.STATS: hangs}
+    worker._count = hangs
     try:
         until(lambda: found.counts() and held.is_set())  # an older question may have been out when it changed
         looks = [found.counts()["expert_workers"]]
@@ -642,7 +650,7 @@ def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
         asked = time.monotonic()
     finally:
         go.set()
-    until(lambda: found._links[0].socket.poll(0))
+    until(lambda: found.connections.links[0].socket.poll(0))
     looked = time.monotonic()
     late = found.counts()["expert_workers"]["worker-0"]["counts_age_seconds"]
     assert looked - late < asked, "of the question, since what is counted may be as old"

@@ -16,12 +16,13 @@ from torch import Tensor
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError
 from vllm_spac.methods.od_moe import division
-from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.client import Connections, OwnCopy, WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.methods.od_moe.places import Places
 from vllm_spac.methods.od_moe.roster import Patience, Roster
+from vllm_spac.methods.od_moe.wire import Service
 from vllm_spac.methods.od_moe.worker import Worker
-from vllm_spac.methods.od_moe.worker_link import Service
+from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 from vllm_spac.storage.memory import MemoryStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
@@ -120,32 +121,38 @@ def services(count: int, size: int = 1, **knobs) -> list[Service]:
     return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
 
 
-def connected(
+def stored(
     places: Threads,
     copy: MemoryStore | None = None,
     kernel: Callable = row_by_row,
     size: int = 1,
     exact: bool = True,
     **knobs,
-) -> WorkerClient:
-    """A client whose experts are packed and whose workers are admitted.
+) -> WorkerStore:
+    """The store of an engine whose experts are packed and whose workers are admitted.
 
     Args:
         copy: what this process has packed of the experts; None: nothing, as where workers are on other machines.
     """
     given, copy = services(len(places.running), size, **knobs), copy or MemoryStore(SHAPE, FINGERPRINT)
-    client = WorkerClient(places, given, kernel, torch.float32, lambda: copy, size, exact)
+    connections = Connections(places, given, kernel, torch.float32, exact)
+    client = WorkerClient(connections, OwnCopy(lambda: copy, given[0], kernel), size)
     client.roster = Roster(len(given), given[0].digest, lambda: Patience(0.5, 2.0), size)
     try:
-        client.open()
+        store = WorkerStore(SHAPE, FINGERPRINT, client)
         for key in range(SHAPE.total):
-            if not client.holds(key):
-                client.put(key, expert(key))
-        client.fill()
+            if not store.holds(key):
+                store.put(key, expert(key))
+        store.fill()
     except BaseException:
         client.close()
         raise
-    return client
+    return store
+
+
+def connected(places: Threads, **options) -> WorkerClient:
+    """The engine's side of workers, as ``stored``."""
+    return stored(places, **options).client
 
 
 def assert_right(

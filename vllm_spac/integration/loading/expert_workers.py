@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac import components
@@ -14,9 +15,9 @@ from vllm_spac.execution.address_table import check_layer
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
 from vllm_spac.methods.od_moe import division
-from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.client import Connections, OwnCopy, WorkerClient
 from vllm_spac.methods.od_moe.places import Places, Processes, RunningWorkers
-from vllm_spac.methods.od_moe.worker_link import Service
+from vllm_spac.methods.od_moe.wire import Service
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 from vllm_spac.system import machine
 
@@ -53,35 +54,40 @@ def store(
     Raises:
         SpacError: a worker cannot be started, reached or used.
     """
-    isa = _isa(config, layer)
-    places, client = _places(config, free), None
+    isa, activation = _isa(config, layer), layer.activation.value
+    kernel = cpu_kernel.of_worker(isa, activation, shape)
+    places = _places(config, free)
+    connections = None
     try:
         count = len(places.addresses()) if config.workers is None else config.workers
         _check_count(config, count, len(shape.layers))
-        knobs: dict[str, Any] = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
-        if config.prefetch != "off":
-            knobs |= {"hints": True, "extra": config.prefetch_share}
-            options = components.parse(config.prefetch)[1]
-            knobs |= {name: options[name] for name in ("depth", "background") if name in options}
-        kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
-        kind["divides"] = config.workers_per_layer > 1
+        shared = _settings(config) | {"activation": activation, "isa": isa, "hidden": layer.moe_config.hidden_dim}
         size = config.workers_per_layer
-        layers = [division.layers_of(worker, len(shape.layers), count, size) for worker in range(count)]
-        services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]
-        kernel = cpu_kernel.of_worker(isa, layer.activation.value, shape)
-        client = WorkerClient(
-            places,
-            services,
-            kernel,
-            vllm_config.model_config.dtype,
-            lambda: components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder),
-            size,
-            exact=isa != cpu_kernel.TORCH,
-        )
+        mine = [division.layers_of(worker, len(shape.layers), count, size) for worker in range(count)]
+        services = [Service.of(shape, fingerprint, layers, **shared) for layers in mine]
+        dtype = vllm_config.model_config.dtype
+        connections = Connections(places, services, kernel, dtype, exact=isa != cpu_kernel.TORCH)
+        opened = partial(components.build, "stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder)
+        client = WorkerClient(connections, OwnCopy(opened, services[0], kernel), size)
         return WorkerStore(shape, fingerprint, client)
     except BaseException:
-        (places if client is None else client).close()
+        if connections is None:
+            places.close()
+        else:
+            connections.leave()
+            connections.close()
         raise
+
+
+def _settings(config: SpacConfig) -> dict[str, Any]:
+    """Returns what of a service follows from the knobs."""
+    found: dict[str, Any] = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
+    found["divides"] = config.workers_per_layer > 1
+    if config.prefetch != "off":
+        options = components.parse(config.prefetch)[1]
+        found |= {"hints": True, "extra": config.prefetch_share}
+        found |= {name: options[name] for name in ("depth", "background") if name in options}
+    return found
 
 
 def _isa(config: SpacConfig, layer: ManagedExperts) -> str:

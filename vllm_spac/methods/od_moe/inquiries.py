@@ -7,7 +7,6 @@ process had counted stays in the sums.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +21,21 @@ from torch import Tensor
 
 from vllm_spac.cpu_kernels.base import Kernel, check_same
 from vllm_spac.errors import ConfigError, SpacError
-from vllm_spac.methods.od_moe.division import ProcessorRates
 from vllm_spac.methods.od_moe.roster import name
-from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, raw, run_payload
-from vllm_spac.methods.od_moe.worker_link import Service, WorkerLink
+from vllm_spac.methods.od_moe.wire import (
+    Counts,
+    Frame,
+    FrameError,
+    FrameKind,
+    Header,
+    Limits,
+    Service,
+    decode,
+    encode,
+    raw,
+    run_payload,
+)
+from vllm_spac.methods.od_moe.worker_link import WorkerLink
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import allocate
 from vllm_spac.system.timing import median
@@ -37,6 +47,15 @@ _OWN = ("compute_seconds", "hints")
 _SHOWN = ("hits", "misses", "loads", "stall_seconds", "prefetches", "prefetch_hits", "prefetch_wasted")
 
 
+_ASK_AGAIN = 30.0  # seconds after which a worker that did not answer is asked once more
+
+
+class _Question(NamedTuple):
+    epoch: int
+    sequence: int
+    at: float  # as of ``time.monotonic``
+
+
 class WorkerCounts:
     """The counters of all workers of an engine."""
 
@@ -45,8 +64,25 @@ class WorkerCounts:
         self._at: dict[int, float] = {}  # when each worker was asked for what it said last
         self._last: dict[int, dict[str, dict[str, Any]]] = {}  # worker -> its pools -> what each counted last
         self._pool: dict[int, str] = {}  # of each worker that is in
+        self._asked: dict[int, _Question] = {}  # of a worker that is to say what it counts
 
-    def told(self, worker: int, found: Mapping[str, Any], asked: float) -> None:
+    def ask(self, worker: int, link: WorkerLink, epoch: int, sequence: int) -> None:
+        """Asks ``worker`` what it counts, unless it is to say so already."""
+        now = time.monotonic()
+        if (asked := self._asked.get(worker)) is not None and now - asked.at < _ASK_AGAIN:
+            return
+        if link.send(encode(Header(FrameKind.STATS, epoch, sequence=sequence))):
+            self._asked[worker] = _Question(epoch, sequence, now)
+
+    def hear(self, worker: int, frame: Frame) -> None:
+        """Takes an answer of ``worker``; ``FrameError`` if it is none to what it was asked last."""
+        asked = self._asked.get(worker)
+        if asked is None or (frame.header.epoch, frame.header.sequence) != (asked.epoch, asked.sequence):
+            raise FrameError("spac: an answer to nobody")
+        self.told(worker, frame.text(Counts), asked.at)
+        del self._asked[worker]
+
+    def told(self, worker: int, found: Counts, asked: float) -> None:
         """Takes what ``worker`` says of itself; names that this version does not know are left out.
 
         Args:
@@ -61,6 +97,7 @@ class WorkerCounts:
     def lost(self, worker: int) -> None:
         """``worker`` is out: its memory counts no more."""
         self._pool.pop(worker, None)
+        self._asked.pop(worker, None)
 
     def of(self, worker: int) -> dict[str, int | float]:
         """Returns the chief counters of one worker, and the sizes of its memory, zeros while it is out.
@@ -117,7 +154,7 @@ def counts(addresses: Sequence[str], secret: bytes, seconds: float = 3.0) -> lis
         link = WorkerLink(context, address, secret)
         try:
             link.visit(seconds)
-            return link.ask(FrameKind.STATS, seconds).text()
+            return link.ask(FrameKind.STATS, seconds).text(Counts)
         except SpacError as error:
             return str(error).removeprefix("spac: ")
         finally:
@@ -191,16 +228,6 @@ def check(link: WorkerLink, worker: int, given: Sample, fingerprint: bytes, exac
             "use machines with the same processors, and the same vLLM"
         )
     return frame.resident()
-
-
-def rates(worker: int, ready: Mapping[str, Any], message: float) -> ProcessorRates:
-    """Returns what a worker measured when its slots were filled; ``SpacError`` if it is no measurement."""
-    found = ready.get("rates")
-    values: list[Any] = [found.get(each) for each in ("expert", "row", "load")] if isinstance(found, dict) else [None]
-    if not all(type(value) is float and 0 <= value < math.inf for value in values):
-        raise SpacError(f"spac: {name(worker)} does not say how fast it is")
-    expert, row, load = map(float, values)
-    return ProcessorRates(expert, row, load, message)
 
 
 def message_seconds(service: Service, dtype: torch.dtype) -> float:

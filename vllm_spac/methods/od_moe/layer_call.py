@@ -10,9 +10,8 @@ else arrives is dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +21,9 @@ from vllm_spac.methods.od_moe import division
 from vllm_spac.methods.od_moe.division import Assigned, ExpertDivider
 from vllm_spac.methods.od_moe.roster import Roster
 from vllm_spac.methods.od_moe.wire import (
-    HEADER_BYTES,
     Frame,
-    FrameError,
     FrameKind,
     Header,
-    Limits,
-    decode,
     encode,
     run_payload,
 )
@@ -106,12 +101,11 @@ class LayerCall:
         x: Tensor,
         weights: Tensor,
         ids: Tensor,
-        limits: Limits,
         part_rows: int = division.PART_ROWS,
         divider: ExpertDivider | None = None,
     ) -> None:
         self.roster, self.step, self.layer = roster, step, layer
-        self._like, self._limits, self._divider = x, limits, divider
+        self._like, self._divider = x, divider
         chunks = division.parts(len(x), part_rows)
         self._parts = [_Part(rows, x[rows], weights[rows], ids[rows]) for rows in chunks]
         if divider is not None and (group := roster.owners(layer)):
@@ -160,20 +154,16 @@ class LayerCall:
             found.append((worker, message))
         return found
 
-    def incoming(self, worker: int, parts: Sequence[Any], now: float) -> bool:
-        """Takes a message of ``worker``; returns whether it counted."""
-        try:
-            frame = decode(parts, self._limits)
-        except FrameError:
-            self.roster.shares.dropped += 1
-            return False
+    def incoming(self, worker: int, frame: Frame, now: float) -> bool:
+        """Takes an answer of ``worker``; returns whether it counted."""
         request = self._open.get(frame.header.sequence)
         if request is None or not self._answers(frame.header, worker, request):
             self.roster.shares.dropped += 1
             return False
         if frame.header.kind == FrameKind.FAILED:
+            why = frame.why()
             self._lose(request, frame.header.sequence)
-            self.roster.failed(worker, frame.why())
+            self.roster.failed(worker, why)
             return False
         return self._take(frame, request, now)
 
@@ -247,7 +237,7 @@ class LayerCall:
         if self._divider is not None:
             self._divider.sees(worker, frame.resident())
         self._heard[worker] = now
-        self.roster.answered(worker, part.count, now - request.sent, HEADER_BYTES + frame.header.payload)
+        self.roster.answered(worker, part.count, now - request.sent, frame.nbytes)
         return True
 
     def _lose(self, request: _Request, sequence: int) -> None:

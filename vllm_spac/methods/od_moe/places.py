@@ -257,10 +257,6 @@ class Processes(Places):
         self._addresses[worker] = started.address()
         return self._addresses[worker]
 
-    def pids(self) -> list[int]:
-        """Returns the process of each worker."""
-        return [started.process.pid for started in self._started]
-
     def describe(self) -> str:
         return f"{self._count} processes on this machine"
 
