@@ -214,8 +214,9 @@ def test_no_hint_is_accepted_before_the_experts_are_known() -> None:
 
 
 def test_no_expert_is_accepted_before_its_size_is_known() -> None:
-    with pytest.raises(FrameError, match="an expert has 0"):
-        decode(FRAMES["expert"](), Limits())
+    for message in (FRAMES["expert"](), encode(Header(FrameKind.PUT, 1))):
+        with pytest.raises(FrameError, match="an expert has 0"):
+            decode(message, Limits())
 
 
 @pytest.mark.parametrize(
