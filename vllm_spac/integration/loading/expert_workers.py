@@ -102,9 +102,15 @@ def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
             kernel = layer.quant_method.experts_cls.__name__
             problem = f"{named} needs experts as the checkpoint has them, and {kernel} converts {layer.layer_name}"
             raise UnsupportedError.refused(problem, use(vllm_moe_backend="triton"), WITHOUT_WORKERS)
-        facts = layer.swiglu_limit, layer.swiglu_alpha, layer.apply_router_weight_on_input
+        facts = LayerFacts(
+            name=layer.layer_name,
+            activation=layer.activation.value,
+            limit=layer.swiglu_limit,
+            alpha=layer.swiglu_alpha,
+            weighs_input=layer.apply_router_weight_on_input,
+        )
         try:
-            check_layer(LayerFacts(layer.layer_name, layer.activation.value, *facts))
+            check_layer(facts)
         except UnsupportedError as error:
             problem = f"{named} on a GPU computes in torch, which has not what {layer.layer_name} needs"
             raise UnsupportedError.refused(problem, WITHOUT_WORKERS) from error

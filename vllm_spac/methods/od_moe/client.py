@@ -290,7 +290,8 @@ class WorkerClient:
                 meanwhile()
                 meanwhile = None
             for part in call.stranded():
-                call.computed(part, self.copy.run(forward, layer, *call.rows(part)))
+                of_x, of_weights, of_ids = call.rows(part)
+                call.computed(part, self.copy.run(forward, layer, of_x, of_weights, of_ids))
             if not call.done:
                 self._wait(call)
                 call.expire(time.monotonic())

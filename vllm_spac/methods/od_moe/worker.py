@@ -139,8 +139,8 @@ class HostedLayers:
         header = frame.header
         if self.pool is None or header.fingerprint != service.digest or header.hidden != service.hidden:
             raise SpacError("spac: a worker is asked for rows of experts that it does not serve")
-        x, pairs = frame.rows(), frame.pairs()
-        out = self.pool.run(Forward(header.step, header.prompts), header.layer, x, *pairs)
+        weights, ids = frame.pairs()
+        out = self.pool.run(Forward(header.step, header.prompts), header.layer, frame.rows(), weights, ids)
         if not service.divides:
             return _rows(out)
         resident = self.pool.resident()
