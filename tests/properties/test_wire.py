@@ -221,8 +221,9 @@ def test_no_expert_is_accepted_before_its_size_is_known() -> None:
 
 @pytest.mark.parametrize(
     "payload",
-    [b"", b"[]", b"{", b"\xff", b'{"engine": NaN}', b"[" * 5000, rb'{"engine": "\ud800"}', b'{"more": 1}']
-    + [b'{"visits": 1}', b'{"facts": {"vllm": 1}}', b'{"engine": "' + b"a" * 65 + b'"}'],
+    [b"", b"[]", b"{", b"\xff", b"[" * 5000, b'{"facts": {}}', b'{"facts": {}, "engine": "", "more": 1}']
+    + [b'{"facts": {}, "engine": ' + text + b"}" for text in (b"NaN", rb'"\ud800"', b'"' + b"a" * 65 + b'"')]
+    + [b'{"facts": {"vllm": 1}, "engine": ""}'],
 )
 def test_text_that_says_something_else(payload: bytes) -> None:
     frame = decode(encode(Header(FrameKind.HELLO), payload), LIMITS)

@@ -39,7 +39,6 @@ from worker_threads import (
 
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.layers import cpu_kernel
-from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.division import ExpertDivider
 from vllm_spac.methods.od_moe.inquiries import WorkerCounts
@@ -180,7 +179,7 @@ def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
         for layer in range(LAYERS):
             given = layer_input(1, seed=100 * step + layer)
             found.hint(step, layer, given[2][0].numpy())
-            read(places)
+            read(found, places)
             torch.testing.assert_close(found.compute(Forward(step), layer, *given), here(layer, *given))
     counts = counts_of(found)
     assert counts["misses"] == 0 and counts["hits"] == 3 * LAYERS * TOP_K
@@ -497,12 +496,9 @@ def pools(places: Threads) -> list[ExpertPool]:
     return [each.pool for each in hosted if each.pool is not None]
 
 
-def read(places: Threads) -> None:
+def read(found: WorkerClient, places: Threads) -> None:
     """Waits until the workers have taken every hint and read what it names."""
-    for address in places.addresses():
-        assert isinstance(
-            inquiries.counts([address], SECRET)[0], dict
-        )  # answered after the hints, which were sent before
+    counts_of(found)  # answered after the hints, which were sent before
     tickets = [pool._execution._transfers.ahead._tickets for pool in pools(places)]
     until(lambda: all(ticket.done.done() for each in tickets for ticket in list(each.values())))
 
@@ -517,7 +513,7 @@ def test_cacheless_workers_load_what_they_are_told(client) -> None:
             given = layer_input(1, seed=100 * step + layer)
             right = given[2][0].numpy()
             found.hint(step, layer, right if step < 3 else (right + 1) % EXPERTS)
-            read(places)
+            read(found, places)
             assert torch.equal(found.compute(Forward(step), layer, *given), here(layer, *given))
         counts = counts_of(found)
         if step == 2:
@@ -534,7 +530,7 @@ def test_a_worker_with_one_layer_is_told_of_its_next_step(client) -> None:
     for step in range(1, 5):
         given = layer_input(1, seed=step)
         found.hint(step, 0, given[2][0].numpy())
-        read(places)
+        read(found, places)
         assert torch.equal(found.compute(Forward(step), 0, *given), here(0, *given))
     counts = counts_of(found)["expert_workers"]["worker-0"]
     assert (counts["hints"], counts["misses"]) == (4, 0) and counts["prefetch_hits"] > 0
@@ -570,7 +566,7 @@ def test_hints_that_cannot_be(client) -> None:
         flipped,
     ):
         link.send(message)
-    read(places)
+    read(found, places)
     [pool] = pools(places)
     assert counts_of(found)["expert_workers"]["worker-0"]["hints"] == 1
     first = pool._number[3] * EXPERTS
@@ -583,7 +579,7 @@ def test_hints_are_for_a_service_with_hints(client) -> None:
     places = Threads(1)
     found = client(places)
     found.hint(1, 0, np.array([0, 1]))
-    read(places)
+    read(found, places)
     assert counts_of(found)["expert_workers"]["worker-0"]["hints"] == 0
     assert_right(found, 0)
 
@@ -598,31 +594,6 @@ def test_a_hint_to_a_lost_worker_is_dropped(client) -> None:
     found.hint(1, 1, np.array([0, 1]))
 
 
-def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
-    """It learns what the worker counts, and can neither be served nor end the engine's session."""
-    places = Threads(2)
-    found = client(places)
-    assert_right(found, 0, rows=5)
-    places.running[1].end()
-    first, second = inquiries.counts(places.addresses(), SECRET, 1.0)
-    assert isinstance(first, dict) and isinstance(second, str) and "HELLO" in second
-    assert (first["serving"], first["calls"], first["rows"], first["layers"]) == (True, 2, 6, 3), "one row tested it"
-    assert first["memory_bytes"] > 0
-    [refused] = inquiries.counts(places.addresses()[:1], ANOTHER, 5.0)
-    assert "another secret" in str(refused)
-    context = zmq.Context()
-    link = WorkerLink(context, places.addresses()[0], SECRET)
-    link.visit(20)
-    for kind in (FrameKind.SERVE, FrameKind.FILL, FrameKind.FETCH, FrameKind.DROP):
-        with pytest.raises(SpacError, match=f"asked for {kind.name}"):
-            link.ask(kind, 20)
-    with pytest.raises(SpacError, match="serves an engine; measure while it serves none"):
-        link.ask(FrameKind.ECHO, 20, bytes(8), rows=1, hidden=4, dtype=torch.bfloat16)
-    link.close()
-    context.destroy(linger=0)
-    assert_right(found, 0, seed=1, step=2)
-
-
 def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
     """A worker that answers nothing: rows of others go on, and what it said before is shown with its age."""
     places = Threads(2)
@@ -634,10 +605,10 @@ def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
     worker = places.running[0].worker
     count = worker._count
 
-    def hangs():
+    def hangs(session):
         held.set()
         go.wait(60)
-        return count()
+        return count(session)
 
     worker._count = hangs
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import zmq
 from torch import Tensor
 
 from vllm_spac.core import MoEShape, TensorSpec
@@ -22,6 +23,7 @@ from vllm_spac.methods.od_moe.places import Places
 from vllm_spac.methods.od_moe.roster import Patience, Roster
 from vllm_spac.methods.od_moe.wire import Service
 from vllm_spac.methods.od_moe.worker import Worker
+from vllm_spac.methods.od_moe.worker_link import Busy, WorkerLink, facts
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 from vllm_spac.storage.memory import MemoryStore
 
@@ -179,6 +181,22 @@ def counts_of(found: WorkerClient) -> dict[str, Any]:
 
     until(settled)
     return said
+
+
+def answers(address: str, seconds: float = 20.0) -> bool:
+    """Whether a worker lets an engine in, or says that it has one."""
+    context = zmq.Context()
+    link = WorkerLink(context, address, SECRET, facts(), "another engine")
+    try:
+        link.join(seconds)
+    except Busy:
+        return True
+    except SpacError:
+        return False
+    finally:
+        link.close()
+        context.destroy(linger=200)
+    return True
 
 
 def until(done: Callable[[], object]) -> None:

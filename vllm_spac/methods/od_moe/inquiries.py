@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import zmq
 from torch import Tensor
 
 from vllm_spac.cpu_kernels.base import Kernel, check_same
-from vllm_spac.errors import ConfigError, SpacError
+from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.roster import name
 from vllm_spac.methods.od_moe.wire import (
     Counts,
@@ -136,35 +134,6 @@ def _is_count(name: str, value: Any) -> bool:
     if name in _BY_KEY:
         return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
     return isinstance(value, int | float)
-
-
-_AT_ONCE = 16
-
-
-def counts(addresses: Sequence[str], secret: bytes, seconds: float = 3.0) -> list[dict[str, Any] | str]:
-    """Returns what each worker counts, see ``Worker``, or why it did not say.
-
-    Args:
-        addresses: of the workers, ``tcp://host:port``.
-        seconds: to wait for each; one that computes or fills its slots answers afterwards.
-    """
-    context = zmq.Context()
-
-    def ask(address: str) -> dict[str, Any] | str:
-        link = WorkerLink(context, address, secret)
-        try:
-            link.visit(seconds)
-            return link.ask(FrameKind.STATS, seconds).text(Counts)
-        except SpacError as error:
-            return str(error).removeprefix("spac: ")
-        finally:
-            link.close()
-
-    try:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="spac-visit") as pool:
-            return list(pool.map(ask, addresses))
-    finally:
-        context.destroy(linger=200)
 
 
 _ANSWER = 60.0  # seconds to wait for one

@@ -41,7 +41,7 @@ class FrameError(SpacError):
 class FrameKind(IntEnum):
     """What a frame is. Each request has one answer; ``FAILED`` may answer any."""
 
-    HELLO = 1  # an engine wants a session, or a visitor
+    HELLO = 1  # an engine wants a session
     WELCOME = 4  # with the epoch of its session
     REFUSED = 5
     SERVE = 6  # what the worker is to serve
@@ -123,12 +123,10 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         facts: of the engine, as of ``worker_link.facts``.
         engine: its own name, by which it returns with a new connection.
-        visits: it is no engine, and asks for ``STATS`` and ``ECHO`` only.
     """
 
-    facts: dict[str, str] = {}
-    engine: Annotated[str, Meta(max_length=64)] = ""
-    visits: bool = False
+    facts: dict[str, str]
+    engine: Annotated[str, Meta(max_length=64)]
 
 
 class Refusal(Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +44,6 @@ from vllm_spac.storage.base import ExpertStore, allocate
 
 logger = logging.getLogger("vllm.spac")
 
-_MOST_VISITORS = 64
 _POLL = 0.2  # seconds
 
 
@@ -81,6 +79,8 @@ class HostedLayers:
         kind = frame.header.kind
         if kind == FrameKind.SERVE:
             return self._serve(frame.text(Service))
+        if kind == FrameKind.ECHO and self.service is None:
+            return _rows(frame.rows())
         if kind not in _ASKED:
             raise SpacError(f"spac: a worker is asked for {kind.name}")
         if self.service is None or self.store is None:
@@ -162,7 +162,7 @@ def _rows(out: Tensor, top_k: int = 0, more: bytes = b"") -> WorkerAnswer:
 
 
 class _Session(NamedTuple):
-    """One engine, or a visitor, which has the secret too, but is not served.
+    """One engine.
 
     Attributes:
         engine: its own name, by which it returns with a new connection.
@@ -170,8 +170,8 @@ class _Session(NamedTuple):
 
     peer: bytes
     epoch: int
-    engine: str = ""
-    hosted: HostedLayers | None = None
+    engine: str
+    hosted: HostedLayers
 
 
 class Worker:
@@ -199,7 +199,6 @@ class Worker:
     ) -> None:
         self._hosted = partial(HostedLayers, kernel, store, memory)
         self._facts = facts()
-        self._visitors: OrderedDict[bytes, _Session] = OrderedDict()
         self._session: _Session | None = None
         self._listener = worker_link.WorkerListener(secret)
         self._socket = self._listener.socket
@@ -225,12 +224,9 @@ class Worker:
     def answer(self, message: list[bytes]) -> None:
         """Answers one message [peer, header, payload]; a damaged one, or one of nobody known, has no answer."""
         peer, *parts = message
-        session = self._session
-        if session is None or session.peer != peer:
-            session = self._visitors.get(peer)
-        limits = Limits() if session is None or session.hosted is None else session.hosted.limits
+        session = self._session if self._session is not None and self._session.peer == peer else None
         try:
-            frame = decode(parts, limits)
+            frame = decode(parts, Limits() if session is None else session.hosted.limits)
             if frame.header.kind == FrameKind.HELLO:
                 self._meet(peer, frame.header, frame.text(Hello))
             elif session is not None and frame.header.epoch == session.epoch:
@@ -241,9 +237,7 @@ class Worker:
     # -- who asks ------------------------------------------------------------------------------------------
 
     def _meet(self, peer: bytes, header: Header, hello: Hello) -> None:
-        if hello.visits:
-            self._receive(peer, header)
-        elif (unlike := difference(self._facts, hello.facts)) is not None:
+        if (unlike := difference(self._facts, hello.facts)) is not None:
             self._refuse(peer, header, Refusal(f"results could differ in bits: {unlike}"))
         elif self._busy(hello.engine):
             why = "it serves another engine; stop that, or start further workers"
@@ -271,15 +265,9 @@ class Worker:
             self._session = _Session(peer, epoch, engine, self._hosted())
         self._say(peer, replace(header, epoch=epoch), WorkerAnswer(FrameKind.WELCOME))
 
-    def _receive(self, peer: bytes, header: Header) -> None:
-        visitor = self._visitors[peer] = _Session(peer, 1 + secrets.randbits(63))
-        while len(self._visitors) > _MOST_VISITORS:
-            self._visitors.popitem(last=False)
-        self._say(peer, replace(header, epoch=visitor.epoch), WorkerAnswer(FrameKind.WELCOME))
-
     def _end_session(self) -> None:
         session, self._session = self._session, None
-        if session is not None and session.hosted is not None:
+        if session is not None:
             session.hosted.close()
 
     # -- what it asks --------------------------------------------------------------------------------------
@@ -287,14 +275,12 @@ class Worker:
     def _serve(self, session: _Session, frame: Frame) -> None:
         kind = frame.header.kind
         if kind == FrameKind.LEAVE:
-            if self._visitors.pop(session.peer, None) is None:
-                self._end_session()
+            self._end_session()
         elif kind == FrameKind.HINT:
-            if session.hosted is not None:
-                session.hosted.hint(frame)
+            session.hosted.hint(frame)
         else:
             try:
-                answer = self._asked(session, frame)
+                answer = self._count(session) if kind == FrameKind.STATS else session.hosted.answer(frame)
             except Exception as error:  # whatever it is, the engine is told, and computes the rows elsewhere
                 if not isinstance(error, SpacError):
                     logger.exception("spac: a worker failed")
@@ -302,23 +288,11 @@ class Worker:
                 answer = WorkerAnswer(FrameKind.FAILED, text_payload(Refusal(why)))
             self._say(session.peer, frame.header, answer)
 
-    def _asked(self, session: _Session, frame: Frame) -> WorkerAnswer:
-        if frame.header.kind == FrameKind.STATS:
-            return self._count()
-        if session.hosted is not None:
-            return session.hosted.answer(frame)
-        if frame.header.kind == FrameKind.ECHO:
-            if self._session is not None:
-                raise SpacError("spac: this worker serves an engine; measure while it serves none")
-            return _rows(frame.rows())
-        raise SpacError(f"spac: a worker is asked for {frame.header.kind.name}")
-
-    def _count(self) -> WorkerAnswer:
-        """What this worker counts, whoever asks; see ``ExpertPool.counts``."""
-        hosted = None if self._session is None else self._session.hosted
-        found: Counts = {"serving": hosted is not None, "memory_bytes": psutil.Process().memory_info().rss}
-        if hosted is not None and hosted.pool is not None:
-            found |= {"layers": len(hosted.pool.shape.layers), **hosted.pool.counts()}
+    def _count(self, session: _Session) -> WorkerAnswer:
+        """What this worker counts for an engine; see ``ExpertPool.counts``."""
+        found: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
+        if session.hosted.pool is not None:
+            found |= session.hosted.pool.counts()
         return WorkerAnswer(FrameKind.COUNTS, text_payload(found))
 
     # -- frames --------------------------------------------------------------------------------------------

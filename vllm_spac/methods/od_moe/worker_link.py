@@ -200,8 +200,8 @@ class WorkerLink:
 
     Args:
         address: ``tcp://host:port``.
-        facts: of this side, as of the function ``facts``; of no use to a visitor.
-        engine: name of this engine, by which it returns after a lost connection; of no use to a visitor.
+        facts: of this side, as of the function ``facts``.
+        engine: name of this engine, by which it returns after a lost connection.
         ended: set when the engine ends: whatever is waited for is given up.
 
     Attributes:
@@ -213,12 +213,12 @@ class WorkerLink:
         context: zmq.Context,
         address: str,
         secret: bytes,
-        facts: Mapping[str, str] | None = None,
-        engine: str = "",
+        facts: Mapping[str, str],
+        engine: str,
         ended: threading.Event | None = None,
     ) -> None:
         self._ended = ended or threading.Event()
-        self.address, self._facts, self._engine = address, facts or {}, engine
+        self.address, self._facts, self._engine = address, facts, engine
         self.socket = dealer(context, secret)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self.socket.connect(address)
@@ -232,11 +232,13 @@ class WorkerLink:
         Raises:
             Lost: no answer, it has another secret, or the worker refuses; ``Busy`` if another engine has it.
         """
-        self._meet(Hello(facts=dict(self._facts), engine=self._engine), seconds)
-
-    def visit(self, seconds: float) -> None:
-        """As ``join``, to ask for ``STATS`` and ``ECHO`` only, beside an engine that the worker may serve."""
-        self._meet(Hello(visits=True), seconds)
+        hello = Hello(facts=dict(self._facts), engine=self._engine)
+        answer = self._answer(Header(FrameKind.HELLO), text_payload(hello), time.monotonic() + seconds)
+        if answer.header.kind != FrameKind.WELCOME:
+            refusal = answer.text(Refusal)
+            kind = Busy if refusal.busy else Lost
+            raise kind(f"spac: the worker at {self.address} refused: {refusal.why}")
+        self.epoch = answer.header.epoch
 
     def serve(self, service: Service, seconds: float) -> list[int]:
         """Tells the worker what to serve; returns the keys of the experts that it has."""
@@ -291,14 +293,6 @@ class WorkerLink:
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
-
-    def _meet(self, hello: Hello, seconds: float) -> None:
-        answer = self._answer(Header(FrameKind.HELLO), text_payload(hello), time.monotonic() + seconds)
-        if answer.header.kind != FrameKind.WELCOME:
-            refusal = answer.text(Refusal)
-            kind = Busy if refusal.busy else Lost
-            raise kind(f"spac: the worker at {self.address} refused: {refusal.why}")
-        self.epoch = answer.header.epoch
 
     def _answer(self, header: Header, payload: bytes, end: float) -> Frame:
         """Sends a frame and waits for the answer to it; what answers anything else is dropped."""
