@@ -43,6 +43,8 @@ from vllm_spac.storage.base import ExpertStore, allocate
 logger = logging.getLogger("vllm.spac")
 
 _JOIN, _AGAIN, _STORE, _FILL = 30.0, 1.0, 60.0, 3600.0  # seconds
+_LOCAL_TOKENS = 4  # whose experts of a layer have slots, where rows of lost workers are computed
+_MOST_WAITING = 64  # messages that are taken from a worker at once
 
 
 class Connections:
@@ -157,9 +159,6 @@ class Connections:
         return inquiries.check(link, worker, self._samples[worker], digest, self._exact)
 
 
-_LOCAL_TOKENS = 4  # whose experts of a layer have slots, where rows of lost workers are computed
-
-
 class OwnCopy:
     """All experts on this machine's disk, from which rows of lost workers are computed in this process.
 
@@ -205,9 +204,6 @@ class OwnCopy:
             self._pool.close()
         elif self._store is not None:
             self._store.close()
-
-
-_MOST_WAITING = 64  # messages that are taken from a worker at once
 
 
 class WorkerClient:

@@ -26,6 +26,9 @@ import numpy as np
 
 from vllm_spac.methods.od_moe.wire import Speed
 
+PART_ROWS = 128  # rows of a part
+WINDOW = 2  # parts that one worker has at a time
+
 
 def owners(layer: int, workers: int, size: int = 1) -> tuple[int, ...]:
     """Returns the workers that have ``layer``: its group.
@@ -41,10 +44,6 @@ def owners(layer: int, workers: int, size: int = 1) -> tuple[int, ...]:
 def layers_of(worker: int, layers: int, workers: int, size: int = 1) -> tuple[int, ...]:
     """Returns the layers, of 0 to ``layers - 1``, of the group of ``worker``."""
     return tuple(layer for layer in range(layers) if worker in owners(layer, workers, size))
-
-
-PART_ROWS = 128  # rows of a part
-WINDOW = 2  # parts that one worker has at a time
 
 
 def parts(rows: int, part_rows: int = PART_ROWS) -> list[slice]:

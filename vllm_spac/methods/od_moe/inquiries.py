@@ -46,6 +46,8 @@ _SHOWN = ("hits", "misses", "loads", "stall_seconds", "prefetches", "prefetch_hi
 
 
 _ASK_AGAIN = 30.0  # seconds after which a worker that did not answer is asked once more
+_ANSWER = 60.0  # seconds to wait for one
+_MEASURED = 0.005  # seconds
 
 
 class _Question(NamedTuple):
@@ -134,10 +136,6 @@ def _is_count(name: str, value: Any) -> bool:
     if name in _BY_KEY:
         return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
     return isinstance(value, int | float)
-
-
-_ANSWER = 60.0  # seconds to wait for one
-_MEASURED = 0.005  # seconds
 
 
 class Sample(NamedTuple):

@@ -27,7 +27,14 @@ from vllm_spac.errors import ConfigError, SpacError, brief
 from vllm_spac.system.files import refusal
 from vllm_spac.system.untrusted import parse_json, read_text
 
+logger = logging.getLogger("vllm.spac")
+
 ADDRESS = r"^tcp://[^\s/]{1,255}:[0-9]{1,5}$"
+MODULE = "vllm_spac.integration.worker_process"
+_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # of the engine's threads, to its own cores
+_START = 300.0  # seconds to import torch and vLLM on a busy machine
+_END = 2.0  # seconds for a process whose pipe was closed
+_PATIENCE = 3  # attempts to reach a process that lives and does not answer, before it is killed
 
 
 class Places(ABC):
@@ -133,15 +140,6 @@ class RunningWorkers(Places):
     def describe(self) -> str:
         machines = {re.sub(r"^tcp://(.*):\d+$", r"\1", address) for address in self.addresses()}
         return f"{len(self.addresses())} workers of {self._path} on {len(machines)} address(es)"
-
-
-logger = logging.getLogger("vllm.spac")
-
-MODULE = "vllm_spac.integration.worker_process"
-_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # of the engine's threads, to its own cores
-_START = 300.0  # seconds to import torch and vLLM on a busy machine
-_END = 2.0  # seconds for a process whose pipe was closed
-_PATIENCE = 3  # attempts to reach a process that lives and does not answer, before it is killed
 
 
 class StartedWorker:

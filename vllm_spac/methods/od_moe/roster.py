@@ -22,7 +22,11 @@ from vllm_spac.methods.od_moe import division
 from vllm_spac.methods.od_moe.wire import Ready
 from vllm_spac.methods.od_moe.worker_link import WorkerLink
 
+logger = logging.getLogger("vllm.spac")
+
 _KEPT, _ENOUGH, _TIMES = 64, 8, 8
+_MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
+_LONGEST = 30.0  # seconds between two attempts
 
 
 class Patience:
@@ -45,9 +49,6 @@ class Patience:
         """Returns the deadline in seconds of a call: 8 times the longest of the last 64 of that size."""
         taken = self._taken.get(rows.bit_length(), ())
         return self._first if len(taken) < _ENOUGH else max(self._least, _TIMES * max(taken))
-
-
-_MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
 
 
 @dataclass
@@ -180,11 +181,6 @@ class Roster:
 def name(worker: int) -> str:
     """How a worker is called in logs and statistics."""
     return f"worker-{worker}"
-
-
-logger = logging.getLogger("vllm.spac")
-
-_LONGEST = 30.0  # seconds between two attempts
 
 
 class ReadyWorker(NamedTuple):

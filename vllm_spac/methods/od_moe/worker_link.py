@@ -43,7 +43,20 @@ from vllm_spac.methods.od_moe.wire import (
 )
 from vllm_spac.system.machine import versions
 
+logger = logging.getLogger("vllm.spac")
+
 _SAME = ("vllm_spac", "vllm", "torch", "cpu")
+HEARTBEAT, SILENCE = 1000, 5000  # milliseconds between heartbeats, and after which a peer counts as gone
+PART = 1 << 14  # bytes
+_SEALED = 64  # bytes that CURVE may add to a part
+_MOST_PARTS = 1 + MOST_BYTES // PART
+_HANDSHAKE = 5000  # milliseconds until a connection to a worker must have proved to know the secret
+_BACKLOG = 4096  # connections that wait to be accepted; the system may allow fewer
+_QUEUE = 8  # messages of a peer that wait at a worker, and answers that the peer has not read
+_LONGEST_RETRY = 30_000  # milliseconds between attempts to connect again
+_DOMAIN = "spac"
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSAL = "it has another secret or is of another release; use its cluster's file, and one release for all"
 
 
 def facts() -> dict[str, str]:
@@ -58,17 +71,6 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
     """Returns in what two sides differ, or None."""
     parts = [f"{name} {value} here and {brief(theirs.get(name))} there" for name, value in ours.items()]
     return "; ".join(text for text, name in zip(parts, ours, strict=True) if ours[name] != theirs.get(name)) or None
-
-
-HEARTBEAT, SILENCE = 1000, 5000  # milliseconds between heartbeats, and after which a peer counts as gone
-PART = 1 << 14  # bytes
-_SEALED = 64  # bytes that CURVE may add to a part
-_MOST_PARTS = 1 + MOST_BYTES // PART
-_HANDSHAKE = 5000  # milliseconds until a connection to a worker must have proved to know the secret
-_BACKLOG = 4096  # connections that wait to be accepted; the system may allow fewer
-_QUEUE = 8  # messages of a peer that wait at a worker, and answers that the peer has not read
-_LONGEST_RETRY = 30_000  # milliseconds between attempts to connect again
-_DOMAIN = "spac"
 
 
 class _Keys(NamedTuple):
@@ -179,12 +181,6 @@ def _configure(socket: zmq.Socket, keys: _Keys) -> zmq.Socket:
     for option, value in options.items():
         socket.setsockopt(option, value)
     return socket
-
-
-logger = logging.getLogger("vllm.spac")
-
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_REFUSAL = "it has another secret or is of another release; use its cluster's file, and one release for all"
 
 
 class Lost(SpacError):

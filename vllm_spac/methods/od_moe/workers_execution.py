@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _STORE = 60.0  # seconds for a worker to answer
+logger = logging.getLogger("vllm.spac")
 
 
 class WorkerStore(ExpertStore):
@@ -111,9 +112,6 @@ class WorkerStore(ExpertStore):
             return self._connections.links[worker].ask(kind, _STORE, payload, layer=key)
         except (SpacError, KeyError) as error:
             raise StoreError(f"spac: {name_of(worker)} did not {kind.name} expert {key}: {error}") from error
-
-
-logger = logging.getLogger("vllm.spac")
 
 
 class WorkerExecution(Execution):
