@@ -64,6 +64,11 @@ def test_stop_ends_no_other_program_and_keeps_other_machines(tmp_path: Path) -> 
     assert not file.exists()
 
 
+def test_a_file_that_no_engine_could_be_given_is_not_made(tmp_path: Path) -> None:
+    assert "takes no path with @ in it" in run("start", "--file", tmp_path / "a@b" / "cluster.json", code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     assert "there is no cluster in" in run("show", "--file", file, code=1)

@@ -59,6 +59,8 @@ def start(
 ) -> None:
     """Start expert workers, and add them to the cluster's file."""
     path = path_named(file, "--file")
+    if "@" in str(path):
+        raise ConfigError(f"--file {path}: --spac-executor takes no path with @ in it; name another")
     free = max(0, available_host_bytes() - _RESERVE) // workers
     arguments = {
         "--bind": bind,
