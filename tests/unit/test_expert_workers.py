@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,6 +48,7 @@ from vllm_spac.methods.od_moe.places import ClusterFile
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.roster import Roster
 from vllm_spac.methods.od_moe.wire import (
+    FrameError,
     FrameKind,
     Header,
     Limits,
@@ -56,6 +58,7 @@ from vllm_spac.methods.od_moe.wire import (
     hint_payload,
     raw,
     resident_payload,
+    text_payload,
 )
 from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
@@ -675,6 +678,23 @@ def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:
     total = counts.total()
     assert (total["hits"], total["misses"], total["bytes"], total["slots"]) == (114, 2, {"disk": 6, "host": 1}, 4)
     assert "memory_bytes" not in total and "unknown" not in total
+
+
+def test_counts_are_taken_once_and_only_when_they_were_asked_for() -> None:
+    counts, link = WorkerCounts(), SimpleNamespace(send=lambda message: True)
+
+    def heard(epoch: int, sequence: int) -> bool:
+        header = Header(FrameKind.COUNTS, epoch, sequence=sequence)
+        try:
+            counts.hear(0, decode(encode(header, text_payload({"pool": "a", "hits": 3})), Limits()))
+        except FrameError:
+            return False
+        return True
+
+    assert not heard(0, 0) and not heard(7, 1)
+    counts.ask(0, link, 7, 1)  # type: ignore[arg-type]
+    assert not heard(7, 2) and not heard(8, 1) and counts.of(0)["hits"] == 0
+    assert heard(7, 1) and not heard(7, 1) and counts.of(0)["hits"] == 3
 
 
 def test_round_trips_to_a_worker_are_measured(tmp_path) -> None:
