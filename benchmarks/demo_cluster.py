@@ -31,7 +31,6 @@ _PAUSE = 0.5
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=3, help="expert workers (default: %(default)s)")
-    parser.add_argument("--replicas", type=int, default=0, help="further workers per layer (default: %(default)s)")
     parser.add_argument("--slots", default="25%", help="experts in each worker's memory (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="serve the toy model, without a download")
     parser.add_argument("--tokens", type=int, help="tokens per prompt (default: 96; of the toy 48)")
@@ -43,8 +42,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def worker_server(what: demo.Subject, options: argparse.Namespace) -> demo.Server:
-    executor = f"processes@replicas={options.replicas}"
-    knobs = {"executor": executor, "workers": options.workers, "slots": options.slots}
+    knobs = {"executor": f"processes@workers={options.workers}", "slots": options.slots}
     flags = [text for name, value in knobs.items() for text in (f"--spac-{name}", str(value))]
     arguments = [str(what.model), "--plugin", "spac", *flags, *demo.common_arguments(what, options)]
     return demo.Server("workers (an engine and its workers)", arguments, demo.environment(), options.timeout)

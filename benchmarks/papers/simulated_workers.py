@@ -74,7 +74,7 @@ def cached(trace: Trace, workers: int, share: float, network: Network, times: La
         share: of a worker's experts that have a slot, above 0.
     """
     facts = trace.facts
-    memory = [filled(trace, division.layers_of(worker, facts.layers, workers, 0), share) for worker in range(workers)]
+    memory = [filled(trace, division.layers_of(worker, facts.layers, workers), share) for worker in range(workers)]
     seconds = stalls = 0.0
     hits = misses = 0
     for layer, ids in zip(trace.record_layer.tolist(), rows_of_records(trace), strict=True):

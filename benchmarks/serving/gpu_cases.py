@@ -66,7 +66,7 @@ CASES: tuple[Case, ...] = (
     Case("tokens", "host cpu", _HOST | _CPU),
     Case("tokens", "host ahead", _HOST | _AHEAD),
     Case("tokens", "disk", _HOST | {"store": "disk", "host_memory": "1GiB"}),
-    Case("tokens", "two workers", {"executor": "processes", "workers": "2"}),
+    Case("tokens", "two workers", {"executor": "processes@workers=2"}),
     Case("serving", STOCK, None),
     Case("serving", "stock uva", None, offload="uva", each_share=True),
     Case("serving", "ptr", _NONE, each_share=True),

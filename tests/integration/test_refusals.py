@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -339,17 +338,14 @@ def test_a_shadow_is_a_draft_model_with_the_layers_and_experts_of_the_model(moe,
     ("spac", "named"),
     [
         (
-            {"executor": "processes", "cluster": "/nowhere/cluster.json"},
+            {"executor": "cluster@file=/nowhere/cluster.json"},
             "no cluster in .*; run vllm-spac cluster start",
         ),
-        ({"executor": "processes", "cluster": __file__}, "run chmod 600|no file of vllm-spac cluster"),
-        ({"executor": "ray", "workers": 2}, r"pip install 'vllm-spac\[ray\]'; or use --spac-executor processes"),
+        ({"executor": f"cluster@file={__file__}"}, "run chmod 600|no file of vllm-spac cluster"),
     ],
     ids=str,
 )
-def test_workers_that_are_not_there(moe, monkeypatch, spac, named):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
+def test_workers_that_are_not_there(moe, spac, named):
     with pytest.raises(ConfigError, match=named):
         engine_config(moe, spac)
 
@@ -463,9 +459,9 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         ),
         ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
         (
-            {"executor": "processes", "workers": 2},
+            {"executor": "processes"},
             {},
-            "executor=processes .*-parallel-size 2 .*; drop --spac-executor and --spac-workers, or use",
+            "executor=processes .*-parallel-size 2 .*; drop --spac-executor, or use",
         ),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop --enable"),
         ({}, EXPERTS | {"tensor_parallel_size": 8}, "2 experts per rank, fewer than the 4 of a token"),
@@ -814,7 +810,7 @@ def test_flags_and_keys_are_merged():
         (["--plugin", "spac", "--spac-colour", "1"], "there is no flag --spac-colour"),
         (["--plugin", "spac", "--spac-slot", "25%"], "there is no flag --spac-slot; did you mean --spac-slots?"),
         (["--plugin", "spac", "--spac-execution", "slots"], "--spac-execution is gone; --spac-decisions and"),
-        (["--plugin", "spac", "--spac-executor", "local@replicas=1"], "local has no argument 'replicas'"),
+        (["--plugin", "spac", "--spac-executor", "local@per_layer=1"], "local has no argument 'per_layer'"),
         (["--plugin", "spac", "--spac-lookahead", "1"], "no flag --spac-lookahead; vllm-spac knobs lists all"),
         (["--plugin", "spac", "--spac_slot=25%"], "did you mean --spac-slots?"),
         (["--plugin", "spac", "--spac-host-memory", "32"], "did you mean 32GiB?"),

@@ -29,7 +29,7 @@ _SPECULATIONS: tuple[Speculation, ...] = get_args(Speculation)
 _PLANES: dict[Plane, dict[str, Any]] = {
     "host": {"decisions": "host"},
     "device": {"decisions": "device"},
-    "workers": {"executor": "processes", "workers": 2},
+    "workers": {"executor": "processes@workers=2"},
 }
 _METHODS: dict[Speculation, str] = {"chain": "eagle3", "tree": "eagle3", "copy": "draft_model"}
 _KNOBS = ("budget", "prefetch", "cpu_experts", "speculate")

@@ -194,7 +194,7 @@ def test_each_rank_holds_its_part_of_the_slots(big, checkpoint, tmp_path):
 @pytest.mark.full
 def test_each_expert_worker_holds_its_layers_slots(big, checkpoint, tmp_path):
     """Two workers with half of the layers each; the engine keeps no expert, and at most one layer while it packs."""
-    spac = {"slots": "25%", "executor": "processes", "workers": 2, "disk_dir": str(tmp_path)}
+    spac = {"slots": "25%", "executor": "processes@workers=2", "disk_dir": str(tmp_path)}
     (tiny, tiny_workers), (engine, workers) = (peaks(model, spac) for model in (checkpoint("qwen3_moe"), big))
     grown = {"engine": beyond(engine, tiny), "workers": beyond(workers, tiny_workers)}
     print("grew by", in_mib(grown))

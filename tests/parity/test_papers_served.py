@@ -26,7 +26,11 @@ SERVED = {  # preset: knobs that are set beside it, options of the engine, and c
     "moe-spec": ({"tree": 15, "budget": "16"}, TREE | {"speculative_config": EAGLE3}, ()),
     "sp-moe": ({"slots": "25%"}, {"speculative_config": COPY, "gpu_memory_utilization": 0.2}, ("prefetch_hits",)),
     "speculating-experts": ({"slots": "25%"}, {}, ("prefetch_hits",)),
-    "od-moe": ({"workers": 2}, {"speculative_config": COPY, "gpu_memory_utilization": 0.2}, ()),
+    "od-moe": (
+        {"executor": "processes@workers=2@per_layer=2"},
+        {"speculative_config": COPY, "gpu_memory_utilization": 0.2},
+        (),
+    ),
 }
 pytestmark = pytest.mark.full
 

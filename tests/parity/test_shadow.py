@@ -89,7 +89,7 @@ def test_the_model_as_its_own_draft_model_is_always_right(prefetch: str, tmp_pat
 @pytest.mark.full
 def test_workers_are_told_what_the_shadow_named(copy: Path, tmp_path: Path) -> None:
     options = drafting(copy) | {"max_num_seqs": 2}
-    knobs = {"executor": "processes", "workers": 2, "store": None}
+    knobs = {"executor": "processes@workers=2", "store": None}
     run, heard = shadowed(tmp_path, options, **knobs)
     [stock] = compare(TARGET, [None], **options)
     assert_same_tokens(run, stock)

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates, greedy
+from vllm_spac.methods.od_moe.division import ExpertDivider, greedy
+from vllm_spac.methods.od_moe.wire import Speed
 
 LAYERS, EXPERTS, WORKERS = 3, 6, 3
-RATES = ProcessorRates(expert=1.0, row=0.1, load=5.0, message=0.0)
+SPEED = Speed(expert=1.0, row=0.1, load=5.0)
 seconds = st.floats(0.001, 10.0)
-rates = st.builds(ProcessorRates, expert=seconds, row=seconds, load=seconds, message=st.just(0.0))
+speeds = st.builds(Speed, expert=seconds, row=seconds, load=seconds)
 
 
-def divider(given: ProcessorRates = RATES, workers: int = WORKERS) -> ExpertDivider:
-    found = ExpertDivider(LAYERS, EXPERTS, [range(LAYERS)] * workers)
+def divider(given: Speed = SPEED, workers: int = WORKERS, message: float = 0.0) -> ExpertDivider:
+    found = ExpertDivider(LAYERS, EXPERTS, [range(LAYERS)] * workers, message)
     for worker in range(workers):
         found.admit(worker, given)
     return found
@@ -35,10 +36,8 @@ def has(*experts: int, layer: int = 0) -> np.ndarray:
     return found.reshape(-1)
 
 
-@given(data=st.data(), each=st.lists(rates, min_size=WORKERS, max_size=WORKERS), seed=st.integers(0, 1000))
-def test_each_expert_once_and_no_worker_alone_is_faster(
-    data: st.DataObject, each: list[ProcessorRates], seed: int
-) -> None:
+@given(data=st.data(), each=st.lists(speeds, min_size=WORKERS, max_size=WORKERS), seed=st.integers(0, 1000))
+def test_each_expert_once_and_no_worker_alone_is_faster(data: st.DataObject, each: list[Speed], seed: int) -> None:
     rng = np.random.default_rng(seed)
     found = ExpertDivider(LAYERS, EXPERTS, [range(LAYERS)] * WORKERS)
     there = rng.random((WORKERS, LAYERS, EXPERTS)) < 0.4
@@ -69,30 +68,30 @@ def test_each_expert_once_and_no_worker_alone_is_faster(
 costs = st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=3, max_size=3)
 
 
-def finish(compute: np.ndarray, load: np.ndarray, wire: np.ndarray, where: Sequence[int]) -> float:
+def finish(compute: np.ndarray, load: np.ndarray, message: float, where: Sequence[int]) -> float:
     """When the last worker has finished."""
-    ends, link = [], sum(wire[w] for w in set(where))
+    ends, link = [], message * len(set(where))
     for w in set(where):
         mine = [e for e, here in enumerate(where) if here == w]
         held = sum(compute[w, e] for e in mine if not load[w, e])
         waits = max(sum(load[w, e] for e in mine), held)
-        ends.append((link if wire[w] else 0) + waits + sum(compute[w, e] for e in mine if load[w, e]))
+        ends.append(link + waits + sum(compute[w, e] for e in mine if load[w, e]))
     return max(ends)
 
 
-@given(costs, costs, st.lists(st.sampled_from([0, 1, 3]), min_size=3, max_size=3))
-def test_greedy_of_any_costs(compute: list, load: list, wire: list) -> None:
-    given = np.array(compute, dtype=float), np.array(load, dtype=float), np.array(wire, dtype=float)
+@given(costs, costs, st.sampled_from([0, 1, 3]))
+def test_greedy_of_any_costs(compute: list, load: list, message: int) -> None:
+    given = np.array(compute, dtype=float), np.array(load, dtype=float)
     kept = [array.copy() for array in given]
-    found = greedy(*given)
-    assert found == greedy(*kept) and all((a == b).all() for a, b in zip(given, kept, strict=True))
-    assert finish(*given, found) <= min(finish(*given, [w] * 4) for w in range(3))
+    found = greedy(*given, message)
+    assert found == greedy(*kept, message) and all((a == b).all() for a, b in zip(given, kept, strict=True))
+    assert finish(*given, message, found) <= min(finish(*given, message, [w] * 4) for w in range(3))
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.integers(1, 5))
 def test_greedy_is_the_fastest_for_experts_that_are_alike(each: list[int], experts: int) -> None:
     compute = np.repeat(np.array(each, dtype=float)[:, None], experts, axis=1)
-    given = compute, np.zeros_like(compute), np.zeros(len(each))
+    given = compute, np.zeros_like(compute), 0.0
     fastest = min(finish(*given, where) for where in product(range(len(each)), repeat=experts))
     assert finish(*given, greedy(*given)) == fastest
 
@@ -100,8 +99,8 @@ def test_greedy_is_the_fastest_for_experts_that_are_alike(each: list[int], exper
 def test_one_worker_where_the_greedy_list_is_slower() -> None:
     """Workers share the link: two halve the computing, and each waits for the other's rows."""
     compute, zeros = np.ones((2, 4)), np.zeros((2, 4))
-    assert len(set(greedy(compute, zeros, np.full(2, 1.0)))) == 2
-    assert len(set(greedy(compute, zeros, np.full(2, 2.0)))) == 1
+    assert len(set(greedy(compute, zeros, 1.0))) == 2
+    assert len(set(greedy(compute, zeros, 2.0))) == 1
 
 
 @given(count=st.integers(1, EXPERTS), workers=st.integers(1, WORKERS))
@@ -119,7 +118,7 @@ def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> 
     assert set(both[0]) >= {0, 1} and sum(both.values(), []) == [0, 1, 4], "what is there runs while the other loads"
     assert where(found.divide(0, np.array([[4, 5]]), [0, 1])) in ({0: [4], 1: [5]}, {0: [5], 1: [4]})
     assert where(found.divide(0, np.array([[0, 4]]), [0])) == {0: [0, 4]}, "the other one is lost"
-    quick = ProcessorRates(expert=1.0, row=0.1, load=0.25, message=0.0)
+    quick = Speed(expert=1.0, row=0.1, load=0.25)
     for worker in range(2):
         found.admit(worker, quick)
     found.sees(0, has(0, 1, 2, 3))
@@ -128,8 +127,7 @@ def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> 
 
 
 def test_a_message_that_takes_longer_than_it_saves_is_not_sent() -> None:
-    dear = ProcessorRates(expert=1.0, row=0.1, load=5.0, message=100.0)
-    assert len(divider(dear).divide(0, np.arange(4)[None], [0, 1, 2])) == 1
+    assert len(divider(message=100.0).divide(0, np.arange(4)[None], [0, 1, 2])) == 1
 
 
 def test_experts_are_computed_where_they_were_told_to_be_loaded_once() -> None:
@@ -157,13 +155,13 @@ def test_a_worker_that_returns_has_nothing() -> None:
     found = divider(workers=2)
     found.sees(0, has(*range(EXPERTS)))
     found.expect(0, np.arange(2), [0])
-    found.admit(0, RATES)
+    found.admit(0, SPEED)
     assert len(where(found.divide(0, np.arange(4)[None], [0, 1]))) == 2
 
 
 def test_answers_of_a_worker_are_of_its_layers() -> None:
     found = ExpertDivider(LAYERS, EXPERTS, [(0, 2), (1,)])
     assert [found.served(worker) for worker in range(2)] == [2 * EXPERTS, EXPERTS]
-    found.admit(0, RATES)
+    found.admit(0, SPEED)
     with pytest.raises(ValueError):
         found.sees(0, np.zeros(EXPERTS - 1, dtype=bool))

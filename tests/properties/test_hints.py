@@ -7,7 +7,6 @@ than once, damaged, with other sizes, or never. Rows are computed in between, as
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +14,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from memory_store import MemoryStore
+from msgspec.structs import replace
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.methods.od_moe.pool import ExpertPool
-from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, hint_payload, raw, run_payload
-from vllm_spac.methods.od_moe.worker import Worker, _Session
-from vllm_spac.methods.od_moe.worker_link import Service
+from vllm_spac.methods.od_moe.wire import (
+    FrameKind,
+    Header,
+    Limits,
+    Service,
+    decode,
+    encode,
+    hint_payload,
+    raw,
+    run_payload,
+)
+from vllm_spac.methods.od_moe.worker import HostedLayers, Worker, _Session
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, EPOCH = 4, 6, 2, 3, 7
 MINE = (0, 1, 3)
@@ -50,7 +59,9 @@ class Hints(RuleBasedStateMachine):
         self.worker = Worker(bytes(32), lambda _: kernel, lambda *_: store, 1 << 20)
         self.pool = ExpertPool(service, store, kernel, 1 << 20)
         limits = Limits(hidden=HIDDEN, top_k=TOP_K, experts=EXPERTS, expert_bytes=SHAPE.expert_bytes)
-        self.worker._session = _Session(PEER, "engine", EPOCH, service, store, self.pool, limits)
+        hosted = HostedLayers(lambda _: kernel, lambda *_: store, 1 << 20)
+        hosted.service, hosted.store, hosted.pool, hosted.limits = service, store, self.pool, limits
+        self.worker._session = _Session(PEER, EPOCH, "engine", hosted)
         self.said: list[tuple[bytes, bytes]] = []
         self.worker._send = lambda peer, message: self.said.append(message) is None  # type: ignore[method-assign]
         self.hints: list[tuple[bytes, bytes]] = []

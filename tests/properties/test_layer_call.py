@@ -7,20 +7,30 @@ belong to one worker, or their experts are divided among the workers of a group.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from vllm_spac.methods.od_moe import division
-from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.division import ExpertDivider
 from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
 from vllm_spac.methods.od_moe.roster import Patience, Roster
-from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, raw, resident_payload
-from vllm_spac.methods.od_moe.worker_link import as_text
+from vllm_spac.methods.od_moe.wire import (
+    FrameError,
+    FrameKind,
+    Header,
+    Limits,
+    Refusal,
+    Speed,
+    decode,
+    encode,
+    raw,
+    resident_payload,
+    text_payload,
+)
 
 WORKERS, LAYERS, EXPERTS, HIDDEN, TOP_K, PART = 4, 4, 8, 3, 3, 2
 FINGERPRINT = bytes(range(16))
@@ -39,12 +49,11 @@ def truth(layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor)
 
 
 class Network(RuleBasedStateMachine):
-    @initialize(size=st.sampled_from([1, 1, 2, 4]), replicas=st.integers(0, WORKERS - 1))
-    def start(self, size: int, replicas: int) -> None:
-        replicas = min(replicas, WORKERS - size)
-        self.roster = Roster(WORKERS, replicas, FINGERPRINT, lambda: Patience(1.0, 10.0), size)
-        mine = [division.layers_of(worker, LAYERS, WORKERS, replicas, size) for worker in range(WORKERS)]
-        self.divider = None if size == 1 else ExpertDivider(LAYERS, EXPERTS, mine)
+    @initialize(size=st.sampled_from([1, 1, 2, 4]))
+    def start(self, size: int) -> None:
+        self.roster = Roster(WORKERS, FINGERPRINT, lambda: Patience(1.0, 10.0), size)
+        mine = [division.layers_of(worker, LAYERS, WORKERS, size) for worker in range(WORKERS)]
+        self.divider = None if size == 1 else ExpertDivider(LAYERS, EXPERTS, mine, 0.1)
         self.now, self.epochs, self.step = 0.0, 0, 0
         self.requests: list[tuple[int, tuple[bytes, bytes]]] = []  # to (worker, epoch)
         self.answers: list[tuple[int, tuple[bytes, bytes]]] = []
@@ -57,7 +66,7 @@ class Network(RuleBasedStateMachine):
         self.epochs += 1
         self.roster.admit(worker, self.epochs)
         if self.divider is not None:
-            self.divider.admit(worker, ProcessorRates(1.0, 0.1, 3.0, 0.1))
+            self.divider.admit(worker, Speed(1.0, 0.1, 3.0))
 
     def pump(self) -> None:
         """Does what the client does between two waits."""
@@ -86,7 +95,7 @@ class Network(RuleBasedStateMachine):
         x, weights = (torch.randint(1, 50, (rows, n), generator=rng).float() for n in (HIDDEN, TOP_K))
         ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:TOP_K] for _ in range(rows)]).int()
         self.expected = truth(layer, x, weights, ids)
-        self.call = LayerCall(self.roster, Forward(self.step), layer, x, weights, ids, LIMITS, PART, self.divider)
+        self.call = LayerCall(self.roster, Forward(self.step), layer, x, weights, ids, PART, self.divider)
         self.pump()
 
     @precondition(lambda self: self.requests)
@@ -109,7 +118,9 @@ class Network(RuleBasedStateMachine):
         answer = encode(replace(header, top_k=len(resident)), raw(out) + resident_payload(resident))
         if how == "fails":
             repeated = (header.epoch, header.step, header.sequence, header.layer)
-            answer = encode(Header(FrameKind.FAILED, *repeated, fingerprint=FINGERPRINT), as_text({"why": "full disk"}))
+            answer = encode(
+                Header(FrameKind.FAILED, *repeated, fingerprint=FINGERPRINT), text_payload(Refusal("full disk"))
+            )
         self.answers.append((worker, answer))
 
     @precondition(lambda self: self.requests)
@@ -120,6 +131,14 @@ class Network(RuleBasedStateMachine):
             if self.requests:
                 self.compute(which, False, "right")
                 self.deliver(len(self.answers) - 1, False, None, False)
+
+    def arrives(self, worker: int, message: list[bytes] | tuple[bytes, bytes]) -> bool:
+        """Whether the layer takes a message, as the client hands it over."""
+        assert self.call is not None
+        try:
+            return self.call.incoming(worker, decode(message, LIMITS), self.now)
+        except FrameError:
+            return False
 
     @precondition(lambda self: self.answers)
     @rule(which=number, again=rarely, bit=st.none() | st.none() | number, other=rarely)
@@ -134,7 +153,7 @@ class Network(RuleBasedStateMachine):
             part[(bit // 2) % len(part)] ^= 1 << bit % 8
             message[bit % 2] = bytes(part)
         if self.call is not None:
-            counted = self.call.incoming((worker + other) % WORKERS, message, self.now)
+            counted = self.arrives((worker + other) % WORKERS, message)
             assert not (counted and (other or bit is not None))
             self.pump()
 
@@ -147,7 +166,7 @@ class Network(RuleBasedStateMachine):
         value = bytes(16) if field == "fingerprint" else getattr(frame.header, field) + 1000
         if self.call is not None:
             message = encode(replace(frame.header, **{field: value}), bytes(frame.payload))
-            assert not self.call.incoming(worker, message, self.now)
+            assert not self.arrives(worker, message)
             self.pump()
 
     @rule(worker=st.integers(0, WORKERS - 1), answers_too=st.booleans(), really=rarely)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.methods.od_moe import wire
 from vllm_spac.methods.od_moe.wire import (
-    HEADER_BYTES,
-    MOST_BYTES,
     MOST_TEXT,
+    PREFIX,
+    Counts,
     FrameError,
     FrameKind,
     Header,
+    Hello,
     Limits,
+    Refusal,
     decode,
     encode,
     expert_payload,
@@ -26,6 +28,7 @@ from vllm_spac.methods.od_moe.wire import (
     raw,
     resident_payload,
     run_payload,
+    text_payload,
 )
 
 SHAPE = MoEShape(
@@ -47,7 +50,7 @@ def tensors(rows: int, hidden: int, top_k: int, dtype: torch.dtype, seed: int = 
 
 def run_frame(rows: int = 2, hidden: int = 5, top_k: int = 2, dtype: torch.dtype = torch.bfloat16):
     x, weights, ids = tensors(rows, hidden, top_k, dtype)
-    header = Header(FrameKind.RUN, 2**64 - 1, 3, 4, 5, rows, hidden, top_k, dtype, fingerprint=bytes(range(16)))
+    header = Header(FrameKind.RUN, 2**64 - 1, 3, 4, 5, rows, hidden, top_k, dtype, bytes(range(16)))
     return encode(header, run_payload(x, weights, ids))
 
 
@@ -90,7 +93,7 @@ each = pytest.mark.parametrize("name", FRAMES)
 def test_what_was_sent_arrives(rows, hidden, top_k, dtype, numbers, layer, prompts, seed) -> None:
     x, weights, ids = tensors(rows, hidden, top_k, dtype, seed)
     fingerprint = seed.to_bytes(16, "little")
-    header = Header(FrameKind.RUN, *numbers, layer, rows, hidden, top_k, dtype, 0, fingerprint, prompts)
+    header = Header(FrameKind.RUN, *numbers, layer, rows, hidden, top_k, dtype, fingerprint, prompts)
     frame = decode(encode(header, run_payload(x, weights, ids)), LIMITS)
     found = frame.header
     for name in ("kind", "epoch", "step", "sequence", "layer", "rows", "hidden", "top_k", "dtype", "prompts"):
@@ -125,7 +128,7 @@ def test_every_changed_bit_is_noticed(name: str) -> None:
 def test_parts_of_other_lengths_are_refused(name: str) -> None:
     head, payload = FRAMES[name]()
     for message in (
-        *([head[:length], payload] for length in range(HEADER_BYTES)),
+        *([head[:length], payload] for length in range(len(head))),
         *([head, payload[:length]] for length in range(len(payload))),
         *([head + b"\0", payload], [head, payload + b"\0"], [head], [head, payload, b""], []),
     ):
@@ -134,49 +137,69 @@ def test_parts_of_other_lengths_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header",
+    ("header", "size"),
     [
-        Header(FrameKind.RUN, rows=9, hidden=16, top_k=4, dtype=torch.float32, payload=9 * (64 + 32)),
-        Header(FrameKind.RUN, rows=1, hidden=17, top_k=4, dtype=torch.float32, payload=68 + 32),
-        Header(FrameKind.RUN, rows=1, hidden=16, top_k=5, dtype=torch.float32, payload=64 + 40),
-        Header(FrameKind.RUN, rows=1, hidden=16, top_k=0, dtype=torch.float32, payload=64),
-        Header(FrameKind.RUN, rows=0, hidden=16, top_k=4, dtype=torch.float32),
-        Header(FrameKind.RUN, rows=1, hidden=16, top_k=4, payload=64 + 32),
-        Header(FrameKind.ROWS, rows=1, hidden=16, top_k=4, dtype=torch.float32, payload=64),
-        Header(FrameKind.ROWS, rows=1, hidden=16, top_k=13, dtype=torch.float32, payload=64 + 2),
-        Header(FrameKind.ROWS, rows=1, hidden=16, dtype=torch.float32, payload=2**60),
-        Header(FrameKind.ECHO, rows=9, hidden=16, dtype=torch.float32, payload=9 * 64),
-        Header(FrameKind.ECHO, rows=1, hidden=16, top_k=1, dtype=torch.float32, payload=64 + 8),
-        Header(FrameKind.HINT, top_k=7, payload=28),
-        Header(FrameKind.HINT, payload=0),
-        Header(FrameKind.HINT, top_k=6, payload=28),
-        Header(FrameKind.HINT, top_k=2, payload=2**60),
-        Header(FrameKind.HINT, rows=1, top_k=2, payload=8),
-        Header(FrameKind.HINT, top_k=2, dtype=torch.float32, payload=8),
-        Header(FrameKind.PUT, payload=SHAPE.expert_bytes + 1),
-        Header(FrameKind.PUT, rows=1, payload=SHAPE.expert_bytes),
-        Header(FrameKind.FAILED, payload=MOST_TEXT + 1),
-        Header(FrameKind.FAILED, payload=MOST_BYTES + 1),
-        Header(FrameKind.FILL, payload=1),
-        Header(FrameKind.FILL, dtype=torch.float32),
+        (Header(FrameKind.RUN, rows=9, hidden=16, top_k=4, dtype=torch.float32), 9 * (64 + 32)),
+        (Header(FrameKind.RUN, rows=1, hidden=17, top_k=4, dtype=torch.float32), 68 + 32),
+        (Header(FrameKind.RUN, rows=1, hidden=16, top_k=5, dtype=torch.float32), 64 + 40),
+        (Header(FrameKind.RUN, rows=1, hidden=16, top_k=0, dtype=torch.float32), 64),
+        (Header(FrameKind.RUN, rows=0, hidden=16, top_k=4, dtype=torch.float32), 0),
+        (Header(FrameKind.RUN, rows=1, hidden=16, top_k=4), 64 + 32),
+        (Header(FrameKind.ROWS, rows=1, hidden=16, top_k=4, dtype=torch.float32), 64),
+        (Header(FrameKind.ROWS, rows=1, hidden=16, top_k=13, dtype=torch.float32), 64 + 2),
+        (Header(FrameKind.ROWS, rows=2**60, hidden=16, dtype=torch.float32), 64),
+        (Header(FrameKind.ECHO, rows=9, hidden=16, dtype=torch.float32), 9 * 64),
+        (Header(FrameKind.ECHO, rows=1, hidden=16, top_k=1, dtype=torch.float32), 64 + 8),
+        (Header(FrameKind.HINT, top_k=7), 28),
+        (Header(FrameKind.HINT), 0),
+        (Header(FrameKind.HINT, top_k=6), 28),
+        (Header(FrameKind.HINT, rows=1, top_k=2), 8),
+        (Header(FrameKind.HINT, top_k=2, dtype=torch.float32), 8),
+        (Header(FrameKind.PUT), SHAPE.expert_bytes + 1),
+        (Header(FrameKind.PUT, rows=1), SHAPE.expert_bytes),
+        (Header(FrameKind.FAILED), MOST_TEXT + 1),
+        (Header(FrameKind.FILL), 1),
+        (Header(FrameKind.FILL, dtype=torch.float32), 0),
     ],
     ids=str,
 )
-def test_sizes_are_refused_before_the_payload_is_looked_at(header: Header) -> None:
-    """The payload here has another size than the header states: it is the statement that is refused."""
-    head, _ = encode(header, b"")
-    stated = bytearray(head)
-    struct.pack_into("<Q", stated, HEADER_BYTES - 40, header.payload)
-    with pytest.raises(FrameError) as refused:
-        decode([bytes(stated), b""], LIMITS)
-    assert not str(refused.value).endswith("and has 0"), "it was refused for its payload"
+def test_other_sizes_are_refused(header: Header, size: int) -> None:
+    with pytest.raises(FrameError, match="states"):
+        decode(encode(header, bytes(size)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        msgspec.msgpack.encode([2]),
+        msgspec.msgpack.encode([FrameKind.FILL, -1]),
+        msgspec.msgpack.encode([FrameKind.FILL, 1.5]),
+        msgspec.msgpack.encode([FrameKind.FILL, *[0] * 7, "float64"]),
+        msgspec.msgpack.encode([FrameKind.FILL, *[0] * 7, ["float32"]]),
+        msgspec.msgpack.encode([FrameKind.FILL, *[0] * 7, None, bytes(15)]),
+        msgspec.msgpack.encode([FrameKind.FILL, *[0] * 7, None, bytes(16), 2]),
+        msgspec.msgpack.encode([FrameKind.FILL, *[0] * 7, None, bytes(16), False, 0]),
+        msgspec.msgpack.encode({"kind": FrameKind.FILL}),
+        msgspec.msgpack.encode([FrameKind.FILL]) + b"\0",
+        b"\xdd\xff\xff\xff\xff",  # four thousand million numbers
+        b"\x91" * 200,
+        b"",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prefix", [PREFIX, b"SPAC\x04"])
+def test_headers_that_cannot_be(header: bytes, prefix: bytes) -> None:
+    """With a right checksum: it is what they say that is refused."""
+    head = prefix + header
+    with pytest.raises(FrameError, match="cannot be" if prefix == PREFIX else "this release"):
+        decode([head + wire._checksum(head, b""), b""], LIMITS)
 
 
 def test_what_has_a_slot_arrives_after_the_rows() -> None:
     frame = decode(FRAMES["rows, and what has a slot"](), LIMITS)
     assert frame.resident().tolist() == [number % 3 == 0 for number in range(12)]
     assert raw(frame.rows()) == raw(tensors(2, 5, 2, torch.float32)[0])
-    with pytest.raises(FrameError, match="states 12 experts"):
+    with pytest.raises(FrameError, match="12 experts, and at most 0 are known"):
         decode(FRAMES["rows, and what has a slot"](), Limits())
 
 
@@ -186,17 +209,32 @@ def test_a_hint_arrives_in_its_order() -> None:
 
 
 def test_no_hint_is_accepted_before_the_experts_are_known() -> None:
-    with pytest.raises(FrameError, match="a hint of 3 experts of 0"):
+    with pytest.raises(FrameError, match="states .* 3 experts, and at most 0 are known"):
         decode(FRAMES["hint"](), Limits())
 
 
 def test_no_expert_is_accepted_before_its_size_is_known() -> None:
-    with pytest.raises(FrameError, match="an expert has 0"):
-        decode(FRAMES["expert"](), Limits())
+    for message in (FRAMES["expert"](), encode(Header(FrameKind.PUT, 1))):
+        with pytest.raises(FrameError, match="an expert has 0"):
+            decode(message, Limits())
 
 
-@pytest.mark.parametrize("payload", [b"", b"[]", b"{", b"\xff", b'{"a": NaN}', b"[" * 5000])
-def test_text_that_is_no_object(payload: bytes) -> None:
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"[]", b"{", b"\xff", b"[" * 5000, b'{"facts": {}}', b'{"facts": {}, "engine": "", "more": 1}']
+    + [b'{"facts": {}, "engine": ' + text + b"}" for text in (b"NaN", rb'"\ud800"', b'"' + b"a" * 65 + b'"')]
+    + [b'{"facts": {"vllm": 1}, "engine": ""}'],
+)
+def test_text_that_says_something_else(payload: bytes) -> None:
     frame = decode(encode(Header(FrameKind.HELLO), payload), LIMITS)
-    with pytest.raises(FrameError, match="JSON"):
-        frame.text()
+    with pytest.raises(FrameError, match="a HELLO frame says something else"):
+        frame.text(Hello)
+
+
+def test_text_arrives() -> None:
+    for kind, said in (
+        (Hello, Hello(facts={"vllm": "0.32"}, engine="e")),
+        (Refusal, Refusal("full", busy=True)),
+        (Counts, {"pool": "a", "hits": 3, "seconds": 0.5, "serving": True, "bytes": {"disk": 5}}),
+    ):
+        assert decode(encode(Header(FrameKind.COUNTS), text_payload(said)), LIMITS).text(kind) == said

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.places import ClusterFile, Place, RunningWorkers
 from vllm_spac.system.files import LockFile
 
@@ -46,33 +45,13 @@ def place(pid: int, machine: str = platform.node(), port: int = 5555) -> Place:
 
 def test_show_says_which_workers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This test's process is none, although it runs: a number may be another program's by now."""
-    monkeypatch.setattr(inquiries, "counts", lambda addresses, secret: ["did not answer"] * len(addresses))
     file = write(tmp_path / "cluster.json", place(ended()), place(os.getpid()), place(7, "elsewhere"))
     text = run("show", "--file", file)
     assert text.count("ended") == 2 and "on another machine" in text
     assert "abab" not in text, "the secret is not shown"
-
-
-def test_show_prints_what_workers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those that may run are asked; what they say is shown, and obeyed in nothing."""
-    serving = {"pool": "p", "layers": 3, "calls": 1234, "rows": 5678, "hits": 3, "misses": 1, "loads": 42}
-    serving |= {"slot_bytes": 1 << 30, "memory_bytes": 3 << 30, "serving": True}
-    odd = {"pool": "\x1b[2J", "layers": "many", "hits": [1], "memory_bytes": None, "rows": 1.5}
-    said = [serving, {"memory_bytes": 1 << 29, "serving": False}, odd, "it has another secret"]
-    asked: list[str] = []
-
-    def counts(addresses: list[str], secret: bytes) -> list:
-        asked.extend(addresses)
-        assert secret == bytes.fromhex("ab" * 32)
-        return said
-
-    monkeypatch.setattr(inquiries, "counts", counts)
-    others = [place(7, "elsewhere", port) for port in (1, 2, 3, 4)]
-    text = run("show", "--file", write(tmp_path / "cluster.json", place(ended()), *others))
-    assert asked == [other.address for other in others]
-    for part in ("3 1,234 5,678 75.0% 42 1.00 GiB 3.00 GiB", "serves none", "512.0 MiB", "it has another secret"):
-        assert part in text, part
-    assert "\x1b" not in text and "abab" not in text
+    monkeypatch.setattr("vllm_spac.cli.cluster.MODULE", psutil.Process().cmdline()[0])
+    text = run("show", "--file", file)
+    assert text.count("ended") == 1 and "runs since 20" in text and "iB" in text
 
 
 def test_stop_ends_no_other_program_and_keeps_other_machines(tmp_path: Path) -> None:
@@ -83,6 +62,11 @@ def test_stop_ends_no_other_program_and_keeps_other_machines(tmp_path: Path) -> 
     write(file, place(os.getpid()))
     run("stop", "--file", file)
     assert not file.exists()
+
+
+def test_a_file_that_no_engine_could_be_given_is_not_made(tmp_path: Path) -> None:
+    assert "takes no path with @ in it" in run("start", "--file", tmp_path / "a@b" / "cluster.json", code=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -104,7 +88,7 @@ def test_addresses_that_are_none(address: str) -> None:
 
 def test_too_few_workers(tmp_path: Path) -> None:
     file = write(tmp_path / "cluster.json", place(1))
-    with pytest.raises(ConfigError, match=r"workers=2 .* has 1 of them; start more"):
+    with pytest.raises(ConfigError, match=r"2 workers .* has 1 of them; start more"):
         RunningWorkers(file, 2)
     with pytest.raises(ConfigError, match="has 0 of them"):
         RunningWorkers(write(file), None)

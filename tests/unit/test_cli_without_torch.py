@@ -46,7 +46,7 @@ CALLS = {
     "trace show": ([TRACE], ""),
     "trace timeline": (["run.timeline"], "ui.perfetto.dev"),
     "cluster start": (["--workers", "65"], "less than or equal to 64"),  # it would start one
-    "cluster show": (["--file", "cluster.json"], ""),
+    "cluster show": (["--file", "cluster.json"], "cluster.json"),
     "cluster stop": (["--file", "cluster.json"], "cluster.json"),
 }
 

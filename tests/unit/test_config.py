@@ -13,6 +13,7 @@ from vllm_spac.config.former import FORMER
 from vllm_spac.config.types import PREFETCHING, SlotCount, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
+from vllm_spac.system.machine import CLUSTER_FILE
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: 
         ({"kernel": "table"}, "table", "decisions=host, kernel=table"),
         ({"decisions": "device"}, "pointers", "decisions=device, kernel=table"),
         ({"kernel": "table", "decisions": "device"}, "pointers", "decisions=device, kernel=table"),
-        ({"executor": "processes", "workers": 2}, "workers", "executor=processes"),
+        ({"executor": "processes"}, "workers", "executor=processes"),
     ],
 )
 def test_decisions_and_kernel_name_the_execution(raw: dict, execution: str, plane: str) -> None:
@@ -324,26 +325,31 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"workers": 2}, "no effect with executor=local .*; add --spac-executor processes"),
-        ({"executor": "local@replicas=1"}, "local has no argument 'replicas'; it has none"),
-        ({"executor": "ray@per_layer=17", "workers": 34}, "per_layer=17: use a whole number from 1 to 16"),
-        ({"executor": "processes@per_layer=2", "workers": 3}, "do not form groups .*; use --spac-workers 4"),
-        ({"executor": "processes@per_layer=2@replicas=1"}, "needs workers; add --spac-workers 4, or"),
+        ({"workers": 2}, r"workers \(--spac-workers\) is gone; --spac-executor processes@workers=3 says how many"),
+        ({"executor": "local@per_layer=1"}, "local has no argument 'per_layer'; it has none"),
+        ({"executor": "processes@per_layer=17@workers=34"}, "per_layer=17: use a whole number from 1 to 16"),
+        ({"executor": "processes@workers=257"}, "workers=257: use a whole number from 1 to 256"),
         (
-            {"executor": "processes@per_layer=2@replicas=3", "workers": 4},
-            "other workers than a layer's own, .* use at most --spac-executor processes@per_layer=2@replicas=2",
+            {"executor": "processes@workers=5@per_layer=2"},
+            "5 workers do not form groups .*; use --spac-executor processes@workers=4@per_layer=2$",
         ),
-        ({"cluster": "/x"}, "no effect with executor=local"),
-        ({"executor": "processes"}, r"needs workers; add --spac-workers 2, or add --spac-cluster"),
-        ({"executor": "ray", "cluster": "auto"}, r"needs workers; add --spac-workers 2"),
-        ({"executor": "ray@replicas=2", "workers": 2}, "use at most --spac-executor ray@replicas=1"),
-        ({"executor": "processes", "cluster": "\0"}, "NUL"),
-        ({"executor": "processes", "workers": 2, "decisions": "device"}, "drop --spac-decisions"),
-        ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
-        ({"executor": "processes", "workers": 2, "prefetch": "neural"}, "needs predictor_file"),
-        ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
-        ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
-        ({"executor": "threads"}, "executor='threads' .*: use local or processes@per_layer=...@replicas=... or ray@"),
+        (
+            {"executor": "cluster@per_layer=4@file=/x@workers=3"},
+            "do not form groups .*; use --spac-executor cluster@per_layer=4@file=/x@workers=4$",
+        ),
+        ({"executor": "processes@replicas=1"}, "processes has no argument 'replicas'; it has workers, per_layer"),
+        ({"executor": "processes@file=/x"}, "processes has no argument 'file'"),
+        ({"cluster": "/x"}, r"cluster \(--spac-cluster\) is gone; --spac-executor cluster@file=FILE"),
+        ({"executor": "cluster@file=\0"}, "NUL"),
+        ({"executor": "cluster@file="}, "file='': the path is empty"),
+        ({"executor": "cluster@file=/home/a@b/cluster.json"}, "'b/cluster.json' in .* sets nothing"),
+        ({"executor": "ray"}, "executor='ray' .*: use local or processes@workers=...@per_layer=... or cluster@file"),
+        ({"executor": "processes", "decisions": "device"}, "drop --spac-decisions"),
+        ({"executor": "processes", "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
+        ({"executor": "processes", "prefetch": "neural"}, "needs predictor_file"),
+        ({"executor": "processes", "host_memory": "1GiB"}, "drop --spac-host-memory"),
+        ({"executor": "processes", "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
+        ({"executor": "threads"}, "executor='threads' .*: use local or processes@workers=...@per_layer=..."),
     ],
     ids=str,
 )
@@ -353,9 +359,15 @@ def test_what_expert_workers_do_not_go_with(raw: dict, message: str) -> None:
 
 
 def test_expert_workers_run_the_layers() -> None:
-    config = SpacConfig.parse({"executor": "processes@replicas=1", "workers": 2})
+    config = SpacConfig.parse({"executor": "processes@per_layer=2@workers=4"})
     assert config.execution_name == "workers" and config.store_on("cpu") == "disk"
-    assert (config.executor_name, config.replicas, config.workers_per_layer) == ("processes", 1, 1)
+    assert (config.executor_name, config.workers_per_layer, config.workers) == ("processes", 2, 4)
+    few = [SpacConfig.parse({"executor": f"processes@per_layer={size}"}).workers for size in (1, 2, 3)]
+    assert few == [2, 2, 3], "one group, and two workers at least"
+    named = SpacConfig.parse({"executor": "cluster@file=~/c.json"})
+    assert (named.cluster, named.workers) == (Path("~/c.json").expanduser(), None)
+    assert SpacConfig.parse({"executor": "cluster@workers=3"}).cluster == CLUSTER_FILE.expanduser()
+    assert SpacConfig.parse({"executor": "cluster@file=12"}).cluster == Path("12")
     assert SpacConfig.parse({}).execution_name == "slots"
 
 
@@ -417,7 +429,6 @@ def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
     [
         ("cpu_kernel", "torch"),
         ("tree_shape", "static@depth=3"),
-        ("executor", "processes@per_layer=2"),
     ],
 )
 def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only(name: str, text: str) -> None:
@@ -545,7 +556,7 @@ SPECULATES = {"speculate": "restricted", "prefetch": "gate"}
         ),
         (SPECULATES | {"budget": 0.9}, r"and budget=0.9 \(--spac-budget\) both choose"),
         (
-            SPECULATES | {"executor": "processes", "workers": 2},
+            SPECULATES | {"executor": "processes"},
             r"rows are sent by what it chose; drop --spac-speculate",
         ),
     ],

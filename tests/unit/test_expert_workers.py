@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import zmq
+from memory_store import MemoryStore
+from msgspec.structs import replace
 from torch import Tensor
 from worker_threads import (
     ANOTHER,
@@ -29,48 +31,52 @@ from worker_threads import (
     assert_right,
     connected,
     counts_of,
-    full_copy,
+    expert,
     here,
     layer_input,
     row_by_row,
+    stored,
     until,
 )
 
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.layers import cpu_kernel
-from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.client import WorkerClient
-from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.division import ExpertDivider
 from vllm_spac.methods.od_moe.inquiries import WorkerCounts
 from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
 from vllm_spac.methods.od_moe.places import ClusterFile
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.roster import Roster
 from vllm_spac.methods.od_moe.wire import (
+    FrameError,
     FrameKind,
     Header,
     Limits,
+    Speed,
     decode,
     encode,
     hint_payload,
     raw,
     resident_payload,
+    text_payload,
 )
 from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
+from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 from vllm_spac.tools.machine import peer
 
 
 @pytest.fixture(autouse=True)
 def equal_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers in threads of a busy machine measure what they like, and the division follows from it."""
-    measured = ExpertPool.rates
+    measured = ExpertPool.speed
 
-    def rates(self: ExpertPool, dtype: torch.dtype) -> dict[str, float]:
+    def speed(self: ExpertPool, dtype: torch.dtype) -> Speed:
         found = measured(self, dtype)
-        assert found["expert"] > 0 and found["row"] > 0 and found["load"] >= 0
-        return {"expert": 1e-4, "row": 1e-5, "load": 1e-3}
+        assert found.expert > 0 and found.row > 0 and found.load >= 0
+        return Speed(expert=1e-4, row=1e-5, load=1e-3)
 
-    monkeypatch.setattr(ExpertPool, "rates", rates)
+    monkeypatch.setattr(ExpertPool, "speed", speed)
 
 
 @pytest.fixture
@@ -87,24 +93,17 @@ def client() -> Iterator[Callable[..., WorkerClient]]:
 
 
 @pytest.mark.parametrize("slots", ["3", "50%", "100%"])
-@pytest.mark.parametrize("replicas", [0, 1])
-def test_rows_have_the_bits_of_the_local_kernel(client, slots: str, replicas: int) -> None:
+def test_rows_have_the_bits_of_the_local_kernel(client, slots: str) -> None:
     """From one row to a prompt in several parts, with slots for a part of the experts."""
     places = Threads(2)
-    found = client(places, slots=slots, replicas=replicas)
+    found = client(places, slots=slots)
     for step, rows in enumerate((1, 7, 300), 1):
         for layer in range(LAYERS):
             assert_right(found, layer, rows, seed=layer, step=step)
-    for worker, service in enumerate(found.services):
+    for worker, service in enumerate(found.connections.services):
         held = [key for key in range(SHAPE.total) if places.stores[worker].holds(key)]
         assert held == service.keys, "a worker has its layers and no other"
-    rows = [share.rows for share in found.shares.workers]
-    assert sum(rows) == LAYERS * 308
-    if replicas == 0:
-        assert rows == [3 * 308, 2 * 308]
-    else:  # rows of decoding are their first worker's, those of a prompt of all workers that have the layer
-        assert rows[0] - 3 * 8 + rows[1] - 2 * 8 == LAYERS * 300
-        assert min(rows) >= 3 * 8 + 75, "no pace was known at first"
+    assert [share.rows for share in found.shares.workers] == [3 * 308, 2 * 308]
     assert (found.shares.elsewhere, found.shares.dropped) == (0, 0)
     counts = counts_of(found)
     for worker, share in enumerate(found.shares.workers):
@@ -117,15 +116,6 @@ def test_rows_have_the_bits_of_the_local_kernel(client, slots: str, replicas: in
         assert counts[name] == sum(each[name] for each in counts["expert_workers"].values()), name
     assert counts["hits"] + counts["misses"] > 0 and counts["slots"] == found.slots
     assert (counts["misses"] > 0) == (slots != "100%")
-
-
-def test_a_prompt_is_divided_among_the_workers_that_have_its_layer(client) -> None:
-    found = client(Threads(2), replicas=1)
-    assert_right(found, 0, rows=128)
-    assert [share.rows for share in found.shares.workers] == [128, 0]
-    assert_right(found, 0, rows=300, seed=1, step=2)
-    first, second = (share.rows for share in found.shares.workers)
-    assert first + second == 428 and second >= 75, "each of the four parts has 75 rows"
 
 
 @pytest.mark.parametrize("slots", ["3", "50%", "100%"])
@@ -150,7 +140,7 @@ def test_experts_are_divided_among_the_workers_of_a_group(client, slots: str) ->
     for first, layers in ((0, 3), (2, 2)):  # layers 0, 2 and 4 belong to the first group
         rows = [shares.workers[worker].rows for worker in (first, first + 1)]
         assert layers * 308 <= sum(rows) < 2 * layers * 308 and min(rows) > 0
-        assert [running.worker._session.service.mine for running in places.running[first : first + 2]] == (
+        assert [running.worker._session.hosted.service.mine for running in places.running[first : first + 2]] == (
             [tuple(range(first // 2, LAYERS, 2))] * 2
         )
     assert (counts_of(found)["misses"] > 0) == (slots != "100%")
@@ -176,7 +166,7 @@ def test_a_lost_worker_s_experts_go_to_the_others_of_its_group(client) -> None:
 
 def test_a_group_that_is_lost_leaves_its_experts_to_this_process(client) -> None:
     places = Threads(2)
-    found = client(places, size=2, copy=full_copy())
+    found = client(places, size=2)
     places.may_return = False
     for running in places.running:
         running.end()
@@ -192,7 +182,7 @@ def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
         for layer in range(LAYERS):
             given = layer_input(1, seed=100 * step + layer)
             found.hint(step, layer, given[2][0].numpy())
-            read(places)
+            read(found, places)
             torch.testing.assert_close(found.compute(Forward(step), layer, *given), here(layer, *given))
     counts = counts_of(found)
     assert counts["misses"] == 0 and counts["hits"] == 3 * LAYERS * TOP_K
@@ -200,9 +190,13 @@ def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
 
 
 def test_a_worker_that_does_not_say_how_fast_it_is(client, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rates in ({}, None, {"expert": 1.0, "row": 1.0, "load": "fast"}, {"expert": 1.0, "row": 1.0, "load": -1.0}):
-        monkeypatch.setattr(ExpertPool, "rates", lambda self, dtype, rates=rates: rates)
-        with pytest.raises(SpacError, match="worker-0 does not say how fast it is"):
+    for speed, said in (
+        (None, "worker-0 does not say how fast it is"),
+        (Speed(expert=1.0, row=1.0, load="fast"), "a READY frame says something else: .*load"),  # type: ignore[arg-type]
+        (Speed(expert=1.0, row=1.0, load=-1.0), "a READY frame says something else: .*load"),
+    ):
+        monkeypatch.setattr(ExpertPool, "speed", lambda self, dtype, speed=speed: speed)
+        with pytest.raises(SpacError, match=said):
             client(Threads(2), size=2)
 
 
@@ -215,13 +209,13 @@ def test_a_worker_that_does_not_say_how_many_slots_it_has(client, monkeypatch: p
         return replace(frame, payload=memoryview(b"{}")) if kind == FrameKind.FILL else frame
 
     places = Threads(2)
-    found = client(places, replicas=1)
+    found = client(places)
     with monkeypatch.context() as patch:
         patch.setattr(WorkerLink, "ask", without)
-        with pytest.raises(SpacError, match="worker-0 does not say how many slots it has"):
+        with pytest.raises(SpacError, match="a READY frame says something else: .*slots"):
             client(Threads(2))
         places.running[0].end()
-        until(lambda: assert_right(found, 0) or "worker-0 is not back yet: spac: worker-0 does not say" in caplog.text)
+        until(lambda: assert_right(found, 0) or "worker-0 is not back yet: spac: a READY frame says" in caplog.text)
     until(lambda: assert_right(found, 0, seed=1) or found.shares.workers[0].readmissions == 1)
 
 
@@ -229,11 +223,11 @@ def test_a_worker_s_part_follows_from_its_own_speed(client, monkeypatch: pytest.
     """Both have all experts; one takes a second for an expert, and gets none of three."""
     places = Threads(2)
 
-    def rates(self: ExpertPool, dtype: torch.dtype) -> dict[str, float]:
-        session = places.running[0].worker._session
-        return {"expert": 1e-4 if session is not None and session.pool is self else 1.0, "row": 0.0, "load": 0.0}
+    def speed(self: ExpertPool, dtype: torch.dtype) -> Speed:
+        first = places.running[0].worker._session.hosted.pool is self
+        return Speed(expert=1e-4 if first else 1.0, row=0.0, load=0.0)
 
-    monkeypatch.setattr(ExpertPool, "rates", rates)
+    monkeypatch.setattr(ExpertPool, "speed", speed)
     found = client(places, size=2, slots="100%")
     for seed in range(4):
         assert_right(found, 0, seed=seed)
@@ -242,19 +236,19 @@ def test_a_worker_s_part_follows_from_its_own_speed(client, monkeypatch: pytest.
 
 def test_results_of_a_row_are_added_in_float32() -> None:
     """In bfloat16 256 + 1 + 1 + 1 is 256, and from 259 only the last rounding follows."""
-    roster, limits = Roster(4, 0, bytes(16), size=4), Limits(served=4)
+    roster, limits = Roster(4, bytes(16), size=4), Limits(served=4)
     divider = ExpertDivider(1, 4, [(0,)] * 4)
     for worker in range(4):
         roster.admit(worker, 1)
-        divider.admit(worker, ProcessorRates(1.0, 1.0, 1.0, 0.0))
+        divider.admit(worker, Speed(1.0, 1.0, 1.0))
     x = torch.ones(1, 2, dtype=torch.bfloat16)
-    call = LayerCall(
-        roster, Forward(1), 0, x, torch.ones(1, 4), torch.arange(4, dtype=torch.int32)[None], limits, 128, divider
-    )
+    ids = torch.arange(4, dtype=torch.int32)[None]
+    call = LayerCall(roster, Forward(1), 0, x, torch.ones(1, 4), ids, 128, divider)
     for worker, message in call.outgoing(0.0):
         header = replace(decode(message, limits).header, kind=FrameKind.ROWS, top_k=4)
         out = torch.full_like(x, 256.0 if worker == 0 else 1.0)
-        assert call.incoming(worker, encode(header, raw(out) + resident_payload(np.ones(4, dtype=bool))), 0.0)
+        answer = encode(header, raw(out) + resident_payload(np.ones(4, dtype=bool)))
+        assert call.incoming(worker, decode(answer, limits), 0.0)
     assert call.done and torch.equal(call.out, torch.full_like(x, 260.0)), "the bfloat16 next to 259"
 
 
@@ -277,9 +271,9 @@ def test_rows_with_some_experts_are_refused_where_rows_are_whole(client) -> None
 def test_a_second_start_packs_nothing(client, monkeypatch: pytest.MonkeyPatch) -> None:
     places = Threads(2)
     first = connected(places)
-    first.places = Threads(0)  # whose end ends no worker
+    first.connections.places = Threads(0)  # whose end ends no worker
     first.close()
-    monkeypatch.setattr(WorkerClient, "put", None)
+    monkeypatch.setattr(WorkerStore, "put", None)
     assert_right(client(places), 3)
 
 
@@ -304,22 +298,23 @@ def test_the_row_that_admits_workers_has_float32_weights_whatever_torch_s_defaul
 
 def test_an_expert_that_was_packed_wrongly_is_dropped_everywhere(client) -> None:
     places = Threads(2)
-    found = client(places, replicas=1)
+    found = stored(places, size=2)
     dropped = []
     for store in places.stores:
         store.drop = dropped.append  # type: ignore[method-assign]
     found.drop(7)
     assert dropped == [7, 7] and not found.holds(7)
+    found.close()
 
 
-def test_a_lost_worker_s_rows_go_to_its_replica_and_it_returns(client) -> None:
+def test_a_lost_worker_s_rows_are_computed_here_and_it_returns(client) -> None:
     places = Threads(3)
-    found = client(places, replicas=1)
+    found = client(places)
     assert_right(found, 1)
     places.running[1].end()
     assert_right(found, 1, seed=1)
-    lost, replica = found.shares.workers[1:]
-    assert replica.rows > 0 and found.shares.elsewhere == 0
+    lost = found.shares.workers[1]
+    assert lost.rows == 3 and found.shares.elsewhere == 3
     assert counts_of(found)["expert_workers"]["worker-1"]["memory_bytes"] == 0, "it is gone"
     until(lambda: assert_right(found, 1, seed=2) or lost.readmissions == 1)
     before = lost.rows
@@ -328,9 +323,16 @@ def test_a_lost_worker_s_rows_go_to_its_replica_and_it_returns(client) -> None:
     assert counts_of(found)["expert_workers"]["worker-1"]["present"] == 1
 
 
-def test_without_a_replica_this_process_computes_from_its_copy(client) -> None:
-    places = Threads(2)
-    found = client(places, copy=full_copy())
+@pytest.mark.parametrize("packed", [0, 7, SHAPE.total])
+def test_this_process_has_all_experts_wherever_workers_pack(client, packed: int) -> None:
+    """What its own disk lacks, since workers are on other machines, it asks them for before it serves."""
+    places, copy, put = Threads(2), MemoryStore(SHAPE, FINGERPRINT), []
+    for key in range(packed):
+        copy.put(key, expert(key))
+    own = copy.put
+    copy.put = lambda key, tensors: (put.append(key), own(key, tensors))[1]  # type: ignore[method-assign]
+    found = client(places, copy=copy)
+    assert put == list(range(packed, SHAPE.total)), "and no other one again"
     places.may_return = False
     places.running[0].end()
     for layer in range(LAYERS):
@@ -339,14 +341,15 @@ def test_without_a_replica_this_process_computes_from_its_copy(client) -> None:
     assert "this process, from its disk" in found.describe()
 
 
-def test_without_either_the_error_names_the_worker(client) -> None:
-    places = Threads(2)
-    found = client(places)
-    places.may_return = False
-    places.running[1].end()
-    with pytest.raises(SpacError, match=r"no worker computes layers\.3 \(worker-1: its connection ended\)"):
-        found.compute(Forward(1), 3, *layer_input(2))
-    assert_right(found, 2)
+def test_a_copy_without_room_is_refused_before_anything_is_served(client) -> None:
+    copy = MemoryStore(SHAPE, FINGERPRINT)
+
+    def reserve(experts: int) -> None:
+        raise StoreError(f"spac: {experts} experts do not fit")
+
+    copy.reserve = reserve  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match=f"{SHAPE.total} experts do not fit"):
+        client(Threads(1), copy=copy)
 
 
 def test_a_worker_that_hangs_is_late(client) -> None:
@@ -364,7 +367,7 @@ def test_a_worker_that_hangs_is_late(client) -> None:
     for number in range(2):  # with the kernel that hangs
         places.running[number].end()
         places.running[number] = places._start(number)
-    found = client(places, copy=full_copy())
+    found = client(places)
     places.may_return = False
     go.clear()
     assert_right(found, 0)
@@ -374,10 +377,11 @@ def test_a_worker_that_hangs_is_late(client) -> None:
     until(lambda: assert_right(found, 0, seed=1) or found.shares.dropped > 0)
 
 
-def test_a_damaged_expert_at_a_worker(client) -> None:
-    """What it cannot read it does not compute: the rows go to the replica."""
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_damaged_expert_at_a_worker(client, size: int) -> None:
+    """What it cannot read it does not compute: the rows go to the other one of its group, or to this process."""
     places = Threads(2)
-    found = client(places, replicas=1, slots="2")
+    found = client(places, size=size, slots="2")
     broken = places.stores[0]
 
     def refuse(key: int, into: Mapping[str, Tensor]) -> int:
@@ -386,7 +390,8 @@ def test_a_damaged_expert_at_a_worker(client) -> None:
     broken.read = refuse  # type: ignore[method-assign]
     for seed in range(4):
         assert_right(found, 0, rows=6, seed=seed)
-    assert found.shares.workers[0].rows_lost >= 6 and found.shares.workers[1].rows > 0
+    instead = found.shares.elsewhere if size == 1 else found.shares.workers[1].rows
+    assert found.shares.workers[0].rows_lost > 0 and instead > 0
 
 
 @pytest.mark.parametrize("given", ["rows", "weights", "nothing"])
@@ -400,7 +405,7 @@ def test_an_answer_that_is_no_number_counts_as_lost(client, given: str, spoiled:
         out[wrong] = torch.nan
         return out
 
-    found = client(Threads(1, spoiling), copy=full_copy())
+    found = client(Threads(1, spoiling))
     x, weights, ids = layer_input(4)
     if given != "nothing":
         {"rows": x, "weights": weights}[given][1, 0] = torch.inf
@@ -454,12 +459,12 @@ def test_an_engine_that_was_killed_gives_way_to_the_next() -> None:
     """It leaves without a word, and its connections are closed by the system."""
     places = Threads(1)
     first = connected(places)
-    for link in first._links.values():
+    for link in first.connections.links.values():
         link.drop()
-    first._links.clear()
+    first.connections.links.clear()
     second = connected(places)
     assert_right(second, 2)
-    first.places = Threads(0)
+    first.connections.places = Threads(0)
     first.close()
     second.close()
 
@@ -490,16 +495,13 @@ CACHELESS = {"policy": "drop", "slots": "2k", "hints": True}
 
 
 def pools(places: Threads) -> list[ExpertPool]:
-    sessions = [running.worker._session for running in places.running]
-    return [session.pool for session in sessions if session is not None and session.pool is not None]
+    hosted = [running.worker._session.hosted for running in places.running if running.worker._session is not None]
+    return [each.pool for each in hosted if each.pool is not None]
 
 
-def read(places: Threads) -> None:
+def read(found: WorkerClient, places: Threads) -> None:
     """Waits until the workers have taken every hint and read what it names."""
-    for address in places.addresses():
-        assert isinstance(
-            inquiries.counts([address], SECRET)[0], dict
-        )  # answered after the hints, which were sent before
+    counts_of(found)  # answered after the hints, which were sent before
     tickets = [pool._execution._transfers.ahead._tickets for pool in pools(places)]
     until(lambda: all(ticket.done.done() for each in tickets for ticket in list(each.values())))
 
@@ -514,7 +516,7 @@ def test_cacheless_workers_load_what_they_are_told(client) -> None:
             given = layer_input(1, seed=100 * step + layer)
             right = given[2][0].numpy()
             found.hint(step, layer, right if step < 3 else (right + 1) % EXPERTS)
-            read(places)
+            read(found, places)
             assert torch.equal(found.compute(Forward(step), layer, *given), here(layer, *given))
         counts = counts_of(found)
         if step == 2:
@@ -531,7 +533,7 @@ def test_a_worker_with_one_layer_is_told_of_its_next_step(client) -> None:
     for step in range(1, 5):
         given = layer_input(1, seed=step)
         found.hint(step, 0, given[2][0].numpy())
-        read(places)
+        read(found, places)
         assert torch.equal(found.compute(Forward(step), 0, *given), here(0, *given))
     counts = counts_of(found)["expert_workers"]["worker-0"]
     assert (counts["hints"], counts["misses"]) == (4, 0) and counts["prefetch_hits"] > 0
@@ -542,7 +544,7 @@ def test_hints_that_cannot_be(client) -> None:
     places = Threads(1)
     found = client(places, **CACHELESS)
     assert_right(found, 2, step=5)
-    link, epoch = found._links[0], found.roster.epoch(0)
+    link, epoch = found.connections.links[0], found.roster.epoch(0)
     assert epoch is not None
 
     def sent(step: int, layer: int, sequence: int, experts: list[int], **changes) -> tuple[bytes, bytes]:
@@ -567,7 +569,7 @@ def test_hints_that_cannot_be(client) -> None:
         flipped,
     ):
         link.send(message)
-    read(places)
+    read(found, places)
     [pool] = pools(places)
     assert counts_of(found)["expert_workers"]["worker-0"]["hints"] == 1
     first = pool._number[3] * EXPERTS
@@ -580,44 +582,19 @@ def test_hints_are_for_a_service_with_hints(client) -> None:
     places = Threads(1)
     found = client(places)
     found.hint(1, 0, np.array([0, 1]))
-    read(places)
+    read(found, places)
     assert counts_of(found)["expert_workers"]["worker-0"]["hints"] == 0
     assert_right(found, 0)
 
 
 def test_a_hint_to_a_lost_worker_is_dropped(client) -> None:
     places = Threads(1)
-    found = client(places, copy=full_copy(), **CACHELESS)
+    found = client(places, **CACHELESS)
     places.may_return = False
     places.running[0].end()
     found.hint(1, 0, np.array([0, 1]))
     assert_right(found, 0)
     found.hint(1, 1, np.array([0, 1]))
-
-
-def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
-    """It learns what the worker counts, and can neither be served nor end the engine's session."""
-    places = Threads(2)
-    found = client(places)
-    assert_right(found, 0, rows=5)
-    places.running[1].end()
-    first, second = inquiries.counts(places.addresses(), SECRET, 1.0)
-    assert isinstance(first, dict) and isinstance(second, str) and "HELLO" in second
-    assert (first["serving"], first["calls"], first["rows"], first["layers"]) == (True, 2, 6, 3), "one row tested it"
-    assert first["memory_bytes"] > 0
-    [refused] = inquiries.counts(places.addresses()[:1], ANOTHER, 5.0)
-    assert "another secret" in str(refused)
-    context = zmq.Context()
-    link = WorkerLink(context, places.addresses()[0], SECRET)
-    link.visit(20)
-    for kind in (FrameKind.SERVE, FrameKind.FILL, FrameKind.FETCH, FrameKind.DROP):
-        with pytest.raises(SpacError, match=f"asked for {kind.name}"):
-            link.ask(kind, 20)
-    with pytest.raises(SpacError, match="serves an engine; measure while it serves none"):
-        link.ask(FrameKind.ECHO, 20, bytes(8), rows=1, hidden=4, dtype=torch.bfloat16)
-    link.close()
-    context.destroy(linger=0)
-    assert_right(found, 0, seed=1, step=2)
 
 
 def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
@@ -629,14 +606,14 @@ def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
     before = counts_of(found)["expert_workers"]
     held, go = threading.Event(), threading.Event()
     worker = places.running[0].worker
-    count = worker._acts[FrameKind.STATS]
+    count = worker._count
 
-    def hangs(*given):
+    def hangs(session):
         held.set()
         go.wait(60)
-        return count(*given)
+        return count(session)
 
-    worker._acts = worker._acts | {FrameKind.STATS: hangs}
+    worker._count = hangs
     try:
         until(lambda: found.counts() and held.is_set())  # an older question may have been out when it changed
         looks = [found.counts()["expert_workers"]]
@@ -647,7 +624,7 @@ def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
         asked = time.monotonic()
     finally:
         go.set()
-    until(lambda: found._links[0].socket.poll(0))
+    until(lambda: found.connections.links[0].socket.poll(0))
     looked = time.monotonic()
     late = found.counts()["expert_workers"]["worker-0"]["counts_age_seconds"]
     assert looked - late < asked, "of the question, since what is counted may be as old"
@@ -701,6 +678,23 @@ def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:
     total = counts.total()
     assert (total["hits"], total["misses"], total["bytes"], total["slots"]) == (114, 2, {"disk": 6, "host": 1}, 4)
     assert "memory_bytes" not in total and "unknown" not in total
+
+
+def test_counts_are_taken_once_and_only_when_they_were_asked_for() -> None:
+    counts, link = WorkerCounts(), SimpleNamespace(send=lambda message: True)
+
+    def heard(epoch: int, sequence: int) -> bool:
+        header = Header(FrameKind.COUNTS, epoch, sequence=sequence)
+        try:
+            counts.hear(0, decode(encode(header, text_payload({"pool": "a", "hits": 3})), Limits()))
+        except FrameError:
+            return False
+        return True
+
+    assert not heard(0, 0) and not heard(7, 1)
+    counts.ask(0, link, 7, 1)  # type: ignore[arg-type]
+    assert not heard(7, 2) and not heard(8, 1) and counts.of(0)["hits"] == 0
+    assert heard(7, 1) and not heard(7, 1) and counts.of(0)["hits"] == 3
 
 
 def test_round_trips_to_a_worker_are_measured(tmp_path) -> None:

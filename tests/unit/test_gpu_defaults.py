@@ -178,7 +178,7 @@ def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts,
 
 def test_expert_workers_get_experts_as_the_checkpoint_has_them(gpu) -> None:
     """In whose layout vLLM's Triton kernel has them, too; another of its kernels converts them."""
-    knobs = {"executor": "processes", "workers": 2}
+    knobs = {"executor": "processes@workers=2"}
     args = arguments(knobs, model())
     config = gpu_defaults.apply(args, SpacConfig.parse(knobs))
     assert config.execution_name == "workers" and config.store_on("cuda") == "disk"

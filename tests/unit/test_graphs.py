@@ -14,7 +14,7 @@ from vllm_spac.integration.hooks import graphs
 
 SLOTS, POINTERS = SpacConfig(), SpacConfig(decisions="device")
 ALL = SpacConfig(slots="100%")  # the host decides, and each expert has one
-WORKERS = SpacConfig(executor="processes", workers=2, slots="100%")  # of theirs: rows leave the engine all the same
+WORKERS = SpacConfig(executor="processes", slots="100%")  # of theirs: rows leave the engine all the same
 FULL = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 

@@ -68,7 +68,7 @@ def test_a_preset_without_its_drafter_says_what_to_add(name: str) -> None:
 
 
 def test_what_a_preset_sets_is_refused_with_the_preset_as_a_way_out() -> None:
-    workers = {"preset": "moe-spac", "executor": "processes", "workers": 2}
+    workers = {"preset": "moe-spac", "executor": "processes@workers=2"}
     with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*drop --spac-preset$") as caught:
         SpacConfig.parse(workers)
     assert [remedy.changes for remedy in caught.value.remedies] == [{"preset": None}]

@@ -86,7 +86,7 @@ def test_misses_are_those_of_lru_at_each_worker(trace, workers: int) -> None:
     share, experts = 0.25, trace.facts.experts
     memory = []
     for worker in range(workers):
-        mine = layers_of(worker, 4, workers, 0)
+        mine = layers_of(worker, 4, workers)
         slots = max(2, -(-len(mine) * experts // 4))
         first = sorted((rank, layer) for layer in mine for rank in range(experts))[:slots]
         held_first = sorted(layer * experts + rank for rank, layer in first)

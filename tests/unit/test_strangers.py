@@ -23,11 +23,32 @@ import torch
 import zmq
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from worker_threads import ANOTHER, HIDDEN, LAYERS, SECRET, TOP_K, Threads, assert_right, connected, services
+from worker_threads import (
+    ANOTHER,
+    HIDDEN,
+    LAYERS,
+    SECRET,
+    TOP_K,
+    Threads,
+    answers,
+    assert_right,
+    connected,
+    services,
+)
 
 from vllm_spac.integration import worker_process
-from vllm_spac.methods.od_moe import inquiries, worker_link
-from vllm_spac.methods.od_moe.wire import NO_FINGERPRINT, FrameKind, Header, encode, raw
+from vllm_spac.methods.od_moe import worker_link
+from vllm_spac.methods.od_moe.wire import (
+    NO_FINGERPRINT,
+    FrameKind,
+    Header,
+    Hello,
+    Limits,
+    decode,
+    encode,
+    raw,
+    text_payload,
+)
 from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
 
 MIB = 1 << 20
@@ -61,7 +82,7 @@ def engine(places: Threads) -> None:
         for layer in range(LAYERS):
             assert_right(client, layer, seed=layer)
     finally:
-        client.places = Threads(0)
+        client.connections.places = Threads(0)
         client.close()
 
 
@@ -74,6 +95,13 @@ def proved(context: zmq.Context, places: Threads) -> zmq.Socket:
     socket = worker_link.dealer(context, SECRET)
     socket.connect(places.addresses()[0])
     return socket
+
+
+HELLO = encode(Header(FrameKind.HELLO), text_payload(Hello(facts=facts(), engine="engine")))
+
+
+def received(socket: zmq.Socket) -> Header:
+    return decode(worker_link.receive(socket), Limits()).header
 
 
 def test_a_nonce_that_is_no_text(places: Threads) -> None:
@@ -89,10 +117,10 @@ def test_text_of_a_peer_with_the_secret_that_is_no_text(places: Threads, context
     socket, known = proved(context, places), json.dumps(facts()).encode()
     odd = rb'"\ud800"'
     for theirs in (odd, b'{"vllm": %b}' % odd, known):
-        hello = b'{"engine": %b, "facts": %b, "visits": %b}' % (odd, theirs, odd)
-        worker_link.send(socket, encode(Header(FrameKind.HELLO), hello))
-    kinds = [FrameKind(worker_link.receive(socket)[0][5]) for _ in range(3) if socket.poll(20_000)]
-    assert kinds == [FrameKind.REFUSED, FrameKind.REFUSED, FrameKind.WELCOME]
+        worker_link.send(socket, encode(Header(FrameKind.HELLO), b'{"engine": %b, "facts": %b}' % (odd, theirs)))
+    worker_link.send(socket, HELLO)
+    assert socket.poll(20_000)
+    assert received(socket).kind == FrameKind.WELCOME and not socket.poll(0), "the others were dropped"
     socket.close()
 
 
@@ -109,18 +137,17 @@ def test_a_peer_with_the_secret_that_reads_no_answer(places: Threads, context: z
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.setsockopt(zmq.RCVBUF, 1 << 12)
     socket.connect(places.addresses()[0])
-    worker_link.send(socket, encode(Header(FrameKind.HELLO), b'{"visits": true}'))
+    worker_link.send(socket, HELLO)
     assert socket.poll(20_000)
-    epoch = int.from_bytes(worker_link.receive(socket)[0][8:16], "little")
+    epoch = received(socket).epoch
     sizes = {"rows": 256, "hidden": 1024, "dtype": torch.float32}
     echo = encode(Header(FrameKind.ECHO, epoch, **sizes), bytes(MIB))
     for _ in range(100):
         socket.poll(20_000, zmq.POLLOUT)
         worker_link.send(socket, echo)
-    [found] = inquiries.counts(places.addresses(), SECRET, 20.0)
-    assert isinstance(found, dict), found
-    engine(places)
+    assert answers(places.addresses()[0])
     socket.close()
+    engine(places)
 
 
 class Process:
@@ -166,7 +193,7 @@ def test_a_stranger_s_message_of_many_large_parts_is_not_kept(process: Process) 
             if enters:
                 strangers.enter(peer)
             assert process.most_grown(lambda peer=peer, data=data: strangers.push(peer, data)) < 8 * MIB
-    assert isinstance(inquiries.counts([process.address], SECRET, 20.0)[0], dict)
+    assert answers(process.address)
 
 
 def test_strangers_hold_one_small_part_each(process: Process) -> None:
@@ -181,20 +208,20 @@ def test_strangers_hold_one_small_part_each(process: Process) -> None:
     assert process.most_grown(fill) < (40 + 16) * (worker_link.PART + MIB // 16)
     for peer in peers:
         peer.close()
-    assert isinstance(inquiries.counts([process.address], SECRET, 20.0)[0], dict)
+    assert answers(process.address)
 
 
 def test_a_part_that_is_too_large_ends_the_connection_of_a_peer_with_the_secret(process: Process) -> None:
     context = zmq.Context()
-    link = WorkerLink(context, process.address, SECRET)
-    link.visit(20)
+    link = WorkerLink(context, process.address, SECRET, facts(), "engine")
+    link.join(20)
     link.socket.send_multipart([b"head", bytes(64 * MIB)])
     with pytest.raises(Lost, match="its connection ended"):
         link.ask(FrameKind.STATS, 20)
     assert process.most_grown(lambda: None) < 16 * MIB
     link.drop()
     context.destroy(linger=0)
-    assert isinstance(inquiries.counts([process.address], SECRET, 20.0)[0], dict)
+    assert answers(process.address)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
@@ -252,8 +279,8 @@ def test_what_is_longer_than_any_frame_is_not_put_together(monkeypatch: pytest.M
 
 
 def test_a_payload_of_several_parts_arrives(places: Threads, context: zmq.Context) -> None:
-    link = WorkerLink(context, places.addresses()[0], SECRET)
-    link.visit(20)
+    link = WorkerLink(context, places.addresses()[0], SECRET, facts(), "engine")
+    link.join(20)
     for rows, hidden in (
         (1, 1),
         (1, worker_link.PART // 2),
@@ -283,9 +310,9 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-SERVICE = services(1)[0].model_dump(mode="json")
+SERVICE = json.loads(text_payload(services(1)[0]))
 texts = st.one_of(
-    st.dictionaries(st.sampled_from(["engine", "facts", "visits", "nonce", "proof"]), values),
+    st.dictionaries(st.sampled_from(["engine", "facts", "nonce", "proof"]), values),
     st.dictionaries(st.sampled_from(sorted(SERVICE)), values).map(lambda changes: SERVICE | changes),
     st.just(SERVICE),
     st.fixed_dictionaries({"engine": st.text(max_size=3), "facts": st.just(facts())}),
@@ -361,7 +388,7 @@ def listens(peer: socket.socket) -> bool:
 
 
 # No shrinking: an example without an answer takes as long as its waits, and hundreds of them would look like a hang.
-@given(data=st.data(), role=st.sampled_from(["nobody", "visitor", "engine", "served"]))
+@given(data=st.data(), role=st.sampled_from(["nobody", "engine", "served"]))
 @settings(max_examples=150, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_what_peers_with_the_secret_send_harms_nobody(
     places: Threads, context: zmq.Context, data: st.DataObject, role: str
@@ -370,9 +397,7 @@ def test_what_peers_with_the_secret_send_harms_nobody(
     assert places.running[0].thread.is_alive()
     link = WorkerLink(context, places.addresses()[0], SECRET, facts(), "engine")
     try:
-        if role == "visitor":
-            link.visit(30)
-        elif role in ("engine", "served"):
+        if role != "nobody":
             link.join(30)
         if role == "served":
             link.serve(services(1)[0], 30)
@@ -382,8 +407,7 @@ def test_what_peers_with_the_secret_send_harms_nobody(
         for message in sent:
             assert link.socket.poll(30_000, zmq.POLLOUT)
             link.socket.send_multipart(message, zmq.NOBLOCK)
-        [found] = inquiries.counts(places.addresses(), SECRET, 30.0)
-        assert isinstance(found, dict), found
+        assert answers(places.addresses()[0], 30.0)
     finally:
         link.drop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -10,26 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe.division import LayerLoad, layers_of, owners, sent
-from vllm_spac.methods.od_moe.roster import Patience, Recovery, Roster
-from vllm_spac.methods.od_moe.worker_link import Service, WorkerLink, difference
+from vllm_spac.methods.od_moe.division import layers_of, owners
+from vllm_spac.methods.od_moe.roster import Patience, ReadyWorker, Recovery
+from vllm_spac.methods.od_moe.wire import (
+    MOST_BYTES,
+    MOST_TEXT,
+    Frame,
+    FrameError,
+    FrameKind,
+    Header,
+    Held,
+    Limits,
+    Service,
+    decode,
+    encode,
+    text_payload,
+)
+from vllm_spac.methods.od_moe.worker_link import difference
 
 SPECS = {"w13_weight": TensorSpec((8, 4), torch.bfloat16), "w2_weight": TensorSpec((4, 4), torch.bfloat16)}
 SHAPE = MoEShape(("a", "b", "c"), 4, 2, SPECS)
 
 
 @given(workers=st.integers(1, 8), layers=st.integers(1, 20), data=st.data())
-def test_each_layer_has_its_group_and_its_replicas(workers: int, layers: int, data: st.DataObject) -> None:
+def test_each_layer_has_its_group(workers: int, layers: int, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([size for size in range(1, workers + 1) if workers % size == 0]))
-    replicas = data.draw(st.integers(0, workers - size))
     for layer in range(layers):
-        found = owners(layer, workers, replicas, size)
+        found = owners(layer, workers, size)
         group = layer % (workers // size)
-        assert list(found[:size]) == list(range(size * group, size * (group + 1)))
-        assert len(set(found)) == size + replicas
-        having = [w for w in range(workers) if layer in layers_of(w, layers, workers, replicas, size)]
-        assert sorted(found) == having
+        assert list(found) == list(range(size * group, size * (group + 1)))
+        assert list(found) == [w for w in range(workers) if layer in layers_of(w, layers, workers, size)]
 
 
 def test_deadlines_follow_calls_of_their_size() -> None:
@@ -43,42 +54,26 @@ def test_deadlines_follow_calls_of_their_size() -> None:
     assert patience.of(5000) == 60.0, "nothing of that size was measured"
 
 
-def test_a_slow_worker_is_tried_again() -> None:
-    """One slow answer, as of a worker that had to load, must not keep it idle for good."""
-    roster = Roster(2, 1, bytes(16))
-    for worker in range(2):
-        roster.admit(worker, 1)
-        assert roster.pace(worker) is None
-    roster.paced(0, 100, 1.0)
-    roster.paced(1, 100, 20.0)
-    roster.paced(0, 100, 2.0)
-    assert roster.pace(0) == pytest.approx(0.0125) and roster.pace(1) == pytest.approx(0.2)
-    waiting = [(75, (0, 1))] * 4
-    layers = 0
-    while layers < 50 and 1 not in sent(waiting, {w: LayerLoad(0, 0, roster.pace(w)) for w in range(2)}, True):
-        roster.rested(1)
-        layers += 1
-    assert 5 < layers < 50
-    roster.remove(1, "it ended")
-    roster.admit(1, 2)
-    assert roster.pace(1) is None
-
-
 def test_what_differs_is_named() -> None:
     ours = {"vllm": "0.32", "cpu": "AVX512+AMX"}
     assert difference(ours, dict(ours)) is None
     assert difference(ours, {"vllm": "0.32", "cpu": "AVX2"}) == "cpu AVX512+AMX here and 'AVX2' there"
     assert "vllm" in str(difference(ours, {"cpu": "AVX512+AMX"}))
-    assert difference(ours, None) == "its facts are missing"
+    assert "cpu" in str(difference(ours, {}))
 
 
-def service(**changes: object) -> dict:
-    known = Service.of(SHAPE, "0a" * 16, (0, 2), hidden=4, slots="50%", policy="lru")
-    return known.model_dump(mode="json") | changes
+def service(**changes: object) -> Service:
+    """A service as it arrives, after ``changes`` to what was sent."""
+    sent = json.loads(text_payload(Service.of(SHAPE, "0a" * 16, (0, 2), hidden=4, slots="50%", policy="lru")))
+    return arrived(FrameKind.SERVE, json.dumps(sent | changes).encode()).text(Service)
+
+
+def arrived(kind: FrameKind, payload: bytes) -> Frame:
+    return decode(encode(Header(kind), payload), Limits())
 
 
 def test_a_service_is_read_as_it_was_written() -> None:
-    found = Service.parse(service())
+    found = service()
     assert found.shape == SHAPE and found.mine == (0, 2)
     assert found.keys == [*range(4), *range(8, 12)]
     assert found.digest == b"\x0a" * 16
@@ -93,33 +88,50 @@ def test_a_service_is_read_as_it_was_written() -> None:
         {"mine": []},
         {"mine": [-1]},
         {"fingerprint": "../../etc"},
+        {"fingerprint": "0a" * 16 + "\n"},
         {"experts": 0},
         {"tensors": {"w": {"shape": [2], "dtype": "object"}}},
+        {"tensors": {"w": {"shape": [2], "dtype": ["float32"]}}},
+        {"tensors": {"w": {"shape": [-2], "dtype": "float32"}}},
+        {"tensors": {"w": {"shape": [1] * 9, "dtype": "float32"}}},
+        {"tensors": {"w": {"shape": [1 << 25, 0], "dtype": "float32"}}},
         {"tensors": {"w": {"shape": [1 << 24, 1 << 24], "dtype": "float32"}}},
+        {"layers": ["a" * 201, "b", "c"]},
         {"tensors": {}},
-        {"divides": True, "experts": 1 << 15},
         {"experts": 1 << 20},
         {"surprise": 1},
     ],
     ids=str,
 )
 def test_a_service_that_cannot_be_is_refused(changes: dict) -> None:
-    with pytest.raises(ConfigError, match="spac: "):
-        Service.parse(service(**changes))
+    with pytest.raises(FrameError, match="spac: a SERVE frame says something else"):
+        service(**changes)
 
 
-def test_what_no_worker_should_answer_does_not_end_the_thread_that_brings_workers_back(caplog) -> None:
-    """An answer without ``slots`` was a KeyError, and after it no worker ever came back."""
+def test_the_longest_text_is_a_service_of_as_many_layers_as_may_be() -> None:
+    """What any text may have, follows from it: more would only be memory that a peer can make a worker take."""
+    names = tuple(f"{number:0200d}" for number in range(4096))
+    most, every = MoEShape(names, 256, 8, SPECS), tuple(range(4096))
+    sent = text_payload(Service.of(most, "0a" * 16, every, hidden=4, slots="50%", policy="lru"))
+    assert arrived(FrameKind.SERVE, sent).text(Service).layers == names
+    assert len(sent) < MOST_TEXT < 1.25 * len(sent)
+    held = text_payload(Held(bytes(-(-(1 << 20) // 8))))
+    assert len(arrived(FrameKind.HELD, held).text(Held).bits) == 1 << 17, "of as many experts as a worker may have"
+    assert MOST_BYTES == 512 << 20
+
+
+def test_what_no_worker_should_answer_does_not_end_the_thread_that_brings_it_back(caplog) -> None:
+    """An answer without ``slots`` was a KeyError, and after it the worker never came back."""
     ended, tried = threading.Event(), threading.Semaphore(0)
 
-    def bring(worker: int) -> WorkerLink:
+    def bring(worker: int) -> ReadyWorker:
         tried.release()
         raise KeyError("slots")
 
     recovery = Recovery(bring, ended)
     try:
-        for worker in (0, 1):  # the second is tried only if the thread still runs
-            recovery.lost(worker)
+        recovery.lost(0)
+        for _ in range(2):  # a second time only if the thread still runs
             assert tried.acquire(timeout=60)
     finally:
         ended.set()

@@ -11,18 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import zmq
 from memory_store import MemoryStore
 from torch import Tensor
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError
 from vllm_spac.methods.od_moe import division
-from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.client import Connections, OwnCopy, WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.methods.od_moe.places import Places
 from vllm_spac.methods.od_moe.roster import Patience, Roster
+from vllm_spac.methods.od_moe.wire import Service
 from vllm_spac.methods.od_moe.worker import Worker
-from vllm_spac.methods.od_moe.worker_link import Service
+from vllm_spac.methods.od_moe.worker_link import Busy, WorkerLink, facts
+from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
 SPECS = {
@@ -113,43 +116,45 @@ class Threads(Places):
             running.end()
 
 
-def services(count: int, replicas: int = 0, size: int = 1, **knobs) -> list[Service]:
-    layers = [division.layers_of(worker, LAYERS, count, replicas, size) for worker in range(count)]
+def services(count: int, size: int = 1, **knobs) -> list[Service]:
+    layers = [division.layers_of(worker, LAYERS, count, size) for worker in range(count)]
     knobs["divides"] = size > 1
     knobs = {"slots": "50%", "policy": "lru", "hidden": HIDDEN} | knobs
     return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
 
 
-def connected(
+def stored(
     places: Threads,
-    replicas: int = 0,
     copy: MemoryStore | None = None,
     kernel: Callable = row_by_row,
     size: int = 1,
     exact: bool = True,
     **knobs,
-) -> WorkerClient:
-    """A client whose experts are packed and whose workers are admitted."""
-    given = services(len(places.running), replicas, size, **knobs)
-    client = WorkerClient(places, given, replicas, kernel, torch.float32, lambda: copy, size, exact)
-    client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0), size)
+) -> WorkerStore:
+    """The store of an engine whose experts are packed and whose workers are admitted.
+
+    Args:
+        copy: what this process has packed of the experts; None: nothing, as where workers are on other machines.
+    """
+    given, copy = services(len(places.running), size, **knobs), copy or MemoryStore(SHAPE, FINGERPRINT)
+    connections = Connections(places, given, kernel, torch.float32, exact)
+    client = WorkerClient(connections, OwnCopy(lambda: copy, given[0], kernel), size)
+    client.roster = Roster(len(given), given[0].digest, lambda: Patience(0.5, 2.0), size)
     try:
-        client.open()
+        store = WorkerStore(SHAPE, FINGERPRINT, client)
         for key in range(SHAPE.total):
-            if not client.holds(key):
-                client.put(key, expert(key))
-        client.fill()
+            if not store.holds(key):
+                store.put(key, expert(key))
+        store.fill()
     except BaseException:
         client.close()
         raise
-    return client
-
-
-def full_copy() -> MemoryStore:
-    store = MemoryStore(SHAPE, FINGERPRINT)
-    for key in range(SHAPE.total):
-        store.put(key, expert(key))
     return store
+
+
+def connected(places: Threads, **options) -> WorkerClient:
+    """The engine's side of workers, as ``stored``."""
+    return stored(places, **options).client
 
 
 def assert_right(
@@ -176,6 +181,22 @@ def counts_of(found: WorkerClient) -> dict[str, Any]:
 
     until(settled)
     return said
+
+
+def answers(address: str, seconds: float = 20.0) -> bool:
+    """Whether a worker lets an engine in, or says that it has one."""
+    context = zmq.Context()
+    link = WorkerLink(context, address, SECRET, facts(), "another engine")
+    try:
+        link.join(seconds)
+    except Busy:
+        return True
+    except SpacError:
+        return False
+    finally:
+        link.close()
+        context.destroy(linger=200)
+    return True
 
 
 def until(done: Callable[[], object]) -> None:

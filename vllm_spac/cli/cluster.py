@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import typer
@@ -19,10 +19,10 @@ from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe.places import CLUSTER_FILE, MODULE, ClusterFile, Place, StartedWorker
+from vllm_spac.methods.od_moe.places import MODULE, ClusterFile, Place, StartedWorker
 from vllm_spac.system.files import FILE, LockFile, make_folder, open_log, refusal, write_text, writing
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.machine import CLUSTER_FILE, DISK_DIR
 from vllm_spac.system.untrusted import path_named
 
 START_EXAMPLES = examples("""
@@ -36,7 +36,6 @@ STOP_EXAMPLES = examples("""
 vllm-spac cluster stop
 """)
 _RESERVE = 1 << 30  # of memory, left to the rest of the machine
-_ENDED = "[red]ended"
 _END = 20.0  # seconds until a worker that does not end is killed
 _WAIT = 600.0  # seconds for other processes to start or stop theirs
 _REMEDY = "name another file with --file"
@@ -60,6 +59,8 @@ def start(
 ) -> None:
     """Start expert workers, and add them to the cluster's file."""
     path = path_named(file, "--file")
+    if "@" in str(path):
+        raise ConfigError(f"--file {path}: --spac-executor takes no path with @ in it; name another")
     free = max(0, available_host_bytes() - _RESERVE) // workers
     arguments = {
         "--bind": bind,
@@ -79,9 +80,8 @@ def start(
     console.print(
         f"{total} workers in {path}, each with up to {gib(int(arguments['--memory']))} of experts. Serve with:"
     )
-    console.print(
-        f"vllm serve MODEL --plugin spac --spac-executor processes --spac-cluster {path}", markup=False, soft_wrap=True
-    )
+    executor = "cluster" if file == CLUSTER_FILE else f"cluster@file={path}"
+    console.print(f"vllm serve MODEL --plugin spac --spac-executor {executor}", markup=False, soft_wrap=True)
 
 
 def _started(path: Path, found: ClusterFile, workers: int, arguments: list[str], console: Console) -> list[Place]:
@@ -108,45 +108,14 @@ def _started(path: Path, found: ClusterFile, workers: int, arguments: list[str],
 
 
 def show(file: _File = CLUSTER_FILE) -> None:
-    """Show the workers of a cluster's file: which of them run, and what they have computed."""
-    from vllm_spac.methods.od_moe.inquiries import counts
-
+    """Show the workers of a cluster's file, and which of those on this machine run. An engine counts for them."""
     path = path_named(file, "--file")
-    found = ClusterFile.read(path)
-    states = [_state(place) for place in found.workers]
-    asked = [number for number, state in enumerate(states) if state != _ENDED]
-    said = counts([found.workers[number].address for number in asked], bytes.fromhex(found.secret))
-    answers = dict(zip(asked, said, strict=True))
     table = Table(title=shown(str(path)), title_justify="left", box=box.SIMPLE)
-    for column in ("worker", "address", "machine", "process", "state", "layers", "calls", "rows", "hit rate", "loads"):
+    for column in ("worker", "address", "machine", "process", "state", "memory"):
         table.add_column(column)
-    table.add_column("experts")
-    table.add_column("memory")
-    for number, place in enumerate(found.workers):
-        answer = answers.get(number, {})
-        state = states[number] if not isinstance(answer, str) else f"{states[number]}[red]; {shown(answer)}"
-        cells = _counted(answer) if isinstance(answer, dict) else ()
-        where = shown(place.address), shown(place.machine), str(place.pid)
-        table.add_row(str(number), *where, state, *cells)
+    for number, place in enumerate(ClusterFile.read(path).workers):
+        table.add_row(str(number), shown(place.address), shown(place.machine), str(place.pid), *_state(place))
     print_table(Console(highlight=False), table)
-
-
-def _counted(answer: dict[str, Any]) -> list[str]:
-    """Returns the cells of a worker: what it serves, and its counters since its engine started; see ``Worker``."""
-    if not answer:
-        return []
-    memory = gib(_number(answer, "memory_bytes"))
-    if "pool" not in answer:
-        return ["serves none", *[""] * 5, memory]
-    hits, asked = _number(answer, "hits"), _number(answer, "hits") + _number(answer, "misses")
-    counters = [f"{_number(answer, name):,}" for name in ("layers", "calls", "rows")]
-    rate = f"{100 * hits / asked:.1f}%" if asked else "-"
-    return [*counters, rate, f"{_number(answer, 'loads'):,}", gib(_number(answer, "slot_bytes")), memory]
-
-
-def _number(answer: dict[str, Any], name: str) -> int:
-    value = answer.get(name)
-    return value if isinstance(value, int) else 0
 
 
 def stop(file: _File = CLUSTER_FILE) -> None:
@@ -209,10 +178,12 @@ def _process(place: Place) -> psutil.Process | None:
         return None
 
 
-def _state(place: Place) -> str:
+def _state(place: Place) -> tuple[str, str]:
+    """Returns what a worker does, and its memory."""
     if place.machine != platform.node():
-        return "[dim]on another machine"
+        return "[dim]on another machine", ""
     process = _process(place)
     if process is None:
-        return _ENDED
-    return f"runs since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(process.create_time()))}"
+        return "[red]ended", ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+    return f"runs since {since}", gib(process.memory_info().rss)

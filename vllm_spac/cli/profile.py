@@ -15,9 +15,9 @@ from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe.places import CLUSTER_FILE
 from vllm_spac.system.files import check_replaceable, write_text, writing
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.machine import CLUSTER_FILE
 from vllm_spac.system.untrusted import path_named
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from vllm_spac.config.budget_knob import ALPHA, BudgetKnob, BudgetText
 from vllm_spac.config.former import FORMER
 from vllm_spac.config.tree_shape import MOST_NODES, TreeShape
 from vllm_spac.errors import ConfigError, brief, shortened
-from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.machine import CLUSTER_FILE, DISK_DIR
 from vllm_spac.system.untrusted import path_named, path_of
 
 if TYPE_CHECKING:
@@ -122,20 +122,8 @@ class SpacConfig(BaseModel):
     executor: Annotated[str, types.EXECUTOR] = Field(
         types.LOCAL,
         description="Which processes keep and compute the experts: the engine's own (local), expert workers on CPUs "
-        "(processes), or those that Ray places (ray); per_layer of them divide the experts of each layer (1), and "
-        "replicas more have it in case one is lost (0).",
-    )
-    workers: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
-        None,
-        ge=1,
-        le=256,
-        description="The number of expert workers, started on this machine, or of those of cluster to use (by "
-        "default all).",
-    )
-    cluster: str | None = Field(
-        None,
-        description="Expert workers that run already: the file of vllm-spac cluster start, or with executor=ray the "
-        "address of a Ray cluster (by default one is started here).",
+        "that are started here (processes; by default 2) or that vllm-spac cluster has started (cluster; those of its "
+        "file, by default all); per_layer of them divide the experts of each layer (1).",
     )
     kernel: Literal["auto", "vllm", "table"] = Field(
         "auto",
@@ -252,9 +240,16 @@ class SpacConfig(BaseModel):
         return int(types.EXECUTOR.split(self.executor)[1].get("per_layer", 1))
 
     @property
-    def replicas(self) -> int:
-        """Further expert workers that have each layer."""
-        return int(types.EXECUTOR.split(self.executor)[1].get("replicas", 0))
+    def workers(self) -> int | None:
+        """The number of expert workers; None: all of the cluster's file."""
+        name, given = types.EXECUTOR.split(self.executor)
+        count, size = given.get("workers"), self.workers_per_layer
+        return count if count is not None or name != "processes" else size * -(-2 // size)
+
+    @property
+    def cluster(self) -> Path:
+        """The file of a cluster's workers; ``ConfigError`` if it is below a home folder that nobody knows."""
+        return path_named(str(types.EXECUTOR.split(self.executor)[1].get("file") or CLUSTER_FILE), "--spac-executor")
 
     @cached_property
     def parsed_budget(self) -> BudgetKnob:

@@ -59,8 +59,7 @@ PRESETS: dict[str, Preset] = {
     "od-moe": Preset(
         "2512.03927",
         {
-            "executor": "processes@per_layer=2",
-            "workers": 8,
+            "executor": "processes@workers=8@per_layer=2",
             "slots": "2k",
             "policy": "drop",
             "prefetch": "shadow",

@@ -10,7 +10,6 @@ from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import AUTO, OF_DRAFTS
 from vllm_spac.decisions.predictors.base import DRAFTING
 from vllm_spac.errors import ConfigError, Remedy, add, drop, flag, use
-from vllm_spac.system.untrusted import path_of
 
 # Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
 _OF_EXECUTION = {
@@ -28,6 +27,7 @@ _OF_EXECUTION = {
 }
 _PREDICTED = add(prefetch="gate")
 _CALIBRATE = ", which `vllm-spac calibrate` writes"
+WITHOUT_WORKERS = drop("executor")
 _refused = ConfigError.refused
 
 
@@ -115,54 +115,27 @@ def _check_device_prefetch(config: Any, device: str) -> None:
         raise _refused(f"{named} has no settings {of} with {device}: {why}", alone)
 
 
-def _of_workers(config: Any) -> list[str]:
-    """Returns the knobs that were given and mean nothing without expert workers."""
-    return [name for name in ("workers", "cluster") if getattr(config, name) is not None]
-
-
-def without_workers(config: Any) -> Remedy:
-    """Returns the remedy of serving without expert workers."""
-    return drop("executor", *_of_workers(config))
+def with_workers(config: Any, count: int) -> Remedy:
+    """Returns the remedy of so many expert workers."""
+    name, given = components.parse(config.executor)
+    return use(executor=components.written(name, given | {"workers": count}))
 
 
 def check_groups(config: Any, workers: int) -> None:
-    """Raises ``ConfigError`` if so many workers do not form the groups and replicas of ``config``."""
-    size, replicas = config.workers_per_layer, config.replicas
-    if workers % size:
-        fits = _whole_groups(config, workers)
-        raise _refused(
-            f"spac: {workers} workers (--spac-workers) do not form groups of {size}, as executor={config.executor} "
-            "(--spac-executor) asks for",
-            use(workers=fits),
-        )
-    if replicas > workers - size:
-        whom = "workers" if size == 1 else "workers than a layer's own"
-        name, given = components.parse(config.executor)
-        raise _refused(
-            f"spac: the replicas of executor={config.executor} (--spac-executor) are other {whom}, and there are "
-            f"{workers} (--spac-workers)",
-            use("use at most", executor=components.written(name, given | {"replicas": workers - size})),
-        )
-
-
-def _whole_groups(config: Any, workers: int) -> int:
-    """Returns so many workers, or the fewest more that form the groups and replicas of ``config``."""
+    """Raises ``ConfigError`` if so many workers do not form the groups of ``config``."""
     size = config.workers_per_layer
-    return int(size * -(-max(workers, size + config.replicas) // size))
+    if workers % size:
+        raise _refused(
+            f"spac: {workers} workers do not form groups of {size}, as executor={config.executor} (--spac-executor) "
+            "asks for",
+            with_workers(config, max(size, workers - workers % size)),
+        )
 
 
 def _check_workers(config: Any) -> None:
     named = f"executor={config.executor} (--spac-executor)"
     if not config.has_workers:
-        if name := next(iter(_of_workers(config)), None):
-            alone = add(executor="processes"), drop(name)
-            raise _refused(f"{name} ({flag(name)}) has no effect with {named}", *alone)
         return
-    if config.workers is None and (config.executor_name == "ray" or config.cluster is None):
-        cluster = () if config.executor_name == "ray" else (add(cluster="FILE"),)
-        raise _refused(f"{named} needs workers", add(workers=_whole_groups(config, 2)), *cluster)
-    if config.executor_name == "processes" and config.cluster is not None:
-        path_of(config.cluster)
     if config.workers is not None:
         check_groups(config, config.workers)
     idle_values: dict[str, str | None] = {"kernel": AUTO, "decisions": AUTO, "cpu_experts": "off", "host_memory": None}

@@ -98,6 +98,20 @@ def _check_size(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class SomeFile(Argument):
+    """An argument that is a path; one with ``@`` in it cannot be written."""
+
+    default: Any = None
+    values: tuple[Any, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        try:
+            path_of(str(value))
+        except ValueError as error:
+            raise ValueError(f"{name}={brief(value)}: {error}") from error
+
+
 Size = Annotated[ByteSize, BeforeValidator(_check_size)]
 SlotsText = Annotated[str, BeforeValidator(_slots_text)]
 
@@ -134,9 +148,9 @@ class WithArguments:
         return ["@".join([name, *(f"{each}=..." for each in known)]) for name, known in self.names.items()]
 
 
-_WORKERS = {"per_layer": Argument(1, (1, 16)), "replicas": Argument(0, (0, 255))}
 LOCAL = "local"  # executor: no expert workers
-EXECUTOR = WithArguments({LOCAL: {}, **dict.fromkeys(("processes", "ray"), _WORKERS)})
+_GROUPS = {"workers": Argument(None, (1, 256)), "per_layer": Argument(1, (1, 16))}
+EXECUTOR = WithArguments({LOCAL: {}, "processes": _GROUPS, "cluster": {"file": SomeFile(), **_GROUPS}})
 PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     "threshold": Argument(1, (1, 1 << 20)),
     "depth": Argument(16, (1, 1 << 20)),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
-from vllm_spac.config.rules import plane, without_workers
+from vllm_spac.config.rules import WITHOUT_WORKERS, plane
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import UnsupportedError, add, drop, flag, use
 from vllm_spac.integration.hooks import drafts
@@ -70,7 +70,7 @@ def _of_preset(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]
 
 
 def _of_workers(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
-    ranks, named, local = vllm_config.parallel_config.tensor_parallel_size, plane(config), without_workers(config)
+    ranks, named, local = vllm_config.parallel_config.tensor_parallel_size, plane(config), WITHOUT_WORKERS
     workers = config.has_workers
     one = use(vllm_tensor_parallel_size=1)
     several = f"--tensor-parallel-size {ranks} (a worker has whole experts, and serves one process)"
@@ -114,7 +114,7 @@ def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refu
         f"{what} with V2's runner (which keeps its drafts on the device) is not supported",
         (drafts.V1, other),
     )
-    yield config.has_workers, f"{what} with {plane(config)} is not supported", (without_workers(config), other)
+    yield config.has_workers, f"{what} with {plane(config)} is not supported", (WITHOUT_WORKERS, other)
     yield (
         not config.execution_class.needs_host,
         f"{what} with {plane(config)} (its layers load what they miss) is not supported",

@@ -27,8 +27,8 @@ from vllm_spac.errors import SpacError
 from vllm_spac.integration.hooks import device
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.loading.store_lock import StoreLock
+from vllm_spac.methods.od_moe.wire import Service
 from vllm_spac.methods.od_moe.worker import Worker
-from vllm_spac.methods.od_moe.worker_link import Service
 from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system import machine
 

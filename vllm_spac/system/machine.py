@@ -96,6 +96,7 @@ def spinning(environment: Mapping[str, str]) -> Iterator[str]:
             yield name
 
 
+CLUSTER_FILE = Path("~/.cache/vllm_spac/cluster.json")  # of vllm-spac cluster, unless another is named
 DISK_DIR = Path("~/.cache/vllm_spac")  # where experts are packed, unless --spac-disk-dir is given
 
 

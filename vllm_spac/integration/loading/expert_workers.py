@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.rules import check_groups, without_workers
+from vllm_spac.config.rules import WITHOUT_WORKERS, check_groups, with_workers
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import ConfigError, UnsupportedError, use
 from vllm_spac.execution.address_table import check_layer
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
-from vllm_spac.methods.od_moe import division, places
-from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe import division
+from vllm_spac.methods.od_moe.client import Connections, OwnCopy, WorkerClient
 from vllm_spac.methods.od_moe.places import Places, Processes, RunningWorkers
-from vllm_spac.methods.od_moe.worker_link import Service
+from vllm_spac.methods.od_moe.wire import Service
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
-from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system import machine
-from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
 
 def check_places(config: SpacConfig) -> None:
     """Refuses a cluster that is not there before an engine starts; ``ConfigError`` says what to do."""
-    if config.executor_name == "processes" and config.cluster is not None:
-        RunningWorkers(path_of(config.cluster), config.workers)
-    if config.executor_name == "ray":
-        places.check_installed()
+    if config.executor_name == "cluster":
+        RunningWorkers(config.cluster, config.workers)
 
 
 def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
@@ -42,7 +39,7 @@ def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
         raise ConfigError.refused(
             f"spac: executor={config.executor} (--spac-executor) needs MoE layers of one shape, this model has "
             f"{len(shapes)}",
-            without_workers(config),
+            WITHOUT_WORKERS,
         )
 
 
@@ -57,36 +54,40 @@ def store(
     Raises:
         SpacError: a worker cannot be started, reached or used.
     """
-    isa = _isa(config, layer)
-    places, client = _places(config, free), None
+    isa, activation = _isa(config, layer), layer.activation.value
+    kernel = cpu_kernel.of_worker(isa, activation, shape)
+    places = _places(config, free)
+    connections = None
     try:
         count = len(places.addresses()) if config.workers is None else config.workers
         _check_count(config, count, len(shape.layers))
-        knobs: dict[str, Any] = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
-        if config.prefetch != "off":
-            knobs |= {"hints": True, "extra": config.prefetch_share}
-            options = components.parse(config.prefetch)[1]
-            knobs |= {name: options[name] for name in ("depth", "background") if name in options}
-        kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
-        kind["divides"] = config.workers_per_layer > 1
-        size, replicas = config.workers_per_layer, config.replicas
-        layers = [division.layers_of(worker, len(shape.layers), count, replicas, size) for worker in range(count)]
-        services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]
-        kernel = cpu_kernel.of_worker(isa, layer.activation.value, shape)
-        client = WorkerClient(
-            places,
-            services,
-            replicas,
-            kernel,
-            vllm_config.model_config.dtype,
-            lambda: _copy(config, shape, fingerprint),
-            size,
-            exact=isa != cpu_kernel.TORCH,
-        )
+        shared = _settings(config) | {"activation": activation, "isa": isa, "hidden": layer.moe_config.hidden_dim}
+        size = config.workers_per_layer
+        mine = [division.layers_of(worker, len(shape.layers), count, size) for worker in range(count)]
+        services = [Service.of(shape, fingerprint, layers, **shared) for layers in mine]
+        dtype = vllm_config.model_config.dtype
+        connections = Connections(places, services, kernel, dtype, exact=isa != cpu_kernel.TORCH)
+        opened = partial(components.build, "stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder)
+        client = WorkerClient(connections, OwnCopy(opened, services[0], kernel), size)
         return WorkerStore(shape, fingerprint, client)
     except BaseException:
-        (places if client is None else client).close()
+        if connections is None:
+            places.close()
+        else:
+            connections.leave()
+            connections.close()
         raise
+
+
+def _settings(config: SpacConfig) -> dict[str, Any]:
+    """Returns what of a service follows from the knobs."""
+    found: dict[str, Any] = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
+    found["divides"] = config.workers_per_layer > 1
+    if config.prefetch != "off":
+        options = components.parse(config.prefetch)[1]
+        found |= {"hints": True, "extra": config.prefetch_share}
+        found |= {name: options[name] for name in ("depth", "background") if name in options}
+    return found
 
 
 def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
@@ -100,51 +101,39 @@ def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
         if not quant_schemes.is_plain(layer):
             kernel = layer.quant_method.experts_cls.__name__
             problem = f"{named} needs experts as the checkpoint has them, and {kernel} converts {layer.layer_name}"
-            raise UnsupportedError.refused(problem, use(vllm_moe_backend="triton"), without_workers(config))
-        facts = layer.swiglu_limit, layer.swiglu_alpha, layer.apply_router_weight_on_input
+            raise UnsupportedError.refused(problem, use(vllm_moe_backend="triton"), WITHOUT_WORKERS)
+        facts = LayerFacts(
+            name=layer.layer_name,
+            activation=layer.activation.value,
+            limit=layer.swiglu_limit,
+            alpha=layer.swiglu_alpha,
+            weighs_input=layer.apply_router_weight_on_input,
+        )
         try:
-            check_layer(LayerFacts(layer.layer_name, layer.activation.value, *facts))
+            check_layer(facts)
         except UnsupportedError as error:
             problem = f"{named} on a GPU computes in torch, which has not what {layer.layer_name} needs"
-            raise UnsupportedError.refused(problem, without_workers(config)) from error
+            raise UnsupportedError.refused(problem, WITHOUT_WORKERS) from error
         return cpu_kernel.TORCH
     isa = cpu_kernel.isa_of(layer)
     if isa is None or layer.apply_router_weight_on_input:
         problem = f"{named} needs vLLM's fused CPU kernel, and {layer.layer_name} runs in another"
-        raise UnsupportedError.refused(problem, without_workers(config))
+        raise UnsupportedError.refused(problem, WITHOUT_WORKERS)
     return isa
 
 
 def _places(config: SpacConfig, free: int) -> Places:
     """Returns where the workers are; those of this machine share its CPUs with the engine, and ``free`` bytes."""
-    if config.executor_name == "processes" and config.cluster is not None:
-        return RunningWorkers(path_of(config.cluster), config.workers)
+    if config.executor_name == "cluster":
+        return RunningWorkers(config.cluster, config.workers)
     assert config.workers is not None
-    arguments = ["--disk-dir", str(config.folder)]
-    if config.executor_name == "ray" and config.cluster is not None:
-        return places.RayWorkers(config.workers, arguments, config.cluster)
-    threads = max(1, len(machine.cpus()) // (config.workers + 1))
-    arguments += ["--memory", str(max(0, free) // config.workers), "--threads", str(threads)]
-    if config.executor_name == "ray":
-        return places.RayWorkers(config.workers, arguments, None)
-    return Processes(config.workers, arguments)
+    memory, threads = max(0, free) // config.workers, max(1, len(machine.cpus()) // (config.workers + 1))
+    arguments = {"--disk-dir": str(config.folder), "--memory": str(memory), "--threads": str(threads)}
+    return Processes(config.workers, [text for pair in arguments.items() for text in pair])
 
 
 def _check_count(config: SpacConfig, count: int, layers: int) -> None:
     if count > (most := layers * config.workers_per_layer):
-        raise ConfigError(
-            f"spac: {count} workers (--spac-workers) for {layers} MoE layers: a worker has at least one; use "
-            f"--spac-workers {most}"
-        )
+        problem = f"spac: {count} workers (--spac-executor) for {layers} MoE layers, and a worker has at least one"
+        raise ConfigError.refused(problem, with_workers(config, most))
     check_groups(config, count)
-
-
-def _copy(config: SpacConfig, shape: MoEShape, fingerprint: str) -> ExpertStore | None:
-    """Opens the experts on this machine's disk, if all are packed there, as they are where workers share it."""
-    if not (config.folder / fingerprint).is_dir():
-        return None
-    found = components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder)
-    if all(map(found.holds, range(shape.total))):
-        return found
-    found.close()
-    return None

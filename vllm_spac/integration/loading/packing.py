@@ -95,6 +95,8 @@ class Packing:
         if self._config.has_workers:
             expert_workers.check_shapes(self._config, self._shapes)
             name = fingerprint(self._vllm_config, shape, layer, self.checkpoint, self._config.execution_class.layout)
+            self._locks.append(StoreLock(self._config.folder, name))
+            self._locks[-1].share()  # with workers of this machine, which pack there
             memory = free if self.on_cpu else max(0, available_host_bytes() - assembly.HOST_RESERVE)
             store = expert_workers.store(self._config, self._vllm_config, shape, layer, name, memory)
         elif room.slots == shape.total:

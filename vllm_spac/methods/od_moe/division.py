@@ -6,9 +6,8 @@ OD-MoE: On-Demand Expert Loading for Cacheless Edge-Distributed MoE Inference (W
 experts of its layers. A group of one worker computes whole rows, so that results keep the bits of vLLM's kernel; the
 workers of a larger one divide the experts that a layer needs, so that each loads a part of them.
 
-**Rows** are whole: each is computed by one worker, with all of its experts, since in vLLM's kernel a row does not
-depend on the others. A worker has up to two parts at a time, so that one travels while the other is computed
-(mini-batches).
+**Rows** of a prompt travel in parts of consecutive rows, since in vLLM's kernel a row does not depend on the others.
+A worker has up to two parts at a time, so that one travels while the other is computed (mini-batches).
 
 **Experts.** The last worker is to finish as early as possible: a load costs what it takes there, and an expert costs
 none where it has a slot already. So experts stay with the worker that has them, until another one is faster. The
@@ -18,108 +17,40 @@ division is greedy (``greedy``): the fastest one would save about a fortieth of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-
-def owners(layer: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
-    """Returns the workers that have ``layer``: its group, then the replicas that compute for those that are lost.
-
-    Args:
-        workers: number of workers, a multiple of ``size``.
-        replicas: further workers that have the layer, at most ``workers - size``.
-    """
-    assert size > 0 and workers % size == 0 and 0 <= replicas <= workers - size
-    return tuple((size * layer + ahead) % workers for ahead in range(size + replicas))
-
-
-def layers_of(worker: int, layers: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
-    """Returns the layers, of 0 to ``layers - 1``, that ``worker`` has: those of its group, and replicas."""
-    return tuple(layer for layer in range(layers) if worker in owners(layer, workers, replicas, size))
-
+from vllm_spac.methods.od_moe.wire import Speed
 
 PART_ROWS = 128  # rows of a part
 WINDOW = 2  # parts that one worker has at a time
 
 
-@dataclass(frozen=True, slots=True)
-class LayerLoad:
-    """What a worker has to do for a layer.
-
-    Attributes:
-        parts, rows: of the open requests to it.
-        pace: seconds per row that it took lately; None while nothing is known.
-    """
-
-    parts: int = 0
-    rows: int = 0
-    pace: float | None = None
-
-
-def parts(rows: int, workers: int, part_rows: int = PART_ROWS) -> list[slice]:
-    """Divides the rows of a layer into parts of consecutive rows.
-
-    As many parts for each of ``workers``, of equal size but for one row; up to ``part_rows`` rows are one part.
+def owners(layer: int, workers: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the workers that have ``layer``: its group.
 
     Args:
-        rows: at least 1.
-        workers: that have the layer, at least 1.
+        workers: number of workers, a multiple of ``size``.
+        size: workers of a group.
     """
-    assert rows > 0 and workers > 0
-    if rows <= part_rows:
-        return [slice(0, rows)]
-    count = min(rows, workers * -(-rows // (workers * part_rows)))
+    assert size > 0 and workers % size == 0
+    return tuple((size * layer + place) % workers for place in range(size))
+
+
+def layers_of(worker: int, layers: int, workers: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the layers, of 0 to ``layers - 1``, of the group of ``worker``."""
+    return tuple(layer for layer in range(layers) if worker in owners(layer, workers, size))
+
+
+def parts(rows: int, part_rows: int = PART_ROWS) -> list[slice]:
+    """Divides ``rows``, at least 1, into as few parts of consecutive rows as may be, of equal size but for one row."""
+    count = -(-rows // part_rows)
     ends = [rows * number // count for number in range(count + 1)]
-    return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-
-
-def sent(
-    waiting: Sequence[tuple[int, Sequence[int]]], loads: Mapping[int, LayerLoad], divided: bool
-) -> list[int | None]:
-    """Returns for each part that waits the worker to send it to now; None: it waits until one has answered.
-
-    Args:
-        waiting: rows of each part, and the workers that may compute it, the one to be asked first in front.
-        loads: of these workers.
-        divided: the layer's rows are divided: each part goes to the worker that would finish it first, parts that wait
-            for a worker counted, too. Else it goes to the first of its workers.
-    """
-    known = [load.pace for load in loads.values() if load.pace is not None]
-    usual = sum(known) / len(known) if known else 1.0
-    pace = {worker: usual if load.pace is None else load.pace for worker, load in loads.items()}
-    parts_of = {worker: load.parts for worker, load in loads.items()}
-    rows_of = {worker: load.rows for worker, load in loads.items()}
-    found: list[int | None] = []
-    for rows, workers in waiting:
-        if not workers:
-            found.append(None)
-            continue
-        ends = [(rows_of[worker] + rows) * pace[worker] for worker in workers]
-        worker = workers[ends.index(min(ends)) if divided else 0]  # the first of equals
-        found.append(worker if parts_of[worker] < WINDOW else None)
-        parts_of[worker] += 1
-        rows_of[worker] += rows
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorRates:
-    """Seconds that a worker takes.
-
-    Attributes:
-        expert: one expert in a slot, for few rows.
-        row: one row of an expert, where its rows are many: an expert takes ``max(expert, rows * row)``.
-        load: one expert into a slot.
-        message: of the engine, to send the worker rows and to take its answer; the engine does one after another.
-    """
-
-    expert: float
-    row: float
-    load: float
-    message: float
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 class Assigned(NamedTuple):
@@ -134,22 +65,23 @@ class ExpertDivider:
 
     Args:
         mine: the layers of each worker, ascending.
+        message: seconds of the engine to send a worker rows and to take its answer; it does one after another.
     """
 
-    def __init__(self, layers: int, experts: int, mine: Sequence[Sequence[int]]) -> None:
+    def __init__(self, layers: int, experts: int, mine: Sequence[Sequence[int]], message: float = 0.0) -> None:
         self._mine = [np.asarray(each, dtype=np.int64) for each in mine]
-        self._experts = experts
+        self._experts, self._message = experts, message
         self._there = np.zeros((len(mine), layers, experts), dtype=bool)
         self._told = np.zeros_like(self._there)  # hints since the layer ran
-        self._rates: dict[int, ProcessorRates] = {}
+        self._speed: dict[int, Speed] = {}
 
     def served(self, worker: int) -> int:
         """Returns of how many experts an answer of ``worker`` says whether they have a slot."""
         return len(self._mine[worker]) * self._experts
 
-    def admit(self, worker: int, rates: ProcessorRates) -> None:
+    def admit(self, worker: int, speed: Speed) -> None:
         """``worker`` is asked from now on; what ``sees`` says next is all that is known of its slots."""
-        self._rates[worker] = rates
+        self._speed[worker] = speed
         self._there[worker] = self._told[worker] = False
 
     def sees(self, worker: int, resident: np.ndarray) -> None:
@@ -180,16 +112,15 @@ class ExpertDivider:
         """Returns the place in ``workers`` of each expert, int64."""
         if len(workers) == 1:
             return np.zeros(len(experts), dtype=np.int64)
-        rates = [self._rates[worker] for worker in workers]
-        compute = np.stack([np.maximum(rate.expert, rows * rate.row) for rate in rates])
+        speeds = [self._speed[worker] for worker in workers]
+        compute = np.stack([np.maximum(speed.expert, rows * speed.row) for speed in speeds])
         told, there = (known[list(workers), layer][:, experts] for known in (self._told, self._there))
         there = np.where(told.any(axis=0), told, there)  # a hint is newer than the answers before it
-        load = np.where(there, 0.0, np.asarray([[rate.load] for rate in rates]))
-        wire = np.asarray([rate.message for rate in rates])
-        return np.asarray(greedy(compute, load, wire), dtype=np.int64)
+        load = np.where(there, 0.0, np.asarray([[speed.load] for speed in speeds]))
+        return np.asarray(greedy(compute, load, self._message), dtype=np.int64)
 
 
-def greedy(compute: np.ndarray, load: np.ndarray, wire: np.ndarray) -> list[int]:
+def greedy(compute: np.ndarray, load: np.ndarray, message: float) -> list[int]:
     """Returns the worker of each expert, so that no single worker would be faster; not always the fastest division.
 
     A worker loads the experts that it lacks one after another, computes meanwhile those that it has, and then those
@@ -200,30 +131,28 @@ def greedy(compute: np.ndarray, load: np.ndarray, wire: np.ndarray) -> list[int]
     Args:
         compute: float64 [workers, experts], seconds of each expert with its rows.
         load: float64 [workers, experts], seconds before it can be computed; 0 where the worker has it.
-        wire: float64 [workers], seconds of the engine's link: each that is used and has any ends later by their sum.
+        message: seconds of the engine's link: all workers begin after that of each that is used.
     """
-    costs = compute.tolist(), load.tolist(), wire.tolist()
     if not compute.size:
         return []
-    alone = [_dealt(*costs, [worker]) for worker in range(len(wire))]
-    used = list(range(len(wire)))
-    best = _dealt(*costs, used)
+    deal = partial(_dealt, compute.tolist(), load.tolist(), message)
+    alone = [deal([worker]) for worker in range(len(compute))]
+    used = list(range(len(compute)))
+    best = deal(used)
     while len(used) > 1:
-        fewer = [[worker for worker in used if worker != out] for out in used]
-        tried = [(_dealt(*costs, some), some) for some in fewer]
-        least, some = min(tried, key=lambda each: each[0][0])
+        others = [[worker for worker in used if worker != out] for out in used]
+        least, fewer = min(((deal(some), some) for some in others), key=lambda each: each[0][0])
         if least[0] > best[0]:
             break
-        best, used = least, some
+        best, used = least, fewer
     return min([best, *alone], key=lambda each: each[0])[1]
 
 
 def _dealt(
-    compute: list[list[float]], load: list[list[float]], wire: list[float], used: list[int]
+    compute: list[list[float]], load: list[list[float]], message: float, used: list[int]
 ) -> tuple[float, list[int]]:
     """Returns (seconds until the last worker has finished, worker of each expert) among ``used``; see ``greedy``."""
     least = [min(compute[w][e] + load[w][e] for w in used) for e in range(len(compute[0]))]
-    start = _starts(wire, used)
     state = {w: (0.0, 0.0, 0.0) for w in used}  # of loads, of what a worker has, of what it has loaded
     where = [-1] * len(least)
     for e in sorted(range(len(least)), key=lambda e: -least[e]):
@@ -234,17 +163,11 @@ def _dealt(
                 loads, after = loads + load[w][e], after + compute[w][e]
             else:
                 held += compute[w][e]
-            if (end := start[w] + max(loads, held) + after) < soonest:
+            if (end := max(loads, held) + after) < soonest:
                 soonest, where[e], then = end, w, (loads, held, after)
         state[where[e]] = then
-    start = _starts(wire, sorted(set(where)))
-    return max(begin + max(state[w][:2]) + state[w][2] for w, begin in start.items()), where
-
-
-def _starts(wire: list[float], used: list[int]) -> dict[int, float]:
-    """Returns when each of ``used`` has its rows."""
-    shared = sum(wire[w] for w in used)
-    return {w: shared if wire[w] > 0 else 0.0 for w in used}
+    busy = set(where)
+    return message * len(busy) + max(max(state[w][:2]) + state[w][2] for w in busy), where
 
 
 def _assigned(experts: np.ndarray, where: np.ndarray, workers: Sequence[int]) -> list[Assigned]:

@@ -7,25 +7,33 @@ process had counted stays in the sums.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import zmq
 from torch import Tensor
 
 from vllm_spac.cpu_kernels.base import Kernel, check_same
-from vllm_spac.errors import ConfigError, SpacError
-from vllm_spac.methods.od_moe.division import ProcessorRates
+from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.roster import name
-from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, raw, run_payload
-from vllm_spac.methods.od_moe.worker_link import Service, WorkerLink
+from vllm_spac.methods.od_moe.wire import (
+    Counts,
+    Frame,
+    FrameError,
+    FrameKind,
+    Header,
+    Limits,
+    Service,
+    decode,
+    encode,
+    raw,
+    run_payload,
+)
+from vllm_spac.methods.od_moe.worker_link import WorkerLink
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import allocate
 from vllm_spac.system.timing import median
@@ -37,6 +45,17 @@ _OWN = ("compute_seconds", "hints")
 _SHOWN = ("hits", "misses", "loads", "stall_seconds", "prefetches", "prefetch_hits", "prefetch_wasted")
 
 
+_ASK_AGAIN = 30.0  # seconds after which a worker that did not answer is asked once more
+_ANSWER = 60.0  # seconds to wait for one
+_MEASURED = 0.005  # seconds
+
+
+class _Question(NamedTuple):
+    epoch: int
+    sequence: int
+    at: float  # as of ``time.monotonic``
+
+
 class WorkerCounts:
     """The counters of all workers of an engine."""
 
@@ -45,8 +64,25 @@ class WorkerCounts:
         self._at: dict[int, float] = {}  # when each worker was asked for what it said last
         self._last: dict[int, dict[str, dict[str, Any]]] = {}  # worker -> its pools -> what each counted last
         self._pool: dict[int, str] = {}  # of each worker that is in
+        self._asked: dict[int, _Question] = {}  # of a worker that is to say what it counts
 
-    def told(self, worker: int, found: Mapping[str, Any], asked: float) -> None:
+    def ask(self, worker: int, link: WorkerLink, epoch: int, sequence: int) -> None:
+        """Asks ``worker`` what it counts, unless it is to say so already."""
+        now = time.monotonic()
+        if (asked := self._asked.get(worker)) is not None and now - asked.at < _ASK_AGAIN:
+            return
+        if link.send(encode(Header(FrameKind.STATS, epoch, sequence=sequence))):
+            self._asked[worker] = _Question(epoch, sequence, now)
+
+    def hear(self, worker: int, frame: Frame) -> None:
+        """Takes an answer of ``worker``; ``FrameError`` if it is none to what it was asked last."""
+        asked = self._asked.get(worker)
+        if asked is None or (frame.header.epoch, frame.header.sequence) != (asked.epoch, asked.sequence):
+            raise FrameError("spac: an answer to nobody")
+        self.told(worker, frame.text(Counts), asked.at)
+        del self._asked[worker]
+
+    def told(self, worker: int, found: Counts, asked: float) -> None:
         """Takes what ``worker`` says of itself; names that this version does not know are left out.
 
         Args:
@@ -61,6 +97,7 @@ class WorkerCounts:
     def lost(self, worker: int) -> None:
         """``worker`` is out: its memory counts no more."""
         self._pool.pop(worker, None)
+        self._asked.pop(worker, None)
 
     def of(self, worker: int) -> dict[str, int | float]:
         """Returns the chief counters of one worker, and the sizes of its memory, zeros while it is out.
@@ -99,39 +136,6 @@ def _is_count(name: str, value: Any) -> bool:
     if name in _BY_KEY:
         return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
     return isinstance(value, int | float)
-
-
-_AT_ONCE = 16
-
-
-def counts(addresses: Sequence[str], secret: bytes, seconds: float = 3.0) -> list[dict[str, Any] | str]:
-    """Returns what each worker counts, see ``Worker``, or why it did not say.
-
-    Args:
-        addresses: of the workers, ``tcp://host:port``.
-        seconds: to wait for each; one that computes or fills its slots answers afterwards.
-    """
-    context = zmq.Context()
-
-    def ask(address: str) -> dict[str, Any] | str:
-        link = WorkerLink(context, address, secret)
-        try:
-            link.visit(seconds)
-            return link.ask(FrameKind.STATS, seconds).text()
-        except SpacError as error:
-            return str(error).removeprefix("spac: ")
-        finally:
-            link.close()
-
-    try:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="spac-visit") as pool:
-            return list(pool.map(ask, addresses))
-    finally:
-        context.destroy(linger=200)
-
-
-_ANSWER = 60.0  # seconds to wait for one
-_MEASURED = 0.005  # seconds
 
 
 class Sample(NamedTuple):
@@ -191,16 +195,6 @@ def check(link: WorkerLink, worker: int, given: Sample, fingerprint: bytes, exac
             "use machines with the same processors, and the same vLLM"
         )
     return frame.resident()
-
-
-def rates(worker: int, ready: Mapping[str, Any], message: float) -> ProcessorRates:
-    """Returns what a worker measured when its slots were filled; ``SpacError`` if it is no measurement."""
-    found = ready.get("rates")
-    values: list[Any] = [found.get(each) for each in ("expert", "row", "load")] if isinstance(found, dict) else [None]
-    if not all(type(value) is float and 0 <= value < math.inf for value in values):
-        raise SpacError(f"spac: {name(worker)} does not say how fast it is")
-    expert, row, load = map(float, values)
-    return ProcessorRates(expert, row, load, message)
 
 
 def message_seconds(service: Service, dtype: torch.dtype) -> float:

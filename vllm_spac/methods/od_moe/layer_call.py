@@ -1,17 +1,17 @@
 """One layer computed by workers, as a protocol without sockets: what to send, and which answers count.
 
-Rows are sent whole, with all their experts, in parts of consecutive rows; the parts of a prompt go to all of the
-layer's workers (``division``). Where several workers divide experts (``ExpertDivider``), a part is the rows' pairs with
-the experts of one worker, and the results for a row are added. Each part is computed once: by its worker, else by
-another one that has the layer, else by this process. An answer counts if it belongs to an open request: the same
-worker, epoch, step, layer and sequence, and tensors of the part's sizes. Whatever else arrives is dropped.
+Rows are sent in parts of consecutive rows (``division``). Where a group of workers divides experts
+(``ExpertDivider``), a part is the rows' pairs with the experts of one worker, and the results for a row are added. Each
+part is computed once: by its worker, else by another one of the group, else by this process. An answer counts if it
+belongs to an open request: the same worker, epoch, step, layer and sequence, and tensors of the part's sizes. Whatever
+else arrives is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,11 @@ from torch import Tensor
 from vllm_spac.execution.row_shares import combine
 from vllm_spac.methods.od_moe import division
 from vllm_spac.methods.od_moe.division import Assigned, ExpertDivider
-from vllm_spac.methods.od_moe.roster import Roster, name
+from vllm_spac.methods.od_moe.roster import Roster
 from vllm_spac.methods.od_moe.wire import (
-    HEADER_BYTES,
     Frame,
-    FrameError,
     FrameKind,
     Header,
-    Limits,
-    decode,
     encode,
     run_payload,
 )
@@ -42,7 +38,7 @@ class _Part:
         x: [n, hidden].
         weights: [n, experts per row].
         ids: int like ``weights``; -1, with weight 0, where a row has fewer than others.
-        first: the worker to ask first; None: the first of those that have the layer.
+        first: the worker to ask first; None: the first one of the layer's group.
         tried: workers that were asked and lost it.
         request: the sequence of its open request, if any.
         out: [n, hidden] like ``x``; None until it was computed.
@@ -93,11 +89,8 @@ class LayerCall:
         x: [rows, hidden] on the CPU.
         weights: [rows, top_k] float32.
         ids: int [rows, top_k], experts of the layer.
-        part_rows: most rows per part; more rows are divided among the layer's workers.
+        part_rows: most rows per part.
         divider: divides the experts among the workers of the layer's group; None: rows are computed whole.
-
-    Attributes:
-        reasons: why each worker that was asked did not answer.
     """
 
     def __init__(
@@ -108,18 +101,14 @@ class LayerCall:
         x: Tensor,
         weights: Tensor,
         ids: Tensor,
-        limits: Limits,
         part_rows: int = division.PART_ROWS,
         divider: ExpertDivider | None = None,
     ) -> None:
         self.roster, self.step, self.layer = roster, step, layer
-        self._like, self._limits, self._divider = x, limits, divider
-        self.reasons: dict[int, str] = {}
-        self._divided = divider is None and len(x) > part_rows
-        workers = 1 if divider is not None else max(1, len(roster.owners(layer)))
-        chunks = division.parts(len(x), workers, part_rows)
+        self._like, self._divider = x, divider
+        chunks = division.parts(len(x), part_rows)
         self._parts = [_Part(rows, x[rows], weights[rows], ids[rows]) for rows in chunks]
-        if divider is not None and (group := roster.group(layer)):
+        if divider is not None and (group := roster.owners(layer)):
             self._parts = _shared(self._parts, divider.divide(layer, ids.numpy(), group), ids)
         self._open: dict[int, _Request] = {}  # by sequence
         self._heard: dict[int, float] = {}  # when a worker with open requests was sent the first or answered last
@@ -148,15 +137,16 @@ class LayerCall:
         """Returns (worker, message) to send now; the requests are open from here on."""
         found = []
         waiting = [part for part in self._parts if not part.done and part.request is None]
-        loads = {worker: self._load(worker) for worker in self.roster.owners(self.layer)}
-        chosen = division.sent([(part.count, self._may(part)) for part in waiting], loads, self._divided)
-        for part, worker in zip(waiting, chosen, strict=True):
-            if worker is None:
+        requests = Counter(request.worker for request in self._open.values())
+        for part in waiting:
+            worker = next(iter(self._may(part)), None)
+            if worker is None or requests[worker] >= division.WINDOW:
                 continue
             epoch, sequence = self.roster.epoch(worker), self.roster.sequence()
             assert epoch is not None
-            if all(request.worker != worker for request in self._open.values()):
+            if not requests[worker]:
                 self._heard[worker] = now
+            requests[worker] += 1
             self._open[sequence] = _Request(part, worker, epoch, now)
             part.request = sequence
             message = self._message(part, epoch, sequence)
@@ -164,35 +154,30 @@ class LayerCall:
             found.append((worker, message))
         return found
 
-    def incoming(self, worker: int, parts: Sequence[Any], now: float) -> bool:
-        """Takes a message of ``worker``; returns whether it counted."""
-        try:
-            frame = decode(parts, self._limits)
-        except FrameError as error:
-            self.reasons[worker] = str(error)
-            self.roster.shares.dropped += 1
-            return False
+    def incoming(self, worker: int, frame: Frame, now: float) -> bool:
+        """Takes an answer of ``worker``; returns whether it counted."""
         request = self._open.get(frame.header.sequence)
         if request is None or not self._answers(frame.header, worker, request):
             self.roster.shares.dropped += 1
             return False
         if frame.header.kind == FrameKind.FAILED:
-            self._lose(request, frame.header.sequence, frame.why())
-            self.roster.failed(worker, self.reasons[worker])
+            why = frame.why()
+            self._lose(request, frame.header.sequence)
+            self.roster.failed(worker, why)
             return False
         return self._take(frame, request, now)
 
     def gone(self, worker: int, why: str) -> None:
         """The connection to ``worker`` is over: it is asked no more, and its parts are lost."""
         self.roster.remove(worker, why)
-        self._lose_all(worker, why)
+        self._lose_all(worker)
 
     def expire(self, now: float) -> None:
         """Gives up requests whose deadline is over."""
         for worker in {request.worker for request in self._open.values()}:
             if now >= self._deadline(worker):
                 why = f"no answer for {now - self._heard[worker]:.2f} s"
-                self._lose_all(worker, why)
+                self._lose_all(worker)
                 self.roster.failed(worker, why)
 
     def deadline(self) -> float | None:
@@ -216,20 +201,10 @@ class LayerCall:
         part.out = out
         self.roster.shares.elsewhere += part.count
 
-    def blame(self) -> str:
-        """Returns which workers have the layer, and why each did not compute it."""
-        why = self.roster.why_out | self.reasons
-        having = self.roster.having(self.layer)
-        return "; ".join(f"{name(worker)}: {why.get(worker, 'it was lost')}" for worker in having)
-
     def _may(self, part: _Part) -> list[int]:
         """The workers that may compute ``part``, the one to ask first in front."""
         found = [worker for worker in self.roster.owners(self.layer) if worker not in part.tried]
         return [part.first, *(w for w in found if w != part.first)] if part.first in found else found
-
-    def _load(self, worker: int) -> division.LayerLoad:
-        rows = [request.part.count for request in self._open.values() if request.worker == worker]
-        return division.LayerLoad(len(rows), sum(rows), self.roster.pace(worker))
 
     def _message(self, part: _Part, epoch: int, sequence: int) -> tuple[bytes, bytes]:
         x, top_k = part.x, part.ids.shape[1]
@@ -254,33 +229,27 @@ class LayerCall:
         rows = frame.rows()
         spoiled = ~rows.isfinite().all(dim=1)
         if bool(spoiled.any()) and bool((spoiled & part.finite).any()):
-            self._lose(request, frame.header.sequence, "its answer had NaN or infinities for a row that had none")
-            self.roster.failed(worker, self.reasons[worker])
+            self._lose(request, frame.header.sequence)
+            self.roster.failed(worker, "its answer had NaN or infinities for a row that had none")
             return False
         del self._open[frame.header.sequence]
         part.request, part.out = None, rows
         if self._divider is not None:
             self._divider.sees(worker, frame.resident())
-        if self._divided:
-            self.roster.paced(worker, part.count, now - self._heard[worker])
         self._heard[worker] = now
-        if self._divided and self.done:
-            for idle in set(self.roster.owners(self.layer)) - self._heard.keys():
-                self.roster.rested(idle)
-        self.roster.answered(worker, part.count, now - request.sent, HEADER_BYTES + frame.header.payload)
+        self.roster.answered(worker, part.count, now - request.sent, frame.nbytes)
         return True
 
-    def _lose(self, request: _Request, sequence: int, why: str) -> None:
+    def _lose(self, request: _Request, sequence: int) -> None:
         del self._open[sequence]
         request.part.request = None
         request.part.tried.add(request.worker)
-        self.reasons[request.worker] = why
         self.roster.lost(request.worker, request.part.count)
 
-    def _lose_all(self, worker: int, why: str) -> None:
+    def _lose_all(self, worker: int) -> None:
         for sequence, request in list(self._open.items()):
             if request.worker == worker:
-                self._lose(request, sequence, why)
+                self._lose(request, sequence)
 
     def _deadline(self, worker: int) -> float:
         rows = max(request.part.count for request in self._open.values() if request.worker == worker)

@@ -24,7 +24,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.od_moe.layer_call import Forward
-from vllm_spac.methods.od_moe.worker_link import Service
+from vllm_spac.methods.od_moe.wire import Service, Speed
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.system.timing import median
 
@@ -165,8 +165,8 @@ class ExpertPool:
         self._load = (time.perf_counter() - start) / slots
         self._execution.counters.reset()
 
-    def rates(self, dtype: torch.dtype) -> dict[str, float]:
-        """Measures seconds: ``expert`` and ``row`` as in ``division.ProcessorRates``; ``load`` is that of the start."""
+    def speed(self, dtype: torch.dtype) -> Speed:
+        """Measures how fast this pool computes; ``load`` is that of the start."""
         hidden, top_k = self._hidden, self.shape.top_k
         ids, kernel = torch.arange(top_k, dtype=torch.int32), self._kernels[0]
 
@@ -175,7 +175,7 @@ class ExpertPool:
             chosen = ids.expand(rows, -1).contiguous()
             return median(lambda: kernel(x, weights, chosen), _MEASURED) / top_k
 
-        return {"expert": seconds(1), "row": seconds(_MANY_ROWS) / _MANY_ROWS, "load": self._load}
+        return Speed(expert=seconds(1), row=seconds(_MANY_ROWS) / _MANY_ROWS, load=self._load)
 
     def resident(self) -> np.ndarray:
         """Returns whether each expert of ``service.mine`` has a slot, bool, by layer."""

@@ -1,7 +1,7 @@
 """Which workers are asked, and under which epoch: what a client knows between two layers.
 
-A layer waits for a worker for a multiple of what such calls took (``Patience``); then its rows go elsewhere. A thread
-brings lost workers back while the engine serves.
+A layer waits for a worker for a multiple of what such calls took (``Patience``); then its rows go elsewhere. Threads
+bring lost workers back while the engine serves.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import zmq
 
 from vllm_spac.errors import SpacError
 from vllm_spac.methods.od_moe import division
+from vllm_spac.methods.od_moe.wire import Ready
 from vllm_spac.methods.od_moe.worker_link import WorkerLink
 
+logger = logging.getLogger("vllm.spac")
+
 _KEPT, _ENOUGH, _TIMES = 64, 8, 8
+_MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
+_LONGEST = 30.0  # seconds between two attempts
 
 
 class Patience:
@@ -43,11 +49,6 @@ class Patience:
         """Returns the deadline in seconds of a call: 8 times the longest of the last 64 of that size."""
         taken = self._taken.get(rows.bit_length(), ())
         return self._first if len(taken) < _ENOUGH else max(self._least, _TIMES * max(taken))
-
-
-_FORGETS = 0.9  # part of a pace that is left after a prompt's layer without rows
-_INERTIA = 0.75  # weight of what was known of a worker's pace
-_MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
 
 
 @dataclass
@@ -93,27 +94,25 @@ class Roster:
     """The workers of one engine. Called by one thread.
 
     Args:
-        replicas, size: as in ``division.owners``.
+        size: as in ``division.owners``.
         fingerprint: 16 bytes, of the experts.
 
     Attributes:
-        why_out: reason for each worker that is out.
+        why_out: reason for each worker that was removed.
     """
 
     def __init__(
         self,
         workers: int,
-        replicas: int,
         fingerprint: bytes,
         patience: Callable[[], Patience] = Patience,
         size: int = 1,
     ) -> None:
-        self.workers, self.replicas, self.size, self.fingerprint = workers, replicas, size, fingerprint
+        self.workers, self.size, self.fingerprint = workers, size, fingerprint
         self.shares = Shares(tuple(WorkerShare() for _ in range(workers)))
-        self.why_out: dict[int, str] = dict.fromkeys(range(workers), "it has not joined yet")
+        self.why_out: dict[int, str] = {}
         self._patience = patience
         self._patiences: dict[int, Patience] = {}
-        self._paces: dict[int, float] = {}  # seconds per row of a prompt
         self._epochs: dict[int, int] = {}  # of the workers that are in
         self._failures: dict[int, int] = {}  # in a row
         self._sequence = 0
@@ -124,7 +123,6 @@ class Roster:
         self._epochs[worker], self._failures[worker] = epoch, 0
         self.shares.workers[worker].readmissions += worker in self._patiences
         self._patiences[worker] = self._patience()
-        self._paces.pop(worker, None)
         self.why_out.pop(worker, None)
 
     def remove(self, worker: int, why: str) -> None:
@@ -153,20 +151,6 @@ class Roster:
         share.round_trip_seconds += seconds
         share.received_bytes += nbytes
 
-    def paced(self, worker: int, rows: int, seconds: float) -> None:
-        """``worker`` was busy for so long with so many rows of a prompt."""
-        found = seconds / rows
-        self._paces[worker] = found + _INERTIA * (self._paces.get(worker, found) - found)
-
-    def rested(self, worker: int) -> None:
-        """``worker`` was given no rows of a prompt: its pace is forgotten slowly, so that it is given some again."""
-        if worker in self._paces:
-            self._paces[worker] *= _FORGETS
-
-    def pace(self, worker: int) -> float | None:
-        """Seconds per row of a prompt that ``worker`` takes lately; None: not known yet."""
-        return self._paces.get(worker)
-
     def lost(self, worker: int, rows: int) -> None:
         """Counts a request of so many rows whose answer by ``worker`` does not count."""
         self.shares.workers[worker].losses += 1
@@ -181,16 +165,12 @@ class Roster:
         return self._patiences[worker].of(rows)
 
     def having(self, layer: int) -> tuple[int, ...]:
-        """The workers that have ``layer``, in or out, its group before the replicas."""
-        return division.owners(layer, self.workers, self.replicas, self.size)
+        """The workers that have ``layer``, in or out."""
+        return division.owners(layer, self.workers, self.size)
 
     def owners(self, layer: int) -> list[int]:
         """Those of ``having`` that are in."""
         return [worker for worker in self.having(layer) if worker in self._epochs]
-
-    def group(self, layer: int) -> list[int]:
-        """Those of ``owners`` that compute the layer together: as many as a group has, while enough are in."""
-        return self.owners(layer)[: self.size]
 
     def sequence(self) -> int:
         """Returns the number of a new request; none is used twice."""
@@ -203,77 +183,60 @@ def name(worker: int) -> str:
     return f"worker-{worker}"
 
 
-logger = logging.getLogger("vllm.spac")
+class ReadyWorker(NamedTuple):
+    """A worker that may be asked for rows: its slots are filled, and it was tested.
 
-_LONGEST = 30.0  # seconds between two attempts
+    Attributes:
+        resident: which experts have a slot there, as ``Frame.resident``.
+    """
+
+    worker: int
+    link: WorkerLink
+    ready: Ready
+    resident: np.ndarray
 
 
 class Recovery:
-    """Tries to reach lost workers until they are back.
+    """Tries to reach lost workers until they are back, each in a thread of its own.
 
     Args:
-        bring: returns a link to a worker that serves again and was tested; called in this object's thread.
+        bring: returns a worker that serves again and was tested.
+        ended: set when the engine ends.
     """
 
-    def __init__(self, bring: Callable[[int], WorkerLink], ended: threading.Event) -> None:
+    def __init__(self, bring: Callable[[int], ReadyWorker], ended: threading.Event) -> None:
         self._bring, self._ended = bring, ended
-        self._lost: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._back: queue.SimpleQueue[tuple[int, WorkerLink]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._back: queue.SimpleQueue[ReadyWorker] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     def lost(self, worker: int) -> None:
         """``worker`` is to be brought back."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="spac-recovery", daemon=True)
-            self._thread.start()
-        self._lost.put(worker)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=self._run, args=(worker,), name="spac-recovery", daemon=True))
+        self._threads[-1].start()
 
-    def back(self) -> list[tuple[int, WorkerLink]]:
-        """Returns the workers that are back since the last call, with their links."""
-        found = []
-        while not self._back.empty():
-            found.append(self._back.get())
-        return found
+    def back(self) -> list[ReadyWorker]:
+        """Returns the workers that are back since the last call."""
+        return [self._back.get() for _ in range(self._back.qsize())]
 
     def close(self) -> None:
-        """Waits for the thread, after ``ended`` was set, and closes links that nobody took."""
-        self._lost.put(None)
-        if self._thread is not None:
-            self._thread.join()
-        for _, link in self.back():
-            link.drop()
+        """Waits for the threads, after ``ended`` was set, and closes links that nobody took."""
+        for thread in self._threads:
+            thread.join()
+        for back in self.back():
+            back.link.drop()
 
-    def _run(self) -> None:
-        waiting: dict[int, tuple[float, int]] = {}  # worker -> when to try next, and attempts so far
-        said: dict[int, str] = {}
+    def _run(self, worker: int) -> None:
+        said, pause = "", 1.0
         while not self._ended.is_set():
-            for worker in self._news(waiting):
-                waiting[worker] = time.monotonic(), 0
-            for worker, (due, attempts) in list(waiting.items()):
-                if time.monotonic() < due or self._ended.is_set():
-                    continue
-                try:
-                    link = self._bring(worker)
-                except Exception as error:  # also of what a worker answered: were the thread to end, none came back
-                    known = isinstance(error, (SpacError, zmq.ZMQError, OSError))
-                    problem = str(error) if known else f"{type(error).__name__}: {error}"
-                    if said.get(worker) != problem:
-                        said[worker] = problem
-                        logger.warning("spac: %s is not back yet: %s", name(worker), problem, exc_info=not known)
-                    waiting[worker] = time.monotonic() + min(_LONGEST, 2.0**attempts), attempts + 1
-                else:
-                    del waiting[worker]
-                    said.pop(worker, None)
-                    self._back.put((worker, link))
-
-    def _news(self, waiting: dict[int, tuple[float, int]]) -> list[int]:
-        """Waits for lost workers, at most until the next attempt is due."""
-        due = min((due for due, _ in waiting.values()), default=None)
-        found = []
-        try:
-            timeout = None if due is None else max(0.0, due - time.monotonic())
-            found.append(self._lost.get(timeout=timeout) if timeout != 0 else self._lost.get_nowait())
-            while True:
-                found.append(self._lost.get_nowait())
-        except queue.Empty:
-            return [worker for worker in found if worker is not None]
+            try:
+                self._back.put(self._bring(worker))
+                return
+            except Exception as error:  # also of what a worker answered: were the thread to end, it never came back
+                known = isinstance(error, (SpacError, zmq.ZMQError, OSError))
+                problem = str(error) if known else f"{type(error).__name__}: {error}"
+                if problem != said:
+                    logger.warning("spac: %s is not back yet: %s", name(worker), problem, exc_info=not known)
+                said = problem
+            self._ended.wait(pause)
+            pause = min(_LONGEST, 2 * pause)

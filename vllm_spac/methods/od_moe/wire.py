@@ -1,42 +1,37 @@
-"""Frames between an engine and its expert workers: a fixed header, then raw tensors or JSON. Pure, no pickle.
+"""Frames between an engine and its expert workers: a typed header, then raw tensors or JSON. Pure, no pickle.
 
-A frame has two parts, header and payload. ``decode`` checks a header by itself, then the payload against it, and only
-then makes tensors: a frame that states a wrong size, kind, dtype or checksum is refused before memory is taken for it.
-The checksum covers both parts, so that every changed bit is noticed.
+A frame has two parts, header and payload. ``decode`` checks a header by itself, then the payload's size against it, and
+only then makes tensors: a frame with a wrong size, kind, dtype or checksum is refused before memory is taken for it.
+The checksum covers both parts, so that every changed bit is noticed. JSON is read into the type of its kind of frame.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
+from msgspec import Meta, Struct
 from torch import Tensor
 
-from vllm_spac.core import MoEShape
-from vllm_spac.errors import SpacError
-from vllm_spac.system.untrusted import parse_json
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.errors import ConfigError, SpacError, brief
+from vllm_spac.system.host_memory import gib
 
-MAGIC, VERSION = b"SPAC", 4
-MOST_TEXT = 4 << 20  # bytes of JSON
-MOST_BYTES = 1 << 29  # of a payload
-MOST_SERVED = (1 << 16) - 1  # experts of which an answer may say whether they have a slot
+PREFIX = b"SPAC\x05"  # and the version of the frames
+MOST_TEXT = 1 << 20  # bytes of JSON: the longest is a service of 4,096 layers with names of 200 letters
+MOST_BYTES = 1 << 29  # of a payload: the largest expert, and a prompt's rows
 NO_FINGERPRINT = bytes(16)
-# magic, version, kind, dtype, prompts, epoch, step, sequence, layer, rows, hidden, top_k, payload,
-# fingerprint, checksum
-_FIELDS = struct.Struct("<4sBBBBQQQIIIHQ16s16s")
-HEADER_BYTES = _FIELDS.size
-_KIND = 5  # where a header has its kind
+_MOST_HEAD = 256  # bytes; a header has some 100
 _SUM = 16
 _ID = 4  # bytes of an expert's number (int32)
 _PAIR = 8  # bytes of a pair's weight (float32) and expert (int32)
-_DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class FrameError(SpacError):
@@ -46,7 +41,7 @@ class FrameError(SpacError):
 class FrameKind(IntEnum):
     """What a frame is. Each request has one answer; ``FAILED`` may answer any."""
 
-    HELLO = 1  # an engine wants a session, or a visitor
+    HELLO = 1  # an engine wants a session
     WELCOME = 4  # with the epoch of its session
     REFUSED = 5
     SERVE = 6  # what the worker is to serve
@@ -71,14 +66,13 @@ class FrameKind(IntEnum):
 
 
 _TEXTS = {
-    *(FrameKind.HELLO, FrameKind.WELCOME, FrameKind.REFUSED, FrameKind.SERVE, FrameKind.HELD, FrameKind.READY),
-    *(FrameKind.FAILED, FrameKind.COUNTS),
+    *(FrameKind.HELLO, FrameKind.REFUSED, FrameKind.SERVE, FrameKind.HELD, FrameKind.READY, FrameKind.FAILED),
+    FrameKind.COUNTS,
 }
-_EXPERTS = {FrameKind.PUT, FrameKind.EXPERT}
+_Number = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a frame states of itself.
 
     Attributes:
@@ -89,26 +83,23 @@ class Header:
         rows, hidden, top_k: sizes of the tensors; 0 where there are none. ``HINT`` has ``top_k`` experts. ``ROWS`` of
             a worker whose group divides experts says of ``top_k`` experts, all that it serves, which have a slot.
         dtype: of the rows; None where there are none.
-        payload: bytes of the second part.
         fingerprint: 16 bytes, of the experts.
     """
 
     kind: FrameKind
-    epoch: int = 0
-    step: int = 0
-    sequence: int = 0
-    layer: int = 0
-    rows: int = 0
-    hidden: int = 0
-    top_k: int = 0
+    epoch: _Number = 0
+    step: _Number = 0
+    sequence: _Number = 0
+    layer: _Number = 0
+    rows: _Number = 0
+    hidden: _Number = 0
+    top_k: _Number = 0
     dtype: torch.dtype | None = None
-    payload: int = 0
-    fingerprint: bytes = NO_FINGERPRINT
+    fingerprint: Annotated[bytes, Meta(min_length=16, max_length=16)] = NO_FINGERPRINT
     prompts: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """The greatest sizes that a frame may state.
 
     Attributes:
@@ -126,29 +117,174 @@ class Limits:
     served: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A checked frame; ``payload`` has ``header.payload`` bytes."""
+class Hello(Struct, frozen=True, forbid_unknown_fields=True):
+    """``HELLO``.
+
+    Attributes:
+        facts: of the engine, as of ``worker_link.facts``.
+        engine: its own name, by which it returns with a new connection.
+    """
+
+    facts: dict[str, str]
+    engine: Annotated[str, Meta(max_length=64)]
+
+
+class Refusal(Struct, frozen=True, forbid_unknown_fields=True):
+    """``REFUSED`` and ``FAILED``; ``busy``: another engine has the worker."""
+
+    why: str
+    busy: bool = False
+
+
+class Held(Struct, frozen=True, forbid_unknown_fields=True):
+    """``HELD``: a bit for each expert of the service."""
+
+    bits: bytes
+
+
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Speed(Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds that a worker takes.
+
+    Attributes:
+        expert: one expert in a slot, for few rows.
+        row: one row of an expert, where its rows are many: an expert takes ``max(expert, rows * row)``.
+        load: one expert into a slot.
+    """
+
+    expert: _Seconds
+    row: _Seconds
+    load: _Seconds
+
+
+class Ready(Struct, frozen=True, forbid_unknown_fields=True):
+    """``READY``: how many slots are filled; ``speed`` of a worker whose group divides experts."""
+
+    slots: _Number
+    speed: Speed | None = None
+
+
+Counts = dict[str, bool | int | float | str | dict[str, int | float]]  # ``COUNTS``
+_Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+_MOST_EXPERTS = 1 << 20  # at one worker, which says of each in a bit whether it is packed, or has a slot
+_MOST_AXIS, _MOST_AXES = 1 << 24, 8
+
+
+class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``SERVE``: the layers that one worker serves, and how.
+
+    Attributes:
+        fingerprint: of the packed experts, 32 hexadecimal digits.
+        mine: numbers of those that this worker has, ascending.
+        divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
+            says which experts have a slot.
+        hints: the engine says which experts layers will probably need, and they are loaded ahead.
+        extra, depth, background: of these loads, as in ``PrefetchSettings``.
+    """
+
+    fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    layers: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(min_length=1, max_length=4096)]
+    mine: Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=4096)]
+    experts: _Count
+    top_k: _Count
+    tensors: Annotated[dict[str, TensorSpec], Meta(min_length=1, max_length=16)]
+    hidden: _Count
+    slots: str
+    policy: str
+    io_threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    activation: str = "silu"
+    isa: str = ""
+    divides: bool = False
+    hints: bool = False
+    extra: Annotated[float, Meta(ge=0, le=1)] | None = None
+    depth: _Count = 16
+    background: Annotated[int, Meta(ge=1, le=64)] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` for what cannot be together."""
+        if self.mine[-1] >= len(self.layers) or list(self.mine) != sorted(set(self.mine)):
+            raise ConfigError(f"spac: a service of the layers {brief(self.mine)} of {len(self.layers)}")
+        for spec in self.tensors.values():
+            if spec.dtype not in _NAMES:
+                raise ConfigError(f"spac: expert workers compute {', '.join(_DTYPES)}, not {spec.dtype}")
+            if len(spec.shape) > _MOST_AXES or not all(0 <= size <= _MOST_AXIS for size in spec.shape):
+                raise ConfigError(f"spac: no expert has a tensor of {brief(spec.shape)}")
+        if (served := len(self.mine) * self.experts) > _MOST_EXPERTS:
+            raise ConfigError(f"spac: {served} experts at a worker, which serves {_MOST_EXPERTS}; use more workers")
+        if (nbytes := self.shape.expert_bytes) > MOST_BYTES:
+            raise ConfigError(
+                f"spac: experts of {gib(nbytes)} do not fit a frame of expert workers ({gib(MOST_BYTES)})"
+            )
+
+    @classmethod
+    def of(cls, shape: MoEShape, fingerprint: str, mine: tuple[int, ...], **others: Any) -> Service:
+        """Returns the service of the layers ``mine`` of ``shape``."""
+        return cls(
+            fingerprint=fingerprint,
+            layers=shape.layers,
+            mine=mine,
+            experts=shape.experts,
+            top_k=shape.top_k,
+            tensors=shape.tensors,
+            **others,
+        )
+
+    @property
+    def shape(self) -> MoEShape:
+        """The shape of all layers."""
+        return MoEShape(self.layers, self.experts, self.top_k, self.tensors)
+
+    @property
+    def limits(self) -> Limits:
+        """The greatest sizes of frames about these layers."""
+        return Limits(
+            hidden=self.hidden,
+            top_k=self.top_k,
+            expert_bytes=self.shape.expert_bytes,
+            experts=self.experts,
+            served=len(self.mine) * self.experts if self.divides else 0,
+        )
+
+    @property
+    def keys(self) -> list[int]:
+        """The experts of ``mine``, as keys of ``shape``."""
+        return [layer * self.experts + expert for layer in self.mine for expert in range(self.experts)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of an expert's tensors, and of rows."""
+        return next(iter(self.tensors.values())).dtype
+
+    @property
+    def digest(self) -> bytes:
+        """The fingerprint as the 16 bytes of a frame."""
+        return bytes.fromhex(self.fingerprint)
+
+
+_Text = TypeVar("_Text")
+
+
+class Frame(Struct, frozen=True):
+    """A checked frame of ``nbytes``; ``payload`` has the size that its header states."""
 
     header: Header
     payload: memoryview
+    nbytes: int
 
-    def text(self) -> dict[str, Any]:
-        """Returns the JSON object of a frame with text; raises ``FrameError`` if it is none."""
+    def text(self, kind: type[_Text]) -> _Text:
+        """Returns what a frame with text says; ``FrameError`` if it is no ``kind``."""
         try:
-            found = parse_json(bytes(self.payload).decode())
+            return msgspec.json.decode(self.payload, type=kind, dec_hook=_decoded)
         except ValueError as error:
-            raise FrameError(f"spac: a {self.header.kind.name} frame has no JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise FrameError(f"spac: a {self.header.kind.name} frame has no JSON object")
-        return found
+            raise FrameError(
+                f"spac: a {self.header.kind.name} frame says something else: {brief(str(error))}"
+            ) from None
 
     def why(self) -> str:
         """Returns the reason that ``FAILED`` or ``REFUSED`` gives."""
-        try:
-            return str(self.text().get("why"))
-        except FrameError as error:
-            return str(error)
+        return self.text(Refusal).why
 
     def rows(self) -> Tensor:
         """Returns a copy of the rows of ``RUN``, ``ROWS`` or ``ECHO``: [rows, hidden] in ``header.dtype``."""
@@ -158,18 +294,14 @@ class Frame:
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Returns copies of the weights (float32) and experts (int32) of ``RUN``, both [rows, top_k]."""
-        head = self.header
-        assert head.dtype is not None
-        start, shape = head.rows * head.hidden * head.dtype.itemsize, (head.rows, head.top_k)
+        start, shape = _row_bytes(self.header), (self.header.rows, self.header.top_k)
         weights = self._tensor(start, shape, torch.float32)
         return weights, self._tensor(start + weights.nbytes, shape, torch.int32)
 
     def resident(self) -> np.ndarray:
         """Returns whether each expert that the sender of ``ROWS`` serves has a slot there, bool [top_k]."""
-        head = self.header
-        assert head.dtype is not None
-        bits = np.frombuffer(self.payload, np.uint8, offset=head.rows * head.hidden * head.dtype.itemsize)
-        return np.unpackbits(bits, count=head.top_k).astype(bool)
+        bits = np.frombuffer(self.payload, np.uint8, offset=_row_bytes(self.header))
+        return np.unpackbits(bits, count=self.header.top_k).astype(bool)
 
     def experts(self) -> np.ndarray:
         """Returns a copy of the experts of ``HINT``, int64 [top_k]."""
@@ -181,7 +313,7 @@ class Frame:
         for name, spec in shape.tensors.items():
             found[name] = self._tensor(start, spec.shape, spec.dtype)
             start += spec.nbytes
-        assert start == self.header.payload
+        assert start == len(self.payload)
         return found
 
     def _tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -191,14 +323,14 @@ class Frame:
 
 
 def encode(header: Header, payload: bytes = b"") -> tuple[bytes, bytes]:
-    """Returns the two parts of a frame; the size and the checksum are set here."""
-    fields = (
-        *(MAGIC, VERSION, header.kind, 0 if header.dtype is None else _CODES[header.dtype], header.prompts),
-        *(header.epoch, header.step, header.sequence, header.layer, header.rows, header.hidden, header.top_k),
-        *(len(payload), header.fingerprint),
-    )
-    head = _FIELDS.pack(*fields, bytes(_SUM))[:-_SUM]
+    """Returns the two parts of a frame; the checksum is made here."""
+    head = PREFIX + msgspec.msgpack.encode(header, enc_hook=_encoded)
     return head + _checksum(head, payload), payload
+
+
+def text_payload(said: Struct | Counts) -> bytes:
+    """Returns the payload of a frame with text."""
+    return msgspec.json.encode(said, enc_hook=_encoded)
 
 
 def run_payload(x: Tensor, weights: Tensor, ids: Tensor) -> bytes:
@@ -226,11 +358,6 @@ def raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def stated_kind(parts: Sequence[Any]) -> int:
-    """Returns the kind that a received message states, which nobody has checked; 0 if it has no header."""
-    return parts[0][_KIND] if len(parts[0]) == HEADER_BYTES else 0
-
-
 def decode(parts: Sequence[Any], limits: Limits) -> Frame:
     """Checks a received message and returns it.
 
@@ -243,65 +370,66 @@ def decode(parts: Sequence[Any], limits: Limits) -> Frame:
     if len(parts) != 2:
         raise FrameError(f"spac: a message of {len(parts)} parts, not 2")
     head, payload = (memoryview(part).cast("B") for part in parts)
-    header = _parse(head, limits)
-    if len(payload) != header.payload:
-        raise FrameError(f"spac: a {header.kind.name} frame states {header.payload} bytes and has {len(payload)}")
+    if len(head) > _MOST_HEAD or head[: len(PREFIX)] != PREFIX:
+        raise FrameError("spac: a message that is no frame of an expert worker of this release; use one for all")
+    try:
+        header = _headers.decode(head[len(PREFIX) : -_SUM])
+    except ValueError as error:
+        raise FrameError(f"spac: a frame with a header that cannot be: {brief(str(error))}") from None
+    _check_sizes(header, len(payload), limits)
     if bytes(head[-_SUM:]) != _checksum(head[:-_SUM], payload):
         raise FrameError(f"spac: a {header.kind.name} frame arrived with another checksum")
-    return Frame(header, payload)
+    return Frame(header, payload, len(head) + len(payload))
 
 
-def _parse(head: memoryview, limits: Limits) -> Header:
-    if len(head) != HEADER_BYTES:
-        raise FrameError(f"spac: a header of {len(head)} bytes, not {HEADER_BYTES}")
-    magic, version, kind, code, prompts, *numbers, payload, fingerprint, _ = _FIELDS.unpack(head)
-    if magic != MAGIC:
-        raise FrameError("spac: a message that is no frame of an expert worker")
-    if version != VERSION:
-        raise FrameError(f"spac: a frame of version {version}, and this is version {VERSION}; use one release for all")
-    if kind not in FrameKind.__members__.values():
-        raise FrameError(f"spac: a frame of the unknown kind {kind}")
-    if (code != 0 and code not in _DTYPES) or prompts > 1:
-        raise FrameError(f"spac: a frame of the unknown dtype {code}, or flag {prompts}")
-    epoch, step, sequence, layer, rows, hidden, top_k = numbers
-    dtype = _DTYPES.get(code)
-    header = Header(
-        FrameKind(kind), epoch, step, sequence, layer, rows, hidden, top_k, dtype, payload, fingerprint, bool(prompts)
+def _check_sizes(header: Header, size: int, limits: Limits) -> None:
+    """Raises ``FrameError`` if a frame states more than ``limits``, or has a payload of another ``size``."""
+    kind, name = header.kind, header.kind.name
+    stated = (
+        f"spac: a {name} frame states {header.rows} rows x {header.hidden} of {header.dtype}, {header.top_k} experts"
     )
-    _check_sizes(header, limits)
-    return header
+    least, most = {
+        FrameKind.RUN: (1, limits.top_k),
+        FrameKind.ROWS: (0, limits.served),
+        FrameKind.HINT: (1, limits.experts),
+    }.get(kind, (0, 0))
+    if kind in (FrameKind.RUN, FrameKind.ROWS, FrameKind.ECHO):
+        right = header.dtype is not None and 0 < header.rows <= limits.rows and 0 < header.hidden <= limits.hidden
+    else:
+        right = (header.rows, header.hidden, header.dtype) == (0, 0, None)
+    if not right or not least <= header.top_k <= most:
+        raise FrameError(f"{stated}, and at most {most} are known")
+    if kind in _TEXTS:
+        fits = size <= MOST_TEXT
+    elif kind in (FrameKind.PUT, FrameKind.EXPERT):
+        fits = 0 < size == limits.expert_bytes
+    else:
+        of_experts = {
+            FrameKind.RUN: header.rows * header.top_k * _PAIR,
+            FrameKind.ROWS: -(-header.top_k // 8),
+            FrameKind.HINT: header.top_k * _ID,
+        }.get(kind, 0)
+        fits = size == _row_bytes(header) + of_experts
+    if not fits:
+        raise FrameError(f"{stated}, and has {size} bytes; an expert has {limits.expert_bytes}")
 
 
-def _check_sizes(header: Header, limits: Limits) -> None:
-    name = header.kind.name
-    if header.payload > MOST_BYTES:
-        raise FrameError(f"spac: a {name} frame states {header.payload} bytes, more than any may have")
-    if header.kind == FrameKind.HINT:
-        if (header.rows, header.hidden, header.dtype) != (0, 0, None) or not 0 < header.top_k <= limits.experts:
-            raise FrameError(f"spac: a hint of {header.top_k} experts of {limits.experts}, or with rows")
-        if header.payload != header.top_k * _ID:
-            raise FrameError(f"spac: a hint states {header.payload} bytes for {header.top_k} experts")
-        return
-    sized = header.kind in (FrameKind.RUN, FrameKind.ROWS, FrameKind.ECHO)
-    pairs = header.top_k if header.kind == FrameKind.RUN else 0
-    if not sized:
-        if (header.rows, header.hidden, header.top_k, header.dtype) != (0, 0, 0, None):
-            raise FrameError(f"spac: a {name} frame states rows, and has none")
-        expert = limits.expert_bytes if header.kind in _EXPERTS else 0
-        if header.kind in _EXPERTS and (expert == 0 or header.payload != expert):
-            raise FrameError(f"spac: a {name} frame of {header.payload} bytes, and an expert has {expert}")
-        if header.kind not in _EXPERTS and header.payload > (MOST_TEXT if header.kind in _TEXTS else 0):
-            raise FrameError(f"spac: a {name} frame states {header.payload} bytes, more than it may have")
-        return
-    if header.dtype is None or not 0 < header.rows <= limits.rows or not 0 < header.hidden <= limits.hidden:
-        raise FrameError(f"spac: a {name} frame states {header.rows} rows x {header.hidden} of {header.dtype}")
-    least, most = {FrameKind.RUN: (1, limits.top_k), FrameKind.ROWS: (0, limits.served)}.get(header.kind, (0, 0))
-    if not least <= header.top_k <= most:
-        raise FrameError(f"spac: a {name} frame states {header.top_k} experts")
-    needed = header.rows * (header.hidden * header.dtype.itemsize + pairs * _PAIR)
-    needed += -(-header.top_k // 8) if header.kind == FrameKind.ROWS else 0
-    if header.payload != needed:
-        raise FrameError(f"spac: a {name} frame states {header.payload} bytes, and its tensors have {needed}")
+def _row_bytes(header: Header) -> int:
+    return 0 if header.dtype is None else header.rows * header.hidden * header.dtype.itemsize
+
+
+def _encoded(value: Any) -> Any:
+    """A dtype as its name; anything else is no part of a frame."""
+    return _NAMES[value]
+
+
+def _decoded(kind: type, name: Any) -> Any:
+    if kind is not torch.dtype or name not in _DTYPES:
+        raise ValueError(f"expert workers compute {', '.join(_DTYPES)}, not {brief(name)}")
+    return _DTYPES[name]
+
+
+_headers = msgspec.msgpack.Decoder(Header, dec_hook=_decoded)
 
 
 def _checksum(head: bytes | memoryview, payload: bytes | memoryview) -> bytes:

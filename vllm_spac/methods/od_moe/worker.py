@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import zmq
+from msgspec.structs import replace
+from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels.base import Kernel
@@ -19,41 +21,157 @@ from vllm_spac.methods.od_moe import worker_link
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.wire import (
+    Counts,
     Frame,
     FrameError,
     FrameKind,
     Header,
+    Held,
+    Hello,
     Limits,
+    Ready,
+    Refusal,
+    Service,
     decode,
     encode,
     expert_payload,
     raw,
     resident_payload,
+    text_payload,
 )
-from vllm_spac.methods.od_moe.worker_link import Service, as_text, difference, facts
+from vllm_spac.methods.od_moe.worker_link import difference, facts
 from vllm_spac.storage.base import ExpertStore, allocate
 
 logger = logging.getLogger("vllm.spac")
 
-_MOST_VISITORS = 64
 _POLL = 0.2  # seconds
 
 
-@dataclass
-class _Session:
-    """One engine, or a visitor, which has the secret too, but is not served.
+class WorkerAnswer(NamedTuple):
+    """What a frame is answered by; ``sizes`` are fields of its header."""
+
+    kind: FrameKind
+    payload: bytes = b""
+    sizes: Mapping[str, Any] = {}
+
+
+class HostedLayers:
+    """The layers that a worker serves for one engine; none before it said which.
+
+    Args:
+        kernel, store, memory: as of ``Worker``.
 
     Attributes:
-        engine: its own name, by which it returns with a new connection; empty for a visitor.
+        limits: of the engine's frames.
+    """
+
+    def __init__(
+        self, kernel: Callable[[Service], Kernel], store: Callable[[MoEShape, str], ExpertStore], memory: int
+    ) -> None:
+        self._kernel, self._open_store, self._memory = kernel, store, memory
+        self.service: Service | None = None
+        self.store: ExpertStore | None = None
+        self.pool: ExpertPool | None = None
+        self.limits = Limits()
+
+    def answer(self, frame: Frame) -> WorkerAnswer:
+        """Does what the engine asks for; ``SpacError`` if it cannot be done."""
+        kind = frame.header.kind
+        if kind == FrameKind.SERVE:
+            return self._serve(frame.text(Service))
+        if kind == FrameKind.ECHO and self.service is None:
+            return _rows(frame.rows())
+        if kind not in _ASKED:
+            raise SpacError(f"spac: a worker is asked for {kind.name}")
+        if self.service is None or self.store is None:
+            raise SpacError("spac: a worker is asked before it was told what to serve")
+        return _ASKED[kind](self, self.service, self.store, frame)
+
+    def hint(self, frame: Frame) -> None:
+        """Reads ahead what the engine expects to need. It does not wait: a hint that cannot be used is dropped."""
+        header, service, pool = frame.header, self.service, self.pool
+        if service is None or pool is None or not service.hints or header.fingerprint != service.digest:
+            logger.warning("spac: a hint about experts that this worker does not serve; dropped")
+            return
+        try:
+            pool.hint(header.step, header.layer, header.sequence, frame.experts())
+        except SpacError as error:
+            logger.warning("%s; dropped", error)
+
+    def close(self) -> None:
+        """Stops the threads, and closes the store."""
+        if self.pool is not None:
+            self.pool.close()  # and the store
+        elif self.store is not None:
+            self.store.close()
+        self.pool = self.store = self.service = None
+
+    def _serve(self, service: Service) -> WorkerAnswer:
+        if self.service != service or self.store is None:
+            self.close()
+            self.store = self._open_store(service.shape, service.fingerprint)
+            self.service, self.limits = service, service.limits
+        held = np.packbits([self.store.holds(key) for key in service.keys])
+        return WorkerAnswer(FrameKind.HELD, text_payload(Held(held.tobytes())))
+
+    def _put(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
+        if (key := frame.header.layer) not in service.keys:
+            raise SpacError(f"spac: expert {key} belongs to another worker")
+        store.put(key, frame.expert(store.shape))
+        return WorkerAnswer(FrameKind.STORED)
+
+    def _drop(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
+        store.drop(frame.header.layer)
+        return WorkerAnswer(FrameKind.DROPPED)
+
+    def _fill(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
+        if self.pool is None:
+            self.pool = ExpertPool(service, store, self._kernel(service), self._memory)
+        speed = self.pool.speed(service.dtype) if service.divides else None
+        return WorkerAnswer(FrameKind.READY, text_payload(Ready(self.pool.slots, speed)))
+
+    def _fetch(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
+        tensors = {name: rows[0] for name, rows in allocate(store.shape.tensors, 1, "cpu").items()}
+        store.read(frame.header.layer, tensors)
+        return WorkerAnswer(FrameKind.EXPERT, expert_payload(store.shape, tensors))
+
+    def _run(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
+        header = frame.header
+        if self.pool is None or header.fingerprint != service.digest or header.hidden != service.hidden:
+            raise SpacError("spac: a worker is asked for rows of experts that it does not serve")
+        weights, ids = frame.pairs()
+        out = self.pool.run(Forward(header.step, header.prompts), header.layer, frame.rows(), weights, ids)
+        if not service.divides:
+            return _rows(out)
+        resident = self.pool.resident()
+        return _rows(out, len(resident), resident_payload(resident))
+
+
+_ASKED: dict[FrameKind, Callable[[HostedLayers, Service, ExpertStore, Frame], WorkerAnswer]] = {
+    FrameKind.PUT: HostedLayers._put,
+    FrameKind.DROP: HostedLayers._drop,
+    FrameKind.FILL: HostedLayers._fill,
+    FrameKind.FETCH: HostedLayers._fetch,
+    FrameKind.RUN: HostedLayers._run,
+}
+
+
+def _rows(out: Tensor, top_k: int = 0, more: bytes = b"") -> WorkerAnswer:
+    sizes = {"rows": len(out), "hidden": out.shape[1], "dtype": out.dtype, "top_k": top_k}
+    return WorkerAnswer(FrameKind.ROWS, raw(out) + more, sizes)
+
+
+class _Session(NamedTuple):
+    """One engine.
+
+    Attributes:
+        engine: its own name, by which it returns with a new connection.
     """
 
     peer: bytes
-    engine: str
     epoch: int
-    service: Service | None = None
-    store: ExpertStore | None = None
-    pool: ExpertPool | None = None
-    limits: Limits = Limits()
+    engine: str
+    hosted: HostedLayers
 
 
 class Worker:
@@ -79,9 +197,8 @@ class Worker:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        self._kernel, self._open_store, self._memory = kernel, store, memory
+        self._hosted = partial(HostedLayers, kernel, store, memory)
         self._facts = facts()
-        self._visitors: OrderedDict[bytes, _Session] = OrderedDict()
         self._session: _Session | None = None
         self._listener = worker_link.WorkerListener(secret)
         self._socket = self._listener.socket
@@ -107,38 +224,26 @@ class Worker:
     def answer(self, message: list[bytes]) -> None:
         """Answers one message [peer, header, payload]; a damaged one, or one of nobody known, has no answer."""
         peer, *parts = message
-        session = self._session
-        ours = session is not None and session.peer == peer
+        session = self._session if self._session is not None and self._session.peer == peer else None
         try:
-            frame = decode(parts, session.limits if session is not None and ours else Limits())
+            frame = decode(parts, Limits() if session is None else session.hosted.limits)
+            if frame.header.kind == FrameKind.HELLO:
+                self._meet(peer, frame.header, frame.text(Hello))
+            elif session is not None and frame.header.epoch == session.epoch:
+                self._serve(session, frame)
         except FrameError as error:
             logger.warning("%s; dropped", error)
-            return
-        header = frame.header
-        if header.kind == FrameKind.HELLO:
-            self._meet(peer, frame)
-        elif session is not None and ours and header.epoch == session.epoch:
-            self._serve(session, frame, self._acts)
-        elif (visitor := self._visitors.get(peer)) is not None and header.epoch == visitor.epoch:
-            self._serve(visitor, frame, self._visits)
 
     # -- who asks ------------------------------------------------------------------------------------------
 
-    def _meet(self, peer: bytes, frame: Frame) -> None:
-        try:
-            given = frame.text()
-        except FrameError as error:
-            logger.warning("%s; dropped", error)
-            return
-        engine = str(given.get("engine"))
-        if given.get("visits") is True:
-            self._receive(peer, frame.header)
-        elif (unlike := difference(self._facts, given.get("facts"))) is not None:
-            self._refuse(peer, frame.header, f"results could differ in bits: {unlike}")
-        elif self._busy(engine):
-            self._refuse(peer, frame.header, "it serves another engine; stop that, or start further workers", True)
+    def _meet(self, peer: bytes, header: Header, hello: Hello) -> None:
+        if (unlike := difference(self._facts, hello.facts)) is not None:
+            self._refuse(peer, header, Refusal(f"results could differ in bits: {unlike}"))
+        elif self._busy(hello.engine):
+            why = "it serves another engine; stop that, or start further workers"
+            self._refuse(peer, header, Refusal(why, busy=True))
         else:
-            self._welcome(peer, frame.header, engine)
+            self._welcome(peer, header, hello.engine)
 
     def _busy(self, engine: str) -> bool:
         """Whether another engine has the worker, and is still connected."""
@@ -147,147 +252,58 @@ class Worker:
             return False
         return self._send(session.peer, encode(Header(FrameKind.PROBE, session.epoch)))
 
-    def _refuse(self, peer: bytes, header: Header, why: str, busy: bool = False) -> None:
-        logger.warning("spac: an engine was refused: %s", why)
-        self._say(peer, header, FrameKind.REFUSED, as_text({"why": why, "busy": busy}))
+    def _refuse(self, peer: bytes, header: Header, refusal: Refusal) -> None:
+        logger.warning("spac: an engine was refused: %s", refusal.why)
+        self._say(peer, header, WorkerAnswer(FrameKind.REFUSED, text_payload(refusal)))
 
     def _welcome(self, peer: bytes, header: Header, engine: str) -> None:
-        epoch = 1 + secrets.randbits(63)
-        before, self._session = self._session, _Session(peer, engine, epoch)
+        before, epoch = self._session, 1 + secrets.randbits(63)
         if before is not None and before.engine == engine:
-            self._session = replace(before, peer=peer, epoch=epoch)  # it keeps what it has
-        elif before is not None:
-            _close(before)
-        self._say(peer, replace(header, epoch=epoch), FrameKind.WELCOME, as_text({}))
-
-    def _receive(self, peer: bytes, header: Header) -> None:
-        visitor = self._visitors[peer] = _Session(peer, "", 1 + secrets.randbits(63))
-        while len(self._visitors) > _MOST_VISITORS:
-            self._visitors.popitem(last=False)
-        self._say(peer, replace(header, epoch=visitor.epoch), FrameKind.WELCOME, as_text({}))
+            self._session = before._replace(peer=peer, epoch=epoch)  # it keeps what it has
+        else:
+            self._end_session()
+            self._session = _Session(peer, epoch, engine, self._hosted())
+        self._say(peer, replace(header, epoch=epoch), WorkerAnswer(FrameKind.WELCOME))
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            _close(session)
+            session.hosted.close()
 
     # -- what it asks --------------------------------------------------------------------------------------
 
-    def _serve(self, session: _Session, frame: Frame, acts: Mapping[FrameKind, _Act]) -> None:
-        header = frame.header
-        if header.kind == FrameKind.LEAVE:
-            if self._visitors.pop(session.peer, None) is None:
-                self._end_session()
-            return
-        if header.kind == FrameKind.HINT:
-            self._take_hint(session, frame)
-            return
-        act = acts.get(header.kind)
-        try:
-            if act is None:
-                raise SpacError(f"spac: a worker is asked for {header.kind.name}")
-            kind, sizes, payload = act(self, session, frame)
-        except Exception as error:  # whatever it is, the engine is told, and computes the rows elsewhere
-            if not isinstance(error, SpacError):
-                logger.exception("spac: a worker failed")
-            why = str(error) if isinstance(error, SpacError) else f"{type(error).__name__}: {error}"
-            kind, sizes, payload = FrameKind.FAILED, {}, as_text({"why": why})
-        self._say(session.peer, header, kind, payload, **sizes)
+    def _serve(self, session: _Session, frame: Frame) -> None:
+        kind = frame.header.kind
+        if kind == FrameKind.LEAVE:
+            self._end_session()
+        elif kind == FrameKind.HINT:
+            session.hosted.hint(frame)
+        else:
+            try:
+                answer = self._count(session) if kind == FrameKind.STATS else session.hosted.answer(frame)
+            except Exception as error:  # whatever it is, the engine is told, and computes the rows elsewhere
+                if not isinstance(error, SpacError):
+                    logger.exception("spac: a worker failed")
+                why = str(error) if isinstance(error, SpacError) else f"{type(error).__name__}: {error}"
+                answer = WorkerAnswer(FrameKind.FAILED, text_payload(Refusal(why)))
+            self._say(session.peer, frame.header, answer)
 
-    def _take_service(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        service = Service.parse(frame.text())
-        if session.service != service or session.store is None:
-            _close(session)
-            shape = service.shape
-            session.service, session.store, session.pool = service, self._open_store(shape, service.fingerprint), None
-            sizes = {"hidden": service.hidden, "top_k": service.top_k, "experts": service.experts}
-            session.limits = Limits(**sizes, expert_bytes=shape.expert_bytes)
-        return FrameKind.HELD, {}, as_text({"held": [key for key in service.keys if session.store.holds(key)]})
-
-    def _put(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        service, store = _given(session)
-        key = frame.header.layer
-        if key not in service.keys:
-            raise SpacError(f"spac: expert {key} belongs to another worker")
-        store.put(key, frame.expert(store.shape))
-        return FrameKind.STORED, {}, b""
-
-    def _drop(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        _given(session)[1].drop(frame.header.layer)
-        return FrameKind.DROPPED, {}, b""
-
-    def _fill(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        service, store = _given(session)
-        if session.pool is None:
-            session.pool = ExpertPool(service, store, self._kernel(service), self._memory)
-        found: dict[str, Any] = {"slots": session.pool.slots, "store": store.describe()}
-        if service.divides:
-            found["rates"] = session.pool.rates(service.dtype)
-        return FrameKind.READY, {}, as_text(found)
-
-    def _fetch(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        _, store = _given(session)
-        tensors = {name: rows[0] for name, rows in allocate(store.shape.tensors, 1, "cpu").items()}
-        store.read(frame.header.layer, tensors)
-        return FrameKind.EXPERT, {}, expert_payload(store.shape, tensors)
-
-    def _run(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        service, _ = _given(session)
-        header = frame.header
-        if session.pool is None or header.fingerprint != service.digest or header.hidden != service.hidden:
-            raise SpacError("spac: a worker is asked for rows of experts that it does not serve")
-        x, pairs = frame.rows(), frame.pairs()
-        out = session.pool.run(Forward(header.step, header.prompts), header.layer, x, *pairs)
-        sizes = {"rows": len(out), "hidden": out.shape[1], "dtype": out.dtype}
-        if not service.divides:
-            return FrameKind.ROWS, sizes, raw(out)
-        resident = session.pool.resident()
-        return FrameKind.ROWS, sizes | {"top_k": len(resident)}, raw(out) + resident_payload(resident)
-
-    def _take_hint(self, session: _Session, frame: Frame) -> None:
-        """Reads ahead what the engine expects to need. It does not wait: a hint that cannot be used is dropped."""
-        header, service, pool = frame.header, session.service, session.pool
-        if service is None or pool is None or not service.hints or header.fingerprint != service.digest:
-            logger.warning("spac: a hint about experts that this worker does not serve; dropped")
-            return
-        try:
-            pool.hint(header.step, header.layer, header.sequence, frame.experts())
-        except SpacError as error:
-            logger.warning("%s; dropped", error)
-
-    def _count(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        """What this worker counts, whoever asks; see ``ExpertPool.counts``."""
-        served = self._session
-        pool = None if served is None else served.pool
-        found: dict[str, Any] = {"serving": served is not None, "memory_bytes": psutil.Process().memory_info().rss}
-        if pool is not None:
-            found |= {"layers": len(pool.shape.layers), **pool.counts()}
-        return FrameKind.COUNTS, {}, as_text(found)
-
-    def _echo(self, session: _Session, frame: Frame) -> tuple[FrameKind, dict, bytes]:
-        if self._session is not None:
-            raise SpacError("spac: this worker serves an engine; measure while it serves none")
-        rows = frame.rows()
-        return FrameKind.ROWS, {"rows": len(rows), "hidden": rows.shape[1], "dtype": rows.dtype}, raw(rows)
-
-    _acts: dict[FrameKind, _Act] = {
-        FrameKind.SERVE: _take_service,
-        FrameKind.PUT: _put,
-        FrameKind.DROP: _drop,
-        FrameKind.FILL: _fill,
-        FrameKind.FETCH: _fetch,
-        FrameKind.RUN: _run,
-        FrameKind.STATS: _count,
-    }
-    _visits: dict[FrameKind, _Act] = {FrameKind.STATS: _count, FrameKind.ECHO: _echo}
+    def _count(self, session: _Session) -> WorkerAnswer:
+        """What this worker counts for an engine; see ``ExpertPool.counts``."""
+        found: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
+        if session.hosted.pool is not None:
+            found |= session.hosted.pool.counts()
+        return WorkerAnswer(FrameKind.COUNTS, text_payload(found))
 
     # -- frames --------------------------------------------------------------------------------------------
 
-    def _say(self, peer: bytes, asked: Header, kind: FrameKind, payload: bytes, **sizes: Any) -> None:
+    def _say(self, peer: bytes, asked: Header, answer: WorkerAnswer) -> None:
         """Answers ``asked``: the same session, step, layer, sequence and fingerprint."""
-        repeated = (asked.epoch, asked.step, asked.sequence, asked.layer)
-        header = Header(kind, *repeated, fingerprint=asked.fingerprint, **sizes)
-        self._send(peer, encode(header, payload))
+        header = Header(
+            answer.kind, asked.epoch, asked.step, asked.sequence, asked.layer, fingerprint=asked.fingerprint,
+            **answer.sizes,
+        )  # fmt: skip
+        self._send(peer, encode(header, answer.payload))
 
     def _send(self, peer: bytes, message: tuple[bytes, bytes]) -> bool:
         """Sends a frame; returns whether the peer is connected. One that leaves its answers unread gets no more."""
@@ -306,20 +322,3 @@ class Worker:
             self._socket.bind(f"tcp://{host}:{port}")
             return port
         return self._socket.bind_to_random_port(f"tcp://{host}")
-
-
-_Act = Callable[[Worker, _Session, Frame], tuple[FrameKind, dict[str, Any], bytes]]
-
-
-def _given(session: _Session) -> tuple[Service, ExpertStore]:
-    if session.service is None or session.store is None:
-        raise SpacError("spac: a worker is asked before it was told what to serve")
-    return session.service, session.store
-
-
-def _close(session: _Session) -> None:
-    if session.pool is not None:
-        session.pool.close()  # and the store
-    elif session.store is not None:
-        session.store.close()
-    session.pool = session.store = session.service = None

@@ -6,141 +6,57 @@ not have it, and a worker's socket hands over no message of anybody else. zmq en
 A message is a header and a payload in parts of up to ``PART`` bytes. zmq takes a part, also of a handshake, into memory
 before anybody can judge it, so ``PART`` is what a connection that has proved nothing can hold, for ``_HANDSHAKE``.
 
-A ``Service`` is what a worker is asked to serve, and what it and an engine must have in common: checked JSON.
+Versions and processors of both sides must agree (``facts``), for equal bits.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import zmq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from msgspec.structs import replace
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.errors import ConfigError, SpacError, brief
+from vllm_spac.errors import SpacError, brief
 from vllm_spac.methods.od_moe.wire import (
     MOST_BYTES,
-    MOST_SERVED,
     Frame,
     FrameError,
     FrameKind,
     Header,
+    Held,
+    Hello,
     Limits,
+    Refusal,
+    Service,
     decode,
     encode,
+    text_payload,
 )
-from vllm_spac.system.host_memory import gib
 from vllm_spac.system.machine import versions
 
-_FINGERPRINT = r"^[0-9a-f]{32}$"
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-_Count = Annotated[int, Field(ge=1, le=1 << 20)]
-_MOST_EXPERTS = 1 << 20  # at one worker
+logger = logging.getLogger("vllm.spac")
+
 _SAME = ("vllm_spac", "vllm", "torch", "cpu")
-
-
-class Tensors(BaseModel):
-    """Shape and dtype of one tensor of an expert."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    shape: tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...] = Field(max_length=8)
-    dtype: str
-
-
-class Service(BaseModel):
-    """The layers that one worker serves, and how.
-
-    Attributes:
-        fingerprint: of the packed experts, 32 hexadecimal digits.
-        mine: numbers of those that this worker has, ascending.
-        divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
-            says which experts have a slot.
-        hints: the engine says which experts layers will probably need, and they are loaded ahead.
-        extra, depth, background: of these loads, as in ``PrefetchSettings``.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    fingerprint: str = Field(pattern=_FINGERPRINT)
-    layers: tuple[str, ...] = Field(min_length=1, max_length=4096)
-    mine: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=4096)
-    experts: _Count
-    top_k: _Count
-    tensors: dict[str, Tensors] = Field(min_length=1, max_length=16)
-    hidden: _Count
-    slots: str
-    policy: str
-    io_threads: Annotated[int, Field(ge=1, le=64)] = 4
-    activation: str = "silu"
-    isa: str = ""
-    divides: bool = False
-    hints: bool = False
-    extra: Annotated[float, Field(ge=0, le=1)] | None = None
-    depth: _Count = 16
-    background: Annotated[int, Field(ge=1, le=64)] | None = None
-
-    @classmethod
-    def parse(cls, raw: Any) -> Service:
-        """Validates what arrived; ``ConfigError`` if it is no service."""
-        try:
-            service = cls.model_validate(raw)
-        except ValidationError as error:
-            raise ConfigError(f"spac: this is no service of an expert worker: {brief(str(error))}") from None
-        if service.mine[-1] >= len(service.layers) or list(service.mine) != sorted(set(service.mine)):
-            raise ConfigError(f"spac: a service of the layers {brief(service.mine)} of {len(service.layers)}")
-        if unknown := [spec.dtype for spec in service.tensors.values() if spec.dtype not in _DTYPES]:
-            raise ConfigError(f"spac: expert workers compute {', '.join(_DTYPES)}, not {brief(unknown[0])}")
-        served, most = len(service.mine) * service.experts, MOST_SERVED if service.divides else _MOST_EXPERTS
-        if served > most:
-            divides = ", and one whose group divides experts serves" if service.divides else ", which serves"
-            raise ConfigError(f"spac: {served} experts at a worker{divides} at most {most}; use more workers")
-        if (nbytes := service.shape.expert_bytes) > MOST_BYTES:
-            raise ConfigError(
-                f"spac: experts of {gib(nbytes)} do not fit a frame of expert workers ({gib(MOST_BYTES)})"
-            )
-        return service
-
-    @classmethod
-    def of(cls, shape: MoEShape, fingerprint: str, mine: tuple[int, ...], **others: Any) -> Service:
-        """Returns the service of the layers ``mine`` of ``shape``."""
-        tensors = {
-            name: Tensors(shape=spec.shape, dtype=str(spec.dtype).removeprefix("torch."))
-            for name, spec in shape.tensors.items()
-        }
-        given = {"layers": shape.layers, "experts": shape.experts, "top_k": shape.top_k, "tensors": tensors}
-        return cls.parse({"fingerprint": fingerprint, "mine": mine, **given, **others})
-
-    @property
-    def shape(self) -> MoEShape:
-        """The shape of all layers."""
-        specs = {name: TensorSpec(spec.shape, _DTYPES[spec.dtype]) for name, spec in self.tensors.items()}
-        return MoEShape(self.layers, self.experts, self.top_k, specs)
-
-    @property
-    def keys(self) -> list[int]:
-        """The experts of ``mine``, as keys of ``shape``."""
-        return [layer * self.experts + expert for layer in self.mine for expert in range(self.experts)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of an expert's tensors, and of rows."""
-        return next(iter(self.shape.tensors.values())).dtype
-
-    @property
-    def digest(self) -> bytes:
-        """The fingerprint as the 16 bytes of a frame."""
-        return bytes.fromhex(self.fingerprint)
+HEARTBEAT, SILENCE = 1000, 5000  # milliseconds between heartbeats, and after which a peer counts as gone
+PART = 1 << 14  # bytes
+_SEALED = 64  # bytes that CURVE may add to a part
+_MOST_PARTS = 1 + MOST_BYTES // PART
+_HANDSHAKE = 5000  # milliseconds until a connection to a worker must have proved to know the secret
+_BACKLOG = 4096  # connections that wait to be accepted; the system may allow fewer
+_QUEUE = 8  # messages of a peer that wait at a worker, and answers that the peer has not read
+_LONGEST_RETRY = 30_000  # milliseconds between attempts to connect again
+_DOMAIN = "spac"
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSAL = "it has another secret or is of another release; use its cluster's file, and one release for all"
 
 
 def facts() -> dict[str, str]:
@@ -151,23 +67,10 @@ def facts() -> dict[str, str]:
     return {name: str(found.get(name)) for name in _SAME}
 
 
-def difference(ours: Mapping[str, str], theirs: Any) -> str | None:
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """Returns in what two sides differ, or None."""
-    if not isinstance(theirs, dict):
-        return "its facts are missing"
     parts = [f"{name} {value} here and {brief(theirs.get(name))} there" for name, value in ours.items()]
     return "; ".join(text for text, name in zip(parts, ours, strict=True) if ours[name] != theirs.get(name)) or None
-
-
-HEARTBEAT, SILENCE = 1000, 5000  # milliseconds between heartbeats, and after which a peer counts as gone
-PART = 1 << 14  # bytes
-_SEALED = 64  # bytes that CURVE may add to a part
-_MOST_PARTS = 1 + MOST_BYTES // PART
-_HANDSHAKE = 5000  # milliseconds until a connection to a worker must have proved to know the secret
-_BACKLOG = 4096  # connections that wait to be accepted; the system may allow fewer
-_QUEUE = 8  # messages of a peer that wait at a worker, and answers that the peer has not read
-_LONGEST_RETRY = 30_000  # milliseconds between attempts to connect again
-_DOMAIN = "spac"
 
 
 class _Keys(NamedTuple):
@@ -261,11 +164,6 @@ def receive(socket: zmq.Socket) -> list[Any]:
     return [head, parts[0].buffer if len(parts) == 1 else b"".join(part.buffer for part in parts)]
 
 
-def as_text(found: Mapping[str, Any]) -> bytes:
-    """Returns the payload of a frame with text."""
-    return json.dumps(found).encode()
-
-
 def _configure(socket: zmq.Socket, keys: _Keys) -> zmq.Socket:
     """Sets the keys, limits and heartbeats of both sides; returns ``socket``.
 
@@ -285,12 +183,6 @@ def _configure(socket: zmq.Socket, keys: _Keys) -> zmq.Socket:
     return socket
 
 
-logger = logging.getLogger("vllm.spac")
-
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_REFUSAL = "it has another secret or is of another release; use its cluster's file, and one release for all"
-
-
 class Lost(SpacError):
     """A worker does not answer; the message says why."""
 
@@ -304,8 +196,8 @@ class WorkerLink:
 
     Args:
         address: ``tcp://host:port``.
-        facts: of this side, as of the function ``facts``; of no use to a visitor.
-        engine: name of this engine, by which it returns after a lost connection; of no use to a visitor.
+        facts: of this side, as of the function ``facts``.
+        engine: name of this engine, by which it returns after a lost connection.
         ended: set when the engine ends: whatever is waited for is given up.
 
     Attributes:
@@ -317,12 +209,12 @@ class WorkerLink:
         context: zmq.Context,
         address: str,
         secret: bytes,
-        facts: Mapping[str, str] | None = None,
-        engine: str = "",
+        facts: Mapping[str, str],
+        engine: str,
         ended: threading.Event | None = None,
     ) -> None:
         self._ended = ended or threading.Event()
-        self.address, self._facts, self._engine = address, facts or {}, engine
+        self.address, self._facts, self._engine = address, facts, engine
         self.socket = dealer(context, secret)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self.socket.connect(address)
@@ -336,20 +228,22 @@ class WorkerLink:
         Raises:
             Lost: no answer, it has another secret, or the worker refuses; ``Busy`` if another engine has it.
         """
-        self._meet({"facts": self._facts, "engine": self._engine}, seconds)
-
-    def visit(self, seconds: float) -> None:
-        """As ``join``, to ask for ``STATS`` and ``ECHO`` only, beside an engine that the worker may serve."""
-        self._meet({"visits": True}, seconds)
+        hello = Hello(facts=dict(self._facts), engine=self._engine)
+        answer = self._answer(Header(FrameKind.HELLO), text_payload(hello), time.monotonic() + seconds)
+        if answer.header.kind != FrameKind.WELCOME:
+            refusal = answer.text(Refusal)
+            kind = Busy if refusal.busy else Lost
+            raise kind(f"spac: the worker at {self.address} refused: {refusal.why}")
+        self.epoch = answer.header.epoch
 
     def serve(self, service: Service, seconds: float) -> list[int]:
         """Tells the worker what to serve; returns the keys of the experts that it has."""
-        sizes = {"hidden": service.hidden, "top_k": service.top_k, "expert_bytes": service.shape.expert_bytes}
-        self.limits = Limits(**sizes, served=len(service.keys) if service.divides else 0)
-        held = self.ask(FrameKind.SERVE, seconds, payload=as_text(service.model_dump(mode="json"))).text().get("held")
-        if not isinstance(held, list) or not all(type(key) is int for key in held):
+        self.limits, keys = service.limits, service.keys
+        bits = self.ask(FrameKind.SERVE, seconds, text_payload(service)).text(Held).bits
+        held = np.unpackbits(np.frombuffer(bits, np.uint8))
+        if not 0 <= len(held) - len(keys) < 8:
             raise SpacError(f"spac: the worker at {self.address} does not say which experts it has")
-        return sorted(set(held) & set(service.keys))
+        return [key for key, has in zip(keys, held, strict=False) if has]
 
     def ask(self, kind: FrameKind, seconds: float, payload: bytes = b"", **fields: Any) -> Frame:
         """Sends a request and returns its answer.
@@ -395,13 +289,6 @@ class WorkerLink:
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
-
-    def _meet(self, given: Mapping[str, Any], seconds: float) -> None:
-        answer = self._answer(Header(FrameKind.HELLO), as_text(given), time.monotonic() + seconds)
-        if answer.header.kind != FrameKind.WELCOME:
-            kind = Busy if answer.header.kind == FrameKind.REFUSED and answer.text().get("busy") else Lost
-            raise kind(f"spac: the worker at {self.address} refused: {answer.why()}")
-        self.epoch = answer.header.epoch
 
     def _answer(self, header: Header, payload: bytes, end: float) -> Frame:
         """Sends a frame and waits for the answer to it; what answers anything else is dropped."""

@@ -22,11 +22,14 @@ from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import START, Predictor, Seen
+from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.execution.host.step_routing import StepRouting
 from vllm_spac.execution.row_shares import runnable
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
+from vllm_spac.methods.od_moe.roster import name as name_of
+from vllm_spac.methods.od_moe.wire import Frame, FrameKind, expert_payload
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
 
@@ -34,11 +37,15 @@ if TYPE_CHECKING:
     from vllm_spac.execution.exchange import Exchange
 
 
+_STORE = 60.0  # seconds for a worker to answer
+logger = logging.getLogger("vllm.spac")
+
+
 class WorkerStore(ExpertStore):
     """Sends experts to the workers that serve their layers, and reads them there.
 
     Args:
-        client: the workers; owned, opened here.
+        client: the workers; owned, connected here.
     """
 
     persistent: ClassVar[bool] = True
@@ -46,30 +53,46 @@ class WorkerStore(ExpertStore):
 
     def __init__(self, shape: MoEShape, fingerprint: str, client: WorkerClient, folder: Path | None = None) -> None:
         super().__init__(shape, fingerprint, folder)
-        self.client = client
-        client.open()
+        self.client, self._connections = client, client.connections
+        self._held: dict[int, set[int]] = {}
+        self._connections.open()
+        self._ask_again()
 
     def holds(self, key: int) -> bool:
-        return self.client.holds(key)
+        return all(key in self._held[worker] for worker in self._having(key))
 
     def reserve(self, experts: int) -> None:
         """Does nothing: each worker has its own disk."""
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
-        self.client.put(key, tensors)
+        payload = expert_payload(self.shape, tensors)
+        for worker in self._having(key):
+            if key not in self._held[worker]:
+                self._ask(worker, FrameKind.PUT, key, payload)
+                self._held[worker].add(key)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
-        for name, tensor in self.client.fetch(key).items():
+        frame = self._ask(self._having(key)[0], FrameKind.FETCH, key)
+        if frame.header.kind != FrameKind.EXPERT:
+            raise StoreError(f"spac: expert {key} was not given by its worker")
+        for name, tensor in frame.expert(self.shape).items():
             into[name].copy_(tensor)
         return self.shape.expert_bytes
 
     def drop(self, key: int) -> None:
-        self.client.drop(key)
+        for worker in self._having(key):
+            self._ask(worker, FrameKind.DROP, key)
+            self._held[worker].discard(key)
 
     def verify(self, threads: int) -> Iterator[str | None]:
         """Asks the workers again: what one could not read, it holds no more."""
-        self.client.refresh()
+        self._ask_again()
         yield None
+
+    def fill(self) -> None:
+        """Completes this machine's copy, and has the workers fill their slots; raises as ``Connections.fill``."""
+        self.client.copy.complete(self)
+        self.client.fill()
 
     def describe(self) -> str:
         return f"workers: {self.client.describe()}"
@@ -77,8 +100,18 @@ class WorkerStore(ExpertStore):
     def close(self) -> None:
         self.client.close()
 
+    def _ask_again(self) -> None:
+        self._held = {worker: self._connections.held(worker) for worker in self._connections.links}
 
-logger = logging.getLogger("vllm.spac")
+    def _having(self, key: int) -> tuple[int, ...]:
+        return self.client.roster.having(self.shape.split(key)[0])
+
+    def _ask(self, worker: int, kind: FrameKind, key: int, payload: bytes = b"") -> Frame:
+        """Asks a worker about an expert; ``StoreError`` if it does not do what it is asked for."""
+        try:
+            return self._connections.links[worker].ask(kind, _STORE, payload, layer=key)
+        except (SpacError, KeyError) as error:
+            raise StoreError(f"spac: {name_of(worker)} did not {kind.name} expert {key}: {error}") from error
 
 
 class WorkerExecution(Execution):
@@ -111,7 +144,7 @@ class WorkerExecution(Execution):
         threshold: int = 1,
     ) -> None:
         self._exchange = exchange
-        self.shape, self.store, self._client = shape, store, store.client
+        self.shape, self.store, self._workers, self._client = shape, store, store, store.client
         self.tensors = {name: torch.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in shape.tensors.items()}
         self.counters = Counters()
         self.holds_all = False
@@ -144,7 +177,7 @@ class WorkerExecution(Execution):
 
     def fill(self) -> Iterator[int]:
         """Has the workers fill their slots."""
-        self._client.fill()
+        self._workers.fill()
         self._filled = True
         yield 0
 

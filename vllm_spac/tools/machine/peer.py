@@ -15,7 +15,7 @@ import zmq
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.methods.od_moe.places import ADDRESS, ClusterFile, Processes
 from vllm_spac.methods.od_moe.wire import FrameKind, raw
-from vllm_spac.methods.od_moe.worker_link import WorkerLink
+from vllm_spac.methods.od_moe.worker_link import WorkerLink, facts
 from vllm_spac.system.timing import median
 
 LOOPBACK = "loopback"
@@ -48,9 +48,9 @@ def round_trips(
     context = zmq.Context()
     try:
         with _worker(address, file, folder) as (found, secret):
-            link = WorkerLink(context, found, secret)
+            link = WorkerLink(context, found, secret, facts(), secrets.token_hex(16))
             try:
-                link.visit(_JOIN)
+                link.join(_JOIN)
                 return dict(_measured(link, seconds, tell))
             finally:
                 link.close()
