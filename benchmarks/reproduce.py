@@ -40,7 +40,7 @@ PREPARED = {  # folder of a model that a command names, or file beside it -> wha
     f"{_REAL}/texts.safetensors": f"{_FIT}/texts.py --dense {_REAL}/dense --output {_REAL}/texts.safetensors",
     f"{_REAL}/chats.safetensors": f"{_FIT}/chats.py --dense {_REAL}/dense --output {_REAL}/chats.safetensors",
 }
-USES_LOCAL = re.compile(r"toy/models/local|toy/local-|toy/predictors\.py")
+USES_LOCAL = re.compile(r"toy/models/local|toy/local-")
 
 EXAMPLES = """[bold]Examples[/]
 

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers")]
-moe_spac, moe_spac_reuse, moe_spac_tables, moe_spec, od_moe, spread = (
-    importlib.import_module(name)
-    for name in ("moe_spac", "moe_spac_reuse", "moe_spac_tables", "moe_spec", "od_moe", "spread")
+moe_spac, moe_spac_tables, moe_spec, od_moe, spread = (
+    importlib.import_module(name) for name in ("moe_spac", "moe_spac_tables", "moe_spec", "od_moe", "spread")
 )
 
 from vllm_spac.config.config import SpacConfig  # noqa: E402
@@ -87,36 +86,7 @@ def test_spread() -> None:
     assert spread.nan_to_none({"a": [1.0, float("nan")]}) == {"a": [1.0, None]}
 
 
-def test_text_in_steps_by_hand() -> None:
-    """Five tokens in steps of two: the fifth is left out; each step selects the experts of its two tokens."""
-    tokens = [[0, 1], [1, 2], [3, 0], [3, 0], [2, 1]]
-    facts = synthetic_trace(layers=1, experts=4, top_k=2, steps=1).facts
-    steps = moe_spac_reuse.in_steps(text(tokens, 4), facts, 2)
-    assert steps.step_rows.tolist() == [2, 2]
-    assert moe_spac_reuse.frequencies(steps).tolist() == [[[1, 2, 1, 0]], [[2, 0, 0, 2]]]
-    assert moe_spac_reuse.correlation(steps) == pytest.approx(np.corrcoef([1, 2, 1, 0], [2, 0, 0, 2])[0, 1])
-
-
-def test_needed_acceptance_is_where_omega_reaches_the_ratio() -> None:
-    assert moe_spac_reuse.omega(4, 1) == 5 and moe_spac_reuse.omega(2, 0.5) == 1.75
-    for gamma, ratio in ((1, 1.47), (4, 2.21), (8, 7.79), (4, 6.0)):
-        alpha = moe_spac_reuse.needed(gamma, ratio)
-        assert moe_spac_reuse.omega(gamma, alpha) == pytest.approx(ratio)
-        assert (alpha > 1) == (ratio > gamma + 1)
-    assert moe_spac_reuse.needed(0, 1.0) != moe_spac_reuse.needed(0, 1.0), "nan without drafts"
-
-
-def test_what_repeats_needs_no_acceptance_and_what_never_repeats_needs_all() -> None:
-    """Tokens that all select the same experts make a step of nine cost what one token costs."""
-    facts = synthetic_trace(layers=1, experts=64, top_k=2, steps=1).facts
-    same = moe_spac_reuse.curves(text([[5, 9]] * 90, 64), facts)
-    assert same["experts"] == [1] * len(moe_spac_reuse.DRAFTS) and same["needed_experts"][1:] == pytest.approx([0] * 6)
-    apart = moe_spac_reuse.curves(text([[2 * t % 64, (2 * t + 1) % 64] for t in range(360)], 64), facts)
-    assert apart["experts"] == [1 + gamma for gamma in moe_spac_reuse.DRAFTS]
-    assert apart["needed_experts"][1:] == pytest.approx([1] * 6)
-
-
-@pytest.mark.parametrize("script", [moe_spac, moe_spac_reuse, moe_spec])
+@pytest.mark.parametrize("script", [moe_spac, moe_spec])
 def test_from_a_folder_of_traces(script, tmp_path: Path) -> None:
     for seed in (1, 2):
         trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=160, drafts=2, seed=seed)

@@ -438,7 +438,6 @@ def test_commands() -> None:
     [
         ("python x.py .cache/toy/mid --eagle3 .cache/toy/mid-eagle3", ["inflate.py benchmarks/toy/models/target"]),
         ("python x.py .cache/toy/local-mid", ["stored.py local", "inflate.py benchmarks/toy/models/local/target"]),
-        ("python benchmarks/toy/predictors.py", ["stored.py local"]),
         ("python benchmarks/toy/texts.py", []),
         ("python x.py .cache/real/target", ["real/build.py", "fit/texts.py", "fit/chats.py"]),
         ("python x.py benchmarks/traces/local", []),
