@@ -15,17 +15,15 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated
 
-import pages
-import pictures
 import typer
-from common import RESULTS, ROOT, TRACES, sha256
-from pages import Made
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "toy"))
-from stored import LOCAL
+from benchmarks import pages, pictures
+from benchmarks.common import RESULTS, ROOT, TRACES, sha256
+from benchmarks.pages import Made
+from benchmarks.toy.stored import LOCAL
 
 FIGURES = {name: pages.source(name)[0] for name in pages.names()}
 _FLAT, _LOCAL = "benchmarks/toy/models", str(LOCAL.relative_to(ROOT))

@@ -18,7 +18,6 @@ timed. Measurements are written at once: a run that is stopped keeps what it has
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,10 +27,7 @@ import torch
 import typer
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import RESULTS, Spread, provenance, write_result
-
+from benchmarks.common import RESULTS, Spread, provenance, write_result
 from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows, addresses
 
 REPEATS = 30

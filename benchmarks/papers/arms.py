@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-from ladder import total
-from paired import PAUSE, Side, interval, orders
-from processes import LiveEngine
-from run import Settings
-
+from benchmarks.scaled.ladder import total
+from benchmarks.serving.paired import PAUSE, Side, interval, orders
+from benchmarks.serving.processes import LiveEngine
+from benchmarks.serving.run import Settings
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
 Advance = Callable[[str, int], None]

@@ -10,17 +10,14 @@ greatest of many pairs, so short traces overestimate it. arXiv:2602.16052; OLMoE
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import spread
-from common import RESULTS, write_result
-
+from benchmarks.common import RESULTS, write_result
+from benchmarks.papers import spread
 from vllm_spac.tools.traces.trace_text import Text
 
 SIZES = (1, 3, 5, 9, 17, 33, 63, 127)

@@ -29,20 +29,14 @@ import torch.nn.functional as F
 import typer
 from tokenizers import Tokenizer
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real" / "fit"))
-import artefact
-import held
-from carve import CarvedLayer, weights_of
-from common import RESULTS, ROOT, provenance, show, write_result
-from eagle import DEPTHS, Eagle
-from llama import COMPUTE, Llama, normed, rotated
-from proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.kernels.reference.shortlist import selected_first, shortlist, sorted_by
 
+from benchmarks.common import RESULTS, ROOT, provenance, show, write_result
+from benchmarks.real import artefact, held
+from benchmarks.real.fit.carve import CarvedLayer, weights_of
+from benchmarks.real.fit.eagle import DEPTHS, Eagle
+from benchmarks.real.fit.llama import COMPUTE, Llama, normed, rotated
+from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.config.tree_shape import DynamicShape
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_residual

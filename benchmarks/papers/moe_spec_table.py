@@ -18,7 +18,6 @@ The paper's experts are in the GPU's memory; here they are loaded over a link. B
 from __future__ import annotations
 
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,20 +29,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import plan
-import prompts
-from arms import SHOWN, Arm, budget_arms, rows, score, serve
-from common import RESULTS, exit_on_sigterm, show, write_result
-from ladder import PACED, WATERFILL, disturbed, total
-from paired import Side
-from processes import EngineError
-from proportions import Proportions, names
-from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, head, on
-
+from benchmarks.common import RESULTS, exit_on_sigterm, show, write_result
+from benchmarks.papers.arms import SHOWN, Arm, budget_arms, rows, score, serve
+from benchmarks.scaled.ladder import PACED, WATERFILL, disturbed, total
+from benchmarks.scaled.proportions import Proportions, names
+from benchmarks.scaled.scale import Cores, Scale, head, on
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.paired import Side
+from benchmarks.serving.processes import EngineError
+from benchmarks.serving.run import PACKED, PackedFolder, Settings
 from vllm_spac.errors import SpacError
 
 EXAMPLES = """[bold]Examples[/]

@@ -11,7 +11,6 @@ a budget, all with the same vote. A context is not budgeted.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,9 +20,20 @@ import typer
 from tokenizers import Tokenizer
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, provenance, show, write_result
-from moe_spec_resident import CHOICE, CONTEXT, EXACT, MODELS, Arm, Reader, Target, branches, change, read_texts, windows
+from benchmarks.common import RESULTS, provenance, show, write_result
+from benchmarks.papers.moe_spec_resident import (
+    CHOICE,
+    CONTEXT,
+    EXACT,
+    MODELS,
+    Arm,
+    Reader,
+    Target,
+    branches,
+    change,
+    read_texts,
+    windows,
+)
 
 STEPS = {"chain of 4": 5, "tree of 16": 17}  # rows
 BUDGETS = 32, 24, 16

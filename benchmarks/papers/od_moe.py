@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
-from common import RESULTS, provenance, show, write_result
-from od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
-from policies import facts, stack
-from simulated_workers import LayerTimes, cached
-
+from benchmarks.common import RESULTS, provenance, show, write_result
+from benchmarks.papers.od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
+from benchmarks.papers.simulated_workers import LayerTimes, cached
+from benchmarks.replay.policies import facts, stack
 from vllm_spac.decisions.costs import Costs, Network
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.synthetic import synthetic_trace

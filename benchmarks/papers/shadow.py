@@ -21,7 +21,6 @@ expert's output.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -32,13 +31,10 @@ import typer
 from safetensors.torch import load_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-import held
-import quantize
-from common import RESULTS, ROOT, provenance, show, write_result
-from llama import Shape, normed, rotated
+from benchmarks.common import RESULTS, ROOT, provenance, show, write_result
+from benchmarks.real import held
+from benchmarks.real.fit.llama import Shape, normed, rotated
+from benchmarks.toy import quantize
 
 TARGET = Path(".cache") / "real" / "target"  # from the checkout's root
 NEVER = 1 << 30  # a period that is never over

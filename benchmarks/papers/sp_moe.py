@@ -19,7 +19,6 @@ into the experts, its attention and norms are the model's. Three parts:
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -30,13 +29,9 @@ import numpy as np
 import torch
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import held
-import prompts
-from common import RESULTS, ROOT, provenance, show, write_result
-
+from benchmarks.common import RESULTS, ROOT, provenance, show, write_result
+from benchmarks.real import held
+from benchmarks.serving import prompts
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictors.base import START, Seen

@@ -16,7 +16,6 @@ Four parts:
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,13 +28,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
-import held
-from common import RESULTS, ROOT, TRACES, provenance, sha256, show, write_result
-from policies import stack
-
+from benchmarks.common import RESULTS, ROOT, TRACES, provenance, sha256, show, write_result
+from benchmarks.real import held
+from benchmarks.replay.policies import stack
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import Identity, Training
 from vllm_spac.decisions.predictors._samples import Samples

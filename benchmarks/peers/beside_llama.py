@@ -32,17 +32,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import gguf_model
-import plan
-import process_memory
-import prompts
-from common import RESULTS, ROOT, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from paired import Side
-from processes import EngineError, LiveEngine, LiveProcess
-from run import PACKED, PackedFolder, Settings
-
+from benchmarks.common import RESULTS, ROOT, exit_on_sigterm, is_toy, progress, provenance, show, write_result
+from benchmarks.peers import gguf_model, process_memory
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.paired import Side
+from benchmarks.serving.processes import EngineError, LiveEngine, LiveProcess
+from benchmarks.serving.run import PACKED, PackedFolder, Settings
 from vllm_spac.decisions.comparison import interval, orders
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint.headers import Checkpoint, read_checkpoint

@@ -7,7 +7,6 @@ them instead of the standard library, which the carved model was fitted on.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,8 +15,7 @@ import numpy as np
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "fit"))
-import chats
+from benchmarks.real.fit import chats
 
 FILES = ("chats.safetensors", "texts.safetensors")
 SOURCE = "questions, and code, docs, handbooks and prose that the model was not fitted on, in turn"

@@ -13,7 +13,6 @@ reads what its routers name, as many experts as there is time for.
 from __future__ import annotations
 
 import random
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,11 +24,8 @@ import typer
 from rich.progress import track
 from safetensors.numpy import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-from common import RESULTS, provenance, sha256, show, write_result
-from proportions import Proportions
-
+from benchmarks.common import RESULTS, provenance, sha256, show, write_result
+from benchmarks.scaled.proportions import Proportions
 from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 
 EXAMPLE = """[bold]Example[/]

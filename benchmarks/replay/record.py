@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,16 +19,11 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-import plan
-import prompts
-from common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, sha256, write_result
-from processes import run_engine
-from run import Settings
-from stored import pack
-
+from benchmarks.common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, sha256, write_result
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.processes import run_engine
+from benchmarks.serving.run import Settings
+from benchmarks.toy.stored import pack
 from vllm_spac.recording.trace_file import Trace
 
 CASES = {  # name -> speculation, drafts, batch

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-from machine import ScaledMachine
-from paired import Arm, Side, take_turns
-from run import Settings
-from scale import RESIDENT
-
+from benchmarks.scaled.machine import ScaledMachine
+from benchmarks.scaled.scale import RESIDENT
+from benchmarks.serving.paired import Arm, Side, take_turns
+from benchmarks.serving.run import Settings
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.decisions.comparison import interval
@@ -23,8 +19,8 @@ from vllm_spac.errors import ConfigError
 
 DISTURBED = 0.05  # of a deadline: a mean delay beyond it is reported
 # Two I/O threads: while one sleeps until its load has passed the link, the next load is on it already.
-PACED = {"store": "tiers:PacedStore", "io_threads": "2"}
-WATERFILL = {"cpu_experts": "waterfill", "cpu_kernel": "executors:PacedExperts"}
+PACED = {"store": "benchmarks.scaled.tiers:PacedStore", "io_threads": "2"}
+WATERFILL = {"cpu_experts": "waterfill", "cpu_kernel": "benchmarks.scaled.executors:PacedExperts"}
 
 NODES = 16
 TREE = {"guard": "off", "tree": str(NODES), "budget": "16"}  # its drafts are verified in every step

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,20 +23,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "papers"))
-import ladder as ladders
-import plan
-import prompts
-from arms import Turn, score
-from common import RESULTS, exit_on_sigterm, progress, show, write_result
-from machine import ScaledMachine
-from processes import EngineError
-from proportions import Proportions, names
-from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, engines_at_once, head, on
-
+from benchmarks.common import RESULTS, exit_on_sigterm, progress, show, write_result
+from benchmarks.papers.arms import Turn, score
+from benchmarks.scaled import ladder as ladders
+from benchmarks.scaled.machine import ScaledMachine
+from benchmarks.scaled.proportions import Proportions, names
+from benchmarks.scaled.scale import Cores, Scale, engines_at_once, head, on
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.processes import EngineError
+from benchmarks.serving.run import PACKED, PackedFolder, Settings
 from vllm_spac.config.types import SlotCount
 from vllm_spac.errors import SpacError
 from vllm_spac.storage.checkpoint.headers import read_checkpoint

@@ -5,25 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
-from machine import VARIABLE, ScaledMachine
-from probe import Speeds
-from proportions import Proportions
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-from common import is_toy, provenance
-from paired import Side
-from processes import LiveEngine
-from prompts import Prompts
-from run import Settings
-
+from benchmarks.common import is_toy, provenance
+from benchmarks.scaled.machine import VARIABLE, ScaledMachine
+from benchmarks.scaled.probe import Speeds
+from benchmarks.scaled.proportions import Proportions
+from benchmarks.serving.paired import Side
+from benchmarks.serving.processes import LiveEngine
+from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.run import Settings
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
@@ -48,9 +44,7 @@ class Cores:
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of its engines."""
-        folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
-            "PYTHONPATH": os.pathsep.join(folders),
             "VLLM_CPU_OMP_THREADS_BIND": str(self.forward),
             "OMP_NUM_THREADS": "1",  # else OpenMP's threads spin on one core: tokens take ten times as long
             "KMP_BLOCKTIME": "0",
@@ -131,7 +125,7 @@ def on(machine: ScaledMachine, settings: Settings, folder: Path) -> Settings:
     path = folder / "machine.json"
     path.write_text(machine.model_dump_json())
     environment = {**settings.environment, VARIABLE: str(path)}
-    return dataclasses.replace(settings, environment=environment, counters="watch:counters")
+    return dataclasses.replace(settings, environment=environment, counters="benchmarks.scaled.watch:counters")
 
 
 def engines_at_once(resident: Resident, total: int) -> int:
@@ -149,7 +143,7 @@ def head(machine: str, asked: Prompts, settings: Settings) -> dict[str, Any]:
         "output_tokens": settings.output_tokens,
         "dtype": settings.dtype,
         "seed": settings.seed,
-        "environment": {name: text for name, text in settings.environment.items() if name != "PYTHONPATH"},
+        "environment": dict(settings.environment),
         "rows": [],
         "provenance": provenance(),
     }

@@ -9,7 +9,6 @@ slots. Times are [bold]scaled[/], see run.py beside this file: only ratios mean 
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import replace
@@ -20,18 +19,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import plan
-import prompts
-from common import RESULTS, exit_on_sigterm, progress, show, write_result
-from ladder import PACED, WATERFILL, total
-from paired import Arm, Side, beside_first, take_turns
-from processes import EngineError
-from proportions import Proportions, names
-from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, head, on
-
+from benchmarks.common import RESULTS, exit_on_sigterm, progress, show, write_result
+from benchmarks.scaled.ladder import PACED, WATERFILL, total
+from benchmarks.scaled.proportions import Proportions, names
+from benchmarks.scaled.scale import Cores, Scale, head, on
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.paired import Arm, Side, beside_first, take_turns
+from benchmarks.serving.processes import EngineError
+from benchmarks.serving.run import PACKED, PackedFolder, Settings
 from vllm_spac.errors import SpacError
 
 _EPILOG = """[bold]Example[/]

@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,16 +29,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import plan
-import prompts
-from common import ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from gpu_cases import CASES, DRAFTS, STOCK, Case
-from inflate import PRESETS, inflate, inflate_head
-from processes import EngineError, LiveEngine
-from run import PACKED, PackedFolder, Settings
-from stored import unpack
-
+from benchmarks.common import ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.gpu_cases import CASES, DRAFTS, STOCK, Case
+from benchmarks.serving.processes import EngineError, LiveEngine
+from benchmarks.serving.run import PACKED, PackedFolder, Settings
+from benchmarks.toy.inflate import PRESETS, inflate, inflate_head
+from benchmarks.toy.stored import unpack
 from vllm_spac.config.types import SlotCount
 from vllm_spac.errors import SpacError
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -34,13 +33,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import plan
-import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from processes import EngineError, LiveEngine
-from run import PACKED, PackedFolder, Settings
-
+from benchmarks.common import RESULTS, exit_on_sigterm, is_toy, progress, provenance, show, write_result
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.processes import EngineError, LiveEngine
+from benchmarks.serving.run import PACKED, PackedFolder, Settings
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.comparison import Ratio, interval, orders
 from vllm_spac.errors import ConfigError
@@ -162,7 +158,7 @@ def main(
     console = Console(width=max(120, Console().width))
     drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
     settings = Settings(model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, drafts, timeout)
-    settings = dataclasses.replace(settings, dtype=dtype, counters="drafting:counters")
+    settings = dataclasses.replace(settings, dtype=dtype, counters="benchmarks.serving.drafting:counters")
     try:
         pairs = {size: (Side.parse(base, size), Side.parse(other, size)) for size in plan.split(slots)}
         pauses = {size: other.beyond(base) if one_engine else [] for size, (base, other) in pairs.items()}

@@ -10,7 +10,6 @@ Nothing is fitted.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,11 @@ from typing import Annotated
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-import plan
-import prompts
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, progress, provenance, show, write_result
-from inflate import inflate, parse_bytes
-from processes import run_engine
-from run import Settings
-
+from benchmarks.common import RESULTS, ROOT, TOY, exit_on_sigterm, progress, provenance, show, write_result
+from benchmarks.serving import plan, prompts
+from benchmarks.serving.processes import run_engine
+from benchmarks.serving.run import Settings
+from benchmarks.toy.inflate import inflate, parse_bytes
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.machine import vllm_step

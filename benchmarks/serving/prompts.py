@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-import corpus
-import held
+from benchmarks.real import held
+from benchmarks.toy import corpus
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Every engine has its own process. A speed is reported only where the tokens are 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import plan
-import prompts
-import summary
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from processes import run_engine
-
+from benchmarks.common import RESULTS, ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
+from benchmarks.serving import plan, prompts, summary
+from benchmarks.serving.processes import run_engine
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 TOY_MODEL = TOY / "models" / "target"

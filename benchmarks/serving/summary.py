@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from common import Spread
-from plan import Configuration
+from benchmarks.common import Spread
+from benchmarks.serving.plan import Configuration
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.progress import Progress
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from widen import Plan, inflate_tensor, new_shape, plan_for, read_columns
+
+from benchmarks.toy.widen import Plan, inflate_tensor, new_shape, plan_for, read_columns
 
 _SPARE = 1.02  # the file system needs a little more than the tensors
 

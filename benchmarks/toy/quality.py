@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from texts import chosen
+
+from benchmarks.toy.texts import chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "benchmarks" / "toy" / "models"

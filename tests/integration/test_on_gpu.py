@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import zoo
 from typer.testing import CliRunner
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "toy")]
-on_gpu = importlib.import_module("on_gpu")
+from benchmarks.serving import on_gpu
 
 
 def test_tokens_and_times_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

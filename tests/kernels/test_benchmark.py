@@ -1,6 +1,5 @@
 """``benchmarks/kernels``, as far as it can be tested without a GPU."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,16 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import common
+from benchmarks.kernels import run as script
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels" / "run.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("kernels_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to run it on")
@@ -54,7 +47,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("wrong", ["codes", "scales"])
-def test_a_wrong_format_is_not_timed(script, wrong):
+def test_a_wrong_format_is_not_timed(wrong):
     """The comparison that ``measure_packed`` makes, by the twins' weights."""
     from vllm_spac.kernels.reference.dequantise import dequantise
 
@@ -69,7 +62,7 @@ def test_a_wrong_format_is_not_timed(script, wrong):
             script.compare(dequantise(kind, *changed, 128, 256, torch.bfloat16), plain, name)
 
 
-def test_counts_each_expert_once(script):
+def test_counts_each_expert_once():
     """Three distinct experts of 3 * 8 * 4 bfloat16; of the first two that are chosen, one is asked for."""
     shape = script.Shape(hidden=8, intermediate=4, experts=6, top_k=2)
     ids = torch.tensor([[0, 4], [4, 5]])
@@ -77,13 +70,13 @@ def test_counts_each_expert_once(script):
     assert script.needed_bytes(shape, ids, torch.tensor([True, True, False, False, False, False])) == 192
 
 
-def test_addresses_are_those_of_the_experts(script, monkeypatch):
+def test_addresses_are_those_of_the_experts(monkeypatch):
     monkeypatch.setattr(script.torch, "tensor", lambda values, device: values)
     weight = torch.zeros(3, 4, 5, dtype=torch.bfloat16)
     assert script.addresses(weight) == [part.data_ptr() for part in weight]
 
 
-def test_other_answers_are_not_timed(script):
+def test_other_answers_are_not_timed():
     same = torch.ones(4)
     assert script.compare(same, same, "a") == 0
     for wrong in (same * 1.1, same * float("nan")):
@@ -91,17 +84,16 @@ def test_other_answers_are_not_timed(script):
             script.compare(wrong, same, "a")
 
 
-def test_what_was_measured_is_kept_when_a_later_size_fails(script, tmp_path, monkeypatch):
+def test_what_was_measured_is_kept_when_a_later_size_fails(tmp_path, monkeypatch):
     """Also on a copy without git: where the numbers come from is asked before anything is measured."""
-    common = sys.modules["common"]
     monkeypatch.setattr(common, "ROOT", tmp_path)
     facts = types.SimpleNamespace(name="a GPU", major=9, minor=0, L2_cache_size=1)
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(script.torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(script, "make_weights", lambda shape: (torch.ones(1), torch.ones(1)))
+    monkeypatch.setattr("make_weights", lambda shape: (torch.ones(1), torch.ones(1)))
     monkeypatch.setattr(script.torch, "empty_like", lambda weight, **_: weight.clone())
-    monkeypatch.setattr(script, "copy_rates", lambda: {"hbm": 1.0, "pinned": 1.0})
-    monkeypatch.setattr(script, "line", lambda row, rates: "")
+    monkeypatch.setattr("copy_rates", lambda: {"hbm": 1.0, "pinned": 1.0})
+    monkeypatch.setattr("line", lambda row, rates: "")
     asked = []
 
     def measure(shape, rows, *rest):
@@ -110,7 +102,7 @@ def test_what_was_measured_is_kept_when_a_later_size_fails(script, tmp_path, mon
             raise RuntimeError("stopped")
         return {"rows": rows}
 
-    monkeypatch.setattr(script, "measure", measure)
+    monkeypatch.setattr("measure", measure)
     with pytest.raises(RuntimeError, match="stopped"):
         script.main(short=True, output=tmp_path / "kernels.json")
     kept = json.loads((tmp_path / "kernels.json").read_text())

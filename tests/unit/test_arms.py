@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers"), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
-arms, engine, table = (importlib.import_module(name) for name in ("arms", "engine", "moe_spec_table"))
-plan = importlib.import_module("plan")
-
-from vllm_spac.errors import ConfigError  # noqa: E402
+from benchmarks.papers import arms
+from benchmarks.papers import moe_spec_table as table
+from benchmarks.serving import engine, plan
+from vllm_spac.errors import ConfigError
 
 ARMS = [arms.Arm("exact"), arms.Arm("cut")]
 

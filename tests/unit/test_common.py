@@ -6,12 +6,11 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-common = importlib.import_module("common")
+from benchmarks import common
+
 origins = importlib.import_module("vllm_spac.system.machine")
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-demo = importlib.import_module("demo")
+from benchmarks import demo
 
 
 def run(*seconds: float):

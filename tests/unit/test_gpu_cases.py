@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
 import time
 from collections import Counter
 from dataclasses import fields, replace
@@ -15,15 +13,10 @@ import pytest
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.serving import gpu_cases, on_gpu, plan, processes
+from benchmarks.serving import run as serving_run
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.storage.checkpoint.headers import Checkpoint
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "toy")]
-gpu_cases = importlib.import_module("gpu_cases")
-on_gpu = importlib.import_module("on_gpu")
-plan = importlib.import_module("plan")
-processes = importlib.import_module("processes")
 
 RUNS = on_gpu.runs(on_gpu.PARTS, [], ["25%", "20%"])
 each_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case.part} {run.name}")
@@ -33,7 +26,7 @@ each_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case.part
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Settings for a model whose files are named and not read."""
     checkpoint = Checkpoint("toy", 64, 8, dict.fromkeys(range(6), 2**30), 0)
-    monkeypatch.setattr(importlib.import_module("run"), "read_checkpoint", lambda folder: checkpoint)
+    monkeypatch.setattr(serving_run, "read_checkpoint", lambda folder: checkpoint)
     for folder in ("model", "eagle3"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from benchmarks.serving import paired, plan, processes, run
 from vllm_spac.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]
-paired = importlib.import_module("paired")
-plan = importlib.import_module("plan")
-processes = importlib.import_module("processes")
-run = importlib.import_module("run")
+
 EAGLE3 = BENCHMARKS / "toy" / "models" / "eagle3"
 
 

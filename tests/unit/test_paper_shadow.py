@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers")]
-shadow = importlib.import_module("shadow")
+from benchmarks.papers import shadow
 
 CONFIG = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 CONFIG |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4}

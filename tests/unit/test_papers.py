@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers")]
-moe_spac, moe_spac_tables, moe_spec, od_moe, spread = (
-    importlib.import_module(name) for name in ("moe_spac", "moe_spac_tables", "moe_spec", "od_moe", "spread")
-)
-
-from vllm_spac.config.config import SpacConfig  # noqa: E402
-from vllm_spac.config.presets import PRESETS  # noqa: E402
-from vllm_spac.config.types import EXTRA  # noqa: E402
-from vllm_spac.decisions.costs import Costs  # noqa: E402
-from vllm_spac.tools.traces.simulation import simulate  # noqa: E402
-from vllm_spac.tools.traces.synthetic import synthetic_trace  # noqa: E402
-from vllm_spac.tools.traces.trace_text import Text  # noqa: E402
+from benchmarks.papers import moe_spac, moe_spac_tables, moe_spec, od_moe, spread
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.presets import PRESETS
+from vllm_spac.config.types import EXTRA
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
+from vllm_spac.tools.traces.trace_text import Text
 
 
 def text(tokens: list[list[int]], experts: int, weights: list[list[float]] | None = None) -> Text:

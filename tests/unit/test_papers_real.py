@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers")]
-five_papers, resident = (importlib.import_module(name) for name in ("five_papers", "moe_spec_resident"))
-llama = importlib.import_module("llama")
-
-from vllm_spac.tools.traces.synthetic import synthetic_trace  # noqa: E402
+from benchmarks.papers import five_papers
+from benchmarks.papers import moe_spec_resident as resident
+from benchmarks.real.fit import llama
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 
 @pytest.fixture

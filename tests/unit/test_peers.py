@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -15,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from benchmarks.peers import beside_llama, gguf_model, process_memory
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "peers")]
-beside_llama = importlib.import_module("beside_llama")
-gguf_model = importlib.import_module("gguf_model")
-process_memory = importlib.import_module("process_memory")
 
 TOY = BENCHMARKS / "toy" / "models" / "target"
 

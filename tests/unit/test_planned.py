@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 import typer
 
+from benchmarks.serving import planned
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.predict import Prediction
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "toy")]
-planned = importlib.import_module("planned")
 
 
 def comparison(measured: float, low: float = 8.0, high: float = 12.0, trace: float = 10.0):

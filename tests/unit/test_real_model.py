@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -21,20 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from benchmarks.real import artefact, build, dense, export
+from benchmarks.real.fit import carve, chains, drafter, eagle, fit, llama, mtp, rolls
+from benchmarks.real.fit import learning as learning_by
+
 REAL = Path(__file__).parents[2] / "benchmarks" / "real"
-sys.path[:0] = [str(REAL), str(REAL / "fit")]
-artefact = importlib.import_module("artefact")
-carve = importlib.import_module("carve")
-chains = importlib.import_module("chains")
-dense = importlib.import_module("dense")
-drafter = importlib.import_module("drafter")
-eagle = importlib.import_module("eagle")
-export = importlib.import_module("export")
-fit = importlib.import_module("fit")
-learning_by = importlib.import_module("learning")
-llama = importlib.import_module("llama")
-mtp = importlib.import_module("mtp")
-rolls = importlib.import_module("rolls")
 
 MOST_BYTES = 12_000_000
 HIDDEN, NEURONS, EXPERTS, SIZE, TOP_K = 12, 48, 8, 8, 3
@@ -461,7 +451,6 @@ def test_another_wheel_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["a byte", "missing"])
 def test_a_file_with_other_bytes_is_named(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = importlib.import_module("build")
     monkeypatch.setattr(build, "SUMS", tmp_path / "SHA256SUMS")
     names = ("dense/config.json", "target/config.json")
     for name in names:

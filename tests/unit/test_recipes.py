@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import recipes
-
+from benchmarks import recipes
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load, largest_slots, split
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -12,13 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import pages, pictures, reproduce
 from vllm_spac.integration.hooks import device
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-reproduce = importlib.import_module("reproduce")
-pages = importlib.import_module("pages")
-pictures = importlib.import_module("pictures")
-
 
 # Sentences of README.md and of the guides, with the expressions of their numbers; see benchmarks/pages.py. Where a
 # sentence moves it is found again, where it goes its line here goes.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import sys
 import threading
 import types
 from pathlib import Path
@@ -13,26 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.scaled import executors, ladder, machine, pacing, probe, proportions, scale, tiers
+from benchmarks.scaled import run as scaled_run
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
-pacing = importlib.import_module("pacing")
-machine = importlib.import_module("machine")
-proportions = importlib.import_module("proportions")
-probe = importlib.import_module("probe")
-scale = importlib.import_module("scale")
-ladder = importlib.import_module("ladder")
-tiers = importlib.import_module("tiers")
-executors = importlib.import_module("executors")
-_spec = importlib.util.spec_from_file_location(
-    "scaled_run", BENCHMARKS / "scaled" / "run.py"
-)  # serving/ has a run, too
-scaled_run = sys.modules["scaled_run"] = importlib.util.module_from_spec(_spec)  # dataclasses look it up
-_spec.loader.exec_module(scaled_run)
 
 SHAPE = MoEShape(("a", "b"), 2, 1, {"w13_weight": TensorSpec((8, 4), torch.float32)})
 MACHINE = machine.ScaledMachine(
@@ -224,7 +209,6 @@ def test_cores_and_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cores.forward, cores.other) == (3, 5)
     found = cores.environment()
     assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["SPAC_CPUS"], found["OMP_NUM_THREADS"]) == ("3", "5", "1")
-    assert found["PYTHONPATH"].split(":")[0] == str(BENCHMARKS / "scaled")
     monkeypatch.setattr(scale.os, "sched_getaffinity", lambda pid: {3})
     with pytest.raises(ConfigError, match="two CPUs"):
         scale.Cores.here()
@@ -247,7 +231,7 @@ def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
         assert config.slots == "25%" and config.store_class_on("cpu") is tiers.PacedStore
     assert [side.knobs["policy"] for side in sides] == ["layer_lru", *["reuse"] * 4]
     assert ["prefetch" in side.knobs for side in sides] == [False, False, True, False, False], "beside the ladder"
-    assert [side.knobs.get("cpu_kernel") for side in sides] == [None] * 3 + ["executors:PacedExperts"] * 2
+    assert [side.knobs.get("cpu_kernel") for side in sides] == [None] * 3 + [ladder.WATERFILL["cpu_kernel"]] * 2
     assert [side.speculation for side in sides] == ["none"] * 4 + ["eagle3"]
     for names, predictor, problem in ((["up"], "utility", "no rung is called up"), ([], "utility", "needs a rung")):
         with pytest.raises(ConfigError, match=problem):

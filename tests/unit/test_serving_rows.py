@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.serving import plan, summary
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.storage.checkpoint.headers import Checkpoint
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]
-plan = importlib.import_module("plan")
-summary = importlib.import_module("summary")
 
 STOCK = plan.Configuration(None, None, "none")
 FULL = plan.Configuration("100%", "lru", "none")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
-from od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
-from simulated_workers import LayerTimes, cached
-
+from benchmarks.papers.od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
+from benchmarks.papers.simulated_workers import LayerTimes, cached
 from vllm_spac.decisions.costs import Network
 from vllm_spac.methods.od_moe.division import layers_of
 from vllm_spac.tools.traces.synthetic import synthetic_trace

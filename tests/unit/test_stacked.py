@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.replay import policies
 from vllm_spac.tools.traces.synthetic import synthetic_trace
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "replay")]
-policies = importlib.import_module("policies")
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import lzma
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
-stored = importlib.import_module("stored")
+from benchmarks.toy import stored
 
 
 @pytest.fixture

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
-accept = importlib.import_module("accept")
-corpus = importlib.import_module("corpus")
+from benchmarks.toy import accept, corpus
+
 TOKENIZER = accept.Tokenizer.from_file(str(accept.MODELS / "target" / "tokenizer.json"))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
-inflate = importlib.import_module("inflate")
+from benchmarks.toy import inflate
+
 tiny_moe = importlib.import_module("tiny_moe")
 
 SIZES = [  # hidden, intermediate

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
-quantize = importlib.import_module("quantize")
+from benchmarks.toy import quantize
+
 tiny_moe = importlib.import_module("tiny_moe")
 
 
