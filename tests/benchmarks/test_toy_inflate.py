@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_moe
 import torch
 from transformers import Qwen3MoeForCausalLM
 
 from benchmarks.toy import inflate
-
-tiny_moe = importlib.import_module("tiny_moe")
 
 SIZES = [  # hidden, intermediate
     pytest.param(None, 40, id="wider-experts"),

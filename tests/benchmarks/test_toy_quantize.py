@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
+import tiny_moe
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.toy import quantize
-
-tiny_moe = importlib.import_module("tiny_moe")
 
 
 @pytest.fixture(scope="module")
