@@ -183,8 +183,9 @@ def unnamed() -> Iterator[str]:
 def of_something_else(*, history: bool) -> Iterator[str]:
     """Yields results from another command, traces or history than those in the tree.
 
-    Left out are those marked stale, and the carved model's where it was another. Whether the code has changed since a
-    result's commit is not compared: nearly every commit changes some of it.
+    Left out are those marked stale, the carved model's where it was another, and the traces of answered ones, which
+    their commit has. Whether the code has changed since a result's commit is not compared: nearly every commit changes
+    some of it.
 
     Args:
         history: look commits up.
@@ -194,7 +195,11 @@ def of_something_else(*, history: bool) -> Iterator[str]:
             f"{file}: {problem}"
             for file, content in results(made)
             if not (file.startswith("clustered") or made.clustered and "real" in file)
-            for problem in (*unexplained(made, content), *of_other_traces(content), *(lost(content) if history else []))
+            for problem in (
+                *unexplained(made, content),
+                *(of_other_traces(content) if not made.answered else []),
+                *(lost(content) if history else []),
+            )
         ]
         if not made.stale:
             yield from found

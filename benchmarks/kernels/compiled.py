@@ -38,7 +38,7 @@ from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbo
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.types import Division, Experts, Mail, Offers, Quantised
 
-from benchmarks.common import RESULTS, progress, provenance, show, write_result
+from benchmarks.common import RESULTS, Script, progress, provenance, show, write_result
 
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
@@ -94,7 +94,7 @@ CARDS = {
     120: Card("RTX 5090", 170, 1.792e12, 55e9, 100 << 10, 99 << 10, 1536),
 }
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = Script()
 
 
 class Recorder:
@@ -375,7 +375,7 @@ def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
     return made
 
 
-@app.command()
+@app.main
 def main(
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels_compiled.json",
 ) -> None:

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.common import RESULTS, TRACES, progress, show, write_result
+from benchmarks.common import RESULTS, TRACES, Script, progress, show, write_result
 from benchmarks.pages import result
 from benchmarks.papers import spread
 from benchmarks.papers.moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
@@ -43,7 +43,7 @@ from vllm_spac.tools.traces.replayed import Outcome
 from vllm_spac.tools.traces.simulation import simulate
 
 BUDGETS = (24, 16)
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def facts(name: str, recipe: Recipe, share: float, found: Outcome, tokens: int) 
     }
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     machine: Annotated[str, typer.Option(help="Profile of the machine.")] = "rtx4090",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "25,50",

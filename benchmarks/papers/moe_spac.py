@@ -15,17 +15,17 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, Script, write_result
 from benchmarks.papers import spread
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.trace_file import DRAFT, STEP_KINDS, Trace
 
 UPPER = 4  # K
 _VERIFY = STEP_KINDS.index("verify")
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from vllm_spac.kernels.reference.shortlist import selected_first, shortlist, sorted_by
 
-from benchmarks.common import RESULTS, ROOT, provenance, show, write_result
+from benchmarks.common import RESULTS, ROOT, Script, provenance, show, write_result
 from benchmarks.real import artefact, held
 from benchmarks.real.fit.carve import CarvedLayer, weights_of
 from benchmarks.real.fit.eagle import DEPTHS, Eagle
@@ -53,7 +53,7 @@ ROWS = 1 + NODES
 BUDGETS = (48, 32, 24, 16)
 HEAD_BYTES = 2 * 145_000_000  # of Qwen3-30B-A3B's EAGLE-3 head with 32,000 output rows: read once per level of a tree
 PAPER = {"tokens": 2.86, "speed": 1.74}  # its table 1, EAGLE-3 on Qwen3-30B-A3B at temperature 0, mean of five tasks
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 class Arm(NamedTuple):
@@ -542,7 +542,7 @@ def left_out(target: Target, texts: dict[str, list[Tensor]]) -> dict[str, list[f
     return {name: (sums / steps).tolist() for name, sums in errors.items()}
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind of text.")] = 1,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import RESULTS, provenance, show, write_result
+from benchmarks.common import RESULTS, Script, provenance, show, write_result
 from benchmarks.papers.od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
 from benchmarks.papers.simulated_workers import LayerTimes, cached
 from benchmarks.replay.policies import facts, stack
@@ -52,10 +52,10 @@ NETWORKS = {  # latency one way with its software, bandwidth: assumed
 }
 WORKERS = (1, 2, 4, 8, 16)
 SYNTHETIC: dict[str, Any] = {"layers": 48, "experts": 128, "top_k": 8, "steps": 100, "reuse": 0.5}
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     trace: Annotated[
         Path | None, typer.Argument(help="Routing of one request without drafts.", show_default="synthetic")

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from benchmarks.common import PlanError
 from benchmarks.real.fit import chats
 
 FILES = ("chats.safetensors", "texts.safetensors")
@@ -52,12 +53,12 @@ def prompts(model: Path, files: list[Path], count: int, tokens: int, seed: int) 
     """Returns ``count`` prompts of all kinds in turn: windows of ``tokens`` tokens, and for chats whole questions.
 
     Raises:
-        ValueError: a question is longer than ``tokens``.
+        PlanError: a question is longer than ``tokens``.
     """
     tokenizer, draw = Tokenizer.from_file(str(model / "tokenizer.json")), random.Random(seed)
     asked = [tokenizer.encode(chats.begun(question), add_special_tokens=False).ids for question in chats.HELD_QUESTIONS]
     if (longest := max(map(len, asked))) > tokens:
-        raise ValueError(f"questions with the chat template have up to {longest} tokens; ask for as many or more")
+        raise PlanError(f"questions with the chat template have up to {longest} tokens; ask for as many or more")
     draw.shuffle(asked)
 
     def drawn(ids: np.ndarray) -> Iterator[list[int]]:

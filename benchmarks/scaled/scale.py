@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-from contextlib import closing
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,14 +18,13 @@ from benchmarks.common import is_toy, provenance
 from benchmarks.scaled.machine import VARIABLE, ScaledMachine
 from benchmarks.scaled.probe import Speeds
 from benchmarks.scaled.proportions import Proportions
-from benchmarks.serving.paired import Side
+from benchmarks.serving.cases import Case, Settings
 from benchmarks.serving.processes import LiveEngine
 from benchmarks.serving.prompts import Prompts
-from benchmarks.serving.run import Settings
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
-RESIDENT = Side("resident", {"slots": "100%"})
+RESIDENT = Case("resident", {"slots": "100%"})
 _ENGINE_BYTES = 2 << 30  # of an engine without its experts: vLLM, torch and the KV cache
 
 
@@ -120,12 +121,14 @@ class Scale:
         return dataclasses.asdict(self) | {"machine": self.machine.model_dump(), "factor": self.factor}
 
 
-def on(machine: ScaledMachine, settings: Settings, folder: Path) -> Settings:
-    """Returns ``settings`` for engines of ``machine``, whose file is written into ``folder``."""
-    path = folder / "machine.json"
-    path.write_text(machine.model_dump_json())
-    environment = {**settings.environment, VARIABLE: str(path)}
-    return dataclasses.replace(settings, environment=environment, counters="benchmarks.scaled.watch:counters")
+@contextmanager
+def on(machine: ScaledMachine, settings: Settings) -> Iterator[Settings]:
+    """Yields ``settings`` for engines of ``machine``, whose file is there meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder:
+        path = Path(folder, "machine.json")
+        path.write_text(machine.model_dump_json())
+        environment = {**settings.environment, VARIABLE: str(path)}
+        yield dataclasses.replace(settings, environment=environment, counters="benchmarks.scaled.watch:counters")
 
 
 def engines_at_once(resident: Resident, total: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 from tokenizers import Tokenizer
 
+from benchmarks.common import PlanError
 from benchmarks.real import held
 from benchmarks.toy import corpus
 
@@ -68,5 +69,5 @@ def _windows(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[l
             if len(windows) == count:
                 break
         if len(windows) == before:
-            raise ValueError(f"no held-out file has more than {tokens} tokens; ask for shorter prompts")
+            raise PlanError(f"no held-out file has more than {tokens} tokens; ask for shorter prompts")
     return windows

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common import PlanError
 from benchmarks.papers import arms
 from benchmarks.papers import moe_spec_table as table
-from benchmarks.serving import engine, plan
+from benchmarks.serving import engine
 from vllm_spac.errors import ConfigError
 
 ARMS = [arms.Arm("exact"), arms.Arm("cut")]
@@ -103,7 +104,7 @@ def test_budgets_are_checked_before_anything_runs() -> None:
 def test_each_way_to_draft_is_an_engine_and_has_its_budgets() -> None:
     ways = table.ways_of("5", "16,63")
     assert [way.name for way in ways] == ["no drafts", "chain of 5", "tree of 16", "tree of 63"]
-    sides = [way.side({"slots": "25%"}) for way in ways]
+    sides = [way.case({"slots": "25%"}) for way in ways]
     assert [side.draft_tokens for side in sides] == [None, 5, 16, 63]
     assert [side.speculation for side in sides] == ["none", "eagle3", "eagle3", "eagle3"]
     assert sides[0].knobs == {"slots": "25%"} and sides[1].knobs == {"slots": "25%", "guard": "off"}
@@ -117,12 +118,12 @@ def test_each_way_to_draft_is_an_engine_and_has_its_budgets() -> None:
     assert [way.name for way in table.ways_of("", "8")] == ["no drafts", "tree of 8"]
     both = table.ways_of("4", "8", ["eagle3", "ngram"])[1:]
     assert [way.name for way in both] == ["chain of 4", "chain of 4 by n-grams", "tree of 8"]
-    assert [way.side({}).speculation for way in both] == ["eagle3", "ngram", "eagle3"]
+    assert [way.case({}).speculation for way in both] == ["eagle3", "ngram", "eagle3"]
     assert [way.votes(["path"]) for way in both] == [["path"], ["uniform"], ["path"]]
     for chains, trees in (("", ""), ("0", ""), ("5", "many")):
-        with pytest.raises(plan.PlanError):
+        with pytest.raises(PlanError):
             table.ways_of(chains, trees)
-    with pytest.raises(plan.PlanError, match="medusa"):
+    with pytest.raises(PlanError, match="medusa"):
         table.ways_of("5", "", ["medusa"])
 
 
@@ -130,5 +131,5 @@ def test_runs_by_temperature() -> None:
     assert table.runs_of("0", 5) == [(0.0, 0)]
     assert table.runs_of("0,0.7", 2) == [(0.0, 0), (0.7, 0), (0.7, 1)]
     for text in ("-1", "hot"):
-        with pytest.raises(plan.PlanError, match="--temperatures"):
+        with pytest.raises(PlanError, match="--temperatures"):
             table.runs_of(text, 2)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
+from typing import Annotated
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from benchmarks import common
-
-origins = importlib.import_module("vllm_spac.system.machine")
+from vllm_spac.errors import ConfigError
+from vllm_spac.system import machine as origins
+from vllm_spac.tools.tuning.measurer import MeasuringError
 
 
 @pytest.fixture
@@ -110,3 +113,24 @@ def test_rows_are_shown(capsys: pytest.CaptureFixture) -> None:
     assert [line.split() for line in lines if line.split()[:1] in (["x"], ["y"])] == [
         ["x", "0.1235", "1", "-", "2.5"], ["y", "2"]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(common.PlanError("--slots x: no"), 2), (ConfigError("policy=x: no"), 2), (MeasuringError("it ended"), 1)],
+)
+def test_a_script_says_in_one_line_what_went_wrong(error, code):
+    """And hides no other error: a bug has its traceback."""
+    script = common.Script("What it does.", "An example.")
+
+    @script.main
+    def main(number: Annotated[int, typer.Option(help="Which.")] = 0) -> None:
+        raise error if not number else ValueError("a bug")
+
+    done = CliRunner().invoke(script, [])
+    assert (done.exit_code, done.output.strip().splitlines()) == (code, [f"error: {error}"])
+    assert isinstance(CliRunner().invoke(script, ["--number", "1"]).exception, ValueError)
+    shown = CliRunner().invoke(script, ["--help"]).output
+    assert all(text in shown for text in ("What it does.", "An example.", "--number", "Which."))
+    with pytest.raises(type(error)):
+        main()

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import paired, plan, processes, run
+from benchmarks.common import PlanError
+from benchmarks.serving import paired, processes, turns
+from benchmarks.serving.cases import Case, Drafts, Settings
+from vllm_spac.decisions.comparison import orders
 from vllm_spac.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -18,48 +21,48 @@ EAGLE3 = BENCHMARKS / "toy" / "models" / "eagle3"
 
 
 def test_sides() -> None:
-    assert paired.Side.parse("stock speculation=ngram", "25%") == paired.Side("stock speculation=ngram", None, "ngram")
-    side = paired.Side.parse("spac policy=lru io_threads=2", "25%")
+    assert Case.parse("stock speculation=ngram", "25%") == Case("stock speculation=ngram", None, "ngram")
+    side = Case.parse("spac policy=lru io_threads=2", "25%")
     assert side.knobs == {"slots": "25%", "policy": "lru", "io_threads": "2"} and side.speculation == "none"
-    assert paired.Side.parse("spac slots=8", "25%").knobs["slots"] == "8", "what a side says of itself counts"
+    assert Case.parse("spac slots=8", "25%").knobs["slots"] == "8", "what a side says of itself counts"
 
 
 def test_a_side_has_a_draft_length_of_its_own() -> None:
     """Else that of all sides; a tree's number of nodes is its draft length."""
-    drafts = plan.Drafts(4, EAGLE3, Path("draft"))
-    settings = paired.Settings(Path("m"), (1,), 8, 8, 0, True, None, Path("d"), drafts, 1.0)
+    drafts = Drafts(4, EAGLE3, Path("draft"))
+    settings = Settings(Path("m"), drafts, 8, 8)
     texts = ("", " draft_tokens=3", " tree=16", " tree=16 draft_tokens=16")
-    jobs = [paired.Side.parse(f"spac speculation=eagle3{text}", "25%").job(settings) for text in texts]
+    jobs = [Case.parse(f"spac speculation=eagle3{text}", "25%").job(settings) for text in texts]
     assert [job["speculative"]["num_speculative_tokens"] for job in jobs] == [4, 3, 16, 16]
     assert all("draft_tokens" not in job["spac"] for job in jobs) and jobs[2]["spac"]["tree"] == "16"
-    stock = paired.Side.parse("stock speculation=ngram draft_tokens=2", "25%").job(settings)
+    stock = Case.parse("stock speculation=ngram draft_tokens=2", "25%").job(settings)
     assert stock["speculative"]["num_speculative_tokens"] == 2
 
 
 def test_both_sides_have_the_dtype_that_was_asked_for() -> None:
-    drafts = plan.Drafts(4, Path("eagle3"), Path("draft"))
-    settings = paired.Settings(Path("m"), (1,), 8, 8, 0, True, None, Path("d"), drafts, 1.0, dtype="float32")
-    jobs = [paired.Side.parse(text, "25%").job(settings) for text in ("stock", "spac policy=lru")]
+    drafts = Drafts(4, Path("eagle3"), Path("draft"))
+    settings = Settings(Path("m"), drafts, 8, 8, dtype="float32")
+    jobs = [Case.parse(text, "25%").job(settings) for text in ("stock", "spac policy=lru")]
     assert [job["options"]["dtype"] for job in jobs] == ["float32", "float32"]
 
 
 @pytest.mark.parametrize(
     ("text", "error", "says"),
     [
-        ("vllm", plan.PlanError, "use stock or spac"),
-        ("spac lru", plan.PlanError, "use stock or spac, then knob=value"),
-        ("stock policy=lru", plan.PlanError, "stock vLLM has no knob policy"),
-        ("spac speculation=medusa", plan.PlanError, "no speculation is called medusa"),
-        ("spac draft_tokens=4", plan.PlanError, "of a side with speculation"),
-        ("spac speculation=eagle3 draft_tokens=0", plan.PlanError, "a positive number"),
-        ("spac speculation=eagle3 draft_tokens=4 tree=16", plan.PlanError, "two draft lengths"),
+        ("vllm", PlanError, "use stock or spac"),
+        ("spac lru", PlanError, "use stock or spac, then knob=value"),
+        ("stock policy=lru", PlanError, "stock vLLM has no knob policy"),
+        ("spac speculation=medusa", PlanError, "no speculation is called medusa"),
+        ("spac draft_tokens=4", PlanError, "of a side with speculation"),
+        ("spac speculation=eagle3 draft_tokens=0", PlanError, "a positive number"),
+        ("spac speculation=eagle3 draft_tokens=4 tree=16", PlanError, "two draft lengths"),
         ("spac polcy=lru", ConfigError, "policy"),
         ("spac policy=best", ConfigError, "best"),
     ],
 )
 def test_a_side_that_is_not_understood(text: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        paired.Side.parse(text, "25%")
+        Case.parse(text, "25%")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_a_side_that_is_not_understood(text: str, error: type[Exception], says: 
     ],
 )
 def test_what_one_engine_pauses(base: str, other: str, parts: list[str]) -> None:
-    assert paired.Side.parse(other, "25%").beyond(paired.Side.parse(base, "25%")) == parts
+    assert Case.parse(other, "25%").pauses(Case.parse(base, "25%")) == parts
 
 
 @pytest.mark.parametrize(
@@ -89,28 +92,42 @@ def test_what_one_engine_pauses(base: str, other: str, parts: list[str]) -> None
     ],
 )
 def test_what_one_engine_cannot_be(base: str, other: str) -> None:
-    with pytest.raises(plan.PlanError, match="--one-engine"):
-        paired.Side.parse(other, "25%").beyond(paired.Side.parse(base, "25%"))
+    with pytest.raises(PlanError, match="--one-engine"):
+        Case.parse(other, "25%").pauses(Case.parse(base, "25%"))
 
 
 def test_each_is_as_often_first() -> None:
-    first = [order[0] for order, _ in zip(paired.orders(1), range(100), strict=False)]
+    first = [order[0] for order, _ in zip(orders(1), range(100), strict=False)]
     assert sum(first) == 50 and len({tuple(first[i : i + 2]) for i in range(0, 100, 2)}) == 2
 
 
 def test_three_take_turns_in_every_order() -> None:
-    found = [order for order, _ in zip(paired.orders(1, 3), range(120), strict=False)]
+    found = [order for order, _ in zip(orders(1, 3), range(120), strict=False)]
     assert all(order == other[::-1] for order, other in zip(found[::2], found[1::2], strict=True))
     assert len(set(found)) == 6 and all(sorted(order) == [0, 1, 2] for order in found)
 
 
+def test_answers_stay_with_whom_they_are_from() -> None:
+    asked: list[int] = []
+
+    def asking(number: int):
+        return lambda text: asked.append(number) or {"by": number, "to": text}
+
+    found = list(turns.in_turns([asking(number) for number in range(3)], "ab", 1, pause=0))
+    assert [[(each["by"], each["to"]) for each in turn] for turn in found] == [
+        [(n, text) for n in range(3)] for text in "ab"
+    ]
+    drawn = orders(1, 3)
+    assert asked == [*next(drawn), *next(drawn)] != sorted(asked)
+
+
 def test_one_engine_is_both_where_it_pauses_what_it_adds() -> None:
-    base, other = paired.Side.parse("spac", "25%"), paired.Side.parse("spac speculation=eagle3", "25%")
-    arm, pauses = paired.Arm, other.beyond(base)
+    base, other = Case.parse("spac", "25%"), Case.parse("spac speculation=eagle3", "25%")
+    arm, pauses = turns.Arm, other.pauses(base)
     assert paired._arms((base, other), []) == [arm(base), arm(other)]
     assert paired._arms((base, other), pauses) == [arm(other, ("speculation",)), arm(other)]
-    drafts = plan.Drafts(4, Path("e"), Path("f"))
-    job = base.job(run.Settings(Path("m"), (1,), 4, 4, 0, True, None, Path("d"), drafts, 1.0))
+    drafts = Drafts(4, Path("e"), Path("f"))
+    job = base.job(Settings(Path("m"), drafts, 4, 4))
     assert job["speculative"] is None, "no drafter is loaded"
 
 

@@ -371,6 +371,8 @@ def test_a_result_of_another_trace(elsewhere: Path) -> None:
     assert problems() == []
     write(elsewhere, {}, traces={"a": {"sha256": "0"}, "b": {"sha256": same}})
     assert problems() == [f"toy_one.json: is of another {name}.trace than those below traces" for name in "ab"]
+    reproduce.FIGURES["one"] = replace(reproduce.FIGURES["one"], answered="c0ffee")
+    assert problems() == [], "its commit has its traces"
 
 
 def test_a_result_of_a_trace_in_a_folder(elsewhere: Path) -> None:

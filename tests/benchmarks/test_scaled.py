@@ -220,8 +220,8 @@ def test_cores_and_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
     names = ["cpu", "tree", "layer_lru", "reuse", "prefetch", "drafts"]
     steps = ladder.rungs(names, "utility")
-    *sides, tree = ladder.sides(steps, "25%")
-    assert [side.text for side in sides] == ["layer_lru", "reuse", "prefetch", "cpu", "drafts"]
+    *sides, tree = ladder.cases(steps, "25%")
+    assert [side.name for side in sides] == ["layer_lru", "reuse", "prefetch", "cpu", "drafts"]
     assert [rung.name for rung in steps if rung.lossy] == ["tree"]
     config = SpacConfig.parse(tree.knobs)
     assert (config.tree, config.budget, config.prefetch, config.guard) == (16, "16", "off", "off")
@@ -241,7 +241,7 @@ def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
 
 
 def test_the_papers_arrangements_stay_beside_the_ladder(tmp_path: Path) -> None:
-    of = ladder.sides(ladder.rungs(["layer_lru", "cpu", "moe_spac", "drafts"], "off"), "17%")
+    of = ladder.cases(ladder.rungs(["layer_lru", "cpu", "moe_spac", "drafts"], "off"), "17%")
     lru, cpu, spac, drafts = (SpacConfig.parse(side.knobs) for side in of)
     preset = SpacConfig.parse({"preset": "moe-spac"})
     same = ("slots", "policy", "prefetch", "cpu_experts", "guard", "tree", "budget")
@@ -253,7 +253,7 @@ def test_the_papers_arrangements_stay_beside_the_ladder(tmp_path: Path) -> None:
         ("eagle3", None),
     ]
     steps = ladder.rungs(["drop", "executed"], "quasi_hidden", tmp_path / "file")
-    drop, executed = (SpacConfig.parse(side.knobs) for side in ladder.sides(steps, "2k"))
+    drop, executed = (SpacConfig.parse(side.knobs) for side in ladder.cases(steps, "2k"))
     assert (drop.slots, drop.policy, drop.lossy) == (executed.slots, executed.policy, False) == ("2k", "drop", False)
     assert (executed.prefetch, executed.speculate) == ("quasi_hidden", "predicted") and steps[1].lossy
 
@@ -276,7 +276,7 @@ def answer(tpot: float, tokens: list[int]) -> dict:
 def served() -> list[dict]:
     turns = [[answer(1.0, [1]), answer(4.0 + n, [1]), answer(2.0, [1 + (n == 2)])] for n in range(3)]
     found = [
-        ladder.row(side, turns, n, 0) for n, side in enumerate(ladder.sides(ladder.rungs(["reuse"], "off"), "25%") * 3)
+        ladder.row(side, turns, n, 0) for n, side in enumerate(ladder.cases(ladder.rungs(["reuse"], "off"), "25%") * 3)
     ]
     return [row | {"slots": "25%", "rounds": False} for row in found]
 
