@@ -4,12 +4,15 @@ vLLM takes any importable top-level module called ``triton_kernels`` for the lib
 folder must not be importable from outside the checkout, neither after ``pip install .`` nor after
 ``pip install -e .``. The mapping below ensures both: because the packages are not all in one source
 folder, setuptools puts an import hook for exactly these packages on the path, not the checkout itself.
+
+``pip install -e .`` makes ``benchmarks/`` importable too, whose scripts import one another; no distribution has it.
 """
 
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
 
@@ -26,6 +29,14 @@ def packages() -> list[str]:
     kernels = "vllm_spac.kernels"
     below = [f"{kernels}.{name}" for name in find_packages("triton_kernels")]
     return find_packages(include=["vllm_spac", "vllm_spac.*"]) + [kernels, *below]
+
+
+class EditableWheel(editable_wheel):
+    """An installation of the checkout as it is, with ``benchmarks``."""
+
+    def run(self) -> None:
+        self.distribution.packages += find_packages(include=["benchmarks", "benchmarks.*"])
+        super().run()
 
 
 def readme() -> str:
@@ -49,6 +60,7 @@ setup(
         "vllm_spac.tools.tuning": ["prompts.jsonl"],
         "vllm_spac.integration.serving": ["grafana.json", "page/*"],
     },
+    cmdclass={"editable_wheel": EditableWheel},
     license="Apache-2.0",
     python_requires=">=3.11",
     # vLLM and torch are checked when the plugin loads, not here: on a CPU machine vLLM's distribution is

@@ -2,14 +2,13 @@
 
     .venv/bin/python .ci/types.py [OPTIONS OF MYPY]
 
-mypy takes a module's name from its folder. setup.py installs ``triton_kernels/`` as ``vllm_spac.kernels``, and scripts
-in ``benchmarks/`` import their neighbours by bare names, so each file is named here. Settings are in pyproject.toml.
+mypy takes a module's name from its folder, and setup.py installs ``triton_kernels/`` as ``vllm_spac.kernels``, so each
+file is named here. Settings are in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from mypy.errors import CompileError
 from mypy.modulefinder import BuildSource
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"vllm_spac": "vllm_spac", "triton_kernels": "vllm_spac.kernels"}
-IMPORTED = Path("benchmarks/serving/run.py")  # of scripts with the same name, the one that others import
+PACKAGES = {"vllm_spac": "vllm_spac", "triton_kernels": "vllm_spac.kernels", "benchmarks": "benchmarks"}
 
 
 def sources() -> Iterator[BuildSource]:
@@ -27,12 +25,8 @@ def sources() -> Iterator[BuildSource]:
     for folder, package in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            yield _source(path, ".".join([package, *(part for part in parts if part != "__init__")]))
-    scripts = sorted((ROOT / "benchmarks").rglob("*.py"))
-    namesakes = Counter(path.stem for path in scripts)
-    for path in scripts:
-        bare = namesakes[path.stem] == 1 or path == ROOT / IMPORTED
-        yield _source(path, path.stem if bare else f"{path.parent.name}_{path.stem}")
+            name = ".".join([package, *(part for part in parts if part != "__init__")])
+            yield BuildSource(str(path.relative_to(ROOT)), name)
 
 
 def check_types(options: list[str]) -> int:
@@ -44,10 +38,6 @@ def check_types(options: list[str]) -> int:
         errors = error.messages
     print(*errors, f"types: {len(errors)} lines of errors" if errors else "types: no errors", sep="\n")
     return 1 if errors else 0
-
-
-def _source(path: Path, module: str) -> BuildSource:
-    return BuildSource(str(path.relative_to(ROOT)), module)
 
 
 if __name__ == "__main__":

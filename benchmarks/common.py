@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import signal
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vllm_spac.errors import SpacError
 from vllm_spac.system.files import replacing
 from vllm_spac.system.machine import UNKNOWN, code, command, machine, now, versions
+from vllm_spac.tools.tuning.measurer import MeasuringError
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TRACES = ROOT / "benchmarks" / "traces"
 TOY = ROOT / "benchmarks" / "toy"
 _REQUIRED = ("command", "git", "versions", "machine", "date")
+
+
+class PlanError(ValueError):
+    """The run cannot be made as requested; the message names the option to change."""
 
 
 class ProvenanceError(RuntimeError):
@@ -76,7 +85,7 @@ def show(title: str, rows: Iterable[Mapping[str, Any]], *columns: str) -> None:
         table.add_column(column.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(*(_cell(row, column) for column in columns))
-    Console(width=max(160, Console().width)).print(table)
+    wide(160).print(table)
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
@@ -95,9 +104,42 @@ def progress() -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
 
 
-def exit_on_sigterm() -> None:
-    """Makes SIGTERM raise SystemExit, so that engines and scratch files are cleaned up."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+class Script(typer.Typer):
+    """A script of one command: ``@script.main`` makes a function it.
+
+    SIGTERM raises SystemExit, so that engines and scratch files are cleaned up. What cannot be made as requested is one
+    line and ends with 2; an engine that fails is one line, too, and ends with 1.
+
+    Args:
+        text: its help; default: what the function says. ``examples``: below it.
+    """
+
+    def __init__(self, text: str | None = None, examples: str = "") -> None:
+        super().__init__(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+        self._text, self._examples = text, examples
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        return super().__call__(*args, **kwargs)
+
+    def main(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Makes ``function`` the command, and returns it as it is."""
+
+        @functools.wraps(function)
+        def command(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except (PlanError, SpacError, MeasuringError) as error:
+                Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+                raise typer.Exit(1 if isinstance(error, MeasuringError) else 2) from error
+
+        self.command(help=self._text, epilog=self._examples)(command)
+        return function
+
+
+def wide(least: int = 140) -> Console:
+    """Returns a terminal of ``least`` columns or more: narrower, tables cannot be read."""
+    return Console(width=max(least, Console().width))
 
 
 def sha256(path: Path) -> str:

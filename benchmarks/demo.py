@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from peers.process_memory import taken
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.peers.process_memory import taken
 from vllm_spac.decisions.comparison import Ratio, orders
 from vllm_spac.tools.machine.server_stats import RequestNumbers
 

@@ -16,12 +16,12 @@ import signal
 import sys
 import time
 
-import demo
 import psutil
-from peers.process_memory import taken
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks import demo
+from benchmarks.peers.process_memory import taken
 from vllm_spac.methods.od_moe.places import MODULE
 
 _BACK = 180.0  # seconds for a worker to be started again and tested

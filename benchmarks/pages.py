@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +21,8 @@ from typing import Any
 
 import jinja2
 
-sys.path.insert(0, str(Path(__file__).parent / "scaled"))
-from common import RESULTS, ROOT, over_exact
-from proportions import Proportions
-
+from benchmarks.common import RESULTS, ROOT, over_exact
+from benchmarks.scaled.proportions import Proportions
 from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.integration.hooks.device import TESTED as SUPPORTED_VLLM
 from vllm_spac.tools.traces.locality import PUBLISHED

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from common import RESULTS
-from pages import result
-
+from benchmarks.common import RESULTS
+from benchmarks.pages import result
 from vllm_spac.system.pictures import save_picture
 
 MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
 from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
+from benchmarks.common import ROOT
 from vllm_spac.config.types import DECIDED
 from vllm_spac.storage.checkpoint.published import find_model, published
 from vllm_spac.storage.checkpoint.quantisation import Capability

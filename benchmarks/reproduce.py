@@ -15,17 +15,15 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated
 
-import pages
-import pictures
 import typer
-from common import RESULTS, ROOT, TRACES, sha256
-from pages import Made
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "toy"))
-from stored import LOCAL
+from benchmarks import pages, pictures
+from benchmarks.common import RESULTS, ROOT, TRACES, sha256
+from benchmarks.pages import Made
+from benchmarks.toy.stored import LOCAL
 
 FIGURES = {name: pages.source(name)[0] for name in pages.names()}
 _FLAT, _LOCAL = "benchmarks/toy/models", str(LOCAL.relative_to(ROOT))
@@ -40,7 +38,7 @@ PREPARED = {  # folder of a model that a command names, or file beside it -> wha
     f"{_REAL}/texts.safetensors": f"{_FIT}/texts.py --dense {_REAL}/dense --output {_REAL}/texts.safetensors",
     f"{_REAL}/chats.safetensors": f"{_FIT}/chats.py --dense {_REAL}/dense --output {_REAL}/chats.safetensors",
 }
-USES_LOCAL = re.compile(r"toy/models/local|toy/local-|toy/predictors\.py")
+USES_LOCAL = re.compile(r"toy/models/local|toy/local-")
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -185,8 +183,9 @@ def unnamed() -> Iterator[str]:
 def of_something_else(*, history: bool) -> Iterator[str]:
     """Yields results from another command, traces or history than those in the tree.
 
-    Left out are those marked stale, and the carved model's where it was another. Whether the code has changed since a
-    result's commit is not compared: nearly every commit changes some of it.
+    Left out are those marked stale, the carved model's where it was another, and the traces of answered ones, which
+    their commit has. Whether the code has changed since a result's commit is not compared: nearly every commit changes
+    some of it.
 
     Args:
         history: look commits up.
@@ -196,7 +195,11 @@ def of_something_else(*, history: bool) -> Iterator[str]:
             f"{file}: {problem}"
             for file, content in results(made)
             if not (file.startswith("clustered") or made.clustered and "real" in file)
-            for problem in (*unexplained(made, content), *of_other_traces(content), *(lost(content) if history else []))
+            for problem in (
+                *unexplained(made, content),
+                *(of_other_traces(content) if not made.answered else []),
+                *(lost(content) if history else []),
+            )
         ]
         if not made.stale:
             yield from found

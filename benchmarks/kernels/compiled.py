@@ -20,7 +20,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,12 +34,11 @@ import triton
 import typer
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, progress, provenance, show, write_result
 from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.types import Division, Experts, Mail, Offers, Quantised
+
+from benchmarks.common import RESULTS, Script, progress, provenance, show, write_result
 
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
@@ -96,7 +94,7 @@ CARDS = {
     120: Card("RTX 5090", 170, 1.792e12, 55e9, 100 << 10, 99 << 10, 1536),
 }
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = Script()
 
 
 class Recorder:
@@ -376,7 +374,7 @@ def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
     return made
 
 
-@app.command()
+@app.main
 def main(
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels_compiled.json",
 ) -> None:

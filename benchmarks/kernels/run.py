@@ -18,7 +18,6 @@ timed. Measurements are written at once: a run that is stopped keeps what it has
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,10 +27,7 @@ import torch
 import typer
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import RESULTS, Spread, provenance, write_result
-
+from benchmarks.common import RESULTS, Script, Spread, provenance, write_result
 from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows, addresses
 
 REPEATS = 30
@@ -42,7 +38,7 @@ SHORT_ROWS = (1, 8, 64)
 # As a share of the greatest element: both kernels round bfloat16 values (2**-8) six times, in different order.
 TOLERANCE = 2.0**-5
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = Script()
 
 
 @dataclass(frozen=True)
@@ -276,7 +272,7 @@ def line(row: dict, rates: dict[str, float]) -> str:
     )
 
 
-@app.command()
+@app.main
 def main(
     hidden: int = Shape.hidden,
     intermediate: int = Shape.intermediate,

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-from ladder import total
-from paired import PAUSE, Side, interval, orders
-from processes import LiveEngine
-from run import Settings
-
+from benchmarks.scaled.ladder import total
+from benchmarks.serving.cases import STOCK, Case, Settings
+from benchmarks.serving.processes import LiveEngine
+from benchmarks.serving.turns import PAUSE, in_turns, started
+from vllm_spac.decisions.comparison import interval
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
 Advance = Callable[[str, int], None]
@@ -90,7 +84,7 @@ def budget_arms(
 
 
 def serve(
-    sides: Sequence[Side],
+    cases: Sequence[Case],
     arms: Sequence[Arm],
     runs: Sequence[tuple[float, int]],
     batches: Sequence[Sequence[list[int]]],
@@ -98,7 +92,7 @@ def serve(
     advance: Advance,
     candidates: int = 0,
 ) -> list[Turn]:
-    """Returns all answers of the engines of ``sides``: each run (temperature, seed) asks every arm for each batch.
+    """Returns all answers of the engines of ``cases``: each run (temperature, seed) asks every arm for each batch.
 
     The first batch only warms up. Arms take their turns in random order, with all engines alive.
 
@@ -110,28 +104,33 @@ def serve(
         EngineError: an engine failed.
     """
     turns: list[Turn] = []
+    asked = [(*run, number) for run in runs for number in range(1, len(batches))]
     with ExitStack() as stack:
-        engines = [
-            stack.enter_context(closing(LiveEngine(side.job(settings), False, settings.timeout))) for side in sides
-        ]
+        engines = started(stack, cases, settings)
         for arm in arms:
             engines[arm.engine].batch(batches[0], settings.output_tokens, arm.without, budget=arm.budget)
-        order = orders(settings.seed, len(arms))
-        for temperature, seed in runs:
-            for number, batch in enumerate(batches[1:], 1):
-                prefills = [engine.batch(batch, 1)["counters"] for engine in engines]
-                for which in next(order):
-                    arm = arms[which]
-                    engine, more = engines[arm.engine], {"budget": arm.budget, "temperature": temperature, "seed": seed}
-                    extra = {"logprobs": CANDIDATES} if number <= candidates and not temperature else {}
-                    ask = partial(engine.batch, batch, settings.output_tokens, arm.without, **more)
-                    time.sleep(PAUSE if len(engines) > 1 else 0)
-                    answer = ask()
-                    answer["counters"]["generating"] = generating(answer, prefills[arm.engine])
-                    if extra:
-                        answer["with_candidates"] = ask(**extra)
-                    turns.append(Turn(arm.name, temperature, seed, number, answer))
-                advance(f"temperature {temperature:g}, run {seed + 1}", len(arms))
+
+        def prefilled() -> Iterator[tuple[float, int, int]]:
+            for each in asked:
+                prefills[:] = [engine.batch(batches[each[2]], 1)["counters"] for engine in engines]
+                yield each
+
+        def ask(arm: Arm, each: tuple[float, int, int]) -> dict:
+            temperature, seed, number = each
+            more: dict[str, Any] = {"budget": arm.budget, "temperature": temperature, "seed": seed}
+            again = partial(engines[arm.engine].batch, batches[number], settings.output_tokens, arm.without, **more)
+            answer = again()
+            answer["counters"]["generating"] = generating(answer, prefills[arm.engine])
+            if number <= candidates and not temperature:
+                answer["with_candidates"] = again(logprobs=CANDIDATES)
+            return answer
+
+        prefills: list[dict] = []
+        pause = PAUSE if len(engines) > 1 else 0
+        found = in_turns([partial(ask, arm) for arm in arms], prefilled(), settings.seed, pause)
+        for (temperature, seed, number), answers in zip(asked, found, strict=True):
+            turns += [Turn(arm.name, temperature, seed, number, said) for arm, said in zip(arms, answers, strict=True)]
+            advance(f"temperature {temperature:g}, run {seed + 1}", len(arms))
     return turns
 
 
@@ -157,7 +156,7 @@ def score(
         EngineError: the engine failed.
     """
     found, known = [], {}
-    job = Side("stock", None).job(settings)
+    job = Case(STOCK, None).job(settings)
     job["options"]["max_logprobs"] = -1  # of all tokens, for divergences
     with closing(LiveEngine(job, True, settings.timeout)) as engine:
         for turn in turns:

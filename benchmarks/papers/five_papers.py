@@ -20,7 +20,6 @@ Each recipe is a preset as far as a replay knows it:
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,16 +27,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import spread
-from common import RESULTS, TRACES, progress, show, write_result
-from moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
-from od_moe import NETWORKS
-from od_moe_clock import cacheless
-from pages import result
-from simulated_workers import LayerTimes
-from sp_moe import replayed
-
+from benchmarks.common import RESULTS, TRACES, Script, progress, show, write_result
+from benchmarks.pages import result
+from benchmarks.papers import spread
+from benchmarks.papers.moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
+from benchmarks.papers.od_moe import NETWORKS
+from benchmarks.papers.od_moe_clock import cacheless
+from benchmarks.papers.simulated_workers import LayerTimes
+from benchmarks.papers.sp_moe import replayed
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
@@ -46,7 +43,7 @@ from vllm_spac.tools.traces.replayed import Outcome
 from vllm_spac.tools.traces.simulation import simulate
 
 BUDGETS = (24, 16)
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def facts(name: str, recipe: Recipe, share: float, found: Outcome, tokens: int) 
     }
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     machine: Annotated[str, typer.Option(help="Profile of the machine.")] = "rtx4090",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "25,50",

@@ -9,26 +9,23 @@ the paper's figure is of Qwen3 on MT-Bench.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import spread
-from common import RESULTS, write_result
-
+from benchmarks.common import RESULTS, Script, write_result
+from benchmarks.papers import spread
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.trace_file import DRAFT, STEP_KINDS, Trace
 
 UPPER = 4  # K
 _VERIFY = STEP_KINDS.index("verify")
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +26,9 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-import spread
-from common import RESULTS, show, write_result
-from proportions import EXPERT_PARAMETERS, LAYERS
-
+from benchmarks.common import RESULTS, Script, show, write_result
+from benchmarks.papers import spread
+from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
@@ -121,10 +117,10 @@ moe_spac_tables.py benchmarks/traces --output /tmp/flat.json
 
 moe_spac_tables.py benchmarks/traces/real --shares 17,25 --machine h200
 """
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, EXAMPLES)
 
 
-@app.command(help=__doc__, epilog=EXAMPLES)
+@app.main
 def main(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")

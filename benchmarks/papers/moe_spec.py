@@ -10,25 +10,22 @@ greatest of many pairs, so short traces overestimate it. arXiv:2602.16052; OLMoE
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import spread
-from common import RESULTS, write_result
-
+from benchmarks.common import RESULTS, Script, write_result
+from benchmarks.papers import spread
 from vllm_spac.tools.traces.trace_text import Text
 
 SIZES = (1, 3, 5, 9, 17, 33, 63, 127)
 CURVES = (9, 63)  # rows of 2c
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")

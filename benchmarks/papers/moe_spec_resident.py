@@ -29,20 +29,14 @@ import torch.nn.functional as F
 import typer
 from tokenizers import Tokenizer
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real" / "fit"))
-import artefact
-import held
-from carve import CarvedLayer, weights_of
-from common import RESULTS, ROOT, provenance, show, write_result
-from eagle import DEPTHS, Eagle
-from llama import COMPUTE, Llama, normed, rotated
-from proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.kernels.reference.shortlist import selected_first, shortlist, sorted_by
 
+from benchmarks.common import RESULTS, ROOT, Script, provenance, show, write_result
+from benchmarks.real import artefact, held
+from benchmarks.real.fit.carve import CarvedLayer, weights_of
+from benchmarks.real.fit.eagle import DEPTHS, Eagle
+from benchmarks.real.fit.llama import COMPUTE, Llama, normed, rotated
+from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.config.tree_shape import DynamicShape
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
@@ -59,7 +53,7 @@ ROWS = 1 + NODES
 BUDGETS = (48, 32, 24, 16)
 HEAD_BYTES = 2 * 145_000_000  # of Qwen3-30B-A3B's EAGLE-3 head with 32,000 output rows: read once per level of a tree
 PAPER = {"tokens": 2.86, "speed": 1.74}  # its table 1, EAGLE-3 on Qwen3-30B-A3B at temperature 0, mean of five tasks
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 class Arm(NamedTuple):
@@ -569,7 +563,7 @@ def left_out(target: Target, texts: dict[str, list[Tensor]]) -> dict[str, list[f
     return {name: (sums / steps).tolist() for name, sums in errors.items()}
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind of text.")] = 1,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,

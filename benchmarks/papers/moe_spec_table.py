@@ -18,33 +18,21 @@ The paper's experts are in the GPU's memory; here they are loaded over a link. B
 from __future__ import annotations
 
 import dataclasses
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import plan
-import prompts
-from arms import SHOWN, Arm, budget_arms, rows, score, serve
-from common import RESULTS, exit_on_sigterm, show, write_result
-from ladder import PACED, WATERFILL, disturbed, total
-from paired import Side
-from processes import EngineError
-from proportions import Proportions, names
-from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, head, on
-
-from vllm_spac.errors import SpacError
+from benchmarks.common import RESULTS, PlanError, Script, progress, show, wide, write_result
+from benchmarks.papers.arms import SHOWN, Arm, budget_arms, rows, score, serve
+from benchmarks.scaled.ladder import PACED, WATERFILL, disturbed, total
+from benchmarks.scaled.proportions import Proportions, names
+from benchmarks.scaled.scale import Cores, Scale, head, on
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, sizes, split
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -58,10 +46,10 @@ moe_spec_table.py .cache/real/target --machine rtx4090-int4 --slots 50% --cpu --
 moe_spec_table.py .cache/toy/local-mid --chains "" --trees 63 --temperatures 1 --seeds 2 --prompts 4
 """
 EAGLE3, NGRAM = "eagle3", "ngram"
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, EXAMPLES)
 
 
-@app.command(help=__doc__, epilog=EXAMPLES)
+@app.main
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     machine: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090",
@@ -86,47 +74,39 @@ def main(
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "scaled_moe_spec_toy.json",
 ) -> None:
-    exit_on_sigterm()
-    console = Console(width=max(160, Console().width))
-    drafts = plan.Drafts(1, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
-    try:
-        ways = ways_of(chains, trees, plan.split(drafters))
-        arms = arms_of(ways, plan.split(budgets), plan.split(coverage), plan.split(votes), ranking)
-        cores, real = Cores.here(), Proportions.of(machine)
-        settings = Settings(
-            model, (1,), prompt_tokens, output_tokens, 0, True, None, disk_dir, drafts, timeout,
-            dtype=dtype, environment=cores.environment(),
-        )  # fmt: skip
-        knobs = {"slots": slots, "policy": "reuse", **PACED, **(WATERFILL if cpu else {})}
-        sides = [way.side(knobs) for way in ways]
-        for side in sides:
-            side.job(settings)  # refuses a missing head before anything is measured
-        runs = runs_of(temperatures, seeds)
-        asked = prompts.load(model, 1 + count, prompt_tokens, 0)
-        result = head(machine, asked, settings) | {"slots": slots, "knobs": knobs}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with (
-            Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
-            tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
-        ):
-            task = progress.add_task("all experts resident", total=2 * len(runs) * count * len(arms))
+    console = wide(160)
+    drafts = Drafts(1, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
+    ways = ways_of(chains, trees, split(drafters))
+    arms = arms_of(ways, split(budgets), split(coverage), split(votes), ranking)
+    cores, real = Cores.here(), Proportions.of(machine)
+    settings = Settings(
+        model, drafts, prompt_tokens, output_tokens, dtype=dtype, disk_dir=disk_dir, timeout=timeout,
+        environment=cores.environment(),
+    )  # fmt: skip
+    knobs = {"slots": slots, "policy": "reuse", **PACED, **(WATERFILL if cpu else {})}
+    cases = [way.case(knobs) for way in ways]
+    for case in cases:
+        case.job(settings)  # refuses a missing head before anything is measured
+    runs = runs_of(temperatures, seeds)
+    asked = prompts.load(model, 1 + count, prompt_tokens, 0)
+    result = head(machine, asked, settings) | {"slots": slots, "knobs": knobs}
+    with progress() as bar:
+        task = bar.add_task("all experts resident", total=2 * len(runs) * count * len(arms))
 
-            def advance(what: str, steps: int) -> None:
-                progress.update(task, advance=steps, description=what)
+        def advance(what: str, steps: int) -> None:
+            bar.update(task, advance=steps, description=what)
 
-            scale = Scale.derive(real, settings, asked.ids, 1, cores)
-            result["scale"] = scale.plain()
-            batches = [[prompt] for prompt in asked.ids]
-            turns = serve(sides, arms, runs, batches, on(scale.machine, settings, Path(folder)), advance, kl)
-            result["disturbed"] = disturbed(total([turn.answer["counters"]["own"] for turn in turns]), scale.machine)
-            of = {arm.name: ways[arm.engine] for arm in arms}
-            result["rows"] = [
-                {**dataclasses.asdict(of[row["arm"]]), **row}
-                for row in rows(arms, turns, score(turns, batches, settings, advance))
-            ]
-    except (ValueError, SpacError, EngineError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
+        scale = Scale.derive(real, settings, asked.ids, 1, cores)
+        result["scale"] = scale.plain()
+        batches = [[prompt] for prompt in asked.ids]
+        with on(scale.machine, settings) as paced:
+            turns = serve(cases, arms, runs, batches, paced, advance, kl)
+        result["disturbed"] = disturbed(total([turn.answer["counters"]["own"] for turn in turns]), scale.machine)
+        of = {arm.name: ways[arm.engine] for arm in arms}
+        result["rows"] = [
+            {**dataclasses.asdict(of[row["arm"]]), **row}
+            for row in rows(arms, turns, score(turns, batches, settings, advance))
+        ]
     write_result(output, result)
     title = f"{result['label']}, {slots} of the experts in slots, speed over that without drafts"
     show(title, result["rows"], "temperature", *SHOWN)
@@ -152,11 +132,11 @@ class Way:
         """Returns the votes of its budgets; n-grams have no probabilities, hence no votes by path."""
         return () if not self.drafts else asked if self.drafter == EAGLE3 else ["uniform"]
 
-    def side(self, knobs: Mapping[str, str]) -> Side:
+    def case(self, knobs: Mapping[str, str]) -> Case:
         """Returns the engine, with further ``knobs``; it verifies all drafts in every step."""
         drafted = {"guard": "off"} if self.drafts else {}
         drafted |= {"tree": str(self.drafts)} if self.kind == "tree" else {}
-        return Side(self.name, {**knobs, **drafted}, self.drafter if self.drafts else "none", self.drafts or None)
+        return Case(self.name, {**knobs, **drafted}, self.drafter if self.drafts else "none", self.drafts or None)
 
 
 def ways_of(chains: str, trees: str, drafters: Sequence[str] = (EAGLE3,)) -> list[Way]:
@@ -166,13 +146,13 @@ def ways_of(chains: str, trees: str, drafters: Sequence[str] = (EAGLE3,)) -> lis
         PlanError: a number or a drafter is none, or there are no drafts.
     """
     if odd := set(drafters) - {EAGLE3, NGRAM}:
-        raise plan.PlanError(f"--drafters {', '.join(sorted(odd))}: use {EAGLE3} or {NGRAM}")
+        raise PlanError(f"--drafters {', '.join(sorted(odd))}: use {EAGLE3} or {NGRAM}")
     found = [Way("none")]
     for kind, numbers, by in (("chain", chains, drafters), ("tree", trees, (EAGLE3,))):
-        counts = plan.sizes(numbers, f"--{kind}s") if plan.split(numbers) else []
+        counts = sizes(numbers, f"--{kind}s") if split(numbers) else []
         found += [Way(kind, number, drafter) for drafter in by for number in counts]
     if len(found) == 1:
-        raise plan.PlanError("name drafts: --chains 5 or --trees 16")
+        raise PlanError("name drafts: --chains 5 or --trees 16")
     return found
 
 
@@ -200,13 +180,13 @@ def runs_of(temperatures: str, seeds: int) -> list[tuple[float, int]]:
         PlanError: a temperature is none.
     """
     found = []
-    for text in plan.split(temperatures):
+    for text in split(temperatures):
         try:
             temperature = float(text)
         except ValueError:
             temperature = -1.0
         if temperature < 0:
-            raise plan.PlanError(f"--temperatures {temperatures}: name numbers from 0 on, e.g. 0,1")
+            raise PlanError(f"--temperatures {temperatures}: name numbers from 0 on, e.g. 0,1")
         found += [(temperature, seed) for seed in range(seeds if temperature else 1)]
     return found
 

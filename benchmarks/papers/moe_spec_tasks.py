@@ -11,7 +11,6 @@ a budget, all with the same vote. A context is not budgeted.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +20,24 @@ import typer
 from tokenizers import Tokenizer
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, provenance, show, write_result
-from moe_spec_resident import CHOICE, CONTEXT, EXACT, MODELS, Arm, Reader, Target, branches, change, read_texts, windows
+from benchmarks.common import RESULTS, Script, provenance, show, write_result
+from benchmarks.papers.moe_spec_resident import (
+    CHOICE,
+    CONTEXT,
+    EXACT,
+    MODELS,
+    Arm,
+    Reader,
+    Target,
+    branches,
+    change,
+    read_texts,
+    windows,
+)
 
 STEPS = {"chain of 4": 5, "tree of 16": 17}  # rows
 BUDGETS = 32, 24, 16
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 def choices(target: Target, texts: list[Tensor], arms: list[Arm]) -> dict[Arm, list[bool]]:
@@ -49,7 +59,7 @@ def choices(target: Target, texts: list[Tensor], arms: list[Arm]) -> dict[Arm, l
     return right
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     texts: Annotated[int, typer.Option(min=1, help="Texts of each kind, of 256 tokens.")] = 6,
     tasks: Annotated[int, typer.Option(min=2, help="Choices of each kind.")] = 50,

@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
-from common import RESULTS, provenance, show, write_result
-from od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
-from policies import facts, stack
-from simulated_workers import LayerTimes, cached
-
+from benchmarks.common import RESULTS, Script, provenance, show, write_result
+from benchmarks.papers.od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
+from benchmarks.papers.simulated_workers import LayerTimes, cached
+from benchmarks.replay.policies import facts, stack
 from vllm_spac.decisions.costs import Costs, Network
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.synthetic import synthetic_trace
@@ -56,10 +52,10 @@ NETWORKS = {  # latency one way with its software, bandwidth: assumed
 }
 WORKERS = (1, 2, 4, 8, 16)
 SYNTHETIC: dict[str, Any] = {"layers": 48, "experts": 128, "top_k": 8, "steps": 100, "reuse": 0.5}
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     trace: Annotated[
         Path | None, typer.Argument(help="Routing of one request without drafts.", show_default="synthetic")

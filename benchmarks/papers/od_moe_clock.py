@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from simulated_workers import LayerTimes, WorkerRun
 
+from benchmarks.papers.simulated_workers import LayerTimes, WorkerRun
 from vllm_spac.decisions.costs import Network
 
 

@@ -21,7 +21,6 @@ expert's output.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -32,13 +31,10 @@ import typer
 from safetensors.torch import load_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-import held
-import quantize
-from common import RESULTS, ROOT, provenance, show, write_result
-from llama import Shape, normed, rotated
+from benchmarks.common import RESULTS, ROOT, Script, provenance, show, write_result
+from benchmarks.real import held
+from benchmarks.real.fit.llama import Shape, normed, rotated
+from benchmarks.toy import quantize
 
 TARGET = Path(".cache") / "real" / "target"  # from the checkout's root
 NEVER = 1 << 30  # a period that is never over
@@ -49,7 +45,7 @@ NF4 = (  # QLoRA, appendix E
     *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
 )
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 class Pair(NamedTuple):
@@ -285,7 +281,7 @@ def repeated(ids: Tensor, size: int = 8) -> float:
     return again / total
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     texts: Annotated[int, typer.Option(min=1, help="Texts that the model writes, of all kinds in turn.")] = 2,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens before each, of held-out texts.")] = 64,

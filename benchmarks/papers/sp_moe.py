@@ -19,7 +19,6 @@ into the experts, its attention and norms are the model's. Three parts:
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -30,13 +29,9 @@ import numpy as np
 import torch
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import held
-import prompts
-from common import RESULTS, ROOT, provenance, show, write_result
-
+from benchmarks.common import RESULTS, ROOT, Script, provenance, show, write_result
+from benchmarks.real import held
+from benchmarks.serving import prompts
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictors.base import START, Seen
@@ -67,7 +62,7 @@ INPUTS = {
     "below": "what the MLP of the draft layer below reads",
     "ahead": "the model's own: one layer ahead, in the step (the predictor gate)",
 }
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 def speculation(drafts: int) -> dict[str, Any]:
@@ -378,7 +373,7 @@ def of_length(trace: Trace, named: list, costs: Costs) -> Iterator[dict[str, Any
         yield point | facts(replayed(trace, named, costs, 0.25, way, policy), base)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     texts: Annotated[int, typer.Option(min=1, help="Held-out texts that are read.")] = 10,
     length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 384,

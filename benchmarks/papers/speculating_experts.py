@@ -16,7 +16,6 @@ Four parts:
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,13 +28,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
-import held
-from common import RESULTS, ROOT, TRACES, provenance, sha256, show, write_result
-from policies import stack
-
+from benchmarks.common import RESULTS, ROOT, TRACES, Script, provenance, sha256, show, write_result
+from benchmarks.real import held
+from benchmarks.replay.policies import stack
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import Identity, Training
 from vllm_spac.decisions.predictors._samples import Samples
@@ -73,7 +68,7 @@ CASES = (  # machine, tokens of context, and whether as attained
     ("rtx3090", 1024, True),
 )
 STEPS = 30  # of the trace
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
 # -- what layers know --------------------------------------------------------------------------------------------------
@@ -488,7 +483,7 @@ def chosen_by_layer(
     return lambda seen: one(seen) if seen.layer + 1 < len(better) and better[seen.layer + 1] else other(seen)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     fitted: Annotated[int, typer.Option(min=16, help="Texts that are trained on, or chosen by.")] = 56,
     length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import ROOT, TRACES, is_toy, provenance, sha256, trace_files
 
+from benchmarks.common import ROOT, TRACES, is_toy, provenance, sha256, trace_files
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording.trace_file import Trace
 

@@ -19,8 +19,7 @@ import json
 import shutil
 import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -29,28 +28,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import gguf_model
-import plan
-import process_memory
-import prompts
-from common import RESULTS, ROOT, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from paired import Side
-from processes import EngineError, LiveEngine, LiveProcess
-from run import PACKED, PackedFolder, Settings
-
-from vllm_spac.decisions.comparison import interval, orders
-from vllm_spac.errors import ConfigError, UnsupportedError
+from benchmarks.common import RESULTS, ROOT, PlanError, Script, is_toy, progress, provenance, show, wide, write_result
+from benchmarks.peers import gguf_model, process_memory
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, split
+from benchmarks.serving.processes import LiveEngine, LiveProcess
+from benchmarks.serving.turns import in_turns
+from vllm_spac.decisions.comparison import interval
 from vllm_spac.storage.checkpoint.headers import Checkpoint, read_checkpoint
 
 LLAMA = Path(__file__).with_name("llama.py")
 KINDS = ("all", "weights", "process")
 _QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive"}  # threads that spin would take the cores of the other side
-_PAUSE = 0.3  # seconds between two answers
 _SLACK = 8 << 20  # bytes of a control group that its kernel structures take
 _EPILOG = """[bold]Examples[/]
 
@@ -60,7 +50,7 @@ python benchmarks/peers/beside_llama.py .cache/real/target --dtype float32 --rea
 
 python benchmarks/peers/beside_llama.py MODEL --slots 10%,25%,50%,100% --read-ahead-kib 128
 """
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, _EPILOG)
 
 
 class Dtype(StrEnum):
@@ -136,7 +126,7 @@ class Llama(LiveProcess):
             self._limit.close()
 
 
-@app.command(help=__doc__, epilog=_EPILOG)
+@app.main
 def main(
     model: Annotated[
         Path, typer.Argument(help="Folder of a Qwen3-MoE or DeepSeek (v1) in bf16.", exists=True, file_okay=False)
@@ -159,62 +149,53 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON; a picture beside it.", show_default=False)] = RESULTS
     / "peers_toy.json",
 ) -> None:
-    exit_on_sigterm()
-    console = Console(width=max(120, Console().width))
     settings = Settings(
-        model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, plan.Drafts(4, model, model), timeout,
-        dtype=dtype.value, environment=_QUIET_OPENMP,
+        model, Drafts(4, model, model), prompt_tokens, output_tokens, seed=seed, eager=eager, dtype=dtype.value,
+        disk_dir=disk_dir, timeout=timeout, environment=_QUIET_OPENMP,
     )  # fmt: skip
+    cases = {size: Case.parse("spac", size) for size in split(slots)}
+    checkpoint, gguf = read_checkpoint(model), work / f"{model.resolve().parent.name}-{model.name}-{dtype}.gguf"
+    work.mkdir(parents=True, exist_ok=True)
+    if not gguf.exists():
+        gguf_model.convert(model, gguf, dtype.element)
     try:
-        sides = {size: Side.parse("spac", size) for size in plan.split(slots)}
-        checkpoint, gguf = read_checkpoint(model), work / f"{model.resolve().parent.name}-{model.name}-{dtype}.gguf"
-        work.mkdir(parents=True, exist_ok=True)
-        if not gguf.exists():
-            gguf_model.convert(model, gguf, dtype.element)
-        try:
-            asked = prompts.load(model, warm + turns, prompt_tokens, seed)
-        except ValueError as error:
-            raise plan.PlanError(f"--prompt-tokens {prompt_tokens}: {error}") from error
-        result: dict[str, Any] = {
-            "label": "toy model" if is_toy(model) else None,
-            "model": model.name,
-            "prompts": asked.describe(),
-            "output_tokens": output_tokens,
-            "warm_turns": warm,
-            "threads": threads,
-            "dtype": dtype,
-            "enforce_eager": eager,
-            "seed": seed,
-            "gguf_bytes": gguf.stat().st_size,
-            "rows": [],
-            "provenance": provenance(),
-        }
-        with (
-            process_memory.read_ahead(work, read_ahead_kib) as found,
-            progress() as bar,
-        ):
-            result["read_ahead_kib"] = found
-            task = bar.add_task("", total=len(sides) * (warm + turns))
-            for size, side in sides.items():
-                bar.update(task, description=size)
-                compared = Comparison(side.job(settings), settings, checkpoint, gguf, threads)
-                for _ in compared.run(asked.ids, warm):
-                    bar.advance(task)
-                result |= {"llama": compared.llama}
-                result["rows"].append(compared.row(size, seed))
-                write_result(output, result)
-    except (plan.PlanError, ConfigError, UnsupportedError, gguf_model.UnsupportedModelError, ImportError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from error
-    except (EngineError, process_memory.LimitError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from error
+        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+    except PlanError as error:
+        raise PlanError(f"--prompt-tokens {prompt_tokens}: {error}") from error
+    result: dict[str, Any] = {
+        "label": "toy model" if is_toy(model) else None,
+        "model": model.name,
+        "prompts": asked.describe(),
+        "output_tokens": output_tokens,
+        "warm_turns": warm,
+        "threads": threads,
+        "dtype": dtype,
+        "enforce_eager": eager,
+        "seed": seed,
+        "gguf_bytes": gguf.stat().st_size,
+        "rows": [],
+        "provenance": provenance(),
+    }
+    with (
+        process_memory.read_ahead(work, read_ahead_kib) as found,
+        progress() as bar,
+    ):
+        result["read_ahead_kib"] = found
+        task = bar.add_task("", total=len(cases) * (warm + turns))
+        for size, case in cases.items():
+            bar.update(task, description=size)
+            compared = Comparison(case.job(settings), settings, checkpoint, gguf, threads)
+            for _ in compared.run(asked.ids, warm):
+                bar.advance(task)
+            result |= {"llama": compared.llama}
+            result["rows"].append(compared.row(size, seed))
+            write_result(output, result)
     rows = [row | {"peer": peer} for row in result["rows"] for peer in row["peers"]]
     ours = "plugin.tokens_per_second", "plugin.cpu_seconds_per_token", "plugin.read_bytes_per_token"
     theirs = [f"peer.{name}" for name in ("tokens_per_second", "cpu_seconds_per_token", "read_bytes_per_token")]
     ratios = "peer.ratio", "peer.interval", "peer.equal_answers"
     show("spac over llama.cpp, decoding", rows, "slots", "peer.name", "peer.limit_bytes", *ratios, *ours, *theirs)
-    console.print(f"wrote {output}", soft_wrap=True)
+    wide().print(f"wrote {output}", soft_wrap=True)
 
 
 class Comparison:
@@ -239,16 +220,21 @@ class Comparison:
             everyone: list[tuple[Measured, LiveEngine | Llama]] = [(self.plugin, engine)]
             everyone += zip(self.peers, peers, strict=True)
             before: list[dict] = []
-            for number, (prompt, order) in enumerate(
-                zip(ids, orders(self._settings.seed, len(everyone)), strict=False)
-            ):
-                if number == warm:
-                    before = [process_memory.used(process.pid) for _, process in everyone]
-                for which in order:
-                    time.sleep(_PAUSE)
-                    answer = everyone[which][1].turn(prompt, self._settings.output_tokens)
+
+            def prompts_and_start() -> Iterator[list[int]]:
+                for number, prompt in enumerate(ids):
+                    if number == warm:
+                        before[:] = [process_memory.used(process.pid) for _, process in everyone]
+                    yield prompt
+
+            def asking(process: LiveEngine | Llama) -> Callable[[list[int]], dict]:
+                return lambda prompt: process.turn(prompt, self._settings.output_tokens)
+
+            ask = [asking(process) for _, process in everyone]
+            for number, answers in enumerate(in_turns(ask, prompts_and_start(), self._settings.seed)):
+                for (measured, _), answer in zip(everyone, answers, strict=True):
                     if number >= warm:
-                        everyone[which][0].add(answer)
+                        measured.add(answer)
                 yield
             for (measured, process), start in zip(everyone, before, strict=True):
                 measured.used = {name: value - start[name] for name, value in process_memory.used(process.pid).items()}

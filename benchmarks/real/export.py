@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from artefact import Experts, Head, ModelChange
 from safetensors.torch import load_file, save_file
+
+from benchmarks.real.artefact import Experts, Head, ModelChange
 
 HEAD_NAMES = {
     "embedding_norm": "input_layernorm",

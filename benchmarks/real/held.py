@@ -7,7 +7,6 @@ them instead of the standard library, which the carved model was fitted on.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,8 +15,8 @@ import numpy as np
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "fit"))
-import chats
+from benchmarks.common import PlanError
+from benchmarks.real.fit import chats
 
 FILES = ("chats.safetensors", "texts.safetensors")
 SOURCE = "questions, and code, docs, handbooks and prose that the model was not fitted on, in turn"
@@ -54,12 +53,12 @@ def prompts(model: Path, files: list[Path], count: int, tokens: int, seed: int) 
     """Returns ``count`` prompts of all kinds in turn: windows of ``tokens`` tokens, and for chats whole questions.
 
     Raises:
-        ValueError: a question is longer than ``tokens``.
+        PlanError: a question is longer than ``tokens``.
     """
     tokenizer, draw = Tokenizer.from_file(str(model / "tokenizer.json")), random.Random(seed)
     asked = [tokenizer.encode(chats.begun(question), add_special_tokens=False).ids for question in chats.HELD_QUESTIONS]
     if (longest := max(map(len, asked))) > tokens:
-        raise ValueError(f"questions with the chat template have up to {longest} tokens; ask for as many or more")
+        raise PlanError(f"questions with the chat template have up to {longest} tokens; ask for as many or more")
     draw.shuffle(asked)
 
     def drawn(ids: np.ndarray) -> Iterator[list[int]]:

@@ -13,7 +13,6 @@ reads what its routers name, as many experts as there is time for.
 from __future__ import annotations
 
 import random
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,11 +24,8 @@ import typer
 from rich.progress import track
 from safetensors.numpy import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
-from common import RESULTS, provenance, sha256, show, write_result
-from proportions import Proportions
-
+from benchmarks.common import RESULTS, Script, provenance, sha256, show, write_result
+from benchmarks.scaled.proportions import Proportions
 from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 
 EXAMPLE = """[bold]Example[/]
@@ -40,7 +36,7 @@ python benchmarks/replay/drafts.py chains.safetensors
 """
 DRAFTING = {"ngram": 0.0, "eagle3": 0.5, "dense": 3.0}  # in layers, assumed
 SELF = "self"  # and the percentage of the experts that are in slots
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, EXAMPLE)
 
 
 class Text(NamedTuple):
@@ -230,7 +226,7 @@ def points(machines: list[str], shares: list[float]) -> Iterator[tuple[str, floa
                 yield where, misses_at_once(real, cpu), real.load, share
 
 
-@app.command(help=__doc__, epilog=EXAMPLE)
+@app.main
 def main(
     chains: Annotated[Path, typer.Argument(help="File of fit.py chains.", exists=True, dir_okay=False)],
     machines: Annotated[str, typer.Option(help="Of scaled/run.py.")] = "rtx4090-int4,rtx4090",

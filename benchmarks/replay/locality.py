@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,16 +9,14 @@ import numpy as np
 import typer
 from rich import print
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, is_toy, provenance, sha256, trace_files, write_result
-
+from benchmarks.common import RESULTS, ROOT, Script, is_toy, provenance, sha256, trace_files, write_result
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.locality import Locality
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__)
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     traces: Annotated[
         list[Path] | None,

@@ -10,7 +10,6 @@ optimal in loads, not in hits.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, is_toy, provenance, sha256, show, trace_files, write_result
-
+from benchmarks.common import RESULTS, ROOT, Script, is_toy, provenance, sha256, show, trace_files, write_result
 from vllm_spac import components
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.reuse import Reuse
@@ -48,10 +45,10 @@ policies.py                                           [dim]# those in benchmarks
 policies.py decode.trace --policy "lru reuse reuse@half_lives=(8,)" --shares "10 25" --output /tmp/half_lives.json
 """
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, EXAMPLES)
 
 
-@app.command(help=__doc__, epilog=EXAMPLES)
+@app.main
 def main(
     traces: Annotated[
         list[Path] | None,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,16 +19,11 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-import plan
-import prompts
-from common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, sha256, write_result
-from processes import run_engine
-from run import Settings
-from stored import pack
-
+from benchmarks.common import ROOT, TOY, TRACES, Script, provenance, sha256, write_result
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import FULL, Case, Drafts, Settings, split
+from benchmarks.serving.processes import run_engine
+from benchmarks.toy.stored import pack
 from vllm_spac.recording.trace_file import Trace
 
 CASES = {  # name -> speculation, drafts, batch
@@ -50,10 +44,10 @@ python benchmarks/replay/record.py --case none1,eagle4_1 --output-tokens 256 --f
 
 python benchmarks/replay/record.py .cache/real/target --case none1,none8 --folder /tmp/traces
 """
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, EXAMPLES)
 
 
-@app.command(help=__doc__, epilog=EXAMPLES)
+@app.main
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model; eagle3 and draft (dense) are next to it.")] = TOY
     / "models"
@@ -66,9 +60,8 @@ def main(
     weights: Annotated[bool, typer.Option("--weights", help="Keep the routers' weights.")] = False,
     folder: Annotated[Path, typer.Option(help="Folder to write CASE.trace or CASE-SEED.trace to.")] = TRACES,
 ) -> None:
-    exit_on_sigterm()
     origin = provenance()
-    names = plan.split(case)
+    names = split(case)
     if unknown := set(names) - set(CASES):
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}; use {', '.join(CASES)}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,12 +71,12 @@ def main(
     asked, recorded = prompts.load(model, count, prompt_tokens, seed), {}
     for name in track(names, "recording", console=Console(stderr=True)):
         speculation, tokens, batch = CASES[name]
-        drafts = plan.Drafts(tokens, model.parent / "eagle3", draft)
-        common = model, (batch,), prompt_tokens, output_tokens, 0, True, "disk", ROOT / ".cache" / "serving", drafts
-        job = Settings(*common, 3600.0, guard="off").job(plan.Configuration(plan.FULL, "lru", speculation), asked.ids)
+        drafts = Drafts(tokens, model.parent / "eagle3", draft)
         path = folder / (f"{name}-{seed}.trace" if seed else f"{name}.trace")
-        job["spac"]["trace"] = str(path.resolve())
-        _, error = run_engine(job, False, 3600.0)
+        knobs = {"slots": FULL, "policy": "lru", "decisions": "host", "store": "disk", "trace": str(path.resolve())}
+        engine = Case(name, knobs | ({"guard": "off"} if tokens else {}), speculation)
+        settings = Settings(model, drafts, prompt_tokens, output_tokens, (batch,))
+        _, error = run_engine(engine.job(settings, asked.ids), False, 3600.0)
         if error:
             raise typer.BadParameter(f"{name}: {error}")
         trace = Trace.load(path)

@@ -6,10 +6,10 @@ import os
 import time
 from collections.abc import Mapping
 
-from machine import ScaledMachine
-from pacing import COMPUTATIONS, Pace
 from torch import Tensor
 
+from benchmarks.scaled.machine import ScaledMachine
+from benchmarks.scaled.pacing import COMPUTATIONS, Pace
 from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.cpu_kernels.native import Native

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-from machine import ScaledMachine
-from paired import Arm, Side, take_turns
-from run import Settings
-from scale import RESIDENT
-
+from benchmarks.scaled.machine import ScaledMachine
+from benchmarks.scaled.scale import RESIDENT
+from benchmarks.serving.cases import Case, Settings
+from benchmarks.serving.turns import Arm, take_turns
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.decisions.comparison import interval
@@ -23,8 +19,8 @@ from vllm_spac.errors import ConfigError
 
 DISTURBED = 0.05  # of a deadline: a mean delay beyond it is reported
 # Two I/O threads: while one sleeps until its load has passed the link, the next load is on it already.
-PACED = {"store": "tiers:PacedStore", "io_threads": "2"}
-WATERFILL = {"cpu_experts": "waterfill", "cpu_kernel": "executors:PacedExperts"}
+PACED = {"store": "benchmarks.scaled.tiers:PacedStore", "io_threads": "2"}
+WATERFILL = {"cpu_experts": "waterfill", "cpu_kernel": "benchmarks.scaled.executors:PacedExperts"}
 
 NODES = 16
 TREE = {"guard": "off", "tree": str(NODES), "budget": "16"}  # its drafts are verified in every step
@@ -84,13 +80,13 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
     return [rung for rung in every if rung.name in names]
 
 
-def sides(ladder: Sequence[Rung], slots: str) -> list[Side]:
+def cases(ladder: Sequence[Rung], slots: str) -> list[Case]:
     """Returns the engines of the rungs, each with the knobs of the rungs up to it that are not ``beside`` it."""
     knobs, speculation, found = {"slots": slots, **PACED}, "none", []
     for rung in ladder:
         mine = {**knobs, **rung.adds}
         drafts = rung.speculation if rung.speculation != "none" else speculation
-        found.append(Side(rung.name, mine, drafts, rung.draft_tokens))
+        found.append(Case(rung.name, mine, drafts, rung.draft_tokens))
         if not rung.beside:
             knobs, speculation = mine, drafts
     return found
@@ -128,12 +124,12 @@ def serve(
     Raises:
         EngineError: an engine failed.
     """
-    engines, rows = [RESIDENT, *sides(ladder, slots)], {}
+    engines, rows = [RESIDENT, *cases(ladder, slots)], {}
     for group in groups(len(engines), at_once):
         arms, turns = [Arm(engines[number]) for number in group], []
         for answers in take_turns(arms, [[each] for each in ids], settings):
             turns.append(answers)
-            advance(f"{slots}: {', '.join(arm.side.text for arm in arms)}")
+            advance(f"{slots}: {', '.join(arm.case.name for arm in arms)}")
         for place, number in enumerate(group):
             if number not in rows:
                 rows[number] = row(engines[number], turns[warm:], place, settings.seed)
@@ -142,7 +138,7 @@ def serve(
     return [{"slots": slots, **item, "rounds": rounded} for item, rounded in zip(found, rounds, strict=True)]
 
 
-def row(side: Side, turns: list[list[dict]], which: int, seed: int) -> dict[str, Any]:
+def row(case: Case, turns: list[list[dict]], which: int, seed: int) -> dict[str, Any]:
     """Returns what engine ``which`` of ``turns`` [turns][engines] did, compared with the first rung, number 1.
 
     Tokens are compared with the resident engine's as well, number 0.
@@ -152,9 +148,9 @@ def row(side: Side, turns: list[list[dict]], which: int, seed: int) -> dict[str,
     speedups = [turn[1]["tpot"][0] / turn[which]["tpot"][0] for turn in turns]
     of_resident = [turn[0]["tpot"][0] / turn[which]["tpot"][0] for turn in turns]
     return {
-        "rung": side.text,
-        "knobs": side.knobs,
-        "speculation": side.speculation,
+        "rung": case.name,
+        "knobs": case.knobs,
+        "speculation": case.speculation,
         "tpot": tpot,
         "tpot_median": statistics.median(tpot),
         "tpot_interval": list(interval(tpot, seed)),

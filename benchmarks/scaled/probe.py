@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from machine import ScaledMachine
-from pacing import sleep
-
+from benchmarks.scaled.machine import ScaledMachine
+from benchmarks.scaled.pacing import sleep
 from vllm_spac.errors import ConfigError
 
 SHARE = 0.7  # of a deadline, at most, that the work before it may take

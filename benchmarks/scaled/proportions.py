@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from machine import ScaledMachine
-
+from benchmarks.scaled.machine import ScaledMachine
 from vllm_spac.decisions import costs
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError

@@ -13,33 +13,23 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "papers"))
-import ladder as ladders
-import plan
-import prompts
-from arms import Turn, score
-from common import RESULTS, exit_on_sigterm, progress, show, write_result
-from machine import ScaledMachine
-from processes import EngineError
-from proportions import Proportions, names
-from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, engines_at_once, head, on
-
-from vllm_spac.config.types import SlotCount
-from vllm_spac.errors import SpacError
+from benchmarks.common import RESULTS, Script, progress, show, wide, write_result
+from benchmarks.papers.arms import Turn, score
+from benchmarks.scaled import ladder as ladders
+from benchmarks.scaled.machine import ScaledMachine
+from benchmarks.scaled.proportions import Proportions, names
+from benchmarks.scaled.scale import Cores, Scale, engines_at_once, head, on
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import PACKED, Drafts, PackedFolder, Settings, slot_counts, split
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 _DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
@@ -58,7 +48,7 @@ python benchmarks/scaled/run.py MODEL --slots 17%,25% --rungs layer_lru,reuse,cp
 
 python benchmarks/scaled/run.py MODEL --slots 2k --rungs drop,executed --predictor quasi_hidden --predictor-file FILE
 """
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, _EPILOG)
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class _Run:
     cores: Cores
 
 
-@app.command(help=__doc__, epilog=_EPILOG)
+@app.main
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     machine: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090",
@@ -94,29 +84,20 @@ def main(
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/scaled_MACHINE_toy.json.")] = None,
 ) -> None:
-    exit_on_sigterm()
-    console = Console(width=max(160, Console().width))
     folders = eagle3 or model.with_name(f"{model.name}-eagle3"), draft or model.with_name("draft")
-    drafts = plan.Drafts(draft_tokens, *folders)
-    try:
-        cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
-        steps = ladders.rungs(plan.split(rungs), predictor, predictor_file)
-        for size in sizes:
-            SlotCount.parse(size)
-        for rung in steps:
-            drafts.settings(rung.speculation)
-        settings = Settings(
-            model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, timeout,
-            dtype=dtype, environment=cores.environment(),
-        )  # fmt: skip
-        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
-        result = head(machine, asked, settings)
-        result |= {"warm_turns": warm, "draft_tokens": draft_tokens}
-        output = output or RESULTS / f"scaled_{machine}_toy.json"
-        _serve(_Run(steps, sizes, settings, asked.ids, real, cores), result, output)
-    except (ValueError, SpacError, EngineError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
+    cores, real, sizes = Cores.here(), Proportions.of(machine), slot_counts(slots)
+    steps = ladders.rungs(split(rungs), predictor, predictor_file)
+    settings = Settings(
+        model, Drafts(draft_tokens, *folders), prompt_tokens, output_tokens, seed=seed, dtype=dtype, disk_dir=disk_dir,
+        timeout=timeout, environment=cores.environment(),
+    )  # fmt: skip
+    for case in ladders.cases(steps, sizes[0]):
+        case.job(settings)  # refuses a missing drafter before anything is measured
+    asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+    result = head(machine, asked, settings)
+    result |= {"warm_turns": warm, "draft_tokens": draft_tokens}
+    output = output or RESULTS / f"scaled_{machine}_toy.json"
+    _serve(_Run(steps, sizes, settings, asked.ids, real, cores), result, output)
     title = f"{result['label']}: {model.name}"
     times = "tpot_median", "tpot_interval", "speedup", "speedup_interval", "share_of_resident"
     counts = [f"counters.{name}" for name in ("hits", "misses", "loads", "cpu_experts", "prefetches")]
@@ -128,7 +109,7 @@ def main(
         *_on_quality(result),
     ]
     for line in (*remarks, f"wrote {output}"):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        wide(160).print(escape(line), highlight=False, soft_wrap=True)
     if any(row["equal_to_resident"] < row["turns"] and not row["rounds"] for row in result["rows"]):
         raise typer.Exit(1)
 
@@ -136,15 +117,12 @@ def main(
 def _serve(run: _Run, result: dict, output: Path) -> None:
     """Derives the scaled machine and serves each number of slots; writes the result so far after each."""
     settings, ids, warm = run.settings, run.ids, result["warm_turns"]
-    with (
-        progress() as bar,
-        tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
-    ):
+    with progress() as bar, ExitStack() as stack:
         task = bar.add_task("all experts resident", total=None)
         scale = Scale.derive(run.real, settings, ids, warm, run.cores)
         result["scale"] = scale.plain()
         at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total)
-        settings = on(scale.machine, settings, Path(folder))
+        settings = stack.enter_context(on(scale.machine, settings))
         turns = len(ladders.groups(1 + len(run.rungs), at_once)) * len(ids)
         bar.update(task, total=len(run.sizes) * turns)
 

@@ -5,29 +5,26 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-import sys
-from contextlib import closing
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
-from machine import VARIABLE, ScaledMachine
-from probe import Speeds
-from proportions import Proportions
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-from common import is_toy, provenance
-from paired import Side
-from processes import LiveEngine
-from prompts import Prompts
-from run import Settings
-
+from benchmarks.common import is_toy, provenance
+from benchmarks.scaled.machine import VARIABLE, ScaledMachine
+from benchmarks.scaled.probe import Speeds
+from benchmarks.scaled.proportions import Proportions
+from benchmarks.serving.cases import Case, Settings
+from benchmarks.serving.processes import LiveEngine
+from benchmarks.serving.prompts import Prompts
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
-RESIDENT = Side("resident", {"slots": "100%"})
+RESIDENT = Case("resident", {"slots": "100%"})
 _ENGINE_BYTES = 2 << 30  # of an engine without its experts: vLLM, torch and the KV cache
 
 
@@ -48,9 +45,7 @@ class Cores:
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of its engines."""
-        folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
-            "PYTHONPATH": os.pathsep.join(folders),
             "VLLM_CPU_OMP_THREADS_BIND": str(self.forward),
             "OMP_NUM_THREADS": "1",  # else OpenMP's threads spin on one core: tokens take ten times as long
             "KMP_BLOCKTIME": "0",
@@ -126,12 +121,14 @@ class Scale:
         return dataclasses.asdict(self) | {"machine": self.machine.model_dump(), "factor": self.factor}
 
 
-def on(machine: ScaledMachine, settings: Settings, folder: Path) -> Settings:
-    """Returns ``settings`` for engines of ``machine``, whose file is written into ``folder``."""
-    path = folder / "machine.json"
-    path.write_text(machine.model_dump_json())
-    environment = {**settings.environment, VARIABLE: str(path)}
-    return dataclasses.replace(settings, environment=environment, counters="watch:counters")
+@contextmanager
+def on(machine: ScaledMachine, settings: Settings) -> Iterator[Settings]:
+    """Yields ``settings`` for engines of ``machine``, whose file is there meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder:
+        path = Path(folder, "machine.json")
+        path.write_text(machine.model_dump_json())
+        environment = {**settings.environment, VARIABLE: str(path)}
+        yield dataclasses.replace(settings, environment=environment, counters="benchmarks.scaled.watch:counters")
 
 
 def engines_at_once(resident: Resident, total: int) -> int:
@@ -149,7 +146,7 @@ def head(machine: str, asked: Prompts, settings: Settings) -> dict[str, Any]:
         "output_tokens": settings.output_tokens,
         "dtype": settings.dtype,
         "seed": settings.seed,
-        "environment": {name: text for name, text in settings.environment.items() if name != "PYTHONPATH"},
+        "environment": dict(settings.environment),
         "rows": [],
         "provenance": provenance(),
     }

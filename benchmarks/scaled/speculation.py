@@ -9,30 +9,20 @@ slots. Times are [bold]scaled[/], see run.py beside this file: only ratios mean 
 from __future__ import annotations
 
 import statistics
-import sys
-import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import plan
-import prompts
-from common import RESULTS, exit_on_sigterm, progress, show, write_result
-from ladder import PACED, WATERFILL, total
-from paired import Arm, Side, beside_first, take_turns
-from processes import EngineError
-from proportions import Proportions, names
-from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, head, on
-
-from vllm_spac.errors import SpacError
+from benchmarks.common import RESULTS, Script, progress, show, wide, write_result
+from benchmarks.scaled.ladder import PACED, WATERFILL, total
+from benchmarks.scaled.proportions import Proportions, names
+from benchmarks.scaled.scale import Cores, Scale, head, on
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, slot_counts, split
+from benchmarks.serving.turns import Arm, beside_first, take_turns
 
 _EPILOG = """[bold]Example[/]
 
@@ -43,18 +33,18 @@ OWN, TREE = "own", "tree"
 METHODS = {OWN: "draft", TREE: "eagle3"}  # of drafters that are not named by theirs
 NODES = 16  # of a tree
 DRAFTERS = f"Of ngram, eagle3, tree (of {NODES} nodes, by EAGLE-3), draft, own (the model itself)."
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, _EPILOG)
 
 
-def sides(slots: str, drafter: str, cpu: bool = True) -> list[Side]:
+def cases(slots: str, drafter: str, cpu: bool = True) -> list[Case]:
     """Returns the engine without drafts, and the two with them; the model's own ones say what is to be read."""
     knobs = {"slots": slots, **PACED, **(WATERFILL if cpu else {})}
     drafting = knobs | {OWN: {"prefetch": "shadow"}, TREE: {"tree": str(NODES)}}.get(drafter, {})
     drafts = METHODS.get(drafter, drafter), NODES if drafter == TREE else None
     return [
-        Side(NONE, knobs),
-        Side(CHOSEN, {**drafting, "guard": "on"}, *drafts),
-        Side(ALWAYS, {**drafting, "guard": "off"}, *drafts),
+        Case(NONE, knobs),
+        Case(CHOSEN, {**drafting, "guard": "on"}, *drafts),
+        Case(ALWAYS, {**drafting, "guard": "off"}, *drafts),
     ]
 
 
@@ -74,7 +64,7 @@ def row(which: int, turns: list[list[dict]], kinds: list[str], seed: int) -> dic
     }
 
 
-@app.command(help=__doc__, epilog=_EPILOG)
+@app.main
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     machines: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090-int4,rtx4090",
@@ -93,54 +83,45 @@ def main(
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="The result.")] = RESULTS / "speculation_real.json",
 ) -> None:
-    exit_on_sigterm()
-    console = Console(width=max(140, Console().width))
     folders = eagle3 or model.with_name("eagle3"), draft or model.with_name("dense")
-    drafts = plan.Drafts(draft_tokens, *folders)
-    try:
-        cores, reals = Cores.here(), [Proportions.of(machine) for machine in plan.split(machines)]
-        by_drafter = {drafter: drafts for drafter in plan.split(drafters)}
-        if OWN in by_drafter:
-            by_drafter[OWN] = replace(drafts, draft=model)
-        for drafter, known in by_drafter.items():
-            known.settings(METHODS.get(drafter, drafter))
-        settings = Settings(
-            model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, timeout,
-            dtype="float32", environment=cores.environment(),
-        )  # fmt: skip
-        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
-        result = head(", ".join(real.name for real in reals), asked, settings)
-        result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "cpu_experts": cpu, "scales": {}}
-        kinds = prompts.kinds(model, warm + turns)[warm:]
-        with (
-            progress() as bar,
-            tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
-        ):
-            points = [(size, drafter) for size in plan.split(slots) for drafter in plan.split(drafters)]
-            task = bar.add_task("", total=len(reals) * len(points) * (warm + turns))
-            for real in reals:
-                bar.update(task, description=f"{real.name}: all experts resident")
-                scale = Scale.derive(real, settings, asked.ids[:3], 1, cores)
-                result["scales"][real.name] = scale.plain()
-                paced = on(scale.machine, settings, Path(folder))
+    drafts = Drafts(draft_tokens, *folders)
+    cores, reals = Cores.here(), [Proportions.of(machine) for machine in split(machines)]
+    by_drafter = {drafter: drafts for drafter in split(drafters)}
+    if OWN in by_drafter:
+        by_drafter[OWN] = replace(drafts, draft=model)
+    for drafter, known in by_drafter.items():
+        known.settings(METHODS.get(drafter, drafter))
+    settings = Settings(
+        model, drafts, prompt_tokens, output_tokens, seed=seed, dtype="float32", disk_dir=disk_dir, timeout=timeout,
+        environment=cores.environment(),
+    )  # fmt: skip
+    asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+    result = head(", ".join(real.name for real in reals), asked, settings)
+    result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "cpu_experts": cpu, "scales": {}}
+    kinds = prompts.kinds(model, warm + turns)[warm:]
+    points = [(size, drafter) for size in slot_counts(slots) for drafter in by_drafter]
+    with progress() as bar:
+        task = bar.add_task("", total=len(reals) * len(points) * (warm + turns))
+        for real in reals:
+            bar.update(task, description=f"{real.name}: all experts resident")
+            scale = Scale.derive(real, settings, asked.ids[:3], 1, cores)
+            result["scales"][real.name] = scale.plain()
+            with on(scale.machine, settings) as paced:
                 for size, drafter in points:
-                    arms, point = sides(size, drafter, cpu), f"{real.name}, {size}, {drafter}"
+                    compared, point = cases(size, drafter, cpu), f"{real.name}, {size}, {drafter}"
                     answered = []
                     serving = replace(paced, drafts=by_drafter[drafter])
-                    for answers in take_turns([Arm(side) for side in arms], [[each] for each in asked.ids], serving):
+                    for answers in take_turns(list(map(Arm, compared)), [[each] for each in asked.ids], serving):
                         answered.append(answers)
                         bar.update(task, advance=1, description=point)
-                    for which, side in enumerate(arms):
+                    for which, case in enumerate(compared):
                         found = row(which, answered[warm:], kinds, seed)
-                        result["rows"].append({"point": point, "drafts": side.text, **found})
+                        result["rows"].append({"point": point, "drafts": case.name, **found})
                     write_result(output, result)
-    except (ValueError, SpacError, EngineError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     kinds = [f"by_kind.{kind}" for kind in result["rows"][0]["by_kind"]]
     columns = "point", "drafts", "ratio", "low", "high", *kinds, "tokens_equal"
     show(f"{result['label']}: times the tokens/s of no drafts", result["rows"], *columns)
-    console.print(f"wrote {output}", highlight=False)
+    wide().print(f"wrote {output}", highlight=False)
     if not all(each["tokens_equal"] for each in result["rows"]):
         raise typer.Exit(1)
 

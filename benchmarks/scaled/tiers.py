@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from machine import ScaledMachine
-from pacing import LOADS, Link, Pace
 from torch import Tensor
 
+from benchmarks.scaled.machine import ScaledMachine
+from benchmarks.scaled.pacing import LOADS, Link, Pace
 from vllm_spac.core import MoEShape
 from vllm_spac.storage.host import HostStore
 

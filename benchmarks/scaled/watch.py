@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import drafting
-import pacing
+from benchmarks.scaled import pacing
+from benchmarks.serving import drafting
 
 
 def counters(llm: Any) -> dict[str, float]:

@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,23 +29,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import plan
-import prompts
-from common import ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from gpu_cases import CASES, DRAFTS, STOCK, Case
-from inflate import PRESETS, inflate, inflate_head
-from processes import EngineError, LiveEngine
-from run import PACKED, PackedFolder, Settings
-from stored import unpack
-
-from vllm_spac.config.types import SlotCount
+from benchmarks.common import ROOT, TOY, PlanError, Script, is_toy, progress, provenance, show, wide, write_result
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import PACKED, STOCK, Case, Drafts, PackedFolder, Settings, sizes, slot_counts, split
+from benchmarks.serving.gpu_cases import CASES, DRAFTS
+from benchmarks.serving.processes import EngineError, LiveEngine
+from benchmarks.toy.inflate import PRESETS, inflate, inflate_head
+from benchmarks.toy.stored import unpack
 from vllm_spac.errors import SpacError
 
 LIKE = "qwen3-30b-a3b"
 LARGE = ROOT / ".cache" / "toy" / LIKE
 OUTPUT = ROOT / ".cache" / "serving" / "on_gpu.json"
-PARTS = ("tokens", "serving")
+PARTS = tuple(CASES)
 LENGTHS = (1, 5, 23, 64, 90, 150, 31, 8)  # of the prompts whose answers are compared
 ANSWER, SHORT, LONG_PROMPTS, REPEATS, WARM = 32, 40, 4, 2, 8
 _SLACK = 64  # tokens beyond prompt and answer, for drafts
@@ -65,7 +60,7 @@ python benchmarks/serving/on_gpu.py MODEL --eagle3 HEAD --output mine.json
 
 python benchmarks/serving/on_gpu.py --option attention_backend=TRITON_ATTN --plugin my_attention --list
 """
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, _EPILOG)
 
 
 class LeftOut(Exception):
@@ -76,12 +71,13 @@ class LeftOut(Exception):
 class Run:
     """One engine to run: ``share`` of the experts in slots."""
 
+    part: str
     case: Case
     share: str
 
     @property
     def name(self) -> str:
-        return f"{self.case.name} {self.share}" if self.case.each_share else self.case.name
+        return self.case.at(self.share).name
 
 
 @dataclass
@@ -154,34 +150,35 @@ class Asked:
 
         Raises:
             LeftOut: it needs a GPU, or a file that was not given.
-            plan.PlanError: its drafts come from a model that is not there.
+            PlanError: its drafts come from a model that is not there.
         """
-        case, compared = run.case, run.case.part == "tokens"
+        case, compared = run.case.at(run.share), run.part == "tokens"
         if case.offload and not self.gpu:
             raise LeftOut("stock vLLM offloads from a GPU, and there is none here")
         batches = (len(LENGTHS),) if compared else self.batches
         longest, output = (max(LENGTHS), ANSWER) if compared else (max(SHORT, self.prompt_tokens), self.decode_tokens)
-        model = self.models[case.part]
-        drafts = plan.Drafts(case.drafts or DRAFTS, self.heads[case.part], model.parent / "draft")
+        model = self.models[run.part]
+        drafts = Drafts(DRAFTS, self.heads[run.part], model.parent / "draft")
         loaded = {"VLLM_PLUGINS": ",".join([*(["spac"] if case.knobs is not None else []), *self.plugins])}
         settings = Settings(
-            model, batches, longest, output, self.seed, self.eager, None, self.disk_dir, drafts, 0.0,
-            dtype=self.dtype if compared else "auto", environment=loaded,
+            model, drafts, longest, output, batches, self.seed, self.eager, self.dtype if compared else "auto",
+            self.disk_dir, environment=loaded,
         )  # fmt: skip
-        job = settings.job(plan.Configuration(run.share, None, case.speculation, case.offload), [])
+        job = case.job(settings)
         job["options"] |= {"max_model_len": longest + output + _SLACK}
         job["options"] |= {"max_num_batched_tokens": max(1024, longest + output + _SLACK)}
         if self.gpu:
-            job["options"] |= self._on_gpu(batches, case.drafts, compared)
+            job["options"] |= self._on_gpu(batches, job["speculative"], compared)
         job["options"] |= self.options
         job["spac"] = None if case.knobs is None else self.knobs(run)
         return job
 
-    def _on_gpu(self, batches: Sequence[int], drafts: int, compared: bool) -> dict:
+    def _on_gpu(self, batches: Sequence[int], speculative: dict | None, compared: bool) -> dict:
         """Returns the share of the GPU, and only those graphs that are replayed: each takes a while to capture."""
         found: dict[str, Any] = {"gpu_memory_utilization": 0.8 / self.at_once if compared else 0.8}
         found["kv_cache_memory_bytes"] = (1 if compared else 2) << 30
         if not self.eager:
+            drafts = speculative["num_speculative_tokens"] if speculative else 0
             powers = [1 << n for n in range(max(batches).bit_length())]
             sizes = sorted({*powers, *batches, *(batch * (drafts + 1) for batch in batches)})
             found["compilation_config"] = {"cudagraph_capture_sizes": sizes}
@@ -202,25 +199,23 @@ def runs(part: Sequence[str], only: Sequence[str], shares: Sequence[str]) -> lis
     """Returns the engines of these parts, in the order of the table; stock, which others are compared with, always.
 
     Raises:
-        plan.PlanError: a part, a name or a share is unknown.
+        PlanError: a part, a name or a share is unknown.
     """
     if unknown := set(part) - set(PARTS):
-        raise plan.PlanError(f"--part {', '.join(sorted(unknown))}: use {' or '.join(PARTS)}")
-    of_parts = [case for case in CASES if case.part in part]
-    if unknown := set(only) - {case.name for case in of_parts}:
-        raise plan.PlanError(f"--only {', '.join(sorted(unknown))}: --list names those that there are")
-    if odd := [share for share in shares if SlotCount.parse(share).share is None]:
-        raise plan.PlanError(f"--slots {odd[0]}: use a share, e.g. 25%")
-    if not shares:
-        raise plan.PlanError("--slots: name at least one share, e.g. 25%")
-    wanted = [case for case in of_parts if not only or case.name in only or case.name == STOCK]
-    return [Run(case, share) for case in wanted for share in (shares if case.each_share else shares[:1])]
+        raise PlanError(f"--part {', '.join(sorted(unknown))}: use {' or '.join(PARTS)}")
+    of_parts = [(name, case) for name in PARTS if name in part for case in CASES[name]]
+    if unknown := set(only) - {case.name for _, case in of_parts}:
+        raise PlanError(f"--only {', '.join(sorted(unknown))}: --list names those that there are")
+    if odd := [share for share in shares if not share.endswith("%")]:
+        raise PlanError(f"--slots {odd[0]}: use a share, e.g. 25%")
+    wanted = [each for each in of_parts if not only or each[1].name in {*only, STOCK}]
+    return [Run(name, case, share) for name, case in wanted for share in (shares if case.each_share else shares[:1])]
 
 
 def run_one(run: Run, asked: Asked, clock: Clock) -> tuple[dict, list[list[int]]]:
     """Returns the row of one engine and, of one whose tokens are compared, its answers."""
     case = run.case
-    row: dict[str, Any] = {"part": case.part, "name": run.name, "speculation": case.speculation, "exact": case.exact}
+    row: dict[str, Any] = {"part": run.part, "name": run.name, "speculation": case.speculation, "exact": case.exact}
     row |= {"slots": run.share} if case.has_share else {}
     said: list[list[int]] = []
     begin = time.monotonic()
@@ -229,11 +224,11 @@ def run_one(run: Run, asked: Asked, clock: Clock) -> tuple[dict, list[list[int]]
         row["knobs"] = job["spac"]
         with closing(LiveEngine(job, case.knobs is None, until - time.monotonic())) as engine:
             row |= {"start_seconds": time.monotonic() - begin, **engine.ready}
-            if case.part == "tokens":
+            if run.part == "tokens":
                 said = _compared(engine, asked, row, until)
             else:
                 _timed(engine, asked, row, until)
-    except (LeftOut, plan.PlanError) as error:
+    except (LeftOut, PlanError) as error:
         return row | {"left_out": str(error)}, said
     except (EngineError, SpacError, OSError, ValueError) as error:
         row["error"] = str(error)[-4000:]
@@ -332,7 +327,7 @@ def side_by_side(
             try:
                 done.put(one(run))
             except Exception as error:  # else the thread would end, and its row never come
-                failed = {"part": run.case.part, "name": run.name, "exact": run.case.exact, "error": repr(error)}
+                failed = {"part": run.part, "name": run.name, "exact": run.case.exact, "error": repr(error)}
                 done.put((failed, []))
 
     for run in todo:
@@ -350,7 +345,7 @@ def execute(todo: Sequence[Run], asked: Asked, clock: Clock, about: dict, output
     with progress() as bar:
         task = bar.add_task("", total=len(todo))
         for part in PARTS:
-            mine = [run for run in todo if run.case.part == part]
+            mine = [run for run in todo if run.part == part]
             bar.update(task, description=part)
             workers = asked.at_once if part == "tokens" else 1
             for row, answers in side_by_side(mine, lambda run: run_one(run, asked, clock), workers):
@@ -392,13 +387,13 @@ def parsed_options(given: Sequence[str]) -> dict[str, Any]:
     """``["seed=1"]`` -> ``{"seed": 1}``; a value that is no JSON is text.
 
     Raises:
-        plan.PlanError: one is no NAME=VALUE.
+        PlanError: one is no NAME=VALUE.
     """
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise plan.PlanError(f"--option {text}: use NAME=VALUE, e.g. attention_backend=TRITON_ATTN")
+            raise PlanError(f"--option {text}: use NAME=VALUE, e.g. attention_backend=TRITON_ATTN")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -441,7 +436,7 @@ def print_rows(console: Console, rows: Sequence[dict], asked: Asked) -> None:
                 console.print(f"[{style}]{escape(row['part'])}: {escape(row['name'])}: {escape(' '.join(line))}[/]")
 
 
-@app.command(help=__doc__, epilog=_EPILOG)
+@app.main
 def main(
     model: Annotated[
         Path | None,
@@ -470,25 +465,21 @@ def main(
     seed: Annotated[int, typer.Option(help="Of prompts and engines.")] = 0,
     output: Annotated[Path, typer.Option(help="JSON.", show_default=str(OUTPUT.relative_to(ROOT)))] = OUTPUT,
 ) -> None:
-    exit_on_sigterm()
     begin = time.monotonic()
-    console, gpu = Console(width=max(140, Console().width)), torch.cuda.is_available()
-    try:
-        todo = runs(plan.split(part), only or [], plan.split(slots))
-        batches, options = plan.sizes(batch), parsed_options(option or [])
-    except ValueError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from error
+    console, gpu = wide(), torch.cuda.is_available()
+    todo = runs(split(part), only or [], slot_counts(slots))
+    batches, options = sizes(batch), parsed_options(option or [])
     if listed:
-        rows = [{**vars(run.case), "name": run.name, "knobs": _text(run), "share": run.share} for run in todo]
+        rows = [
+            {**vars(run.case), "part": run.part, "name": run.name, "knobs": _text(run), "share": run.share}
+            for run in todo
+        ]
         show("engines", rows, "part", "name", "share", "knobs", "speculation", "exact")
         return
     origin = provenance()
     if not gpu:
         console.print(f"[yellow]{_ON_CPU}[/]")
-    models = (
-        dict.fromkeys(PARTS, model) if model else _toys(console, gpu and any(r.case.part == PARTS[1] for r in todo))
-    )
+    models = dict.fromkeys(PARTS, model) if model else _toys(console, gpu and any(r.part == PARTS[1] for r in todo))
     heads = {
         name: eagle3 or (_head(LARGE) if folder == LARGE else folder.parent / "eagle3")
         for name, folder in models.items()

@@ -20,32 +20,19 @@ drafts emits several tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import plan
-import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from processes import EngineError, LiveEngine
-from run import PACKED, PackedFolder, Settings
+from benchmarks.common import RESULTS, PlanError, Script, is_toy, progress, provenance, show, wide, write_result
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, split
+from benchmarks.serving.turns import Arm, take_turns
+from vllm_spac.decisions.comparison import interval
 
-from vllm_spac.config.config import SpacConfig
-from vllm_spac.decisions.comparison import Ratio, interval, orders
-from vllm_spac.errors import ConfigError
-
-PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
 _DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")
 _SUMMED = ("hits", "misses", "loads", "host_loads", "cpu_experts", "prefetches", "prefetch_hits", "stall_seconds")
 _EPILOG = """[bold]Examples[/]
@@ -63,80 +50,10 @@ python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired
 
 python benchmarks/serving/paired.py MODEL "spac policy=lru" "spac policy=utility prefetch=utility" --slots 25%
 """
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, _EPILOG)
 
 
-@dataclass(frozen=True)
-class Side:
-    """One of the two engines. ``knobs`` is None for stock vLLM; ``draft_tokens`` is None if all sides draft alike."""
-
-    text: str
-    knobs: dict[str, str] | None
-    speculation: str = "none"
-    draft_tokens: int | None = None
-
-    @classmethod
-    def parse(cls, text: str, slots: str) -> Side:
-        """Parses ``spac policy=lru speculation=ngram``; ``slots`` is the default for that knob.
-
-        Raises:
-            PlanError: it is not understood.
-            ConfigError: a knob or its value is not the plugin's.
-        """
-        kind, *words = text.split()
-        if kind not in ("stock", "spac") or not all("=" in word for word in words):
-            raise plan.PlanError(f"{text!r}: use stock or spac, then knob=value, e.g. spac policy=lru")
-        given = dict(word.split("=", 1) for word in words)
-        speculation = given.pop("speculation", "none")
-        if speculation not in plan.SPECULATIONS:
-            raise plan.PlanError(f"no speculation is called {speculation}; use {', '.join(plan.SPECULATIONS)}")
-        length = given.pop("draft_tokens", None)
-        if length is not None and (speculation == "none" or not length.isdigit() or not int(length)):
-            raise plan.PlanError(f"{text!r}: draft_tokens={length} is a positive number, of a side with speculation=…")
-        drafted = None if length is None else int(length)
-        if kind == "stock":
-            if given:
-                raise plan.PlanError(f"{text!r}: stock vLLM has no knob {next(iter(given))}")
-            return cls(text, None, speculation, drafted)
-        knobs = {"slots": slots} | given
-        tree = SpacConfig.parse(knobs).tree
-        if tree and drafted not in (None, tree):
-            raise plan.PlanError(f"{text!r}: tree={tree} and draft_tokens={drafted} are two draft lengths; drop one")
-        return cls(text, knobs, speculation, tree or drafted)
-
-    def beyond(self, base: Side) -> list[str]:
-        """Returns what an engine of this side must pause to equal one of ``base``.
-
-        Raises:
-            PlanError: pausing cannot make an engine of this side equal ``base``.
-        """
-        parts = ["speculation"] if base.speculation == "none" != self.speculation else []
-        if self.knobs is not None and "trace" in self.knobs and "trace" not in (base.knobs or {}):
-            parts.append("trace")
-        knobs = {name: value for name, value in (self.knobs or {}).items() if name not in parts}
-        drafts = ("none", None) if "speculation" in parts else (self.speculation, self.draft_tokens)
-        of_base = base.knobs, base.speculation, base.draft_tokens
-        if not parts or None in (base.knobs, self.knobs) or of_base != (knobs, *drafts):
-            raise plan.PlanError(
-                f"--one-engine: {self.text!r} must be {base.text!r} and speculation=… or trace=…, which can pause"
-            )
-        if "speculation" in parts and (self.knobs or {}).get("guard") == "off":
-            raise plan.PlanError("--one-engine: speculation pauses by the guard, which is off")
-        return parts
-
-    def job(self, settings: Settings) -> dict:
-        """Returns the job for ``engine.py``."""
-        if self.draft_tokens is not None:
-            drafts = dataclasses.replace(settings.drafts, tokens=self.draft_tokens)
-            settings = dataclasses.replace(settings, drafts=drafts)
-        job = settings.job(plan.Configuration(None, None, self.speculation), [])
-        if self.knobs is not None:
-            where = {"disk_dir": str(settings.disk_dir)} if self.knobs.get("store", "disk") == "disk" else {}
-            job["spac"] = where | self.knobs
-        return job
-
-
-@app.command(help=__doc__, epilog=_EPILOG)
+@app.main
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     base: Annotated[str, typer.Argument(help="Side that OTHER is compared with.")],
@@ -158,20 +75,15 @@ def main(
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "paired_toy.json",
 ) -> None:
-    exit_on_sigterm()
-    console = Console(width=max(120, Console().width))
-    drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
-    settings = Settings(model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, drafts, timeout)
-    settings = dataclasses.replace(settings, dtype=dtype, counters="drafting:counters")
-    try:
-        pairs = {size: (Side.parse(base, size), Side.parse(other, size)) for size in plan.split(slots)}
-        pauses = {size: other.beyond(base) if one_engine else [] for size, (base, other) in pairs.items()}
-    except (ValueError, ConfigError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from error
+    drafts = Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
+    settings = Settings(
+        model, drafts, prompt_tokens, output_tokens, seed=seed, eager=eager, dtype=dtype, disk_dir=disk_dir,
+        timeout=timeout, counters="benchmarks.serving.drafting:counters",
+    )  # fmt: skip
+    pairs = {size: (Case.parse(base, size), Case.parse(other, size)) for size in split(slots)}
+    pauses = {size: other.pauses(base) if one_engine else [] for size, (base, other) in pairs.items()}
     if turns < starts:
-        console.print(f"[bold red]error:[/] --turns {turns}: each of {starts} starts needs at least one")
-        raise typer.Exit(2)
+        raise PlanError(f"--turns {turns}: each of {starts} starts needs at least one")
     ids = prompts.load(model, warm + turns, prompt_tokens, seed)
     result: dict[str, Any] = {
         "label": "toy model" if is_toy(model) else None,
@@ -194,82 +106,27 @@ def main(
         task = bar.add_task("", total=len(pairs) * (turns + starts * warm))
         for size, pair in pairs.items():
             answered: list[list[list[dict]]] = []
-            try:
-                for start in range(starts):
-                    bar.update(task, description=f"{size}: start {start + 1}")
-                    asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
-                    for answers in take_turns(_arms(pair, pauses[size]), [[each] for each in asked], settings):
-                        mine.append(answers)
-                        bar.advance(task)
-                    answered.append(mine)
-            except EngineError as error:
-                console.print(f"[bold red]error:[/] {size}: {escape(str(error))}", highlight=False)
-                raise typer.Exit(1) from error
+            for start in range(starts):
+                bar.update(task, description=f"{size}: start {start + 1}")
+                asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
+                for answers in take_turns(_arms(pair, pauses[size]), [[each] for each in asked], settings):
+                    mine.append(answers)
+                    bar.advance(task)
+                answered.append(mine)
             result["rows"].append(_row(size, answered, warm, seed))
             write_result(output, result)
     ratios = "ratio", "interval", "ratio_of_totals", "ratio_of_starts", "step_ratio", "step_interval"
     sides = "base.tokens_per_second", "other.tokens_per_second", "base.hits", "other.hits", "tokens_equal"
     show(f"{other} over {base}, tokens per second", result["rows"], "slots", *ratios, *sides)
-    console.print(f"wrote {output}", soft_wrap=True)
+    wide().print(f"wrote {output}", soft_wrap=True)
     if not all(row["tokens_equal"] for row in result["rows"]):
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One participant of a turn: an engine of ``side`` with ``pauses`` paused."""
-
-    side: Side
-    pauses: tuple[str, ...] = ()
-
-
-def _arms(pair: tuple[Side, Side], pauses: list[str]) -> list[Arm]:
+def _arms(pair: tuple[Case, Case], pauses: list[str]) -> list[Arm]:
     """Returns base and other; ``pauses``: other's engine is the base."""
     base, other = pair
     return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)]
-
-
-def take_turns(arms: Sequence[Arm], batches: Sequence[list[list[int]]], settings: Settings) -> Iterator[list[dict]]:
-    """Yields the arms' answers in each turn; the prompts of a batch are served together.
-
-    A first arm that pauses something uses the engine of the second.
-    """
-    with ExitStack() as stack:
-        engines: list[LiveEngine] = []
-        for number, arm in enumerate(arms):
-            if number == 1 and arms[0].pauses:
-                engines.append(engines[0])
-                continue
-            job = arm.side.job(settings)
-            engines.append(stack.enter_context(closing(LiveEngine(job, arm.side.knobs is None, settings.timeout))))
-        for batch, order in zip(batches, orders(settings.seed, len(arms)), strict=False):
-            answers: list[dict] = [{} for _ in arms]
-            for which in order:
-                time.sleep(PAUSE)
-                answers[which] = engines[which].batch(batch, settings.output_tokens, arms[which].pauses)
-            yield answers
-
-
-def beside_first(turns: Sequence[list[dict]], which: int, took: Callable[[dict], float], seed: int) -> dict[str, Any]:
-    """Compares arm ``which`` with the first, from ``turns`` [turns][arms].
-
-    Args:
-        took: the seconds of an answer that count.
-
-    Returns:
-        ``ratio``, by which it was faster, with the ``low`` and ``high`` ends of its 95 % interval; ``ratios`` of the
-        ``turns``; and ``tokens_equal``.
-    """
-    ratios = [took(turn[0]) / took(turn[which]) for turn in turns]
-    ratio = Ratio.of(ratios, seed)
-    return {
-        "ratio": ratio.median,
-        "low": ratio.low,
-        "high": ratio.high,
-        "turns": ratio.turns,
-        "ratios": ratios,
-        "tokens_equal": all(turn[which]["tokens"] == turn[0]["tokens"] for turn in turns),
-    }
 
 
 def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> dict:

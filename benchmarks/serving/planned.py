@@ -10,7 +10,6 @@ Nothing is fitted.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,11 @@ from typing import Annotated
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-import plan
-import prompts
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, progress, provenance, show, write_result
-from inflate import inflate, parse_bytes
-from processes import run_engine
-from run import Settings
-
+from benchmarks.common import RESULTS, ROOT, TOY, Script, progress, provenance, show, write_result
+from benchmarks.serving import prompts
+from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, split
+from benchmarks.serving.processes import run_engine
+from benchmarks.toy.inflate import inflate, parse_bytes
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.machine import vllm_step
@@ -45,7 +40,7 @@ python benchmarks/serving/planned.py
 
 python benchmarks/serving/planned.py --sizes 1.2MB --slots 25% --repeats 1
 """
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+app = Script(__doc__, _EPILOG)
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ def predictions(
     return found | {"trace": predict(choice, model, machine, load, planned_routing.recorded(trace, model, source)[0])}
 
 
-@app.command(help=__doc__, epilog=_EPILOG)
+@app.main
 def main(
     sizes: Annotated[str, typer.Option(help="Sizes of an expert.")] = "0.3MB,1.2MB,4.7MB",
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, in whole percent.")] = "10%,25%,50%",
@@ -114,23 +109,22 @@ def main(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts, one after the other.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
-    disk_dir: Annotated[Path, typer.Option(help="Folder of the packed experts.")] = ROOT / ".cache" / "serving",
+    disk_dir: PackedFolder = PACKED,
     repeats: Annotated[int, typer.Option(min=1, help="Engines per configuration.")] = 2,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "planned_toy.json",
 ) -> None:
-    exit_on_sigterm()
     origin = provenance()
-    percents = [percent_of(size) for size in plan.split(slots)]
+    percents = [percent_of(size) for size in split(slots)]
     shape = count, prompt_tokens, output_tokens
     rows: list[Comparison] = []
     profiles: list[dict] = []
     with progress() as bar:
-        task = bar.add_task("", total=len(plan.split(sizes)) * (1 + len(percents)))
+        task = bar.add_task("", total=len(split(sizes)) * (1 + len(percents)))
 
         def tell(text: str) -> None:
             bar.update(task, advance=1, description=text)
 
-        for size in plan.split(sizes):
+        for size in split(sizes):
             tell(f"experts of {size}")
             folder = inflated(models, size)
             found, profile = _one(folder, percents, shape, disk_dir, repeats, tell)
@@ -180,8 +174,7 @@ def _one(
     """Measures one model, and plans for it with the mean of the profiles before and after."""
     count, prompt_tokens, output_tokens = shape
     model = ServedModel.read(str(folder))
-    drafts = plan.Drafts(1, folder, folder)
-    settings = Settings(folder, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0)
+    settings = Settings(folder, Drafts(1, folder, folder), prompt_tokens, output_tokens, disk_dir=disk_dir)
     ids = prompts.load(folder, count, prompt_tokens, 0).ids
 
     own = {layers: vllm_step.seconds_per_token(layers) for layers in vllm_step.LAYERS}
@@ -194,11 +187,11 @@ def _one(
     before = profile()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "routing.trace")
-        engines(settings, plan.Configuration("50%", "reuse", "none"), ids, 1, path)
+        engines(settings, 50, ids, 1, path)
         trace = Trace.load(path)
     for percent in percents:
         tell(f"{folder.name}: {percent}%")
-        measured[percent] = engines(settings, plan.Configuration(f"{percent}%", "reuse", "none"), ids, repeats)
+        measured[percent] = engines(settings, percent, ids, repeats)
     costs = between(before, profile())
     context = prompt_tokens + output_tokens
     rows = [
@@ -216,18 +209,17 @@ def _one(
     return rows, costs
 
 
-def engines(
-    settings: Settings, configuration: plan.Configuration, ids: list[list[int]], repeats: int, trace: Path | None = None
-) -> dict:
+def engines(settings: Settings, percent: int, ids: list[list[int]], repeats: int, trace: Path | None = None) -> dict:
     """Returns means over engines of the time per token and of the hit rate; the last one records its routing."""
+    case = Case(f"{percent}%", {"slots": f"{percent}%", "policy": "reuse", "decisions": "host", "store": "disk"})
     times, rates = [], []
     for repeat in range(repeats):
-        job = settings.job(configuration, ids)
+        job = case.job(settings, ids)
         if trace is not None and repeat == repeats - 1:
             job["spac"]["trace"] = str(trace)
         result, error = run_engine(job, False, settings.timeout)
         if error or result is None:
-            raise typer.BadParameter(f"{configuration.label}: {error}")
+            raise typer.BadParameter(f"{case.name}: {error}")
         batch = result["batches"]["1"]
         times += batch["tpot"]
         counters = batch["counters"]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-import corpus
-import held
+from benchmarks.common import PlanError
+from benchmarks.real import held
+from benchmarks.toy import corpus
 
 
 @dataclass(frozen=True)
@@ -71,5 +69,5 @@ def _windows(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[l
             if len(windows) == count:
                 break
         if len(windows) == before:
-            raise ValueError(f"no held-out file has more than {tokens} tokens; ask for shorter prompts")
+            raise PlanError(f"no held-out file has more than {tokens} tokens; ask for shorter prompts")
     return windows

@@ -6,9 +6,6 @@ Every engine has its own process. A speed is reported only where the tokens are 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -17,17 +14,37 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import plan
-import prompts
-import summary
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, is_toy, progress, provenance, show, write_result
-from processes import run_engine
-
-from vllm_spac.storage.checkpoint.headers import read_checkpoint
+from benchmarks.common import (
+    RESULTS,
+    ROOT,
+    TOY,
+    PlanError,
+    Script,
+    is_toy,
+    progress,
+    provenance,
+    show,
+    wide,
+    write_result,
+)  # fmt: skip
+from benchmarks.serving import prompts, summary
+from benchmarks.serving.cases import (
+    OFFLOADS,
+    PACKED,
+    SPECULATIONS,
+    Case,
+    Drafts,
+    PackedFolder,
+    Settings,
+    beside_stock,
+    rotated,
+    sizes,
+    slot_counts,
+    split,
+)  # fmt: skip
+from benchmarks.serving.processes import run_engine
 
 TOY_MODEL = TOY / "models" / "target"
-PACKED = ROOT / ".cache" / "serving"
 _MODEL = str(TOY_MODEL.relative_to(ROOT))
 _SHAPES = (
     "The guard's steps have other numbers of rows than stock's. Where rounding depends on that (results/batches.md), a "
@@ -50,94 +67,33 @@ python benchmarks/serving/run.py MODEL --slots 25% --policy reuse,reuse+pointers
 """
 
 ModelFolder = Annotated[Path, typer.Argument(help="Folder.", exists=True, file_okay=False, show_default=_MODEL)]
-PackedFolder = Annotated[Path, typer.Option(help="Folder of the packed experts.", show_default=".cache/serving")]
 Quick = Annotated[bool, typer.Option("--quick", help="One repeat of a few short prompts at 25%: does it work?")]
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that all engines of a run share.
-
-    Attributes:
-        environment: of their processes, in addition to this one's.
-        counters: function of further counters, see ``engine.counters``; none if empty.
-    """
-
-    model: Path
-    batches: tuple[int, ...]
-    prompt_tokens: int
-    output_tokens: int
-    seed: int
-    eager: bool
-    store: str | None
-    disk_dir: Path
-    drafts: plan.Drafts
-    timeout: float
-    guard: str = "on"
-    dtype: str = "auto"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    counters: str = ""
-
-    def job(self, configuration: plan.Configuration, ids: list[list[int]]) -> dict:
-        """Returns the job for ``engine.py``."""
-        spac = None
-        if not configuration.is_stock:
-            spac = configuration.knobs()
-            spac |= {"guard": self.guard} if configuration.speculation != "none" else {}
-            spac |= {"store": self.store} if self.store else {}
-            spac |= {"disk_dir": str(self.disk_dir)} if self.store != "host" else {}
-        options = {
-            "skip_tokenizer_init": True,
-            "enforce_eager": self.eager,
-            "max_model_len": self.prompt_tokens + self.output_tokens + 8,
-            "max_num_seqs": max(self.batches),
-            "enable_prefix_caching": False,  # else the second batch size finds the first one's prompts
-            "disable_log_stats": False,
-            "seed": self.seed,
-            "dtype": self.dtype,
-        }
-        if configuration.offload:
-            options |= configuration.stock_options(read_checkpoint(self.model))
-        return {
-            "model": str(self.model),
-            "spac": spac,
-            "speculative": self.drafts.settings(configuration.speculation),
-            "prompts": ids,
-            "batches": list(self.batches),
-            "output_tokens": self.output_tokens,
-            "seed": self.seed,
-            "options": options,
-            "environment": dict(self.environment),
-            "counters": self.counters,
-        }
+app = Script("Compare the plugin with stock vLLM: tokens first, then speed and hit rate.", _EPILOG)
 
 
 def execute(
-    settings: Settings, configurations: list[plan.Configuration], asked: prompts.Prompts, repeats: int, output: Path
+    settings: Settings, cases: list[Case], asked: prompts.Prompts, about: dict, repeats: int, output: Path
 ) -> list[summary.Row]:
     """Runs everything; writes the result so far after each engine."""
     origin = provenance()  # before the first engine: a run without provenance should not start
     runs: list[summary.Run] = []
     rows: list[summary.Row] = []
     with progress() as bar:
-        task = bar.add_task("", total=repeats * len(configurations))
+        task = bar.add_task("", total=repeats * len(cases))
         for repeat in range(repeats):
-            for configuration in plan.rotated(configurations, repeat, repeats):
-                bar.update(task, description=f"repeat {repeat + 1}: {configuration.label}")
-                result, error = run_engine(
-                    settings.job(configuration, asked.ids), configuration.is_stock, settings.timeout
-                )
-                runs.append(summary.Run(configuration, repeat, result, error))
-                bar.console.print(f"repeat {repeat + 1}: {configuration.label}: {'failed' if error else 'done'}")
-                rows = summary.rows(configurations, runs, list(settings.batches))
-                _write(output, settings, asked, rows, runs, origin)
+            for case in rotated(cases, repeat, repeats):
+                bar.update(task, description=f"repeat {repeat + 1}: {case.label}")
+                result, error = run_engine(case.job(settings, asked.ids), case.is_stock, settings.timeout)
+                runs.append(summary.Run(case, repeat, result, error))
+                bar.console.print(f"repeat {repeat + 1}: {case.label}: {'failed' if error else 'done'}")
+                rows = summary.rows(cases, runs, list(settings.batches))
+                _write(output, settings, asked, rows, runs, about | {"provenance": origin})
                 bar.advance(task)
     return rows
 
 
-def _write(output, settings, asked, rows, runs, origin) -> None:
+def _write(output, settings, asked, rows, runs, about) -> None:
     payload = {
         "label": "toy model" if is_toy(settings.model) else None,
         "model": settings.model.name,
@@ -147,25 +103,22 @@ def _write(output, settings, asked, rows, runs, origin) -> None:
         "seed": settings.seed,
         "enforce_eager": settings.eager,
         "draft_tokens": settings.drafts.tokens,
-        "guard": settings.guard,
         "dtype": settings.dtype,
-        "store": settings.store,
         "environment": {name: text for name, text in os.environ.items() if name.startswith(_ENVIRONMENT)},
         "rows": [row.plain() for row in rows],
         "runs": [summary.reported(run, rows) for run in runs],
-        "provenance": origin,
     }
-    write_result(output, payload)
+    write_result(output, payload | about)
 
 
-@app.command(epilog=_EPILOG)
+@app.main
 def main(
     model: ModelFolder = TOY_MODEL,
     slots: Annotated[str, typer.Option(help="Values of --spac-slots in addition to 100%.")] = "10%,25%,50%",
     policy: Annotated[str, typer.Option(help="Eviction policies; with +pointers: decisions=device.")] = "reuse,lru",
-    speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none",
+    speculation: Annotated[str, typer.Option(help=f"Of {', '.join(SPECULATIONS)}.")] = "none",
     offload: Annotated[
-        str, typer.Option(help=f"On a GPU: stock vLLM's own offloading at equal memory, {' and '.join(plan.OFFLOADS)}.")
+        str, typer.Option(help=f"On a GPU: stock vLLM's own offloading at equal memory, {' and '.join(OFFLOADS)}.")
     ] = "",
     batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,8",
     repeats: Annotated[int, typer.Option(min=1, help="Engines per configuration.")] = 3,
@@ -185,47 +138,39 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Result. Default: benchmarks/results/serving_MODEL.json.")] = None,
     quick: Quick = False,
 ) -> None:
-    """Compare the plugin with stock vLLM: tokens first, then speed and hit rate."""
-    exit_on_sigterm()
     if quick:
         slots, policy, repeats, count, prompt_tokens, output_tokens = "25%", "lru", 1, 2, 32, 8
-    console = Console(width=max(140, Console().width))  # narrower, the tables cannot be read
-    drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
-    try:
-        offloads = tuple(plan.split(offload))
-        if offloads and not torch.cuda.is_available():
-            raise plan.PlanError("--offload: stock vLLM offloads from a GPU, and there is none here")
-        sizes, policies, drafting = (plan.split(text) for text in (slots, policy, speculation))
-        configurations = plan.configurations(sizes, policies, drafting, offloads)
-        for configuration in configurations:
-            drafts.settings(configuration.speculation)
-        batches = plan.sizes(batch)
-    except ValueError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from error
+    drafts = Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
+    if offload and not torch.cuda.is_available():
+        raise PlanError("--offload: stock vLLM offloads from a GPU, and there is none here")
+    knobs = {"store": store} if store else {}
+    cases = beside_stock(slot_counts(slots), split(policy), split(speculation), split(offload), knobs, guard)
     settings = Settings(
-        model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, drafts, timeout, guard, dtype
+        model, drafts, prompt_tokens, output_tokens, sizes(batch), seed, eager, dtype, disk_dir, timeout
     )
+    for case in cases:
+        case.job(settings)  # refuses a missing drafter before anything is measured
     output = output or RESULTS / f"serving_{model.resolve().name}.json"
-    rows = execute(settings, configurations, prompts.load(model, count, prompt_tokens, seed), repeats, output)
-    print_rows(console, rows, settings, output)
+    about = {"guard": guard, "store": store}
+    rows = execute(settings, cases, prompts.load(model, count, prompt_tokens, seed), about, repeats, output)
+    print_rows(wide(), rows, settings, guard, output)
     if any(not row.is_measured for row in rows):
         raise typer.Exit(1)
 
 
-def print_rows(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
+def print_rows(console: Console, rows: list[summary.Row], settings: Settings, guard: str, output: Path) -> None:
     """Prints the rows, and why some of them have no speeds."""
     title = f"{'toy model ' if is_toy(settings.model) else ''}{settings.model.resolve().name}"
     speeds = "tokens_per_second.median", "tokens_per_second.low", "tokens_per_second.high", "ratio_to_stock"
     counts = [f"counters.{name}" for name in ("misses", "prefetches", "bytes", "stall_seconds")]
     columns = "verdict", "equal_requests", "requests", *speeds, "ttft.median", "tpot.median", "hit_rate", *counts
-    shown = [row.plain() | {"label": row.configuration.label} for row in rows]
+    shown = [row.plain() | {"label": row.case.label} for row in rows]
     show(title, shown, "batch", "label", *columns)
     for row in rows:
         if not row.is_measured:
-            console.print(f"[red]{escape(row.configuration.label)}, batch {row.batch}: {escape(row.why)}[/]")
-    guarded = [row for row in rows if row.verdict == "differs" and row.configuration.speculation != "none"]
-    if guarded and settings.guard == "on" and settings.dtype != "float32":
+            console.print(f"[red]{escape(row.case.label)}, batch {row.batch}: {escape(row.why)}[/]")
+    guarded = [row for row in rows if row.verdict == "differs" and row.case.speculation != "none"]
+    if guarded and guard == "on" and settings.dtype != "float32":
         console.print(_SHAPES)
     console.print(escape(f"wrote {output}"), soft_wrap=True)
 

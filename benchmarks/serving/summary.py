@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from common import Spread
-from plan import Configuration
+from benchmarks.common import Spread
+from benchmarks.serving.cases import POINTERS, STOCK, Case
 
 
 @dataclass(frozen=True)
 class Run:
     """One engine of one repeat: its result, or its error."""
 
-    configuration: Configuration
+    case: Case
     repeat: int
     result: dict | None = None
     error: str | None = None
@@ -28,7 +28,7 @@ class Run:
 
 @dataclass
 class Row:
-    """One configuration at one batch size. Speeds are None until its tokens have been found to be stock's.
+    """One case at one batch size. Speeds are None until its tokens have been found to be stock's.
 
     Attributes:
         verdict: ``same``, ``rounded`` (not the same, and not meant to be: it sums in another order than stock),
@@ -37,7 +37,7 @@ class Row:
             should be equal: a near-tie of two logits may turn, and then the rest of that request differs.
     """
 
-    configuration: Configuration
+    case: Case
     batch: int
     verdict: str
     why: str = ""
@@ -62,28 +62,33 @@ class Row:
         return self.tokens_per_second
 
     def plain(self) -> dict:
-        return asdict(self) | {"name": self.configuration.name}
+        case, knobs = self.case, dict(self.case.knobs or {})
+        policy = f"{knobs['policy']}{POINTERS * case.rounds}" if knobs else None
+        configuration = {"slots": knobs.get("slots", case.share), "policy": policy}
+        configuration |= {"speculation": case.speculation, "offload": case.offload}
+        rest = {name: value for name, value in asdict(self).items() if name != "case"}
+        return {"configuration": configuration} | rest | {"name": case.name}
 
 
-def rows(plan: list[Configuration], runs: list[Run], batches: list[int]) -> list[Row]:
-    """Returns a row for each configuration that has run, batch size by batch size."""
+def rows(cases: list[Case], runs: list[Run], batches: list[int]) -> list[Row]:
+    """Returns a row for each case that has run, batch size by batch size."""
     found: list[Row] = []
     for batch in batches:
-        table = {c: _row(c, batch, _of(c, runs), _reference(c, batch, runs)) for c in plan if _of(c, runs)}
-        for configuration, row in table.items():
-            stock = table.get(Configuration(None, None, configuration.speculation))
+        mine = [_row(case, batch, _of(case, runs), _reference(case, batch, runs)) for case in cases if _of(case, runs)]
+        for row in mine:
+            stock = next((other for other in mine if other.case == _stock(row.case)), None)
             if row.is_measured and stock is not None and stock.is_measured:
                 row.ratio_to_stock = row.rate.median / stock.rate.median
-        found += table.values()
+        found += mine
     return found
 
 
 def reported(run: Run, rows_: list[Row]) -> dict:
     """Returns a run for the result; with times only if its tokens are stock's."""
-    plain = {"configuration": run.configuration.label, "repeat": run.repeat, "error": run.error}
+    plain = {"configuration": run.case.label, "repeat": run.repeat, "error": run.error}
     if run.result is None:
         return plain
-    same = {str(r.batch) for r in rows_ if r.configuration == run.configuration and r.is_measured}
+    same = {str(r.batch) for r in rows_ if r.case == run.case and r.is_measured}
     timed = ("seconds", "ttft", "tpot", "counters")
     batches = {
         batch: {name: measured[name] for name in timed} if batch in same else "not reported: tokens are not stock's"
@@ -92,35 +97,40 @@ def reported(run: Run, rows_: list[Row]) -> dict:
     return plain | {"load_seconds": run.result["load_seconds"], "choices": run.result["choices"], "batches": batches}
 
 
-def _of(configuration: Configuration, runs: list[Run]) -> list[Run]:
-    return [run for run in runs if run.configuration == configuration]
+def _of(case: Case, runs: list[Run]) -> list[Run]:
+    return [run for run in runs if run.case == case]
 
 
-def _reference(configuration: Configuration, batch: int, runs: list[Run]) -> list[list[int]] | None:
+def _stock(case: Case) -> Case:
+    """Returns stock vLLM at the speculation of ``case``."""
+    return Case(STOCK, None, case.speculation)
+
+
+def _reference(case: Case, batch: int, runs: list[Run]) -> list[list[int]] | None:
     """Returns stock's tokens at this speculation and batch size, of the first repeat that has them."""
-    stock = _of(Configuration(None, None, configuration.speculation), runs)
+    stock = _of(_stock(case), runs)
     return next((run.result["batches"][str(batch)]["tokens"] for run in stock if run.result), None)
 
 
-def _row(configuration: Configuration, batch: int, runs: list[Run], reference: list[list[int]] | None) -> Row:
+def _row(case: Case, batch: int, runs: list[Run], reference: list[list[int]] | None) -> Row:
     failed = next((run for run in runs if run.error), None)
     if failed is not None:
-        return Row(configuration, batch, "failed", failed.error or "")
+        return Row(case, batch, "failed", failed.error or "")
     if reference is None:
-        return Row(configuration, batch, "pending", "stock has not answered yet")
+        return Row(case, batch, "pending", "stock has not answered yet")
     measured = [run.answer["batches"][str(batch)] for run in runs]
     verdict, why = "same", ""
     if different := list(_differences(measured, reference)):
-        verdict, why = "rounded" if configuration.rounds else "differs", "; ".join(different)
+        verdict, why = "rounded" if case.rounds else "differs", "; ".join(different)
     pairs = [pair for m in measured for pair in zip(m["tokens"], reference, strict=True)]
-    row = Row(configuration, batch, verdict, why, len(pairs), sum(said == stocks for said, stocks in pairs))
+    row = Row(case, batch, verdict, why, len(pairs), sum(said == stocks for said, stocks in pairs))
     if not row.is_measured:
         return row
     count = sum(map(len, reference))
     row.tokens_per_second = Spread.of([count / m["seconds"] for m in measured])
     row.ttft = Spread.of([value for m in measured for value in m["ttft"]])
     row.tpot = _spread_of([value for m in measured for value in m["tpot"] if value is not None])
-    if not configuration.is_stock:
+    if not case.is_stock:
         _add_counters(row, runs, measured)
     return row
 

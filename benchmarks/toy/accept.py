@@ -10,24 +10,20 @@ Acceptance length is 1 + accepted / drafts: the tokens per forward of the target
 
 from __future__ import annotations
 
-import sys
 import sysconfig
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import corpus
 import typer
-from quantize import rounded_copy
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import held
-from common import RESULTS, ROOT, is_toy, provenance, write_result
-from processes import LiveEngine
+from benchmarks.common import RESULTS, ROOT, is_toy, provenance, write_result
+from benchmarks.real import held
+from benchmarks.serving.processes import LiveEngine
+from benchmarks.toy import corpus
+from benchmarks.toy.quantize import rounded_copy
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models"

@@ -18,7 +18,9 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.progress import Progress
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from widen import Plan, inflate_tensor, new_shape, plan_for, read_columns
+
+from benchmarks.common import Script
+from benchmarks.toy.widen import Plan, inflate_tensor, new_shape, plan_for, read_columns
 
 _SPARE = 1.02  # the file system needs a little more than the tensors
 
@@ -129,22 +131,19 @@ def inflate_head(head: Path, source: Path, target: Path, plan: Plan) -> None:
     (target / "config.json").write_text(json.dumps(config | {"target_hidden_size": plan.new_hidden}, indent=1) + "\n")
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 PRESETS = {  # hidden and expert intermediate size of published models
     "olmoe-1b-7b": (2048, 1024),
     "qwen3-30b-a3b": (2048, 768),
     "deepseek-v2-lite": (2048, 1408),
     "mixtral-8x7b": (4096, 14336),
 }
-_HELP = """Write a copy of the toy model with larger experts and the same function.
+_EXAMPLES = """[bold]Examples[/]
 
-Examples:
+python benchmarks/toy/inflate.py benchmarks/toy/models/target .cache/toy/large --like qwen3-30b-a3b
 
-- `python benchmarks/toy/inflate.py benchmarks/toy/models/target .cache/toy/large --like qwen3-30b-a3b`
+python benchmarks/toy/inflate.py benchmarks/toy/models/target .cache/toy/wide --hidden 1024 --intermediate 512
 
-- `python benchmarks/toy/inflate.py benchmarks/toy/models/target .cache/toy/wide --hidden 1024 --intermediate 512`
-
-- `python benchmarks/toy/inflate.py benchmarks/toy/models/target .cache/toy/five --expert-bytes 5MB`
+python benchmarks/toy/inflate.py benchmarks/toy/models/target .cache/toy/five --expert-bytes 5MB
 """
 
 
@@ -156,7 +155,10 @@ def parse_bytes(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a size such as 9.4MB or 8MiB") from error
 
 
-@app.command(help=_HELP)
+app = Script("Write a copy of the toy model with larger experts and the same function.", _EXAMPLES)
+
+
+@app.main
 def main(
     source: Annotated[Path, typer.Argument(help="Folder of the toy model.", exists=True, file_okay=False)],
     target: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],

@@ -23,10 +23,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.common import Script
+
 GROUP = 32  # inputs that share a scale of 4 bits
 _KEPT = ("embed_tokens", "lm_head", "mlp.gate.weight", "norm")
 
-app = typer.Typer(add_completion=False)
+app = Script(__doc__)
 
 
 def is_rounded(name: str) -> bool:
@@ -86,7 +88,7 @@ def rounded_copy(source: Path, target: Path, bits: int = 8) -> dict:
     return facts
 
 
-@app.command(help=__doc__)
+@app.main
 def main(
     source: Annotated[Path, typer.Argument(help="Folder of the checkpoint to copy.", exists=True, file_okay=False)],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],

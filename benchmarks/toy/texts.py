@@ -9,17 +9,15 @@ Each is the middle of a library file, at most one per file. Held-out files are t
 from __future__ import annotations
 
 import json
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Annotated
 
-import corpus
 import typer
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-import held
+from benchmarks.real import held
+from benchmarks.toy import corpus
 
 TARGET = Path(__file__).parent / "models" / "target"
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compiled import KERNELS, Recorder
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -17,6 +16,7 @@ from triton.runtime.jit import create_function_from_signature
 from vllm_spac.kernels import admit, fetch, grouped_gemm, mailbox
 from vllm_spac.kernels.formats import Format
 
+from benchmarks.kernels.compiled import KERNELS, Recorder
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds

@@ -16,9 +16,21 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
 
-from compiled import CARDS, KERNELS, Compiled, admitting, budgeted, compile_for, experts, mailing, record, small  # noqa: E402
-from vllm_spac.kernels import grouped_gemm, route  # noqa: E402
-from vllm_spac.kernels.formats import Format  # noqa: E402
+from vllm_spac.kernels import grouped_gemm, route
+from vllm_spac.kernels.formats import Format
+
+from benchmarks.kernels.compiled import (
+    CARDS,
+    KERNELS,
+    Compiled,
+    admitting,
+    budgeted,
+    compile_for,
+    experts,
+    mailing,
+    record,
+    small,
+)
 
 SHARED = {capability: CARDS[capability].block for capability in (80, 89, 90, 100, 120)}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import engines
 import pytest
 from exactness import FLOAT32, assert_same_tokens
 
+from benchmarks.real import build
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "real"))
-build = importlib.import_module("build")
 
 TOKENS = 32
 QUESTIONS = (

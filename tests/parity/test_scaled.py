@@ -10,22 +10,20 @@ import pytest
 from exactness import FLOAT32, assert_same_tokens
 
 import vllm_spac
+from benchmarks.scaled import ladder, watch
+from benchmarks.scaled.machine import ScaledMachine
 
-FOLDER = str(Path(__file__).parents[2] / "benchmarks" / "scaled")
-PACED = {"store": "tiers:PacedStore", "io_threads": 2, "cpu_kernel": "executors:PacedExperts"}
+PACED = {**ladder.PACED, "cpu_kernel": ladder.WATERFILL["cpu_kernel"]}
 LOAD_SECONDS = 1e-3
 
 
 @pytest.fixture
 def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The components can be imported, and their machine is set by ``write_machine``."""
-    monkeypatch.syspath_prepend(FOLDER)
+    """Its machine is set by ``write_machine``."""
     monkeypatch.setenv("SCALED_MACHINE", str(tmp_path / "machine.json"))
 
 
 def write_machine(expert_bytes: int) -> None:
-    from machine import ScaledMachine
-
     core = max(os.sched_getaffinity(0))
     found = ScaledMachine(
         machine="of a test", expert_bytes=expert_bytes, layer_seconds=1e-3, load_seconds=LOAD_SECONDS,
@@ -41,12 +39,10 @@ def test_stocks_tokens_at_the_machines_pace(scaled, checkpoint) -> None:
     resident = engines.generate(model, {"slots": "100%"}, **FLOAT32)
     write_machine(resident.stats["expert_bytes"])
     with engines.engine(model, {"slots": "50%", "cpu_experts": 1, **PACED}, **FLOAT32) as llm:
-        from watch import counters
-
-        before, said = counters(llm), engines.say(llm)
-        after, stats = counters(llm), vllm_spac.stats(llm)["workers"][0]
+        before, said = watch.counters(llm), engines.say(llm)
+        after, stats = watch.counters(llm), vllm_spac.stats(llm)["workers"][0]
     assert_same_tokens(engines.Run(said, stats, "float32"), stock)
-    assert stats["store"] == "tiers:PacedStore" and stats["cpu_experts"] > 0
+    assert stats["store"] == ladder.PACED["store"] and stats["cpu_experts"] > 0
     paced = sum(after[name] - before[name] for name in ("load_waits", "load_missed"))
     assert paced == stats["loads"] > 0, "each load has a deadline"
     assert after["cpu_waits"] + after["cpu_missed"] > before["cpu_waits"] + before["cpu_missed"]

@@ -5,8 +5,6 @@ Stock vLLM's tokens, and experts that were named are used.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,15 +12,16 @@ from compare import compare, copied
 from exactness import FLOAT32, assert_same_tokens
 from shadow_runs import TARGET, shadowed
 
+from benchmarks.toy import quantize
+
 LAYERS, TOP_K, DRAFTS = 6, 8, 4
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     """The toy model with its weights rounded to INT8, as bf16: vLLM has no INT8 experts on every CPU."""
-    sys.path.insert(0, str(TARGET.parents[1]))
     folder = tmp_path_factory.mktemp("copy")
-    importlib.import_module("quantize").rounded_copy(TARGET, folder / "int8")
+    quantize.rounded_copy(TARGET, folder / "int8")
     return folder / "int8"
 
 

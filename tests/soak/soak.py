@@ -32,15 +32,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "soak"), str(ROOT / "tests" / "integration"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests" / "soak"), str(ROOT / "tests" / "integration")]
 
-import common  # noqa: E402
 import exchange  # noqa: E402
 import httpx  # noqa: E402
 import serving  # noqa: E402
 from exchange import PROMPTS, Request, chat, complete  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from trend import WARM_UP, Trend, trend  # noqa: E402
+
+from benchmarks import common  # noqa: E402
 
 CLIENTS = 8
 ABORTS = 0.15  # of the requests

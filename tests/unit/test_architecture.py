@@ -123,8 +123,8 @@ def test_names_are_unique() -> None:
 
 def test_no_circle_of_files() -> None:
     """Imports inside functions and for types counted."""
-    graph: dict[str, set[str]] = {module: set() for module in modules() if ours(module)}
-    for i in inside():
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for i in (*inside(), *(i for i in imports() if i.importer.startswith("benchmarks.") and i.target in modules())):
         graph[i.importer].add(i.target)
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -158,6 +158,14 @@ def test_what_is_of_vllms_v1_runner_is_in_its_folder() -> None:
     found = [i for i in imports() if i.target.startswith(own) and ours(i.importer)]
     places = {place(i.importer) for i in found}
     assert places <= {"integration.stepping.v1", "tools.evaluation"}, [str(i) for i in found]
+
+
+def test_scripts_import_one_another_by_their_package() -> None:
+    """Nothing of ``benchmarks`` changes ``sys.path``, and no import of it is by a bare name."""
+    names = {module.rpartition(".")[2] for module in modules() if module.startswith("benchmarks.")}
+    found = [i for i in imports() if i.importer.startswith("benchmarks") and i.target.split(".")[0] in names]
+    assert [str(i) for i in found] == []
+    assert [m for m, path in modules().items() if m.startswith("benchmarks") and "sys.path" in path.read_text()] == []
 
 
 def test_one_place_asks_for_home_folders() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +9,10 @@ import torch
 from torch import nn
 from vllm.usage.usage_lib import UsageContext
 
+from benchmarks import recipes
 from vllm_spac.integration.loading import fast_memory
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load, split
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import recipes
 
 MIB = 1 << 20
 

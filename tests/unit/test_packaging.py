@@ -47,6 +47,15 @@ def test_all_kernels_are_built(tmp_path):
     assert (tmp_path / "vllm_spac" / "storage" / "checkpoint" / "published.json").is_file()
 
 
+def test_benchmarks_are_importable_in_a_checkout_and_in_no_distribution(tmp_path):
+    built = tmp_path / "built"
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", built]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    assert [path.name for path in built.iterdir()] == ["vllm_spac"]
+    found = run_python("import benchmarks.serving; print(*benchmarks.serving.__path__)", tmp_path)
+    assert Path(found) == ROOT / "benchmarks" / "serving"
+
+
 def test_pytest_does_not_expose_the_checkout():
     """With pytest's default import mode, or as ``python -m pytest``, this would find the folder."""
     import importlib.util

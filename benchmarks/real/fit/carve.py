@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import artefact
 import torch
 import torch.nn.functional as F
-from artefact import Experts
-from llama import COMPUTE, Layer, Llama
+
+from benchmarks.real import artefact
+from benchmarks.real.artefact import Experts
+from benchmarks.real.fit.llama import COMPUTE, Layer, Llama
 
 
 @dataclass(frozen=True)

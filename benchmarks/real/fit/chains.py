@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from carve import CarvedLayer, weights_of
-from drafter import attended
-from eagle import DEPTHS, Eagle
-from llama import COMPUTE, FFN, Kept, Llama, normed, rotated
-from rolls import Way, said
 from torch import Tensor
+
+from benchmarks.real.fit.carve import CarvedLayer, weights_of
+from benchmarks.real.fit.drafter import attended
+from benchmarks.real.fit.eagle import DEPTHS, Eagle
+from benchmarks.real.fit.llama import COMPUTE, FFN, Kept, Llama, normed, rotated
+from benchmarks.real.fit.rolls import Way, said
 
 UNKNOWN = -1  # in place of a draft where n-grams find none
 _LOOKUP = 4, 2  # tokens that an n-gram has, at most and at least

@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from artefact import Experts
-from carve import always_of, holders_of, weights_of
-from llama import COMPUTE, Layer, Llama
+
+from benchmarks.real.artefact import Experts
+from benchmarks.real.fit.carve import always_of, holders_of, weights_of
+from benchmarks.real.fit.llama import COMPUTE, Layer, Llama
 
 ROUTERS = 0.01  # the rate of routers, as a part of that of corrections; at 0.2 the divergence trebled in 40 steps
 EVERY = 2  # the divergence is taken at one position in so many

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from llama import COMPUTE, FFN, Llama, normed, rotated
-from rolls import LENGTH, Rolls
 from torch import Tensor, nn
+
+from benchmarks.real.fit.llama import COMPUTE, FFN, Llama, normed, rotated
+from benchmarks.real.fit.rolls import LENGTH, Rolls
 
 DRAFTS = 4  # of a chain that is judged
 

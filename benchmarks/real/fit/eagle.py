@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from drafter import Drafter
-from llama import COMPUTE, Llama
 from torch import Tensor, nn
+
+from benchmarks.real.fit.drafter import Drafter
+from benchmarks.real.fit.llama import COMPUTE, Llama
 
 DEPTHS = (10, 20, 30)  # the streams before these layers; 30 is the one after the last
 RANK = 64  # of what the head adds to the target's output rows

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -39,22 +38,15 @@ from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import artefact
-import chains
-import drafter
-import eagle
-import held
-import mtp
-from artefact import ModelChange
-from carve import CarvedLayer, Plan, carved, carved_layers, corrected
-from common import provenance, write_result
-from distill import Student, distilled
-from learning import Trainer
-from llama import Llama, windows
-from rolls import Rolls
+from benchmarks.common import provenance, write_result
+from benchmarks.real import artefact, held
+from benchmarks.real.artefact import ModelChange
+from benchmarks.real.fit import chains, drafter, eagle, mtp
+from benchmarks.real.fit.carve import CarvedLayer, Plan, carved, carved_layers, corrected
+from benchmarks.real.fit.distill import Student, distilled
+from benchmarks.real.fit.learning import Trainer
+from benchmarks.real.fit.llama import Llama, windows
+from benchmarks.real.fit.rolls import Rolls
 
 LENGTH = 256
 PROMPT = 48  # tokens, of chains

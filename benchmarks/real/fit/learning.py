@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from drafter import Drafter, streams_of
-from llama import FFN, Llama, normed
-from rolls import Rolls
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from benchmarks.real.fit.drafter import Drafter, streams_of
+from benchmarks.real.fit.llama import FFN, Llama, normed
+from benchmarks.real.fit.rolls import Rolls
 
 STEPS = 7  # of a chain while it learns
 DECAY = 0.8  # weight of step j in the loss: later steps matter only if the earlier ones were right

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from artefact import Experts
-from carve import always_of, holders_of
-from distill import added, selected
-from drafter import Drafter
-from llama import COMPUTE, Llama
 from torch import Tensor, nn
+
+from benchmarks.real.artefact import Experts
+from benchmarks.real.fit.carve import always_of, holders_of
+from benchmarks.real.fit.distill import added, selected
+from benchmarks.real.fit.drafter import Drafter
+from benchmarks.real.fit.llama import COMPUTE, Llama
 
 
 class Mtp(Drafter):

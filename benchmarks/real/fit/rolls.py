@@ -12,7 +12,6 @@ torch, as a dense model whose neurons have weights, since vLLM on a CPU says hal
 from __future__ import annotations
 
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import artefact
-import held
-from carve import carved_layers
-from held import chats
-from llama import FFN, Kept, Llama
+from benchmarks.real import artefact, held
+from benchmarks.real.fit.carve import carved_layers
+from benchmarks.real.fit.llama import FFN, Kept, Llama
+from benchmarks.real.held import chats
 
 LENGTH = 512  # tokens of a window, with its prompt
 PROMPTS = (16, 256)  # tokens of the shortest and the longest

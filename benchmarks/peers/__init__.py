@@ -1,0 +1,1 @@
+"""llama.cpp beside the plugin at equal memory."""

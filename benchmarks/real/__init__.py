@@ -1,0 +1,1 @@
+"""The carved model: how it is built, and its texts."""

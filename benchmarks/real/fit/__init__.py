@@ -1,0 +1,1 @@
+"""How the carved model and its drafters were fitted."""

@@ -1,0 +1,1 @@
+"""Recorded routing, and what follows from it."""

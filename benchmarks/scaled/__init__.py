@@ -1,0 +1,1 @@
+"""A machine whose seconds are all multiplied by one factor."""

@@ -1,0 +1,1 @@
+"""The toy models: their weights, texts, copies and drafters."""

@@ -1,0 +1,331 @@
+"""The scaled machine: deadlines on a clock that the test moves, proportions of real machines, rungs and rows."""
+
+from __future__ import annotations
+
+import json
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.scaled import executors, ladder, machine, pacing, probe, proportions, scale, tiers
+from benchmarks.scaled import run as scaled_run
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.errors import ConfigError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+SHAPE = MoEShape(("a", "b"), 2, 1, {"w13_weight": TensorSpec((8, 4), torch.float32)})
+MACHINE = machine.ScaledMachine(
+    machine="m", expert_bytes=SHAPE.expert_bytes, layer_seconds=1e-3, load_seconds=2e-3, cpu_seconds=3e-3, core=0
+)
+
+
+class Time:
+    """A clock that sleeping moves on, by ``overshoot`` more than asked for."""
+
+    def __init__(self, overshoot: float = 0.0) -> None:
+        self.now, self.overshoot, self.slept = 100.0, overshoot, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds + self.overshoot
+
+
+# --- pacing ----------------------------------------------------------------------------------------------------------
+
+
+def test_transfers_pass_one_after_another_in_their_order() -> None:
+    clock = Time()
+    link = pacing.Link(10.0, clock)
+    assert [link.book(nbytes) for nbytes in (20, 5, 10)] == [102.0, 102.5, 103.5]
+    clock.now = 103.0
+    assert link.book(10) == 104.5, "it is still busy"
+    clock.now = 110.0
+    assert link.book(10) == 111.0, "it was idle, and does not catch up"
+
+
+def test_what_sleeps_overshoot_does_not_add_up() -> None:
+    """Two readers, as an engine has them: while one oversleeps, the other's transfer is on the link already."""
+    clock = Time(overshoot=0.3)
+    link, pace = pacing.Link(1.0, clock), pacing.Pace(pacing.Kept(), clock, clock.sleep)
+    ends = [link.book(1), link.book(1)]
+    for _ in range(20):
+        pace.until(ends.pop(0))
+        ends.append(link.book(1))
+    assert ends == [100 + 21, 100 + 22]
+
+
+def test_a_deadline_that_has_passed_is_missed_and_not_slept_for() -> None:
+    clock, kept = Time(overshoot=0.25), pacing.Kept()
+    pace = pacing.Pace(kept, clock, clock.sleep)
+    pace.until(101.0)
+    assert clock.slept == [1.0] and kept == pacing.Kept(waits=1, overshoot_seconds=0.25)
+    pace.until(101.0)
+    assert clock.slept == [1.0]
+    assert kept == pacing.Kept(waits=1, overshoot_seconds=0.25, missed=1, missed_seconds=0.25)
+
+
+def test_counters_have_the_names_that_the_report_reads() -> None:
+    names = {f"{kind}_{name}" for kind in ("load", "cpu") for name in vars(pacing.Kept())}
+    assert set(pacing.counted()) == names
+
+
+# --- the file of the machine -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "machine.json"
+    path.write_text(MACHINE.model_dump_json())
+    monkeypatch.setenv(machine.VARIABLE, str(path))
+    return path
+
+
+def test_the_machine_is_read_from_the_environment(scaled: Path) -> None:
+    assert machine.ScaledMachine.of_environment(SHAPE.expert_bytes) == MACHINE
+    assert MACHINE.link_bytes_per_second == pytest.approx(SHAPE.expert_bytes / 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"load_seconds": 0}, "load_seconds: .*greater than 0"),
+        ({"cpu_seconds": "fast"}, "cpu_seconds: .*number"),
+        ({"rate": 3}, "rate: Extra"),
+        ({"format": "2"}, "format: "),
+        ({"expert_bytes": 7}, "for experts of 7 bytes, and these have 128"),
+    ],
+)
+def test_a_file_that_is_no_machine(scaled: Path, change: dict, problem: str) -> None:
+    scaled.write_text(json.dumps(MACHINE.model_dump() | change))
+    with pytest.raises(ConfigError, match=f"SCALED_MACHINE=.*{problem}.*benchmarks/scaled/run.py"):
+        machine.ScaledMachine.of_environment(SHAPE.expert_bytes)
+
+
+def test_without_a_file_the_components_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(machine.VARIABLE, raising=False)
+    for build in (lambda: tiers.PacedStore(SHAPE, ""), lambda: executors.PacedExperts(SHAPE, 1, "silu", print)):
+        with pytest.raises(ConfigError, match="SCALED_MACHINE is not set.*benchmarks/scaled/run.py"):
+            build()
+    monkeypatch.setenv(machine.VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        tiers.PacedStore(SHAPE, "")
+
+
+# --- store and executor ----------------------------------------------------------------------------------------------
+
+
+def test_the_store_returns_what_was_packed_when_the_link_has_passed_it(scaled: Path) -> None:
+    clock = Time()
+    store = tiers.PacedStore(SHAPE, "")
+    store._link = pacing.Link(MACHINE.link_bytes_per_second, clock)
+    store._pace = pacing.Pace(pacing.Kept(), clock, clock.sleep)
+    packed = {"w13_weight": torch.arange(32.0).view(8, 4)}
+    store.put(3, packed)
+    slot = {"w13_weight": torch.zeros(8, 4)}
+    for _ in range(3):
+        assert store.read(3, slot) == SHAPE.expert_bytes
+    assert torch.equal(slot["w13_weight"], packed["w13_weight"])
+    assert clock.now == pytest.approx(100 + 3 * MACHINE.load_seconds)
+    assert store.addressable and store.describe().startswith("paced host")
+
+
+def test_the_executor_releases_the_kernels_and_then_sleeps(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, bool]] = []
+    bound: list[set[int]] = []
+    monkeypatch.setattr(executors.os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    found = executors.PacedExperts(SHAPE, 1, "silu", lambda x, weights, ids, experts: x + 1)
+    begin = 100.0
+    monkeypatch.setattr(executors.time, "perf_counter", lambda: begin)
+    found._pace = type(
+        "Watched", (), {"until": lambda self, end: seen.append((end - begin, found.released.is_set()))}
+    )()
+    weights, ids = torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([[0, 1], [1, 2]])
+    for _ in range(2):
+        found.released = threading.Event()
+        assert found.run(torch.zeros(2, 4), weights, ids, {}).sum() == 8
+    two = pytest.approx(2 * MACHINE.cpu_seconds)
+    assert seen == [(two, True)] * 2, "expert 2 has no weight: two experts are computed"
+    assert bound == [{MACHINE.core}], "once, in its own thread"
+    assert found.exclusive and found.layout == "kernel"
+
+
+# --- proportions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "cpu"),
+    [("rtx4090", 2.40, 0.84), ("rtx4090-int4", 1.09, 0.38), ("h200", 5.7, 1.2), ("h200-int4", 2.6, 0.54)],
+)
+def test_proportions_of_the_packaged_profiles(name: str, load: float, cpu: float) -> None:
+    """Against figures worked out by hand from the data sheets, to their two digits."""
+    real = proportions.Proportions.of(name)
+    assert (real.load, real.cpu) == (pytest.approx(load, rel=0.02), pytest.approx(cpu, rel=0.04))
+    assert real.expert_bytes == (2_359_296 if name.endswith("int4") else 9_437_184)
+    profile = Costs.read(name.removesuffix("-int4"))
+    rates = profile.rates(real.expert_bytes)
+    assert real.layer_seconds == pytest.approx(8 * rates.fast + profile.other / 48)
+    assert real.draft == pytest.approx(profile.draft / real.layer_seconds) and "Qwen3-4B" in real.drafter
+
+
+def test_a_machine_keeps_the_proportions() -> None:
+    real = proportions.Proportions.of("rtx4090")
+    found = real.scaled(2e-3, 1 << 20, core=1)
+    assert found.load_seconds / found.layer_seconds == pytest.approx(real.load)
+    assert found.cpu_seconds / found.layer_seconds == pytest.approx(real.cpu)
+    with pytest.raises(ConfigError, match="no machine is called 'cray'; use one of a100, a100-int4, b200"):
+        proportions.Proportions.of("cray")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "problem"),
+    [
+        ((1e-4, 1e-4, 1e-4, 1e-5), ""),
+        ((1.5e-3, 1e-4, 1e-4, 1e-5), "a load is to take 2.00 ms and already takes 1.50 ms.*smaller experts"),
+        ((1e-4, 2.5e-3, 1e-4, 1e-5), "a CPU expert is to take 3.00 ms and already takes 2.50 ms"),
+        ((1e-4, 1e-4, 1e-4, 2.5e-4), "a load .* sleeps here are 0.25 ms too long.*larger experts"),
+    ],
+)
+def test_a_machine_that_is_too_slow_for_its_pace(speeds: tuple, problem: str) -> None:
+    found = probe.Speeds(*speeds)
+    if not problem:
+        found.check(MACHINE)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        found.check(MACHINE)
+
+
+def test_cores_and_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale.os, "sched_getaffinity", lambda pid: {7, 3, 5})
+    cores = scale.Cores.here()
+    assert (cores.forward, cores.other) == (3, 5)
+    found = cores.environment()
+    assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["SPAC_CPUS"], found["OMP_NUM_THREADS"]) == ("3", "5", "1")
+    monkeypatch.setattr(scale.os, "sched_getaffinity", lambda pid: {3})
+    with pytest.raises(ConfigError, match="two CPUs"):
+        scale.Cores.here()
+
+
+# --- the ladder ------------------------------------------------------------------------------------------------------
+
+
+def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
+    names = ["cpu", "tree", "layer_lru", "reuse", "prefetch", "drafts"]
+    steps = ladder.rungs(names, "utility")
+    *sides, tree = ladder.cases(steps, "25%")
+    assert [side.name for side in sides] == ["layer_lru", "reuse", "prefetch", "cpu", "drafts"]
+    assert [rung.name for rung in steps if rung.lossy] == ["tree"]
+    config = SpacConfig.parse(tree.knobs)
+    assert (config.tree, config.budget, config.prefetch, config.guard) == (16, "16", "off", "off")
+    assert (tree.draft_tokens, tree.speculation, config.cpu_experts) == (16, "eagle3", "waterfill")
+    for side in sides:
+        config = SpacConfig.parse(side.knobs)
+        assert config.slots == "25%" and config.store_class_on("cpu") is tiers.PacedStore
+    assert [side.knobs["policy"] for side in sides] == ["layer_lru", *["reuse"] * 4]
+    assert ["prefetch" in side.knobs for side in sides] == [False, False, True, False, False], "beside the ladder"
+    assert [side.knobs.get("cpu_kernel") for side in sides] == [None] * 3 + [ladder.WATERFILL["cpu_kernel"]] * 2
+    assert [side.speculation for side in sides] == ["none"] * 4 + ["eagle3"]
+    for names, predictor, problem in ((["up"], "utility", "no rung is called up"), ([], "utility", "needs a rung")):
+        with pytest.raises(ConfigError, match=problem):
+            ladder.rungs(names, predictor)
+    with pytest.raises(ConfigError, match="prefetch=.*oracle"):
+        ladder.rungs(["prefetch"], "oracle")
+
+
+def test_the_papers_arrangements_stay_beside_the_ladder(tmp_path: Path) -> None:
+    of = ladder.cases(ladder.rungs(["layer_lru", "cpu", "moe_spac", "drafts"], "off"), "17%")
+    lru, cpu, spac, drafts = (SpacConfig.parse(side.knobs) for side in of)
+    preset = SpacConfig.parse({"preset": "moe-spac"})
+    same = ("slots", "policy", "prefetch", "cpu_experts", "guard", "tree", "budget")
+    assert [getattr(spac, name) for name in same] == [getattr(preset, name) for name in same]
+    assert (drafts.policy, drafts.prefetch, drafts.cpu_experts) == (lru.policy, "off", cpu.cpu_experts)
+    assert [(side.speculation, side.draft_tokens) for side in of[1:]] == [
+        ("none", None),
+        ("draft", 8),
+        ("eagle3", None),
+    ]
+    steps = ladder.rungs(["drop", "executed"], "quasi_hidden", tmp_path / "file")
+    drop, executed = (SpacConfig.parse(side.knobs) for side in ladder.cases(steps, "2k"))
+    assert (drop.slots, drop.policy, drop.lossy) == (executed.slots, executed.policy, False) == ("2k", "drop", False)
+    assert (executed.prefetch, executed.speculate) == ("quasi_hidden", "predicted") and steps[1].lossy
+
+
+def test_engines_take_turns_in_groups_with_the_first_two() -> None:
+    assert ladder.groups(6, 9) == [[0, 1, 2, 3, 4, 5]]
+    assert ladder.groups(6, 4) == [[0, 1, 2, 3], [0, 1, 4, 5]]
+    assert ladder.groups(4, 1) == [[0, 1, 2], [0, 1, 3]]
+    assert ladder.groups(2, 9) == [[0, 1]]
+
+
+def answer(tpot: float, tokens: list[int]) -> dict:
+    known = {"hits": 1, "misses": 1, "loads": 1, "cpu_experts": 0, "prefetches": 0, "steps": {"decode": 4}}
+    known |= {"stall_seconds": 0.1, "cpu_wait_seconds": 0.0}
+    own = pacing.counted() | {"load_waits": 3, "load_missed": 1, "load_overshoot_seconds": 3e-4}
+    counted = {**known, "own": own}
+    return {"tpot": [tpot], "ttft": [1.0], "tokens": [tokens], "counters": counted, "choices": {}}
+
+
+def served() -> list[dict]:
+    turns = [[answer(1.0, [1]), answer(4.0 + n, [1]), answer(2.0, [1 + (n == 2)])] for n in range(3)]
+    found = [
+        ladder.row(side, turns, n, 0) for n, side in enumerate(ladder.cases(ladder.rungs(["reuse"], "off"), "25%") * 3)
+    ]
+    return [row | {"slots": "25%", "rounds": False} for row in found]
+
+
+def test_a_row_compares_turn_by_turn() -> None:
+    resident, first, row = served()
+    assert (row["speedup"], row["share_of_resident"], row["tpot_median"]) == (2.5, 0.5, 2.0)
+    assert first["speedup"] == 1 and resident["share_of_resident"] == 1
+    low, high = row["speedup_interval"]
+    assert 2 <= low <= row["speedup"] <= high <= 3
+    assert (row["equal_to_resident"], row["equal_to_first"], row["turns"]) == (2, 2, 3)
+    assert row["counters"]["steps"] == {"decode": 12} and row["counters"]["own"]["load_waits"] == 9
+
+
+def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each turn's own prompt: warm ones are not among the answers."""
+    asked = []
+
+    def score(turns, batches, settings, advance) -> list:
+        asked.extend((turn.arm, batches[turn.batch], turn.answer["tokens"]) for turn in turns)
+        return [types.SimpleNamespace(logprob=-1.0 if turn.arm == "tree" else 0.0, best=0.5) for turn in turns]
+
+    monkeypatch.setattr(scaled_run, "score", score)
+    run = types.SimpleNamespace(
+        rungs=ladder.rungs(["reuse", "drafts", "tree"], "off"), ids=[[7], [8], [9]], settings=None
+    )
+    rows = [{"rung": name, "answers": [[[1]], [[2]]]} for name in ("resident", "reuse", "drafts", "tree")]
+    scaled_run._judge(rows, run, warm=1)
+    assert asked == [(name, [prompt], [[n]]) for name in ("reuse", "tree") for n, prompt in ((1, [8]), (2, [9]))]
+    assert [row.get("quality") for row in rows] == [
+        None,
+        {"perplexity": 1.0, "top1_agreement": 0.5},
+        None,
+        {"perplexity": pytest.approx(2.71828, abs=1e-4), "top1_agreement": 0.5},
+    ]
+    assert (
+        "tree: the answers have a perplexity of 2.718"
+        in list(scaled_run._on_quality({"rows": [row | {"slots": "25%"} for row in rows]}))[1]
+    )
+    run.rungs = run.rungs[:2]
+    rows = [{"rung": "reuse", "answers": []}]
+    scaled_run._judge(rows, run, warm=1)
+    assert rows == [{"rung": "reuse"}]
+
+
+def test_drafts_and_disturbed_runs_are_told() -> None:
+    rows = [{"counters": {"own": {"draft_seconds": seconds, "draft_tokens": 4}}} for seconds in (1.0, 3.0)]
+    assert ladder.drafted(rows) == (8, 0.5)
+    assert ladder.drafted([{"counters": {"own": {"draft_seconds": 0.0, "draft_tokens": 0}}}]) == (0, 0.0)
+    late = {"load_waits": 9, "load_missed": 1, "load_overshoot_seconds": 9e-4, "load_missed_seconds": 1e-3}
+    assert "loads took 0.19 ms too long in the mean, of 2.00" in ladder.disturbed(late, MACHINE)
+    assert ladder.disturbed({**late, "load_missed_seconds": 0.0}, MACHINE) == ""
