@@ -66,7 +66,7 @@ _LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
 _WRITES = {  # knob of a file -> how a user gets one
     "calibration": "vllm-spac calibrate writes one",
-    "predictor_file": "vllm-spac train-predictor writes one",
+    "prefetch": "vllm-spac train-predictor writes one",
     "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac budgets",
 }
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
@@ -112,7 +112,7 @@ def check_knobs(config: SpacConfig) -> None:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error
-    given = {"calibration": config.calibration, "predictor_file": config.predictor_file, "budget": config.bound.file}
+    given = {"calibration": config.calibration, "prefetch": config.predictor_file, "budget": config.bound.file}
     for name, path in given.items():
         if path is not None and not os.path.isfile(path):
             raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file; {_WRITES[name]}")

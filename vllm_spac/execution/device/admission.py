@@ -135,11 +135,11 @@ class Admission:
         """Called when the slots of these experts have been filled."""
         for key in keys:
             self.residency.loaded(key)
-        self._compute.submit(self._seated, keys, self.residency.slot_of[list(keys)])
+        self._compute.submit(self._seated, keys, self.residency.slot_of[list(keys)].tolist())
 
-    def _seated(self, keys: Sequence[int], slots: np.ndarray) -> None:
+    def _seated(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         self.memory.point(keys, slots)
-        there = self.memory.sent(torch.tensor([list(keys), slots.tolist()]))
+        there = self.memory.sent(torch.tensor([list(keys), list(slots)]))
         self._experts.slot_of.index_copy_(0, there[0], there[1].int())
         self._experts.owner.index_copy_(0, there[1], there[0].int())
 

@@ -134,9 +134,9 @@ def spac_of(
     prefetch: str = "off",
 ) -> dict:
     """The plugin's knobs for a command; ``ConfigError`` if they are invalid. ``prefetch`` is of ``predictor``."""
-    paths = {"disk_dir": disk_dir, "calibration": calibration, "predictor_file": predictor}
+    paths = {"disk_dir": disk_dir, "calibration": calibration}
     spac = {"slots": slots, "guard": "off"}  # so that all steps have the same draft length
-    spac |= {} if predictor is None else {"prefetch": prefetch}
+    spac |= {} if predictor is None else {"prefetch": f"{prefetch}@file={predictor}"}
     spac |= {name: str(path) for name, path in paths.items() if path is not None}
     SpacConfig.parse(spac)
     return spac
