@@ -7,7 +7,7 @@ folder of its family, or ``NAME_NOUN.py``, e.g. ``utility_policy.py``, in a fold
 is not empty; it holds the reason.
 
 Where arguments are accepted, ``name@argument=value@...`` sets keyword arguments of the component's constructor, e.g.
-``utility@upper=1``. Values are Python literals, or text.
+``utility@upper=1``. Values are Python literals, or text; that of ``file`` is a path, and has no ``@``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vllm_spac.system.untrusted import path_of
 OUTSIDE = "package.module:Class"
 WITH_ARGUMENTS = "name@argument=value"
 CALIBRATION = "calibration"  # argument of components that go by one: a file, which an engine reads
+FILE = "file"  # the argument whose value is a path
 _COUNT = r"[1-9][0-9]{0,5}"
 
 
@@ -62,7 +63,7 @@ class Argument:
     """An argument in ``name@argument=value`` that is not a component's.
 
     Attributes:
-        values: words that it may be, or the least and the most number, which is whole if these are.
+        values: words that it may be, or the least and the most number, which is whole if these are; none for a path.
     """
 
     default: Any
@@ -70,6 +71,9 @@ class Argument:
 
     def check(self, name: str, value: Any) -> None:
         """Raises ``ValueError``, with what would be right, if the argument ``name`` cannot be ``value``."""
+        if not self.values:
+            path_of(value)
+            return
         if isinstance(self.values[0], str):
             right, instead = value in self.values, f"use {name}={f' or {name}='.join(self.values)}"
         else:
@@ -209,7 +213,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise ConfigError(f"{brief(setting)} in {brief(spec)} sets nothing; use name@argument=value")
         try:
-            arguments[argument] = ast.literal_eval(value)
+            arguments[argument] = value if argument == FILE else ast.literal_eval(value)
         except (ValueError, SyntaxError):
             arguments[argument] = value
     return name, arguments

@@ -59,7 +59,7 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
     Raises:
         ConfigError: there is no such rung or predictor.
     """
-    prefetch = {"prefetch": predictor} | ({"predictor_file": str(file)} if file else {})
+    prefetch = {"prefetch": f"{predictor}@file={file}" if file else predictor}
     every = [
         Rung("drop", {"policy": "drop"}),
         Rung("layer_lru", {"policy": "layer_lru"}),

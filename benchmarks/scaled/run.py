@@ -70,7 +70,7 @@ def main(
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, one ladder each.")] = "25%,50%",
     rungs: Annotated[str, typer.Option(help="Rungs, each added to those before it; prefetch stays beside.")] = _RUNGS,
     predictor: Annotated[str, typer.Option(help="--spac-prefetch of the rung prefetch.")] = "utility",
-    predictor_file: Annotated[Path | None, typer.Option(help="--spac-predictor-file, if it is trained.")] = None,
+    predictor_file: Annotated[Path | None, typer.Option(help="Its file, if it is trained.")] = None,
     turns: Annotated[int, typer.Option(min=2, help="Prompts that count.")] = 16,
     warm: Annotated[int, typer.Option(min=0, help="Prompts before them that do not.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,

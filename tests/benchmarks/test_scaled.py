@@ -255,7 +255,8 @@ def test_the_papers_arrangements_stay_beside_the_ladder(tmp_path: Path) -> None:
     steps = ladder.rungs(["drop", "executed"], "quasi_hidden", tmp_path / "file")
     drop, executed = (SpacConfig.parse(side.knobs) for side in ladder.cases(steps, "2k"))
     assert (drop.slots, drop.policy, drop.lossy) == (executed.slots, executed.policy, False) == ("2k", "drop", False)
-    assert (executed.prefetch, executed.speculate) == ("quasi_hidden", "predicted") and steps[1].lossy
+    assert executed.prefetch == f"quasi_hidden@file={tmp_path / 'file'}"
+    assert executed.speculate == "predicted" and steps[1].lossy
 
 
 def test_engines_take_turns_in_groups_with_the_first_two() -> None:

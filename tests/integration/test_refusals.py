@@ -240,35 +240,35 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"budget": "off@calibration=text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
         ({"policy": "pinned@calibration=pipe"}, "--spac-policy.*no such file"),
         ({"policy": "pinned@calibration=text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
-        ({"prefetch": "neural"}, "prefetch=neural.*needs predictor_file.*vllm-spac train-predictor"),
-        ({"prefetch": "neural", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
-        ({"prefetch": "neural", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
+        ({"prefetch": "neural"}, "prefetch=neural.*needs its file.*vllm-spac train-predictor"),
+        ({"prefetch": "neural@file=/not/there"}, "prefetch=/not/there.*no such file.*train-predictor"),
+        ({"prefetch": "neural@file=text"}, "text cannot be read as a file of predictors"),
         (
             {"prefetch": "shadow"},
             "prefetch=shadow.*work here: there is no draft model; add --speculative-config",
         ),
         (
-            {"prefetch": "shadow", "predictor_file": "other.predictors"},
-            "no effect with prefetch=shadow",
+            {"prefetch": "shadow@file=other.predictors"},
+            "file of prefetch=shadow.*no effect",
         ),
         (
             {"prefetch": "draft_gate@k=2@cutoff=1"},
             "prefetch=draft_gate@k=2@cutoff=1.*work here: there is no draft model; add --speculative-config.*PARENT",
         ),
         (
-            {"prefetch": "draft_gate", "predictor_file": "other.predictors"},
-            "no effect with prefetch=draft_gate.*add --spac-prefetch gate or another",
+            {"prefetch": "draft_gate@k=2@file=other.predictors"},
+            "file of prefetch=draft_gate.*no effect.*use --spac-prefetch draft_gate@k=2$",
         ),
         ({"prefetch": "utility@k=2"}, "k of prefetch=utility@k=2.*looks? at drafts; use --spac-prefetch utility"),
         (
-            {"prefetch": "neural@extra=0.2@cutoff=2", "predictor_file": "other.predictors"},
-            "cutoff of prefetch=neural.*use --spac-prefetch neural@extra=0.2, or use --spac-prefetch draft_gate",
+            {"prefetch": "neural@file=other.predictors@extra=0.2@cutoff=2"},
+            "cutoff of prefetch=neural.*use --spac-prefetch neural@file=other.predictors@extra=0.2, or use --spac",
         ),
         ({"prefetch": "draft_gate@k=0"}, "k=0: use a whole number from 1"),
         ({"prefetch": "shadow@copies=2"}, "prefetch=.*shadow@copies=2"),
         ({"prefetch": "shadow@background=2", "decisions": "device", "store": "host"}, "use --spac-prefetch shadow"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
-        ({"prefetch": "quasi_hidden", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
+        ({"prefetch": "quasi_hidden@file=other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac budgets"),
         ({"budget": "other.json"}, r"--spac-budget.*another model or revision: \\x1b\[2J"),
         ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
@@ -305,7 +305,7 @@ def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, 
     with pytest.raises(ValueError, match="prefetch=shadow.*work here: there is no draft model"):
         engine_config(moe, {"prefetch": "shadow"})
     with pytest.raises(ValueError, match=r"made for .*not for this model"):  # the file; nothing is refused before it
-        engine_config(moe, {"prefetch": "quasi_hidden", "predictor_file": "other.predictors"})
+        engine_config(moe, {"prefetch": "quasi_hidden@file=other.predictors"})
 
 
 def test_a_draft_model_of_this_width_has_layers_for_the_model_s_routers(moe, tmp_path):
@@ -360,7 +360,7 @@ def test_a_predictor_is_of_this_model(tmp_path):
     host = torch.device("cpu")
 
     def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
-        config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
+        config = SpacConfig.parse({"prefetch": f"{name}@file={path}"})
         return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model, Path), host)
 
     assert built("quasi_hidden@depth=3", [shape]).sizes.layers == 2

@@ -46,8 +46,9 @@ KNOBS: dict[str, tuple[Any, ...]] = {
         "utility@threshold=2",
         "gate@extra=0.2",
         *PREDICTORS,
+        "neural@file=FILE@extra=0.2",
+        "utility@file=FILE",
     ),
-    "predictor_file": ("FILE",),
     "guard": ("on", "off"),
     "tree": (1, 2, 16),
     "tree_shape": ("static", "[[0],[1]]", "dynamic@depth=1", "static@width=1"),
@@ -103,7 +104,7 @@ BASES: tuple[dict[str, Any], ...] = (
     {"executor": "processes@workers=2"},
     {"tree": 16, "--speculative-config": EAGLE},
     {"tree": 16, "--speculative-config": EAGLE, "gpu": True, "--attention-backend": "TRITON_ATTN"},
-    {"prefetch": "neural", "predictor_file": "FILE"},
+    {"prefetch": "neural@file=FILE"},
     {"--tensor-parallel-size": 2, "--enable-expert-parallel": True},
 )
 QUICK = BASES[:2]

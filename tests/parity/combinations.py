@@ -71,7 +71,7 @@ class Cell:
         if self.speculation == "tree":
             found["tree"] = 16
         if _needs_file(given.get("prefetch", "off")):
-            found["predictor_file"] = FILE
+            found["prefetch"] += f"@file={FILE}"
         if given.get("cpu_experts", "off") != "off" and self.plane != "workers":
             found["store"] = "host"
         return found

@@ -19,7 +19,7 @@ from pathlib import Path
 import engines
 import forked
 import pytest
-from combinations import Cell, RankCount, cells
+from combinations import FILE, Cell, RankCount, cells
 from compare import METHODS, TOY, copied, program
 from exactness import FLOAT32, assert_same_tokens
 from hypothesis import HealthCheck, Phase, given, settings
@@ -94,8 +94,7 @@ def without_cache(cell: Cell) -> Cell:
 
 def knobs_of(cell: Cell, trained: Path | None) -> dict:
     knobs = cell.knobs | {"guard": "off"}
-    if "predictor_file" in knobs:
-        knobs["predictor_file"] = str(trained)
+    knobs["prefetch"] = knobs.get("prefetch", "off").replace(FILE, str(trained))
     if "budget" in knobs:
         knobs["budget"] = f"{knobs['budget']}@when=all"
     return knobs
@@ -140,7 +139,7 @@ def try_some(count: int, among: list[Cell], trained: Path | None, folder: Path) 
 
 def test_a_few_of_what_is_accepted(tmp_path: Path) -> None:
     """Of one rank, and without predictors, which have to be trained."""
-    few = [cell for cell in accepted if cell.ranks.count == 1 and "predictor_file" not in cell.knobs]
+    few = [cell for cell in accepted if cell.ranks.count == 1 and FILE not in cell.knobs.get("prefetch", "")]
     try_some(QUICK, few, None, tmp_path)
 
 

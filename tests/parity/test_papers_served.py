@@ -40,7 +40,7 @@ def test_a_preset_serves(name: str, request: pytest.FixtureRequest, tmp_path: Pa
     given, options, counters = SERVED[name]
     spac, options = {"preset": name, **given}, {**FLOAT32, "max_tokens": 24, **options}
     if name == "speculating-experts":
-        spac["predictor_file"] = str(request.getfixturevalue("trained") / "p.safetensors")
+        spac["prefetch"] = f"quasi_hidden@file={request.getfixturevalue('trained') / 'p.safetensors'}"
     if PRESETS[name].knobs.get("store") != "host":
         spac["disk_dir"] = str(tmp_path)
     done = forked.run(program(TARGET, spac, **options), {"VLLM_LOGGING_LEVEL": "INFO"})

@@ -84,7 +84,7 @@ def test_recall_on_held_out_text(trained: Path) -> None:
 def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     """Over pointers, whose layers do not wait for the host: the twins give the same bits wherever an expert is."""
     spac = {"slots": "25%", "decisions": "device"}
-    ahead = {"prefetch": f"{prefetch}@extra=0.3", "predictor_file": str(trained / "p.safetensors")}
+    ahead = {"prefetch": f"{prefetch}@extra=0.3@file={trained / 'p.safetensors'}"}
     plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=24)
     assert_same_tokens(run, plain)
     stats = run.stats
@@ -115,7 +115,7 @@ def test_a_gate_without_a_file_gives_stock_s_tokens(tmp_path: Path) -> None:
 def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None, prefetch: str) -> None:
     """The guard is off so that all steps have stock's shape."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off"}
-    spac |= {"prefetch": prefetch, "predictor_file": str(trained / "p.safetensors")}
+    spac |= {"prefetch": f"{prefetch}@file={trained / 'p.safetensors'}"}
     options = {} if method is None else {"speculative_config": METHODS[method]}
     stock, run = compare(MODELS / "target", [None, spac], max_tokens=32, **options)
     assert_same_tokens(run, stock)
@@ -127,8 +127,8 @@ def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None
 
 def test_speculated_execution(trained: Path) -> None:
     """Exact until it is switched on and after; the true router among predicted experts drops less than predictions."""
-    spac = {"slots": "25%", "disk_dir": str(trained), "predictor_file": str(trained / "p.safetensors")}
-    with engines.engine(MODELS / "target", spac | {"prefetch": "neural"}, enable_prefix_caching=False) as llm:
+    spac = {"slots": "25%", "disk_dir": str(trained), "prefetch": f"neural@file={trained / 'p.safetensors'}"}
+    with engines.engine(MODELS / "target", spac, enable_prefix_caching=False) as llm:
         exact, same, dropped = engines.say(llm), {}, {}
         for mode in ("restricted", "predicted"):
             llm.collective_rpc("spac_budget", args=({"speculate": mode},))
@@ -151,8 +151,8 @@ def test_speculated_execution(trained: Path) -> None:
 @pytest.mark.parametrize("when", ["decode", "all"])
 def test_speculated_execution_where_the_device_decides(trained: Path, when: str) -> None:
     """It runs what runs where the host decides, and counts it; where experts are makes no difference to either."""
-    spac = {"slots": "25%", "store": "host", "speculate": f"predicted@when={when}", "prefetch": "neural"}
-    spac |= {"kernel": "table", "predictor_file": str(trained / "p.safetensors")}
+    spac = {"slots": "25%", "store": "host", "speculate": f"predicted@when={when}", "kernel": "table"}
+    spac["prefetch"] = f"neural@file={trained / 'p.safetensors'}"
     device, host = compare(
         MODELS / "target", [spac | {"decisions": where} for where in ("device", "host")], max_tokens=16, **FLOAT32
     )
@@ -167,7 +167,7 @@ def test_speculated_execution_of_draft_trees(trained: Path) -> None:
     """What is predicted decides alone which experts run, wherever they are. In float32: the same bits in each slot."""
     head = {name: value for name, value in METHODS["eagle3"].items() if name != "num_speculative_tokens"}
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off", "tree": 8}
-    spac |= {"prefetch": "neural", "predictor_file": str(trained / "p.safetensors"), "speculate": "predicted"}
+    spac |= {"prefetch": f"neural@file={trained / 'p.safetensors'}", "speculate": "predicted"}
     options = {
         "speculative_config": head,
         "max_num_batched_tokens": 256,

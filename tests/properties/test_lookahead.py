@@ -571,7 +571,7 @@ def test_a_predictor_of_another_package_may_look_at_layers() -> None:
 
 
 def test_a_trained_predictor_needs_its_file() -> None:
-    with pytest.raises(ConfigError, match="prefetch='neural' is trained for a model; add --spac-predictor-file"):
+    with pytest.raises(ConfigError, match="prefetch='neural' is trained for a model; use --spac-prefetch neural@file"):
         PrefetchSettings(prefetch="neural")
     with pytest.raises(ConfigError, match="neural has no argument 'reach'"):
         PrefetchSettings.of("neural@reach=2", built=Script())

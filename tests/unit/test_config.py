@@ -346,7 +346,7 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "ray"}, "executor='ray' .*: use local or processes@workers=...@per_layer=... or cluster@file"),
         ({"executor": "processes", "decisions": "device"}, "drop --spac-decisions"),
         ({"executor": "processes", "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
-        ({"executor": "processes", "prefetch": "neural"}, "needs predictor_file"),
+        ({"executor": "processes", "prefetch": "neural"}, "needs its file"),
         ({"executor": "processes", "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
         ({"executor": "threads"}, "executor='threads' .*: use local or processes@workers=...@per_layer=..."),
@@ -485,7 +485,7 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         SpacConfig.parse({"store": "host@threads=4"})
 
 
-ON_DEVICE = {"prefetch": "neural", "predictor_file": "/x", "decisions": "device"}
+ON_DEVICE = {"prefetch": "neural@file=/x", "decisions": "device"}
 
 
 GONE = ("linear", "draft_linear", "token_table", "frequency", "auto")
@@ -497,20 +497,23 @@ SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
     [
         (
             {"prefetch": "neural"},
-            r"prefetch=neural .* needs predictor_file; add --spac-predictor-file FILE.*train-predictor",
+            r"prefetch=neural .* needs its file; use --spac-prefetch neural@file=FILE, which.*train-predictor",
         ),
-        ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch gate or"),
-        ({"predictor_file": "/x", "prefetch": "utility"}, "no effect with prefetch=utility"),
+        ({"predictor_file": "/x"}, r"\(--spac-predictor-file\) is gone; --spac-prefetch NAME@file=PATH names it"),
+        ({"prefetch": "off@file=/x"}, "no predictor is called 'off'"),
+        ({"prefetch": "utility@file=/x"}, "file of prefetch=utility@file=/x .*no effect.*use --spac-prefetch utility$"),
+        ({"prefetch": "neural@file="}, r"\(--spac-prefetch\): the path is empty"),
+        ({"prefetch": "neural@file=/a@b"}, "'b' in .* sets nothing; use name@argument=value"),
         *(
-            ({"prefetch": name, "predictor_file": "/x"}, rf"no predictor is called '{name}'; use one of off, {SERVE}")
+            ({"prefetch": f"{name}@file=/x"}, rf"no predictor is called '{name}'; use one of off, {SERVE}")
             for name in GONE
         ),
-        ({"prefetch": "neural", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
+        ({"prefetch": "neural@file=/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
         ({"prefetch": "off@extra=0.2"}, "no predictor is called 'off'"),
         ({"prefetch": "utility@extra=1.5"}, r"\(--spac-prefetch\): extra=1.5: use a number from 0.0 to 1.0"),
         ({"prefetch": "utility@extra=True"}, r"\(--spac-prefetch\): extra=True: use a number"),
         ({"prefetch": "utility@depth=0"}, r"\(--spac-prefetch\): depth=0: use a whole number from 1"),
-        ({"prefetch": "neural@reach=2", "predictor_file": "/x"}, "neural has no argument 'reach'"),
+        ({"prefetch": "neural@reach=2@file=/x"}, "neural has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
             {"decisions": "device", "prefetch": "draft_gate@k=2@threshold=2"},
@@ -520,10 +523,10 @@ SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
             {"decisions": "device", "prefetch": "utility@depth=2"},
             r"prefetch=utility@depth=2 .*no host moves them; use --spac-decisions host, or use --spac-prefetch gate,",
         ),
-        (ON_DEVICE | {"prefetch": "neural@depth=4"}, "neural@depth=4 .*use --spac-prefetch neural"),
+        (ON_DEVICE | {"prefetch": "neural@depth=4@file=1e3"}, "neural@depth=4@.*use --spac-prefetch neural@file=1e3$"),
         (
-            ON_DEVICE | {"prefetch": "neural@extra=0.3@depth=4"},
-            r"no settings but extra .*; use --spac-prefetch neural@extra=0.3$",
+            ON_DEVICE | {"prefetch": "neural@extra=0.3@depth=4@file=/x"},
+            r"no settings but extra .*; use --spac-prefetch neural@extra=0.3@file=/x$",
         ),
     ],
     ids=str,
@@ -575,9 +578,9 @@ def test_speculated_execution_is_a_setting_of_the_budget() -> None:
 
 
 def test_knobs_of_the_prefetcher() -> None:
-    assert SpacConfig.parse(ON_DEVICE | {"prefetch": "neural@extra=0.3"}).prefetch_share == 0.3
-    config = SpacConfig.parse({"prefetch": "neural@depth=4@extra=0.25", "predictor_file": "/x"})
-    assert (config.prefetch_share, str(config.predictor_file)) == (0.25, "/x")
+    assert SpacConfig.parse(ON_DEVICE | {"prefetch": "neural@extra=0.3@file=/x"}).prefetch_share == 0.3
+    config = SpacConfig.parse({"prefetch": "neural@depth=4@file=/x=1@extra=0.25"})
+    assert (config.prefetch_share, str(config.predictor_file)) == (0.25, "/x=1")
     assert SpacConfig.parse({}).prefetch_share == SpacConfig.parse({"prefetch": "utility"}).prefetch_share == 0.1
 
 

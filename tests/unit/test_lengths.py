@@ -97,6 +97,13 @@ def test_the_best_is_in_the_middle() -> None:
         assert 1 / play(8, seconds, chance, 6000, seed=seed, noise=tail).seconds > 0.9 * max(every)
 
 
+def test_a_free_draft_is_found_beside_a_dear_one() -> None:
+    """Costs that are no line: by so many seconds for each draft, two cost too much and none would be made."""
+    for seed in range(3):
+        run = play(2, lambda made, d: (1, 1, 3)[d], lambda made, i: (0.5, 1.0)[i], 3000, seed=seed)
+        assert run.chooser.choose() == 1 and run.seconds < 0.75 * 3000
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 63])
 def test_any_greatest_length(most: int) -> None:
     run = play(most, lambda made, d: 1 + 0.1 * d, lambda made, i: 0.8, 4000)

@@ -14,7 +14,7 @@ from vllm_spac.config.presets import PRESETS
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration import compatibility, tuned_start
 
-NEEDS = {"speculating-experts": {"predictor_file": "FILE"}}
+NEEDS = {"speculating-experts": {"prefetch": "quasi_hidden@file=FILE"}}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -42,7 +42,7 @@ def test_single_knobs_that_are_set_win(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_executing_predictions_makes_a_preset_lossy() -> None:
-    given = {"preset": "speculating-experts", "predictor_file": "FILE", "speculate": "predicted"}
+    given = {"preset": "speculating-experts", "prefetch": "quasi_hidden@file=FILE", "speculate": "predicted"}
     assert SpacConfig.parse(given).lossy and not SpacConfig.parse(given | {"speculate": "off"}).lossy
 
 
@@ -54,7 +54,9 @@ def test_an_unknown_preset_is_refused_with_the_list(unknown) -> None:
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_preset_without_its_predictors_says_what_to_add(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"preset={name} .*trained for a model; add --spac-predictor-file FILE"):
+    with pytest.raises(
+        ConfigError, match=f"preset={name} .*trained for a model; use --spac-prefetch quasi_hidden@file"
+    ):
         SpacConfig.parse({"preset": name})
     assert SpacConfig.parse({"preset": name, "prefetch": "off"}).predictor_file is None, "another recipe needs none"
 
@@ -72,7 +74,7 @@ def test_what_a_preset_sets_is_refused_with_the_preset_as_a_way_out() -> None:
     with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*drop --spac-preset$") as caught:
         SpacConfig.parse(workers)
     assert [remedy.changes for remedy in caught.value.remedies] == [{"preset": None}]
-    device = {"preset": "moe-spac", "decisions": "device"}
+    device = {"preset": "moe-spac", "decisions": "device", "prefetch": "off"}
     with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*; use --spac-cpu-experts auto, or use --spac-dec"):
         SpacConfig.parse(device)
     SpacConfig.parse({**device, "cpu_experts": "auto"})

@@ -80,8 +80,8 @@ class PrefetchSettings:
         named = self.built is None and self.prefetch != "off"
         if named and components.find("predictors", self.prefetch).needs_file:
             raise ConfigError(
-                f"spac: prefetch={self.prefetch!r} is trained for a model; add --spac-predictor-file FILE, from "
-                "`vllm-spac train-predictor`"
+                f"spac: prefetch={self.prefetch!r} is trained for a model; use --spac-prefetch "
+                f"{self.prefetch}@file=FILE, from `vllm-spac train-predictor`"
             )
         self._check_needs()  # also refuses wrong options now, not in the first forward
 
@@ -109,6 +109,7 @@ class PrefetchSettings:
         name, options = components.parse(spec)
         check_draft_arguments(spec)
         own = {argument: options.pop(argument) for argument in PREFETCHING if argument in options}
+        own.pop(components.FILE, None)  # ``built`` is from there
         if own.get("cutoff") is not None:
             own = {"depth": PREFETCHING["depth"].values[1]} | own  # the cutoff bounds what waits
         try:

@@ -72,16 +72,12 @@ class SpacConfig(BaseModel):
     ] = Field(
         "off",
         description="Which experts are read ahead in the background: none (off); those of the highest utility "
-        "(utility); those that the next layer's router chooses of what this one reads (gate); those that a predictor "
-        "of predictor_file names for the next layers; those that a copy of the model as draft model chose "
+        "(utility); those that the next layer's router chooses of what this one reads (gate); those that a trained "
+        "predictor names for the next layers (neural@file=PATH, of vllm-spac train-predictor); those that a copy of "
+        "the model as draft model chose "
         "(shadow); or those that the model's routers choose of what a draft model's layers compute (draft_gate); "
         f"extra limits what this adds to the loads that layers need ({types.EXTRA:g}), and of draft_gate and shadow, k "
         "is the experts that a row names per layer, and cutoff the number of layers.",
-    )
-    predictor_file: types.SomePath = Field(
-        None,
-        description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=neural; gate "
-        "needs none.",
     )
     guard: Literal["on", "off"] = Field(
         "on",
@@ -286,6 +282,12 @@ class SpacConfig(BaseModel):
     def prefetch_share(self) -> float:
         """Share of the loads that layers need which prefetches may add."""
         return float(components.parse(self.prefetch)[1].get("extra", types.EXTRA))
+
+    @property
+    def predictor_file(self) -> Path | None:
+        """The file of trained predictors that ``prefetch`` names."""
+        path = components.parse(self.prefetch)[1].get(components.FILE)
+        return None if path is None else path_of(path)
 
     @property
     def of_drafts(self) -> tuple[int | None, int | None]:

@@ -103,7 +103,7 @@ def _check_device_prefetch(config: Any, device: str) -> None:
     kind = components.find("predictors", config.prefetch)
     name, given = components.parse(config.prefetch)
     if kind.on_device:
-        wrong, of, why = given.keys() - {"extra"}, "but extra", "it has no queue of reads"
+        wrong, of, why = given.keys() - {"extra", components.FILE}, "but extra", "it has no queue of reads"
     elif DRAFTING & kind.needs:
         wrong, of, why = given.keys() & {"threshold", "background"}, "background and threshold", "nothing is queued"
     elif not kind.looks_at_layers():
@@ -183,14 +183,21 @@ def _check_calibration(config: Any) -> None:
 
 
 def _check_preset(config: Any) -> None:
-    if config.preset is None or config.prefetch == "off" or config.predictor_file is not None:
+    if config.preset is None or config.prefetch == "off":
         return
-    if config.prefetch == PRESETS[config.preset].knobs.get("prefetch") and (_needs_file(config.prefetch)):
+    if config.prefetch == PRESETS[config.preset].knobs.get("prefetch") and _needs_file(config.prefetch):
         raise _refused(
             f"preset={config.preset} (--spac-preset) prefetches by {config.prefetch}, which is trained for a model",
-            add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+            with_file(config.prefetch),
             drop("preset"),
         )
+
+
+def with_file(prefetch: str) -> Remedy:
+    """Returns the remedy of naming the file of a trained predictor."""
+    name, given = components.parse(prefetch)
+    written = components.written(name, given | {components.FILE: "FILE"})
+    return use(prefetch=written).but(", which `vllm-spac train-predictor` writes")
 
 
 def _needs_file(prefetch: str) -> bool:
@@ -214,19 +221,16 @@ def check_draft_arguments(prefetch: str) -> None:
 
 def _check_prefetch(config: Any) -> None:
     check_draft_arguments(config.prefetch)
-    named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
-    trained = not off and components.find("predictors", config.prefetch).needs_file
-    if config.predictor_file is None and trained and _needs_file(config.prefetch):
+    if config.prefetch == "off":
+        return
+    named, (name, given) = f"prefetch={config.prefetch} (--spac-prefetch)", components.parse(config.prefetch)
+    if components.FILE not in given and _needs_file(config.prefetch):
+        raise _refused(f"{named} needs its file", with_file(config.prefetch), drop("prefetch"))
+    if components.FILE in given and not components.find("predictors", name).needs_file:
+        others = {argument: value for argument, value in given.items() if argument != components.FILE}
         raise _refused(
-            f"{named} needs predictor_file",
-            add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
-            drop("prefetch"),
-        )
-    if config.predictor_file is not None and not trained:
-        raise _refused(
-            f"predictor_file (--spac-predictor-file) has no effect with {named}",
-            add(prefetch="gate").but(" or another predictor of the file"),
-            drop("predictor_file"),
+            f"file of {named} has no effect: this predictor is not trained",
+            use(prefetch=components.written(name, others)),
         )
 
 

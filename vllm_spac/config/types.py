@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ByteSize, Field
 
 from vllm_spac import components
-from vllm_spac.components import Argument, filled
+from vllm_spac.components import FILE, Argument, filled
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.errors import brief
 from vllm_spac.errors import flag as flag
@@ -158,6 +158,7 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     "extra": Argument(EXTRA, (0.0, 1.0)),
     "k": Argument(None, (1, 1 << 20)),
     "cutoff": Argument(None, (0, 1 << 20)),
+    FILE: Argument(None, ()),
 }
 OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
 DECISIONS = WithArguments({AUTO: {}, "host": {}, "device": {"staging": Argument(AUTO, (AUTO, "on", "off"))}})

@@ -66,7 +66,7 @@ _LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
 _WRITES = {  # what a file is given as -> how a user gets one
     "calibration": "vllm-spac calibrate writes one",
-    "predictor_file": "vllm-spac train-predictor writes one",
+    "prefetch": "vllm-spac train-predictor writes one",
     "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac budgets",
 }
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
@@ -116,7 +116,7 @@ def check_knobs(config: SpacConfig) -> None:
     for name, of, path in (
         ("calibration", "budget", knob.calibration),
         ("calibration", "policy", config.policy_calibration),
-        ("predictor_file", "predictor_file", config.predictor_file),
+        ("prefetch", "prefetch", config.predictor_file),
         ("budget", "budget", knob.file),
     ):
         if path is not None and not os.path.isfile(path):

@@ -1,1 +1,1 @@
-"""Which drafts a step gets, and which requests; whether these pay."""
+"""Which drafts a step gets, and whether these pay."""

@@ -5,6 +5,9 @@ The length with most tokens per second runs, by what steps of a length take (``l
 shows that drafts have become likelier or cheaper. Probes are as rare as it takes for them to lose no more than
 ``_LOSS`` of the time. While there are drafts, steps without are a probe where the machine seems to have changed.
 
+Costs are of each length by itself, where ``step_cost`` has so many seconds for each draft. If the first draft is free
+and the second takes two steps, such a line finds that two cost too much, and never that one pays.
+
 All of this may be wrong on a machine that is not as it is assumed to be: so steps with drafts, as they are chosen, and
 without take turns now and then, and none are made while steps without are faster (``payback``).
 """

@@ -1,4 +1,4 @@
-"""Predictors of an engine: from ``predictor_file`` or the checkpoint."""
+"""Predictors of an engine: from the file that ``prefetch`` names, or the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.rules import with_file
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Gates, Sizes
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Signal
-from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, add, drop, use
+from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, drop, use
 from vllm_spac.storage.checkpoint import router_weights
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def predictors(
             problem = str(error).removeprefix("spac: ")
             raise ConfigError.refused(
                 f"spac: prefetch={config.prefetch} (--spac-prefetch) is made of the checkpoint's routers: {problem}",
-                add(prefetch="neural", predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+                with_file("neural"),
                 *_without(config),
             ) from error
     shape = _only(config, shapes)

@@ -62,7 +62,7 @@ class HeadExperts(ModelExperts):
 
     def __init__(self, target: ModelExperts) -> None:
         config = target.config
-        off = {"prefetch": "off", "predictor_file": None, "cpu_experts": "off"}
+        off = {"prefetch": "off", "cpu_experts": "off"}
         if components.find("policies", config.policy).needs_calibration:
             off["policy"] = "lru"  # the calibration counts the model's experts
         config = config.model_copy(update=off | {"host_memory": None, "speculate": "off"})

@@ -134,11 +134,10 @@ def spac_of(
     prefetch: str = "off",
 ) -> dict:
     """The plugin's knobs for a command; ``ConfigError`` if they are invalid. ``prefetch`` is of ``predictor``."""
-    paths = {"disk_dir": disk_dir, "predictor_file": predictor}
     spac = {"slots": slots, "guard": "off"}  # so that all steps have the same draft length
-    spac |= {} if predictor is None else {"prefetch": prefetch}
+    spac |= {} if predictor is None else {"prefetch": f"{prefetch}@file={predictor}"}
     spac |= {} if calibration is None else {"budget": f"off@calibration={calibration}"}
-    spac |= {name: str(path) for name, path in paths.items() if path is not None}
+    spac |= {} if disk_dir is None else {"disk_dir": str(disk_dir)}
     SpacConfig.parse(spac)
     return spac
 
