@@ -38,11 +38,10 @@ RECALL = """{% set flat, real = result('toy_predictors').models.flat, result('re
 {% do found.append('`' ~ name ~ '` ' ~ flat[name].recall_at_k|pct ~ ' / ' ~ real[name].recall_at_k|pct) %}
 {% endfor %}"""
 BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}, [] %}
-{% for ranking in ('selected', 'coactivation') %}{% for budget in (24, 16) %}
-{% set point = point_of(sweep, ranking, budget, none) %}
-{% do points.update({(ranking, budget): point.perplexity_change|pct(1, '+') ~ ' ± ' ~
+{% for budget in (24, 16) %}{% set point = point_of(sweep, 'selected', budget, none) %}
+{% do points.update({budget: point.perplexity_change|pct(1, '+') ~ ' ± ' ~
  point.perplexity_change_error|pct ~ ' %'}) %}
-{% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}{% endfor %}"""
+{% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}"""
 SCORES = "{% set flat, real = result('toy_moe_spac').spread, result('real_moe_spac').spread %}"
 OWN = """{% set own = {} %}{% for row in result('real_drafts').rows if row.drafter == 'self25' %}
 {% do own.update({row.machine: row}) %}{% endfor %}"""
@@ -90,9 +89,7 @@ SENTENCES = (
     " {{ real.table2['MoE-SpAc'][at].prefetch_hits_per_step|f(0) }} are used",
     SCORES + "{{ flat.frequency.mean[0]|f(1) }} and {{ flat.frequency.mean[-1]|f(1) }} (flat),"
     " {{ real.frequency.mean[0]|f(1) }} and {{ real.frequency.mean[-1]|f(1) }} (carved model)",
-    BUDGETS + "perplexity {{ points[('selected', 24)] }} and {{ points[('selected', 16)] }},"
-    " {{ saved[0] }} and {{ saved[1] }} % fewer bytes",
-    BUDGETS + "perplexity {{ points[('coactivation', 24)] }} and {{ points[('coactivation', 16)] }}",
+    BUDGETS + "perplexity {{ points[24] }} and {{ points[16] }}, {{ saved[0] }} and {{ saved[1] }} % fewer bytes",
     RECALL + "flat toy / carved model: {{ found|join(', ') }} %",
     HITS + "`lru` {{ flat.lru[at]|pct }} and {{ real.lru[2]|pct }} %, `layer_lru` {{ flat.layer_lru[at]|pct }} and"
     " {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[at]|pct }} and {{ real.reuse[2]|pct }} %",

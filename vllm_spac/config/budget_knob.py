@@ -41,17 +41,27 @@ class BudgetKnob:
 
     Attributes:
         text: the bound as it was given, without arguments.
+        given: the arguments that were given.
         experts: experts per layer (B).
         mass: share of the routing mass, above 0 and at most 1.
         file: of budgets by layer.
-        given: the arguments that were given.
+        mass_of, ranking, coverage, when, votes: as in ``BudgetSettings``.
+        alpha: the power of the probability by which draft rows count; None: all rows count the same.
+        calibration: the file of a calibration.
     """
 
     text: str = OFF
+    given: Mapping[str, Any] = field(default_factory=dict, hash=False)
     experts: int | None = None
     mass: float | None = None
     file: Path | None = None
-    given: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    mass_of: str = "selected"
+    ranking: str = "selected"
+    coverage: str = "substitution"
+    when: str = "verify"
+    votes: str = "uniform"
+    alpha: float | None = None
+    calibration: Path | None = None
 
     @classmethod
     def parse(cls, text: str) -> BudgetKnob:
@@ -61,83 +71,38 @@ class BudgetKnob:
         for setting in settings:
             name, _, value = setting.partition("=")
             given |= {name: value} if name in _TEXTS else components.parse(f"budget@{setting}")[1]
-        made = cls._bound(bound, given)
-        made._check()
-        return made
-
-    @classmethod
-    def _bound(cls, bound: str, given: dict[str, Any]) -> BudgetKnob:
-        number = bound.partition("@")[0].strip()
-        try:
-            share = None if number == OFF else float(number)
-        except ValueError:
-            return cls(bound, file=path_of(bound), given=given)
-        given = components.parse(bound)[1] | given  # the first are unknown
-        if share is None:
-            return cls(given=given)
-        if re.fullmatch(r"[0-9]{1,7}", number) and share > 0:
-            return cls(number, experts=int(number), given=given)
-        if re.fullmatch(r"[0-9]+", number) or not 0 < share <= 1:
-            raise ValueError(_HELP)
-        return cls(number, mass=share, given=given)
-
-    def _check(self) -> None:
+        kind = _kind(bound.partition("@")[0].strip())
+        if kind is None:
+            kind = {"file": path_of(bound)}
+        else:
+            bound, unknown = components.parse(bound)
+            given |= unknown
+        votes = given.get("votes", _ARGUMENTS["votes"].default)
         known = [*_ARGUMENTS, *_TEXTS]
-        if self.mass is None:
-            known.remove("of")
-        if self.votes != PATH:
-            known.remove("alpha")
-        for name, value in self.given.items():
+        known = [name for name in known if {"of": "mass" in kind, "alpha": votes == PATH}.get(name, True)]
+        for name, value in given.items():
             if name not in known:
-                raise ValueError(f"{self.text} has no argument {brief(name)}; it has {', '.join(known)}")
+                raise ValueError(f"{bound} has no argument {brief(name)}; it has {', '.join(known)}")
             if name in _ARGUMENTS:
                 _ARGUMENTS[name].check(name, value)
-        _RANKING.check_name(self.ranking)
-        _ = self.calibration  # a path
-
-    def _argument(self, name: str) -> Any:
-        return self.given.get(name, _ARGUMENTS[name].default)
+        every = {name: each.default for name, each in _ARGUMENTS.items()} | given
+        return cls(
+            bound,
+            given,
+            **kind,
+            mass_of=every["of"],
+            ranking=_RANKING.check_name(every.get("ranking", cls.ranking)),
+            coverage=every["coverage"],
+            when=every["when"],
+            votes=votes,
+            alpha=float(every["alpha"]) if votes == PATH else None,
+            calibration=path_of(given["calibration"]) if "calibration" in given else None,
+        )
 
     @property
     def bounds(self) -> bool:
         """Whether a budget is in force from the start."""
-        return self.text != OFF or self.file is not None
-
-    @property
-    def mass_of(self) -> str:
-        """The mass of a share: ``selected``, the weights of the selected experts, or ``scores``, those of all."""
-        return str(self._argument("of"))
-
-    @property
-    def ranking(self) -> str:
-        """The ranking's name."""
-        return str(self.given.get("ranking", "selected"))
-
-    @property
-    def coverage(self) -> str:
-        """What a row runs instead of an expert that was cut."""
-        return str(self._argument("coverage"))
-
-    @property
-    def when(self) -> str:
-        """Which rows vote and are cut."""
-        return str(self._argument("when"))
-
-    @property
-    def votes(self) -> str:
-        """How much each of these rows counts."""
-        return str(self._argument("votes"))
-
-    @property
-    def alpha(self) -> float | None:
-        """The power of the probability by which draft rows count; None: all rows count the same."""
-        return float(self._argument("alpha")) if self.votes == PATH else None
-
-    @property
-    def calibration(self) -> Path | None:
-        """The file of a calibration."""
-        found = self.given.get("calibration")
-        return None if found is None else path_of(found)
+        return self.text != OFF
 
     def but(self, bound: object = None, **changed: Any) -> str:
         """Returns the knob's text with another bound, and with arguments changed; None leaves one out."""
@@ -145,7 +110,21 @@ class BudgetKnob:
         return components.written(self.text if bound is None else str(bound), arguments)
 
 
-@dataclass(frozen=True)
+def _kind(bound: str) -> dict[str, Any] | None:
+    """The attribute that a bound sets; none for ``off``, and None for a path."""
+    if bound == OFF:
+        return {}
+    try:
+        share = float(bound)
+    except ValueError:
+        return None
+    if re.fullmatch(r"[0-9]{1,7}", bound) and share > 0:
+        return {"experts": int(bound)}
+    if re.fullmatch(r"[0-9]+", bound) or not 0 < share <= 1:
+        raise ValueError(_HELP)
+    return {"mass": share}
+
+
 class BudgetText:
     """The type of the knob, as metadata of ``str``; pydantic validates it."""
 
