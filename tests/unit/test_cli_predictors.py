@@ -147,9 +147,6 @@ def test_a_reach_beyond_the_layers_is_refused() -> None:
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--json: .* cannot be written"):
         commands._write_json(tmp_path / "none" / "r", {})
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--pictures: .* cannot be written"):
-        commands._draw({}, "title", tmp_path / "file" / "folder")
 
 
 def test_a_text_fits_into_a_request_with_the_drafts_behind_it() -> None:

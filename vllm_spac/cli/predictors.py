@@ -31,7 +31,7 @@ vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.s
 EXAMPLES = examples("""
 vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
 vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
-  --slots 50% --pictures recall
+  --slots 50%
 [dim]Use other texts than for train-predictor.[/]
 """)
 LimitTokens = Annotated[int, typer.Option(help="Stop after this many tokens; all are kept in memory.", min=4)]
@@ -89,8 +89,6 @@ def predictors(
     prompts: Prompts,
     predictor: Annotated[Path, typer.Option(help="File from vllm-spac train-predictor.")],
     json_output: Annotated[Path, typer.Option("--json", help="File to write the results to.")],
-    pictures: Annotated[Path | None, typer.Option(help="Folder for pictures of recall by layer and horizon.")] = None,
-    title: Annotated[str | None, typer.Option(help="Title of the pictures.", show_default="MODEL")] = None,
     slots: Annotated[
         str, typer.Option(help="Experts in fast memory, as --spac-slots; misses are those of an LRU cache per layer.")
     ] = "25%",
@@ -119,10 +117,8 @@ def predictors(
         found = _collect(llm, pieces, 0, progress)
     results = _measured(file, found.samples, size)
     _write_json(json_output, results)
-    title = f"{title or file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
+    title = f"{file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
     _show(results, file, title)
-    if pictures is not None:
-        _draw(results, title, pictures)
 
 
 def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) -> Collected:
@@ -194,15 +190,6 @@ def _show(results: dict[str, dict], file: PredictorFile, title: str) -> None:
     caption = f"R@k: share of the {file.sizes.top_k} chosen experts among the first {file.sizes.top_k} that were named"
     print_table(console, table(results, shown(title), caption))
     _left_out(file)
-
-
-def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
-    from vllm_spac.tools.evaluation.predictor_recall import pictures
-
-    with writing(f"--pictures: {folder}", "name another folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-    written = ", ".join(str(path) for path in pictures(results, title, folder))
-    say(Console(), f"pictures: {shown(written)}")
 
 
 def _left_out(file: PredictorFile) -> None:

@@ -20,7 +20,6 @@ from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.files import writing
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.costs import Costs
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples("""
 vllm-spac simulate run.trace --profile rtx4090
-vllm-spac simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady --picture tpot.png
+vllm-spac simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady
 vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)   [dim]# ablations[/]
 vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
 vllm-spac simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
@@ -88,7 +87,6 @@ def simulate(
     ] = None,
     expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
 ) -> None:
     """Show what policies would have achieved on a recorded run: hits, bytes, stalls, time per token, and its bound."""
     from vllm_spac.config.config import SpacConfig
@@ -125,8 +123,6 @@ def simulate(
         content = facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]}
         with writing(output):
             output.write_text(json.dumps(content, indent=2) + "\n")
-    if picture is not None:
-        _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 
 
 def _executions(asked: str) -> list[str]:
@@ -203,18 +199,3 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     table = compact(title, heads, rows, left=("execution", "policy"), nothing=_NOTHING)
     table.caption = shown(costs.provenance.source)
     return table
-
-
-def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    figure, (hits, times) = begin_picture(1, 2, figsize=(10, 4))
-    for name in dict.fromkeys((outcome.execution, outcome.policy) for outcome in outcomes):
-        mine = sorted((o for o in outcomes if (o.execution, o.policy) == name), key=lambda o: o.share)
-        style = {"marker": "o", "linestyle": "-" if mine[0].execution == "slots" else "--", "label": ": ".join(name)}
-        shares = [100 * outcome.share for outcome in mine]
-        hits.plot(shares, [100 * outcome.hit_rate for outcome in mine], **style)
-        times.plot(shares, [1e3 * (outcome.tpot or float("nan")) for outcome in mine], **style)
-    hits.set(xlabel="experts in fast memory, %", ylabel="hit rate, %", ylim=(0, 100))
-    times.set(xlabel="experts in fast memory, %", ylabel="TPOT, ms", ylim=(0, None))
-    hits.legend()
-    figure.suptitle(title)
-    save_picture(figure, path)

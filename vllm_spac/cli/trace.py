@@ -13,7 +13,6 @@ from rich.table import Table
 from vllm_spac.cli.tables import compact, examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,19 +23,12 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples("""
 vllm-spac trace show run.trace
-vllm-spac trace show run.trace --picture heat.png
 """)
 
-_LARGEST = 100  # inches of a picture
 SHARES = (5, 10, 17, 25, 50, 75)
 
 
-def show(
-    file: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw how often each expert of each layer is used, e.g. heat.png.")
-    ] = None,
-) -> None:
+def show(file: Annotated[Path, typer.Argument(help="File written by --spac-trace.")]) -> None:
     """Show which experts are popular, how soon they are used again, hits of LRU caches, and locality."""
     from vllm_spac.recording.trace_file import Trace
     from vllm_spac.tools.traces import trace_statistics
@@ -59,9 +51,6 @@ def show(
 
         half, most = np.percentile(again, [50, 90])
         console.print(f"an expert is used again after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
-    if picture is not None:
-        _draw(trace_statistics.uses(trace), picture, file.name)
-        say(console, f"picture: {shown(picture)}")
 
 
 def _facts(file: Path, trace: Trace) -> Table:
@@ -178,19 +167,6 @@ FIGURES = {
     "rare": ("below 0.2%", _count),
     "sets_perplexity": ("sets", _count),
 }
-
-
-def _draw(uses: np.ndarray, path: Path, title: str) -> None:
-    import numpy as np
-
-    layers, experts = uses.shape
-    shares = uses / np.maximum(1, uses.sum(axis=1, keepdims=True)) * experts
-    size = (min(max(6, experts / 12), _LARGEST), min(max(2.5, layers / 5), _LARGEST))
-    figure, axes = begin_picture(figsize=size)
-    image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest")
-    figure.colorbar(image, label="uses, 1 = even")
-    axes.set(xlabel="expert", ylabel="layer", title=title)
-    save_picture(figure, path)
 
 
 def timeline(file: Annotated[Path, typer.Argument(help="File written by --spac-timeline.")]) -> None:
