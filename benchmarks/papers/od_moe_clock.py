@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from simulated_workers import LayerTimes, WorkerRun
-
-from vllm_spac.decisions.costs import Network
+from simulated_workers import LayerTimes, Network, WorkerRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Compares the tokens per second that ``vllm-spac plan`` calculates with measured ones.
 
-The toy model is inflated to several sizes of experts. For each, this machine is profiled as ``vllm-spac profile`` does,
+The toy model is inflated to several sizes of experts. For each, this machine is measured as ``vllm-spac check`` does,
 before the engines and after them, because disks of virtual machines drift. The plan then calculates each share of slots
 twice: with its assumptions on locality, from none on, which give a range, and from a recording of the model's own
 routing, as with ``--trace``. Engines with as many slots measure the time per token of prompts, one after the other.

@@ -46,7 +46,7 @@ def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = 
     """Trains predictors of ``model`` on ``texts``: those called ``only``, separated by commas, or all."""
     some = ("--only", only) if only else ()
     options = ("--prompts", texts, "--output", output, "--reach", str(reach), *some, *ENGINE)
-    vllm_spac("train-predictor", model, *options)
+    vllm_spac("predictors", "train", model, *options)
 
 
 def measured(name: str, model: str, reach: int = REACH, only: str = "") -> dict[str, Any]:
@@ -55,7 +55,7 @@ def measured(name: str, model: str, reach: int = REACH, only: str = "") -> dict[
     target = f"{model}/target"
     train(target, WORK / "training.jsonl", file, reach, only)
     texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
-    vllm_spac("predictors", target, *texts, "--json", output, *ENGINE)
+    vllm_spac("predictors", "measure", target, *texts, "--json", output, *ENGINE)
     return json.loads((ROOT / output).read_text())
 
 

@@ -58,13 +58,13 @@ def main(
     calibration = WORK / (calibrated or name) / "toy.calibration.safetensors"
     common = (target, "--window", str(window), "--slots", slots, "--disk-dir", cache / "packed")
     if not (ROOT / calibration).exists():
-        vllm_spac("calibrate", *common, "--prompts", cache / "calibration.jsonl", "--output", calibration)
+        vllm_spac("quality", "calibrate", *common, "--prompts", cache / "calibration.jsonl", "--output", calibration)
     options = ["--budgets", budgets, "--calibration", calibration, *(("--mass", masses) if masses else ())]
     options += ["--rankings", rankings, "--coverages", coverages]
     if generate:
         drafts = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": window - 1}
         options += ["--speculative-config", json.dumps(drafts), "--new-tokens", "48"]
-    vllm_spac("quality", *common, "--prompts", cache / "held-out.jsonl", "--output", cache, *options)
+    vllm_spac("quality", "sweep", *common, "--prompts", cache / "held-out.jsonl", "--output", cache, *options)
     shutil.copyfile(work / "quality.json", RESULTS / f"{name}_quality.json")
 
 

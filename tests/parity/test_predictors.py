@@ -48,7 +48,7 @@ def trained(tmp_path_factory) -> Path:
     command([TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
     command([TEXTS, folder / "held.jsonl", "--count", "4"])
     said = vllm_spac_command(
-        *("train-predictor", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
+        *("predictors", "train", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
         *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *ENGINE),
     )
     assert "2,688 tokens of 14 texts" in said and "left out" not in said
@@ -59,7 +59,17 @@ def trained(tmp_path_factory) -> Path:
 def test_recall_on_held_out_text(trained: Path) -> None:
     texts, file = trained / "held.jsonl", trained / "p.safetensors"
     said = vllm_spac_command(
-        *("predictors", MODELS / "target", "--prompts", texts, "--predictor", file, "--json", trained / "r.json"),
+        *(
+            "predictors",
+            "measure",
+            MODELS / "target",
+            "--prompts",
+            texts,
+            "--predictor",
+            file,
+            "--json",
+            trained / "r.json",
+        ),
         *("--slots", "25%", "--disk-dir", trained, *ENGINE),
     )
     found = json.loads((trained / "r.json").read_text())
@@ -182,7 +192,15 @@ def test_speculated_execution_of_draft_trees(trained: Path) -> None:
 @pytest.mark.full
 def test_quality_of_speculated_execution(trained: Path) -> None:
     said = vllm_spac_command(
-        *("quality", MODELS / "target", "--prompts", trained / "held.jsonl", "--speculate", "restricted,predicted"),
+        *(
+            "quality",
+            "sweep",
+            MODELS / "target",
+            "--prompts",
+            trained / "held.jsonl",
+            "--speculate",
+            "restricted,predicted",
+        ),
         *(
             "--predictor",
             trained / "p.safetensors",
@@ -215,7 +233,7 @@ def test_predictors_of_another_model_are_refused(trained: Path, tmp_path: Path) 
     tensors["model.layers.0.mlp.experts.0.down_proj.weight"] *= 2
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     said = vllm_spac_command(
-        *("predictors", other, "--prompts", trained / "held.jsonl", "--disk-dir", trained),
+        *("predictors", "measure", other, "--prompts", trained / "held.jsonl", "--disk-dir", trained),
         *("--predictor", trained / "p.safetensors", "--json", trained / "other.json", *ENGINE),
         code=1,
     )

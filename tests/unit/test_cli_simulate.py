@@ -1,4 +1,4 @@
-"""``vllm-spac trace show`` and ``vllm-spac simulate``: what they print, write and refuse."""
+"""``vllm-spac trace show`` and ``vllm-spac trace simulate``: what they print, write and refuse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
-from vllm_spac.cli.simulate import swept
+from vllm_spac.cli.trace import swept
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import Trace, TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
@@ -33,8 +33,8 @@ def recorded(tmp_path: Path) -> Path:
 
 def test_help_has_examples() -> None:
     assert "Examples vllm-spac trace show" in run("trace", "show", "--help")
-    assert "Examples vllm-spac simulate" in run("simulate", "--help")
-    assert "simulate" in run("--help") and "trace" in run("--help")
+    assert "Examples vllm-spac trace simulate" in run("trace", "simulate", "--help")
+    assert "simulate" in run("trace", "--help") and "trace" in run("--help")
 
 
 def test_show(recorded: Path) -> None:
@@ -65,7 +65,7 @@ def test_show_without_known_text(tmp_path: Path) -> None:
 def test_simulate_prints_and_writes_what_the_library_says(recorded: Path, tmp_path: Path) -> None:
     numbers = tmp_path / "o.json"
     options = ("--policy", "lru,utility@boundaries=(3,1)", "--slots", "25%,7", "--json", numbers)
-    text = run("simulate", recorded, "--profile", "h200", *options)
+    text = run("trace", "simulate", recorded, "--profile", "h200", *options)
     assert "h200 (calculated)" in text and "data sheets" in text and "utility@boundaries=(3,1)" in text
     content = json.loads(numbers.read_text())
     assert content["profile"]["provenance"]["how"] == "calculated" and content["model"]["experts"] == 20
@@ -80,7 +80,7 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
     numbers = tmp_path / "o.json"
     options = ("--profile", "h200", "--slots", "25%", "--execution", "slots,pointers")
     said = "--policy", "reuse", "--json", numbers
-    text = run("simulate", recorded, *options, *said)
+    text = run("trace", "simulate", recorded, *options, *said)
     assert "pointers" in text
     found = json.loads(numbers.read_text())["outcomes"]
     assert [o["execution"] for o in found] == ["slots", "pointers"]
@@ -88,7 +88,7 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
         asked = {"execution": outcome["execution"], "policy": "reuse"}
         same = simulate(Trace.load(recorded), 10, Costs.read("h200"), **asked, layer_ahead=True)
         assert (outcome["hits"], outcome["bytes"], outcome["tpot"]) == (same.hits, same.bytes, same.tpot)
-    both = run("simulate", recorded, *options)
+    both = run("trace", "simulate", recorded, *options)
     assert both.count("pointers") == 4 and both.count("belady") == 1, "a ceiling for slots only"
 
 
@@ -98,7 +98,7 @@ def test_the_next_layer_is_read_ahead_as_in_serving(tmp_path: Path) -> None:
     found = {}
     for option in ("--layer-ahead", "--no-layer-ahead"):
         options = ("--profile", "h200", "--slots", "75%", "--policy", "lru,belady", "--json", tmp_path / "o.json")
-        run("simulate", tmp_path / "many.trace", *options, option)
+        run("trace", "simulate", tmp_path / "many.trace", *options, option)
         content = json.loads((tmp_path / "o.json").read_text())
         assert content["layer_ahead"] == (option == "--layer-ahead")
         found[option] = content["outcomes"]
@@ -110,7 +110,7 @@ def test_the_next_layer_is_read_ahead_as_in_serving(tmp_path: Path) -> None:
 def test_reads_ahead(recorded: Path, tmp_path: Path) -> None:
     numbers, spec = tmp_path / "o.json", "utility@depth=2@gamma=8@upper=1"
     options = ("--profile", "h200", "--slots", "25%", "--policy", "lru", "--prefetch", spec, "--json", numbers)
-    assert "ahead" in run("simulate", recorded, *options)
+    assert "ahead" in run("trace", "simulate", recorded, *options)
     (found,) = json.loads(numbers.read_text())["outcomes"]
     same = simulate(Trace.load(recorded), 10, Costs.read("h200"), prefetch=spec)
     assert found["prefetch"] == spec and found["prefetches"] == same.prefetches > 0
@@ -119,7 +119,7 @@ def test_reads_ahead(recorded: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("decides", [("--balancer", "waterfill"), ("--prefetch", "utility")])
 def test_no_upper_bound_where_uses_depend_on_decisions(recorded: Path, decides: tuple[str, str]) -> None:
-    text = run("simulate", recorded, "--profile", "h200", "--slots", "25%", *decides)
+    text = run("trace", "simulate", recorded, "--profile", "h200", "--slots", "25%", *decides)
     assert "reuse" in text and "belady" not in text
 
 
@@ -127,10 +127,12 @@ def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
     both = swept(["lru", "utility@forget=0.2"], ["gamma=2,4", "upper=1,8"])
     assert both == ["lru", *(f"utility@forget=0.2@gamma={g}@upper={k}" for g in (2, 4) for k in (1, 8))]
     options = ("--profile", "h200", "--slots", "25%", "--policy", "lru,utility")
-    text = run("simulate", recorded, *options, "--sweep", "boundaries=(3,1),(2,2)")
+    text = run("trace", "simulate", recorded, *options, "--sweep", "boundaries=(3,1),(2,2)")
     assert "utility@boundaries=(3,1)" in text and "utility@boundaries=(2,2)" in text
-    assert "none of lru, utility has a knob size" in run("simulate", recorded, *options, "--sweep", "size=1", code=1)
-    assert "use KNOB=VALUE" in run("simulate", recorded, *options, "--sweep", "gamma", code=1)
+    assert "none of lru, utility has a knob size" in run(
+        "trace", "simulate", recorded, *options, "--sweep", "size=1", code=1
+    )
+    assert "use KNOB=VALUE" in run("trace", "simulate", recorded, *options, "--sweep", "gamma", code=1)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
     ],
 )
 def test_refusals_are_one_line(recorded: Path, options, named: str) -> None:
-    text = run("simulate", recorded, *options, code=1)
+    text = run("trace", "simulate", recorded, *options, code=1)
     assert "error:" in text and named in text and "Traceback" not in text
 
 

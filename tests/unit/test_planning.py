@@ -382,7 +382,7 @@ def test_a_measured_machine_loads_from_what_was_measured(model: ServedModel, mon
     with pytest.raises(ConfigError, match="has none; use --host-memory"):
         PlannedMachine.of(str(path), fast_memory=GIB)
     path.write_text(calculated.model_copy(update={"capacity": None}).model_dump_json())
-    with pytest.raises(ConfigError, match="run vllm-spac profile there again"):
+    with pytest.raises(ConfigError, match="run vllm-spac check --measure there again"):
         PlannedMachine.of(str(path))
 
 
@@ -480,7 +480,7 @@ def test_a_machine_that_was_not_measured_is_measured_once(model: ServedModel, mo
     text = run(model.name)
     assert "this machine was not measured yet: doing so once" in text and f"kept in {path}" in text
     assert "costs of here: measured" in text
-    assert asked[0][-4:-1] == ["profile", f"--expert-bytes={W_E}", f"--disk-dir={machines.DISK_DIR.expanduser()}"]
+    assert asked[0][-4:-1] == ["--measure", f"--expert-bytes={W_E}", f"--disk-dir={machines.DISK_DIR.expanduser()}"]
     assert asked[0][-1] == f"--output={path}"
     assert "not measured yet" not in run(model.name) and len(asked) == 1
 

@@ -337,7 +337,7 @@ def test_knobs_reach_the_components():
         ({"prefetch": "oracle@recall=2"}, "use reach >= 0 and recall from 0 to 1"),
         ({"overlap": "all"}, "loads overlap with none, rows or hits, not 'all'"),
         ({"prefetch": "utility@depth=0"}, "must be at least 1"),
-        ({"prefetch": "neural"}, "prefetch neural is trained; name a file of `vllm-spac train-predictor`"),
+        ({"prefetch": "neural"}, "prefetch neural is trained; name a file of `vllm-spac predictors train`"),
         ({"prefetch": "oracle@upper=1"}, "oracle has no argument 'upper'"),
         ({"policy": "belady", "prefetch": "utility"}, "belady must know"),
         ({"execution": "pointers", "prefetch": "utility"}, "prefetch utility is of execution=slots"),
@@ -449,7 +449,7 @@ def test_what_pointers_refuse(options, named):
 def test_a_disk_cannot_be_read_in_place():
     costs = COSTS.model_copy(update={"provenance": COSTS.provenance.model_copy(update={"store": "disk"})})
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
-    with pytest.raises(ConfigError, match="vllm-spac profile --store host"):
+    with pytest.raises(ConfigError, match="vllm-spac check --measure --store host"):
         simulate(trace, 12, costs, execution="pointers")
     assert simulate(trace, 12, costs).seconds > 0
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 from od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
-from simulated_workers import LayerTimes, cached
+from simulated_workers import LayerTimes, Network, cached
 
-from vllm_spac.decisions.costs import Network
 from vllm_spac.methods.od_moe.division import layers_of
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 

@@ -81,7 +81,7 @@ class PrefetchSettings:
         if named and components.find("predictors", self.prefetch).needs_file:
             raise ConfigError(
                 f"spac: prefetch={self.prefetch!r} is trained for a model; add --spac-predictor-file FILE, from "
-                "`vllm-spac train-predictor`"
+                "`vllm-spac predictors train`"
             )
         self._check_needs()  # also refuses wrong options now, not in the first forward
 

@@ -1,4 +1,4 @@
-"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` lists what can be set."""
+"""``vllm-spac plan``: how to serve a model on a machine, calculated."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from vllm_spac.cli.doctor import normal_url
+from vllm_spac.cli.stats import normal_url
 from vllm_spac.cli.tables import examples, print_table, say, shown
-from vllm_spac.config.types import DECIDED, flag
+from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
@@ -58,7 +57,7 @@ def plan(
         str,
         typer.Option(
             help="here (measured first, if it was not yet), a100, b200, h100, h200, rtx3090, rtx4090, rtx5090, or a "
-            "file of vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
+            "file of check --measure. For another GPU the one with its PCIe generation, and its --fast-memory."
         ),
     ] = _HERE,
     context: Annotated[
@@ -134,7 +133,7 @@ def plan(
 
 def _measured_here(named: NamedModel) -> None:
     """Measures this machine with experts of such a model, if it was not measured yet."""
-    from vllm_spac.cli.profile import measure_first
+    from vllm_spac.cli.measuring import measure_first
     from vllm_spac.system.machine import DISK_DIR
     from vllm_spac.system.untrusted import path_named
     from vllm_spac.tools.planning.planned_machine import profile_path
@@ -362,72 +361,3 @@ def _content(found: ServingPlan) -> dict:
         "choices": [of_row(row) for row in found.rows],
         "command": of_row(found.best)["command"],
     }
-
-
-KNOBS_EXAMPLES = examples("""
-vllm-spac knobs
-vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
-""")
-
-_ELSEWHERE = "see right"  # values that the description states
-NONE = "no result of ours"  # in which another value than the default wins
-_HEAD = """# Knobs
-
-Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. From `vllm-spac knobs --markdown`.
-*Wins in*: a file of `benchmarks/results` in which a value other than the default does better.
-
-| knob | flag | values | default | what it does | wins in |
-|---|---|---|---|---|---|
-"""
-
-
-def knobs(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
-) -> None:
-    """List every knob of the plugin."""
-    if markdown:
-        print(document(), end="")
-        return
-    console = Console()
-    for name, option, values, default, text in rows():
-        console.print(f"[bold]{name}[/]  {option}" + (f"  [dim]default: {escape(default)}[/]" if default else ""))
-        if values and values != _ELSEWHERE:
-            console.print(Padding(f"[dim]{escape(values)}[/]", (0, 0, 0, 4)), highlight=False)
-        console.print(Padding(escape(text), (0, 0, 1, 4)), highlight=False)
-
-
-def document() -> str:
-    """The text of ``vllm_spac/KNOBS.md``."""
-    from vllm_spac.config.config import component_knobs
-    from vllm_spac.config.evidence import WINS
-
-    wins = {name: f"{value}: `{file}`" for name, (value, file) in WINS.items()}
-    lines = (
-        f"| `{name}` | `{option}` | {values} | {f'`{default}`' if default else ''} | {text} | {wins.get(name, NONE)} |"
-        for name, option, values, default, text in rows()
-    )
-    families = "\n".join(
-        f"- `{knob}`: a file of `{name.family.replace('.', '/')}/`" for knob, name in component_knobs().items()
-    )
-    return f"{_HEAD}{chr(10).join(lines)}\n\nKnobs that name a component of a family:\n\n{families}\n"
-
-
-def rows() -> list[tuple[str, str, str, str, str]]:
-    """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
-    from vllm_spac.config.config import SpacConfig, value_forms  # imports torch, which takes seconds
-
-    found, forms = [], value_forms()
-    for name, field in SpacConfig.model_fields.items():
-        default = "" if field.default is None else str(field.default)
-        values = ", ".join(forms[name]) if name in forms else _values(field.annotation)
-        found.append((name, flag(name), values, default, (field.description or "").replace("|", "/")))
-    return found
-
-
-def _values(annotation: Any) -> str:
-    kinds = [annotation, *get_args(annotation)]
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            return ", ".join(map(str, get_args(kind)))
-    names = {"Path": "a path", "int": "a number", "float": "a share", "bool": "true, false", "str": _ELSEWHERE}
-    return next((names[kind.__name__] for kind in kinds if getattr(kind, "__name__", "") in names), "")

@@ -1,4 +1,4 @@
-"""``vllm-spac train-predictor`` and ``predictors``: trains predictors of experts, and measures their recall."""
+"""``vllm-spac predictors``: ``train`` makes predictors of experts, ``measure`` their recall."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from vllm_spac.tools.evaluation.collection import Collected
 
 TRAIN_EXAMPLES = examples("""
-vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
-vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
-vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --only neural
+vllm-spac predictors train allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
+vllm-spac predictors train ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
+vllm-spac predictors train ./model --prompts book.txt --output model.predictors.safetensors --only neural
 [dim]Interrupted with Ctrl-C, the same command reads the texts again and continues with the next predictor.[/]
 """)
 EXAMPLES = examples("""
-vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
-vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
-  --slots 50%
-[dim]Use other texts than for train-predictor.[/]
+vllm-spac predictors measure ./model --prompts held-out.jsonl --predictor model.predictors.safetensors
+  --json recall.json
+vllm-spac predictors measure ./model --prompts held-out.jsonl --predictor model.predictors.safetensors
+  --json recall.json --slots 50%
+[dim]Use other texts than for predictors train.[/]
 """)
 LimitTokens = Annotated[int, typer.Option(help="Stop after this many tokens; all are kept in memory.", min=4)]
 
@@ -40,7 +41,7 @@ _SAVE_SECONDS = 10
 _OTHERS = 8  # of so many texts, one is not fitted to
 
 
-def train_predictor(
+def train(
     model: Model,
     prompts: Prompts,
     output: Annotated[Path, typer.Option(help="File to write, e.g. model.predictors.safetensors.")],
@@ -55,7 +56,7 @@ def train_predictor(
     limit_tokens: LimitTokens = 50_000,
     engine: Engine = None,
 ) -> None:
-    """Train predictors of the next layers' experts on texts: for predictors, which measures them."""
+    """Train predictors of the next layers' experts on texts."""
     from vllm_spac.decisions.predictor_file import closure
     from vllm_spac.tools.evaluation import engine as offline
     from vllm_spac.tools.evaluation.prompts import checksum, read
@@ -84,10 +85,10 @@ def train_predictor(
     say(Console(), written)
 
 
-def predictors(
+def measure(
     model: Model,
     prompts: Prompts,
-    predictor: Annotated[Path, typer.Option(help="File from vllm-spac train-predictor.")],
+    predictor: Annotated[Path, typer.Option(help="File from vllm-spac predictors train.")],
     json_output: Annotated[Path, typer.Option("--json", help="File to write the results to.")],
     slots: Annotated[
         str, typer.Option(help="Experts in fast memory, as --spac-slots; misses are those of an LRU cache per layer.")

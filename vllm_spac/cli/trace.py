@@ -1,27 +1,35 @@
-"""``vllm-spac trace``: statistics of recorded routing."""
+"""``vllm-spac trace``: statistics of recorded routing, and what other policies would have achieved on it."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
+from vllm_spac import components
+from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.cli.tables import compact, examples, print_table, say, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.files import writing
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
+    from vllm_spac.decisions.costs import Costs
     from vllm_spac.recording.trace_file import Trace
+    from vllm_spac.tools.traces.replayed import Outcome
 
-EXAMPLES = examples("""
+SHOW_EXAMPLES = examples("""
 vllm-spac trace show run.trace
 """)
 
@@ -169,6 +177,177 @@ FIGURES = {
 }
 
 
-def timeline(file: Annotated[Path, typer.Argument(help="File written by --spac-timeline.")]) -> None:
-    """Say where a timeline is opened."""
-    raise ConfigError(f"{file} is for a viewer: open it in https://ui.perfetto.dev or chrome://tracing")
+SIMULATE_EXAMPLES = examples("""
+vllm-spac trace simulate run.trace --profile rtx4090
+vllm-spac trace simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady
+vllm-spac trace simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)
+vllm-spac trace simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
+vllm-spac trace simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
+vllm-spac trace simulate run.trace --profile rtx4090 --prefetch oracle@reach=1@recall=0.8   [dim]# worth a predictor?[/]
+vllm-spac trace simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
+vllm-spac trace simulate run.trace --profile h200 --execution slots,pointers --policy reuse
+""")
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
+    profile: Annotated[str, typer.Option(help="Costs of a machine: a file, or rtx4090 or h200 (calculated).")],
+    execution: Annotated[str, typer.Option(help="How layers access experts: slots, pointers, or both.")] = "slots",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Policies, each with knobs if need be: name@knob=value. layer_lru and belady are for slots only; "
+            "pinned needs @calibration=FILE, or @trace=FILE of another run.",
+            show_default="lru,layer_lru,lfu,utility,reuse,belady",
+        ),
+    ] = None,
+    slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "5%,10%,25%,50%",
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="KNOB=VALUE,VALUE,…: run each policy that has this knob with each value.")
+    ] = None,
+    balancer: Annotated[str, typer.Option(help="Selects experts for the CPU: none, threshold or waterfill.")] = "none",
+    prefetch: Annotated[
+        str,
+        typer.Option(
+            help="With slots: predictor of reads ahead, as --spac-prefetch, optionally with knobs, but without "
+            "a limit of what they add, unless extra sets one; oracle: the ceiling."
+        ),
+    ] = "off",
+    predictor_file: Annotated[
+        Path | None, typer.Option(help="File of vllm-spac predictors train, for a trained --prefetch.")
+    ] = None,
+    layer_ahead: Annotated[
+        bool,
+        typer.Option(
+            help="With slots: forwards with many rows also read what the next layer is expected to use, as serving "
+            "does; belady, whose future is known, is without."
+        ),
+    ] = True,
+    overlap: Annotated[
+        str,
+        typer.Option(
+            help="With slots: what a layer computes while it loads: nothing, as serving does; rows, those whose "
+            "experts are all resident; hits, as with pointers, though the bits may then change."
+        ),
+    ] = "none",
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="With slots: host memory between slots and disk, as --spac-host-memory; its loads cost the "
+            "profile's host."
+        ),
+    ] = None,
+    expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
+) -> None:
+    """Show what policies would have achieved on a recorded run: hits, bytes, stalls, time per token, and its bound."""
+    from vllm_spac.config.config import SpacConfig
+    from vllm_spac.decisions.costs import Costs
+    from vllm_spac.recording.trace_file import Trace
+    from vllm_spac.tools.traces.simulation import simulate as replay
+
+    costs, recorded = Costs.read(profile), Trace.load(trace)
+    foreseeable = balancer == "none" and prefetch == "off"
+    cases: list[dict[str, Any]] = [
+        {"slots": count, "policy": name, "execution": way}
+        for count in slot_counts(slots, recorded.facts)
+        for way in _executions(execution)
+        for name in swept(parse_list(policy) if policy else _policies(way, foreseeable), sweep or [])
+    ]
+    common: dict[str, Any] = {
+        "balancer": balancer,
+        "prefetch": prefetch,
+        "predictor_file": predictor_file,
+        "layer_ahead": layer_ahead,
+        "overlap": overlap,
+        "expert_bytes": expert_bytes,
+        "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,
+    }
+    outcomes = [
+        replay(recorded, costs=costs, **case, **common)
+        for case in track(cases, "simulating", console=Console(stderr=True), transient=True)
+    ]
+    console = Console()
+    print_table(console, _outcomes(trace, costs, outcomes))
+    if output is not None:
+        facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
+        asked = {"overlap": overlap, "layer_ahead": layer_ahead}
+        content = facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+        with writing(output):
+            output.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _executions(asked: str) -> list[str]:
+    from vllm_spac.tools.traces.simulation import EXECUTIONS
+
+    found = list(EXECUTIONS) if asked == "both" else parse_list(asked)
+    if not found or not set(found) <= set(EXECUTIONS):
+        raise ConfigError(f"--execution {asked}: use {', '.join(EXECUTIONS)}, or both")
+    return found
+
+
+def _policies(execution: str, foreseeable: bool) -> list[str]:
+    """Policies that are compared by default; ``belady``, the upper bound, where uses follow from the trace alone."""
+    if execution == "slots":
+        return ["lru", "layer_lru", "lfu", "utility", "reuse", *(["belady"] if foreseeable else [])]
+    return ["lru", "lfu", "utility", "reuse"]
+
+
+def swept(policies: list[str], sweeps: list[str]) -> list[str]:
+    """Each policy with all combinations of the swept knobs that it has; a policy with none of them is unchanged.
+
+    Raises:
+        ConfigError: a sweep is not KNOB=VALUE,…, or no policy has its knob.
+    """
+    for sweep in sweeps:
+        knob, _, values = sweep.partition("=")
+        if not knob or not parse_list(values):
+            raise ConfigError(f"--sweep {sweep}: use KNOB=VALUE,VALUE,… as in upper=1,2,4")
+        having = [spec for spec in policies if knob in _knobs(spec)]
+        if not having:
+            raise ConfigError(f"--sweep {sweep}: none of {', '.join(policies)} has a knob {knob}")
+        policies = [
+            variant
+            for spec in policies
+            for variant in ([f"{spec}@{knob}={value}" for value in parse_list(values)] if spec in having else [spec])
+        ]
+    return policies
+
+
+def _knobs(spec: str) -> Collection[str]:
+    return inspect.signature(components.find("policies", spec.partition("@")[0])).parameters
+
+
+_NOTHING = ("", "-", "0", gib(0), "0.00 s")  # what an outcome does not have: bytes from host memory, reads ahead, …
+
+
+def _outcomes(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
+    title = f"{shown(trace)} on {shown(costs.name)} ({costs.provenance.how})"
+    amounts = ("hit rate", "moved", "from host", "ahead", "streamed", "on the CPU", "stalled")
+    heads = ("slots", "execution", "policy", *amounts, "TPOT ms", "bound ms", "ratio")
+    several = {outcome.execution for outcome in outcomes} != {"slots"}
+    rows: list[Sequence[str]] = []
+    last = None
+    for outcome in outcomes:
+        if last not in (None, outcome.slots):
+            rows.append(())
+        last = outcome.slots
+        rows.append(
+            (
+                f"{outcome.slots} ({100 * outcome.share:.0f}%)",
+                outcome.execution if several else "",
+                shown(outcome.policy),
+                f"{100 * outcome.hit_rate:.1f}%",
+                gib(outcome.bytes),
+                f"{outcome.host_loads:,}",
+                f"{outcome.prefetches:,}",
+                gib(outcome.streamed_bytes),
+                f"{outcome.cpu:,}",
+                f"{outcome.stall_seconds:.2f} s",
+                *("-" if value is None else f"{1e3 * value:.2f}" for value in (outcome.tpot, outcome.bound_tpot)),
+                f"{outcome.ratio:.2f}",
+            )
+        )
+    table = compact(title, heads, rows, left=("execution", "policy"), nothing=_NOTHING)
+    table.caption = shown(costs.provenance.source)
+    return table

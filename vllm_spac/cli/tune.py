@@ -41,7 +41,7 @@ def tune(
     model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a name in the Hugging Face cache.")],
     minutes: Annotated[float, typer.Option(help="Time to spend, after the first start.", min=0.1)] = 10.0,
     prompts: Annotated[
-        Path | None, typer.Option(help="As for vllm-spac quality.", show_default="24 prompts of the package")
+        Path | None, typer.Option(help="As for vllm-spac quality sweep.", show_default="24 prompts of the package")
     ] = None,
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate after each prompt.", min=2)] = 64,
     slots: Annotated[str | None, typer.Option(help="As --spac-slots, for all.", show_default="as many as fit")] = None,

@@ -78,7 +78,7 @@ class SpacConfig(BaseModel):
     )
     predictor_file: types.SomePath = Field(
         None,
-        description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=neural; gate "
+        description="File from vllm-spac predictors train, for a trained predictor, e.g. prefetch=neural; gate "
         "needs none.",
     )
     guard: Annotated[str, types.GUARD] = Field(
@@ -109,7 +109,7 @@ class SpacConfig(BaseModel):
     )
     profile: types.SomePath = Field(
         None,
-        description="Costs for cpu_experts, a file of vllm-spac profile, instead of those measured at the start.",
+        description="Costs for cpu_experts, a file of vllm-spac check --measure, not those measured at the start.",
     )
     cpu_kernel: Annotated[str | None, ComponentName("cpu_kernels", "CPU kernel")] = Field(
         None,
@@ -164,7 +164,7 @@ class SpacConfig(BaseModel):
         None,
         description="LOSSY: experts per layer that one verify step may use, ranked over all of its tokens: a number "
         "of them (16), as many as hold a share of the routing mass of the selected experts (0.98) or of all "
-        "(0.98@of=scores), or a number for each layer (the file of vllm-spac budgets).",
+        "(0.98@of=scores), or a number for each layer (the file of vllm-spac quality budgets).",
     )
     budget_ranking: Annotated[str, ComponentName("rankings", "ranking")] = Field(
         "selected",
@@ -193,7 +193,7 @@ class SpacConfig(BaseModel):
     )
     calibration: types.SomePath = Field(
         None,
-        description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
+        description="File from vllm-spac quality calibrate, for the rankings static and coactivation, and for pinned.",
     )
     tuned: types.TunedText = "auto"
     page: bool = Field(

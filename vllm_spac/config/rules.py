@@ -36,7 +36,7 @@ def _check_budget(config: Any) -> None:
     if components.find("rankings", config.budget_ranking).needs_calibration:
         raise _refused(
             f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) needs calibration",
-            add(calibration="FILE").but(", which `vllm-spac calibrate` writes"),
+            add(calibration="FILE").but(", which `vllm-spac quality calibrate` writes"),
         )
 
 
@@ -217,7 +217,7 @@ def _check_calibration(config: Any) -> None:
     if config.calibration is None and components.find("policies", config.policy).needs_calibration:
         raise _refused(
             f"policy={config.policy} (--spac-policy) needs calibration",
-            add(calibration="FILE").but(", which `vllm-spac calibrate` writes"),
+            add(calibration="FILE").but(", which `vllm-spac quality calibrate` writes"),
         )
 
 
@@ -227,7 +227,7 @@ def _check_preset(config: Any) -> None:
     if config.prefetch == PRESETS[config.preset].knobs.get("prefetch") and (_needs_file(config.prefetch)):
         raise _refused(
             f"preset={config.preset} (--spac-preset) prefetches by {config.prefetch}, which is trained for a model",
-            add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+            add(predictor_file="FILE").but(", which `vllm-spac predictors train` writes"),
             drop("preset"),
         )
 
@@ -258,7 +258,7 @@ def _check_prefetch(config: Any) -> None:
     if config.predictor_file is None and trained and _needs_file(config.prefetch):
         raise _refused(
             f"{named} needs predictor_file",
-            add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+            add(predictor_file="FILE").but(", which `vllm-spac predictors train` writes"),
             drop("prefetch"),
         )
     if config.predictor_file is not None and not trained:

@@ -26,7 +26,7 @@ def _path(value: Any) -> Any:
 ALPHA = 0.5  # of weighted votes, by default
 AUTO = "auto"  # of cpu_experts: while steps are shorter with them
 ROUNDED = "exact up to rounding"  # the mode of engines whose experts another kernel than vLLM's computes
-# What an engine on a GPU is by default: the words of the log, of ``vllm-spac doctor`` and of the documents.
+# What an engine on a GPU is by default: the words of the log, of ``vllm-spac check`` and of the documents.
 ROUNDED_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; --spac-kernel vllm gives stock's bits)"
 ONLY_OURS_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; vLLM's reads no slots of this format)"
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
@@ -137,7 +137,7 @@ class WithArguments:
 
 _BUDGET_HELP = (
     "use a number of experts (16), a share of the routing mass above 0 and at most 1 (0.98, or 0.98@of=scores), or "
-    "the file of vllm-spac budgets"
+    "the file of vllm-spac quality budgets"
 )
 _OF = {"of": Argument("selected", ("selected", "scores"))}
 

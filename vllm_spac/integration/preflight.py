@@ -65,9 +65,9 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of an element
 _LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
 _WRITES = {  # knob of a file -> how a user gets one
-    "calibration": "vllm-spac calibrate writes one",
-    "predictor_file": "vllm-spac train-predictor writes one",
-    "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac budgets",
+    "calibration": "vllm-spac quality calibrate writes one",
+    "predictor_file": "vllm-spac predictors train writes one",
+    "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac quality budgets",
 }
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
 

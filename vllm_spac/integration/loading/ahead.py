@@ -45,7 +45,7 @@ def predictors(
             problem = str(error).removeprefix("spac: ")
             raise ConfigError.refused(
                 f"spac: prefetch={config.prefetch} (--spac-prefetch) is made of the checkpoint's routers: {problem}",
-                add(prefetch="neural", predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+                add(prefetch="neural", predictor_file="FILE").but(", which `vllm-spac predictors train` writes"),
                 use(prefetch="utility"),
             ) from error
     shape = _only(config, shapes)

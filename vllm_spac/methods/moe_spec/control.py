@@ -514,6 +514,6 @@ def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranki
     if found.offline and not offline:
         raise ConfigError(
             f"spac: budget_ranking={name} (--spac-budget-ranking) runs every expert and is for evaluation only "
-            f"(vllm-spac quality); use one of {', '.join(components.serving('rankings'))}"
+            f"(vllm-spac quality sweep); use one of {', '.join(components.serving('rankings'))}"
         )
     return found.of(calibration)

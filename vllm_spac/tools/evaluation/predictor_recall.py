@@ -25,7 +25,7 @@ _TIMED = 64  # rows
 
 
 def measure(predictor: Predictor, samples: Samples, missed: Tensor) -> dict:
-    """Returns what ``vllm-spac predictors`` reports of one predictor: recalls, and microseconds per layer and bytes.
+    """Returns what ``vllm-spac predictors measure`` reports of a predictor: recalls, microseconds per layer, bytes.
 
     Args:
         predictor: as built; one that needs counts has seen no step.

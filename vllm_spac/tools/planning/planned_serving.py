@@ -279,5 +279,5 @@ def _no_store(model: ServedModel, machine: PlannedMachine) -> str:
     disk = "" if machine.disk_free is None else f" and {gib(machine.disk_free)} of disk"
     return (
         f"nothing fits: the experts take {gib(model.experts_bytes)}, and {where}{disk} have no room for them; free "
-        "some, or measure a disk: run vllm-spac profile --store disk there"
+        "some, or measure a disk: run vllm-spac check --measure --store disk there"
     )

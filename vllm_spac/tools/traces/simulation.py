@@ -108,7 +108,7 @@ def _tier(policy: str, trace: Trace, costs: Costs, slots: int, rows: int) -> Hos
     if costs.host is None:
         raise ConfigError(
             "the profile does not say what a load from host memory beside the store costs; use one of "
-            "`vllm-spac profile --store disk`"
+            "`vllm-spac check --measure --store disk`"
         )
     if rows == 0:
         raise ConfigError("host memory smaller than an expert holds none; give more")
@@ -208,7 +208,7 @@ def build_prefetch(
 
 def _trained(name: str, trace: Trace, file: Path | None) -> Predictor:
     if file is None:
-        raise ConfigError(f"prefetch {name} is trained; name a file of `vllm-spac train-predictor`")
+        raise ConfigError(f"prefetch {name} is trained; name a file of `vllm-spac predictors train`")
     found = PredictorFile.read(file)
     ours, facts = found.sizes, trace.facts
     if (ours.layers, ours.experts, ours.top_k) != (facts.layers, facts.experts, facts.top_k):
@@ -241,8 +241,8 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
         raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers give them slots in their layer")
     if costs.provenance.store == "disk":
         raise ConfigError(
-            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
-            "--store host"
+            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac "
+            "check --measure --store host"
         )
 
 
