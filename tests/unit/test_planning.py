@@ -16,6 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "replay"))
+from routing_locality import PUBLISHED, Locality
+
 from vllm_spac.cli import plan as cli_plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
@@ -32,9 +35,8 @@ from vllm_spac.tools.planning.architecture import Architecture
 from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_percent, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel, executions
-from vllm_spac.tools.planning.planned_serving import assumptions, make_plan
+from vllm_spac.tools.planning.planned_serving import make_plan
 from vllm_spac.tools.planning.predict import PROMPT, Prediction, first_token, predict
-from vllm_spac.tools.traces.locality import PUBLISHED, Locality
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
@@ -176,7 +178,7 @@ def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None
         )
         assert after - before == pytest.approx(more)
     for found, said in ((plain, "the plugin's own work, "), (works, "")):
-        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [planned_routing.LOW])) if "no time" in t)
+        (text,) = (t for t in make_plan(model, found, ONE, [planned_routing.LOW]).assumptions if "no time" in t)
         assert text == (
             f"taken to take no time: {said}vLLM's own work in a step, kernel launches; real speeds are lower"
         )
@@ -191,7 +193,7 @@ def test_vllm_s_own_work_slows_every_step(model: ServedModel) -> None:
             1 / predict(choice, model, m, ONE, planned_routing.EVEN).tokens_per_second for m in (plain, works)
         )
         assert after - before == pytest.approx(2e-3 + model.layers * 1e-4, rel=1e-3)
-    assert not any("no time" in text for text in assumptions(make_plan(model, works, ONE, [planned_routing.LOW])))
+    assert not any("no time" in text for text in make_plan(model, works, ONE, [planned_routing.LOW]).assumptions)
 
 
 def test_a_step_s_work_on_the_host_hides_while_the_gpu_computes(model: ServedModel) -> None:
@@ -382,7 +384,7 @@ def test_a_measured_machine_loads_from_what_was_measured(model: ServedModel, mon
     with pytest.raises(ConfigError, match="has none; use --host-memory"):
         PlannedMachine.of(str(path), fast_memory=GIB)
     path.write_text(calculated.model_copy(update={"capacity": None}).model_dump_json())
-    with pytest.raises(ConfigError, match="run vllm-spac check --measure there again"):
+    with pytest.raises(ConfigError, match="run vllm-spac check --measure there"):
         PlannedMachine.of(str(path))
 
 
@@ -656,7 +658,7 @@ def test_states_of_unknown_size_leave_the_kv_cache_to_vllm(model: ServedModel) -
     found, here = replace(model, architecture=shape), machine(GIB, GIB)
     assert "--kv-cache-memory-bytes" not in command(Choice(25, "host"), found, here, ONE)
     plan = make_plan(found, machine(GIB * 1.25, 2 * GIB), ONE, [planned_routing.LOW])
-    assert any("states of its 4 recurrent layers take no memory" in text for text in assumptions(plan))
+    assert any("states of its 4 recurrent layers take no memory" in text for text in plan.assumptions)
 
 
 MXFP4 = {"quant_method": "mxfp4"}

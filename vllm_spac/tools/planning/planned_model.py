@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.headers import Checkpoint
@@ -16,6 +17,7 @@ from vllm_spac.tools.planning.architecture import Architecture
 Execution = Literal["slots", "table", "pointers"]
 Decisions = Literal["auto", "host", "device"]
 Kernel = Literal["auto", "vllm", "table"]
+PLANES = {name: f"decisions={decided}" + (", kernel=table" * (name == "table")) for name, decided in DECIDED.items()}
 
 
 @dataclass(frozen=True)
