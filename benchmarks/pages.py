@@ -23,12 +23,13 @@ from typing import Any
 import jinja2
 
 sys.path.insert(0, str(Path(__file__).parent / "scaled"))
+sys.path.insert(0, str(Path(__file__).parent / "replay"))
 from common import RESULTS, ROOT, over_exact
 from proportions import Proportions
+from routing_locality import PUBLISHED
 
 from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.integration.hooks.device import TESTED as SUPPORTED_VLLM
-from vllm_spac.tools.traces.locality import PUBLISHED
 
 SOURCES = ROOT / "benchmarks" / "pages"
 INDEX = "README"

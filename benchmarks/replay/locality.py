@@ -12,9 +12,9 @@ from rich import print
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, ROOT, is_toy, provenance, sha256, trace_files, write_result
+from routing_locality import Locality
 
 from vllm_spac.recording.trace_file import Trace
-from vllm_spac.tools.traces.locality import Locality
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 

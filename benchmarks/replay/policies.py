@@ -22,6 +22,7 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, ROOT, is_toy, provenance, sha256, show, trace_files, write_result
+from hot_experts import accuracy, agreement, as_last_step, nothing_is_hot
 
 from vllm_spac import components
 from vllm_spac.decisions.costs import Costs
@@ -29,7 +30,6 @@ from vllm_spac.decisions.policies.reuse import Reuse
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording.trace_file import PREFILL, Trace, TraceFacts
 from vllm_spac.tools.traces.simulation import simulate
-from vllm_spac.tools.traces.trace_statistics import accuracy, agreement, as_last_step, nothing_is_hot
 
 POLICIES = (
     "lru",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "replay"))
+import routing_locality as locality
+from routing_locality import PUBLISHED, Locality
+
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace, TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
-from vllm_spac.tools.traces import locality
-from vllm_spac.tools.traces.locality import PUBLISHED, Locality
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 from vllm_spac.tools.traces.trace_text import Text
 

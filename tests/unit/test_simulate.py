@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "replay"))
+import hot_experts
+
 from vllm_spac.decisions import costs
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
@@ -498,8 +503,8 @@ def test_curve_of_layers_agrees_with_simulating_layer_lru(slots):
 def test_base_rates_by_hand():
     """Of four experts a step selects two: none is right about half; the last step about 2, 4, 0 and 4 of them."""
     trace = decoding([[[[0, 1]]], [[[0, 1]]], [[[2, 3]]], [[[2, 3]]]])
-    assert trace_statistics.nothing_is_hot(trace).tolist() == [0.5]
-    assert trace_statistics.as_last_step(trace).tolist() == [10 / 16]
+    assert hot_experts.nothing_is_hot(trace).tolist() == [0.5]
+    assert hot_experts.as_last_step(trace).tolist() == [10 / 16]
 
 
 def test_base_rates_leave_out_a_layer_that_did_not_run():
@@ -514,14 +519,14 @@ def test_base_rates_leave_out_a_layer_that_did_not_run():
         record_layer=trace.record_layer[:3],
         ids=trace.ids[:3],
     )
-    assert trace_statistics.as_last_step(part).tolist() == [6 / 8, 2 / 4]
+    assert hot_experts.as_last_step(part).tolist() == [6 / 8, 2 / 4]
 
 
 def test_accuracy_of_a_constant_and_of_an_alternation():
     constant = decoding([[[[0, 1]] * 5]] * 40, kind="verify")
-    assert trace_statistics.accuracy(constant)[0] > 0.95
+    assert hot_experts.accuracy(constant)[0] > 0.95
     alternating = decoding([[[[0, 1]] * 5], [[[2, 3]] * 5]] * 20, kind="verify")
-    assert trace_statistics.accuracy(alternating, variant="paper")[0] < 0.2
+    assert hot_experts.accuracy(alternating, variant="paper")[0] < 0.2
 
 
 # --- profiles --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact, examples, print_table, say, shown
+from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.files import writing
 from vllm_spac.system.host_memory import gib
@@ -36,8 +35,8 @@ vllm-spac trace show run.trace
 SHARES = (5, 10, 17, 25, 50, 75)
 
 
-def show(file: Annotated[Path, typer.Argument(help="File written by --spac-trace.")]) -> None:
-    """Show which experts are popular, how soon they are used again, hits of LRU caches, and locality."""
+def show(file: Annotated[Path, typer.Argument(help="File written by --spac-record.")]) -> None:
+    """Show which experts are popular, how soon they are used again, and hits of LRU caches."""
     from vllm_spac.recording.trace_file import Trace
     from vllm_spac.tools.traces import trace_statistics
 
@@ -52,7 +51,6 @@ def show(file: Annotated[Path, typer.Argument(help="File written by --spac-trace
     facts = trace.facts
     curves = (trace_statistics.lru_curve(stack, facts.total), trace_statistics.lru_curve(own, facts.experts))
     print_table(console, _curve(trace, *curves))
-    _show_locality(console, trace)
     again = steps[steps >= 0]
     if len(again):
         import numpy as np
@@ -88,26 +86,19 @@ def _facts(file: Path, trace: Trace) -> Table:
 
 def _layers(trace: Trace) -> Table:
     from vllm_spac.tools.traces import trace_statistics
+    from vllm_spac.tools.traces.trace_text import Text
 
-    caption = (
-        "right: share of all experts predicted correctly as hot or cold in the next step; the last two columns are "
-        "baselines"
-    )
-    predictions = ("utility", "with K = 1", "nothing is hot", "as in the last step")
-    heads = ("layer", "experts used", "uses by the top 10%", *(f"right: {name}" for name in predictions))
+    text = Text.of(trace)
+    heads = ("layer", "experts used", "uses by the top 10%", "selected by the token before, too")
     used = (trace_statistics.uses(trace) > 0).sum(axis=1)
-    columns = [
-        trace_statistics.skew(trace),
-        trace_statistics.accuracy(trace),
-        trace_statistics.accuracy(trace, upper=1),
+    columns = used, trace_statistics.skew(trace), trace_statistics.overlap(text)
+    rows: list[Sequence[str]] = [
+        (str(layer), str(count), _percent(most), _percent(again))
+        for layer, (count, most, again) in enumerate(zip(*columns, strict=True))
     ]
-    columns += [trace_statistics.nothing_is_hot(trace), trace_statistics.as_last_step(trace)]
-    rows = [
-        (str(layer), str(used[layer]), *map(_percent, values))
-        for layer, values in enumerate(zip(*columns, strict=True))
-    ]
+    rows += [(), ("all", "", "", _percent(columns[-1].mean()))]
     table = compact("layers", heads, rows)
-    table.caption = caption
+    table.caption = f"last column: {len(text):,} of {text.rows:,} rows, those known to be text, in its order"
     return table
 
 
@@ -123,58 +114,8 @@ def _curve(trace: Trace, whole: np.ndarray, layered: np.ndarray) -> Table:
     return compact("hits of LRU, starting empty", heads, rows)
 
 
-def _show_locality(console: Console, trace: Trace) -> None:
-    from vllm_spac.tools.traces.locality import PUBLISHED, Locality
-
-    found = Locality.of(trace)
-    counted = f"{found.tokens:,} of {found.rows:,} rows"
-    if found.tokens == 0:
-        console.print(f"locality: none of {found.rows:,} rows is known to follow another in a text", highlight=False)
-        return
-    columns, means = found.layers(), found.means()
-    rows: list[Sequence[str]] = [
-        (str(layer), *(show(columns[key][layer]) for key, (_, show) in FIGURES.items()))
-        for layer in range(trace.facts.layers)
-    ]
-    rows += [(), ("all", *(show(means[key]) for key, (_, show) in FIGURES.items()))]
-    heads = ("layer", *(name for name, _ in FIGURES.values()))
-    console.print(compact(f"locality, {counted}: those known to be text, in its order", heads, rows))
-    others = []
-    for one in PUBLISHED:
-        name, show = FIGURES[one.figure]
-        others.append((one.model, name, show(one.value), show(means[one.figure])))
-    text = ("model", "figure")
-    console.print(compact("locality of published models", (*text, "there", "here"), others, left=text))
-    for (source, conditions), figures in itertools.groupby(PUBLISHED, lambda one: (one.source, one.conditions)):
-        names = ", ".join(FIGURES[one.figure][0] for one in figures)
-        say(console, f"[dim]{names}: {source}: {conditions}[/]")
-
-
-def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.1f}"
-
-
-def _count(value: float) -> str:
-    return "-" if value != value else f"{value:.0f}"
-
-
 def _percent(value: float) -> str:
     return "-" if value != value else f"{100 * value:.1f}%"
-
-
-# Figures of ``Locality``: heading and format. Top half: of the routing weights of the selected experts.
-FIGURES = {
-    "overlap": ("overlap with the token before", _percent),
-    "lru_small": ("LRU, 19%", _percent),
-    "lru_large": ("LRU, 38%", _percent),
-    "top_half_long": ("top half, 63 rows", _percent),
-    "top_half_short": ("top half, 9 rows", _percent),
-    "distinct": ("experts in 9 rows", _number),
-    "least": ("least used", _percent),
-    "most": ("most used", _percent),
-    "rare": ("below 0.2%", _count),
-    "sets_perplexity": ("sets", _count),
-}
 
 
 SIMULATE_EXAMPLES = examples("""
@@ -190,7 +131,7 @@ vllm-spac trace simulate run.trace --profile h200 --execution slots,pointers --p
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
+    trace: Annotated[Path, typer.Argument(help="File written by --spac-record.")],
     profile: Annotated[str, typer.Option(help="Costs of a machine: a file, or rtx4090 or h200 (calculated).")],
     execution: Annotated[str, typer.Option(help="How layers access experts: slots, pointers, or both.")] = "slots",
     policy: Annotated[
