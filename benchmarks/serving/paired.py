@@ -59,7 +59,7 @@ python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots
 python benchmarks/serving/paired.py MODEL "spac guard=off speculation=eagle3 draft_tokens=4" \
     "spac guard=off speculation=eagle3 tree=16" --slots 100% --dtype float32
 
-python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired.trace" --slots 25%,100% --one-engine
+python benchmarks/serving/paired.py MODEL spac "spac record=trace=.cache/paired.trace" --slots 25%,100% --one-engine
 
 python benchmarks/serving/paired.py MODEL "spac policy=lru" "spac policy=utility prefetch=utility" --slots 25%
 """
@@ -111,14 +111,14 @@ class Side:
             PlanError: pausing cannot make an engine of this side equal ``base``.
         """
         parts = ["speculation"] if base.speculation == "none" != self.speculation else []
-        if self.knobs is not None and "trace" in self.knobs and "trace" not in (base.knobs or {}):
-            parts.append("trace")
+        if self.knobs is not None and "record" in self.knobs and "record" not in (base.knobs or {}):
+            parts.append("record")
         knobs = {name: value for name, value in (self.knobs or {}).items() if name not in parts}
         drafts = ("none", None) if "speculation" in parts else (self.speculation, self.draft_tokens)
         of_base = base.knobs, base.speculation, base.draft_tokens
         if not parts or None in (base.knobs, self.knobs) or of_base != (knobs, *drafts):
             raise plan.PlanError(
-                f"--one-engine: {self.text!r} must be {base.text!r} and speculation=… or trace=…, which can pause"
+                f"--one-engine: {self.text!r} must be {base.text!r} and speculation=… or record=…, which can pause"
             )
         if "speculation" in parts and (self.knobs or {}).get("guard") == "off":
             raise plan.PlanError("--one-engine: speculation pauses by the guard, which is off")

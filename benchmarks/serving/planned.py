@@ -224,7 +224,7 @@ def engines(
     for repeat in range(repeats):
         job = settings.job(configuration, ids)
         if trace is not None and repeat == repeats - 1:
-            job["spac"]["trace"] = str(trace)
+            job["spac"]["record"] = f"trace={trace}"
         result, error = run_engine(job, False, settings.timeout)
         if error or result is None:
             raise typer.BadParameter(f"{configuration.label}: {error}")

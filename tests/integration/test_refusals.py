@@ -216,17 +216,17 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"budget_ranking": "spac_outside:Fine"}, "--spac-budget-ranking.*vllm_spac.methods.moe_spec.rankings.Ranking"),
         ({"budget_ranking": "spac_outside:Oracle"}, "--spac-budget-ranking.*every expert"),
         ({"budget": 8, "budget_ranking": "spac_nowhere:X"}, "--spac-budget-ranking.*cannot load .*No module named"),
-        ({"trace": "/no/such/folder/t"}, "--spac-trace.*No such file or directory; name another file"),
-        ({"trace": "/proc/x"}, "--spac-trace.*cannot be written"),
-        ({"trace": "text"}, "--spac-trace.*no trace; remove it first, or name another"),
-        ({"trace": "pipe"}, "--spac-trace.*something else; name another"),
-        ({"trace": "/dev/null"}, "--spac-trace.*something else; name another"),
-        ({"trace": "."}, "--spac-trace.*something else; name another"),
-        ({"trace": ""}, "--spac-trace.*path is empty"),
-        ({"timeline": "/no/such/folder/t"}, "--spac-timeline.*No such file or directory; name another file"),
-        ({"timeline": "text"}, "--spac-timeline.*no timeline; name another"),
-        ({"timeline": "pipe"}, "--spac-timeline.*not a regular file; name another file"),
-        ({"timeline": "."}, "--spac-timeline.*not a regular file; name another file"),
+        ({"record": "trace=/no/such/folder/t"}, "--spac-record.*No such file or directory; name another file"),
+        ({"record": "trace=/proc/x"}, "--spac-record.*cannot be written"),
+        ({"record": "trace=text"}, "--spac-record.*no trace; remove it first, or name another"),
+        ({"record": "trace=pipe"}, "--spac-record.*something else; name another"),
+        ({"record": "trace=/dev/null"}, "--spac-record.*something else; name another"),
+        ({"record": "trace=."}, "--spac-record.*something else; name another"),
+        ({"record": "trace="}, "--spac-record.*path is empty"),
+        ({"record": "timeline=/no/such/folder/t"}, "--spac-record.*No such file or directory; name another file"),
+        ({"record": "timeline=text"}, "--spac-record.*no timeline; name another"),
+        ({"record": "timeline=pipe"}, "--spac-record.*not a regular file; name another file"),
+        ({"record": "timeline=."}, "--spac-record.*not a regular file; name another file"),
         (AUTO | {"profile": "text"}, "--spac-profile.*no profile of format"),
         (AUTO | {"profile": "deep"}, "--spac-profile.*no profile of format"),
         (AUTO | {"profile": "pipe"}, "--spac-profile.*not a regular file"),
@@ -391,7 +391,7 @@ def test_what_may_be_served(moe, outside, caplog):
 
     synthetic_trace(layers=2, experts=8, top_k=2, steps=2).save(outside / "old.trace")
     with caplog.at_level("WARNING", "vllm.spac"):
-        engine_config(moe, {"policy": "spac_outside:Fine", "trace": "old.trace"})
+        engine_config(moe, {"policy": "spac_outside:Fine", "record": "trace=old.trace"})
     assert "the trace of this engine replaces it" in caplog.text
     engine_config(moe, {"slots": "100%", "disk_dir": "/proc/x"})  # nothing is packed
     assert (outside / "text").read_text() == "precious"

@@ -60,8 +60,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "cluster": ("FILE",),
     "kernel": ("vllm", "table"),
     "decisions": ("host", "device", "device@staging=off"),
-    "trace": ("run.trace",),
-    "timeline": ("run.timeline", "run.trace"),
+    "record": ("trace=run.trace", "timeline=run.timeline", "trace=run.trace,timeline=run.timeline"),
     "budget": (2, 32, 100, 0.9, "FILE"),
     "budget_ranking": ("router", "static", "resident"),
     "budget_coverage": ("truncation", "rescue"),
@@ -70,8 +69,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "speculate": ("predicted", "restricted"),
     "calibration": ("FILE",),
     "tuned": ("off",),
-    "page": (True,),
-    "control": (True,),
+    "http": ("page", "control", "page,control"),
 }
 EAGLE = {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}

@@ -72,9 +72,9 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
 NOT_REPLAYED = {"budget_ranking": "coactivation", "calibration": "file"}  # its greedy choice is the host's
 HOST = {
     "--spac-decisions device, or use --spac-slots 100%": {},
-    "--spac-trace": {"trace": "file"},
+    "--spac-record": {"record": "trace=file"},
     "--spac-budget,": {"budget": 8},
-    "--spac-control": {"control": True},
+    "--spac-http": {"http": "control"},
 }
 
 
@@ -95,7 +95,7 @@ def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
     assert args.compilation_config.cudagraph_mode.name == "NONE"
 
 
-BUDGETS = [knobs for flag, knobs in HOST.items() if flag.startswith(("--spac-budget", "--spac-control"))]
+BUDGETS = [knobs for flag, knobs in HOST.items() if flag.startswith(("--spac-budget", "--spac-http"))]
 
 
 @pytest.mark.parametrize("mode", [None, *FULL])
@@ -107,7 +107,7 @@ def test_full_graphs_hold_a_budget_over_pointers(cuda, mode: str | None, knobs: 
     graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode.name == (mode or "FULL_DECODE_ONLY")
     assert graphs.hold_budget(config)
-    for other in ({"trace": "file"}, NOT_REPLAYED, {"decisions": "host"}):
+    for other in ({"record": "trace=file"}, NOT_REPLAYED, {"decisions": "host"}):
         assert not graphs.hold_budget(SpacConfig(**{"decisions": "device"} | knobs | other))
     assert not graphs.hold_budget(POINTERS)
 
@@ -159,7 +159,7 @@ def test_only_graphs_are_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "held"), [({}, "the MoE layers,"), ({"control": True}, "the MoE layers and a budget,")]
+    ("knobs", "held"), [({}, "the MoE layers,"), ({"http": "control"}, "the MoE layers and a budget,")]
 )
 def test_what_full_graphs_hold_is_logged(caplog, knobs: dict, held: str) -> None:
     graphs.split(config_of("FULL_DECODE_ONLY"), SpacConfig(decisions="device", **knobs))
@@ -175,7 +175,7 @@ def test_graphs_over_slots_of_all_experts_are_vllms_own(monkeypatch, mode: str) 
     graphs.split(made, ALL)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"trace": "file"}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"record": "trace=file"}], ids=str)
 def test_graphs_over_slots_of_all_experts_are_split_where_that_was_asked_for_or_needed(knobs: dict) -> None:
     made = config_of("PIECEWISE")
     graphs.split(made, SpacConfig(slots="100%", **knobs))

@@ -185,12 +185,12 @@ def test_scales_that_do_not_match(inspected, name: str, folders: dict[str, Path]
     """Half of them, as of another group size; and none."""
     dim = 0 if "GPTQ" in name or "AWQ" in name else -1
     halved = damaged(folders[name], tmp_path / "half", SCALES, lambda t: t.narrow(dim, 0, max(1, t.shape[dim] // 2)))
-    said = r"experts\.\S*scale\S* is \[.*\], and \S* \[.*\] needs \[.*\]; the weights do not match the quantization_con"
+    said = r"experts\.\S*scale\S* is \[.*\], and \S* \[.*\] needs \[.*\] -> the weights do not match the quantization_c"
     assert re.search(said, inspected(halved, code=1))
     with pytest.raises(UnsupportedError, match="do not match the quantization_config"):
         ServedModel.read(str(halved))
     without = damaged(folders[name], tmp_path / "none", SCALES, lambda _: None)
-    assert re.search(r"has no \S*scale\S*; download or convert", inspected(without, code=1))
+    assert re.search(r"has no \S*scale\S* -> download or convert", inspected(without, code=1))
 
 
 @pytest.mark.parametrize("name", ["Kimi-K2-Thinking", "gpt-oss-20b"])
@@ -209,7 +209,7 @@ def test_another_group_size_than_the_config_says(inspected, folders: dict[str, P
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
     (folder / "config.json").write_text(json.dumps(config))
     assert "is [256, 4], and" in inspected(folder, code=1)
-    assert "needs [256, 2]; the weights do not match" in inspected(folder, code=1)
+    assert "needs [256, 2] -> the weights do not match" in inspected(folder, code=1)
 
 
 @pytest.mark.parametrize("execution", ["slots", "pointers"])

@@ -150,15 +150,11 @@ class SpacConfig(BaseModel):
         "(device; staging=auto: if these take at most a quarter of the free fast memory), or device on a GPU where it "
         "can serve, else host (auto).",
     )
-    trace: types.SomePath = Field(
+    record: types.RecordText = Field(
         None,
-        description="File, replaced if it is a trace, that records the routers' choices for vllm-spac trace and "
-        "simulate.",
-    )
-    timeline: types.SomePath = Field(
-        None,
-        description="File, replaced if it is a timeline, that records what each thread did in the last steps, for "
-        "https://ui.perfetto.dev.",
+        description="Files to record in, each replaced if it is one: trace=FILE, the routers' choices, for vllm-spac "
+        "trace; timeline=FILE, what each thread did in the last steps, for https://ui.perfetto.dev; or both, with a "
+        "comma between them.",
     )
     budget: types.BudgetText = Field(
         None,
@@ -196,13 +192,10 @@ class SpacConfig(BaseModel):
         description="File from vllm-spac quality calibrate, for the rankings static and coactivation, and for pinned.",
     )
     tuned: types.TunedText = "auto"
-    page: bool = Field(
-        False,
-        description="Open GET /spac/, a page that shows every expert and where the time of a token goes.",
-    )
-    control: bool = Field(
-        False,
-        description="Open POST /spac/budget, which changes the budget while the server runs.",
+    http: types.HttpText = Field(
+        None,
+        description="What the server opens besides its counters: GET /spac/, which shows every expert and where the "
+        "time of a token goes (page), POST /spac/budget, which changes the budget (control), or both (page,control).",
     )
 
     @model_validator(mode="before")
@@ -315,6 +308,26 @@ class SpacConfig(BaseModel):
         """``k`` and ``cutoff`` of ``prefetch``, as in ``PrefetchSettings``."""
         given = components.parse(self.prefetch)[1]
         return given.get("k"), given.get("cutoff")
+
+    @property
+    def trace(self) -> Path | None:
+        """The file that records routing."""
+        return types.recordings(self.record).get("trace")
+
+    @property
+    def timeline(self) -> Path | None:
+        """The file that records a timeline."""
+        return types.recordings(self.record).get("timeline")
+
+    @property
+    def page(self) -> bool:
+        """Whether the live page is open."""
+        return "page" in types.listed(self.http)
+
+    @property
+    def control(self) -> bool:
+        """Whether a request may change the budget."""
+        return "control" in types.listed(self.http)
 
     @property
     def uses_cpu_experts(self) -> bool:

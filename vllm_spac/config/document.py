@@ -48,5 +48,5 @@ def _values(annotation: Any) -> str:
     for kind in kinds:
         if get_origin(kind) is Literal:
             return ", ".join(map(str, get_args(kind)))
-    names = {"Path": "a path", "int": "a number", "float": "a share", "bool": "true, false", "str": ELSEWHERE}
+    names = {"Path": "a path", "int": "a number", "float": "a share", "str": ELSEWHERE}
     return next((names[kind.__name__] for kind in kinds if getattr(kind, "__name__", "") in names), "")

@@ -2,6 +2,10 @@
 
 FORMER: dict[str, str] = {
     "execution": "--spac-decisions and --spac-kernel say what it said",
+    "trace": "use --spac-record trace=FILE",
+    "timeline": "use --spac-record timeline=FILE",
+    "page": "use --spac-http page",
+    "control": "use --spac-http control",
 }
 
 FORMER_COMMANDS: dict[str, str] = {

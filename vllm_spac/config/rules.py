@@ -288,10 +288,14 @@ def _check_speculate(config: Any) -> None:
         )
 
 
-def _check_trace(config: Any) -> None:
-    if config.timeline is not None and config.timeline == config.trace:
-        two = use(timeline="OTHER")
-        raise _refused("timeline (--spac-timeline) and trace (--spac-trace) would replace each other", two)
+def untraced(config: Any) -> Remedy:
+    """Returns the remedy of recording no trace."""
+    return drop("record") if config.timeline is None else use(record=f"timeline={config.timeline}")
+
+
+def uncontrolled(config: Any) -> Remedy:
+    """Returns the remedy of a budget that no request changes."""
+    return use(http="page") if config.page else drop("http")
 
 
 def _check_cpu_experts(config: Any) -> None:
@@ -320,7 +324,6 @@ _RULES = (
     _check_calibration,
     _check_prefetch,
     _check_speculate,
-    _check_trace,
     _check_cpu_experts,
 )
 

@@ -251,3 +251,47 @@ def _preset_name(value: Any) -> Any:
 
 
 PresetName = Annotated[str | None, BeforeValidator(_preset_name)]
+
+
+RECORDED = ("trace", "timeline")  # what can be recorded
+_RECORD_HELP = "use trace=FILE, timeline=FILE, or both with a comma between them"
+_NEXT = re.compile(rf",(?=(?:{'|'.join(RECORDED)})=)")  # commas of paths are kept
+
+
+def recordings(text: str | None) -> dict[str, Path]:
+    """Returns the files that the knob ``record`` names; ``ValueError`` if it is not understood."""
+    parts = [] if text is None else _NEXT.split(text)
+    found: dict[str, Path] = {}
+    for part in parts:
+        name, given, path = part.partition("=")
+        if name not in RECORDED or not given or name in found:
+            raise ValueError(f"{brief(part)}: {_RECORD_HELP}")
+        found[name] = path_of(path)
+    if len(set(found.values())) < len(found):
+        raise ValueError("trace and timeline would replace each other; name two files")
+    return found
+
+
+def _record_text(value: Any) -> Any:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(_RECORD_HELP)
+    recordings(value)
+    return value
+
+
+RecordText = Annotated[str | None, BeforeValidator(_record_text)]
+HTTP = ("page", "control")
+
+
+def listed(text: str | None) -> list[str]:
+    """Returns the names of a list with commas."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
+
+
+def _http_text(value: Any) -> Any:
+    if value is not None and (not isinstance(value, str) or not set(listed(value)) <= set(HTTP)):
+        raise ValueError(f"{brief(value)}: use {', '.join(HTTP)}, or {','.join(HTTP)}")
+    return value
+
+
+HttpText = Annotated[str | None, BeforeValidator(_http_text)]

@@ -121,13 +121,13 @@ def check_knobs(config: SpacConfig) -> None:
             Costs.read(config.profile)
     expert_workers.check_places(config)
     if config.trace is not None:
-        with _naming(config, "trace"):
+        with _naming(config, "record"):
             replaced = check_target(config.trace)
         if replaced is not None:
             held = printable(f"{config.trace} holds a trace of {replaced.model or 'an unnamed model'}")
             logger.warning("spac: %s; the trace of this engine replaces it", held)
     if config.timeline is not None:
-        with _naming(config, "timeline"):
+        with _naming(config, "record"):
             check_timeline(config.timeline)
 
 
