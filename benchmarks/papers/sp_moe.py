@@ -310,7 +310,7 @@ def replayed(
     ahead = PrefetchSettings.of(prefetch) if prefetch.startswith("draft") else build_prefetch(prefetch, trace)
     chosen = build_policy(policy, trace, slots, prefetch=prefetch)
     kind = SlotsReplay if not prefetch.startswith("draft") else Drafted
-    replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead, "none")
+    replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead)
     if isinstance(replay, Drafted):
         replay.named, replay.by_layer = named, by_layer
     replay.fill(filling(trace, slots, chosen.first()))

@@ -118,14 +118,13 @@ def test_layers_miss_what_is_asked_for() -> None:
         assert timer.execution.holds_all and set(timer.seconds((0,), 0.001)) == {0}
 
 
-def test_host_work_with_and_without_the_loads() -> None:
+def test_host_work_is_without_the_loads() -> None:
     points = measure_host_work(torch.device("cpu"), 1, 0.001)
     assert len(points) == MEASUREMENTS and all(name.startswith(HOST_WORK) for name in points)
     assert all(seconds > 0 for each in points.values() for seconds in each.values())
     found = [{0: 1.0}, {0: 3.0, 1: 6.0, 2: 8.0, 4: 9.0}, {1: 8.0, 2: 9.0, 4: 9.5}, {1: 1.0, 2: 2.0, 4: 3.0}]
     points = dict(zip(points, found, strict=True))
     assert host_work(points) == HostWork(layer=2, load=3, divide=6)
-    assert host_work(points, with_loads=True) == HostWork(layer=2, load=5, divide=6)
 
 
 @pytest.mark.parametrize("store", [None, "disk", "host"])

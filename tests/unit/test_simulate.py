@@ -82,26 +82,6 @@ def test_filled_slots_are_hits():
     assert (outcome.hits, outcome.misses, outcome.stall_seconds) == (4, 0, 0.0)
 
 
-def test_loads_behind_hits_by_hand():
-    """Three hits of a second each hide 3 of 11 seconds; the missed expert is computed after that."""
-    trace = decoding([[[[0, 1, 2]]], [[[0, 1, 2]]], [[[0, 3, 2]]]])
-    waits, hides = (simulate(trace, 3, COSTS, overlap=overlap) for overlap in ("none", "hits"))
-    assert waits.misses == hides.misses == 1
-    assert waits.stall_seconds == pytest.approx(11) and hides.stall_seconds == pytest.approx(11 - 2)
-    assert waits.seconds - hides.seconds == pytest.approx(2)
-
-
-def test_rows_that_miss_nothing_first_by_hand():
-    """Two rows of two hits each; a third of one hit and one miss: its load of 10 s hides what the two compute."""
-    trace = decoding([[[[0, 1], [1, 2], [3, 4]]], [[[0, 1], [1, 2], [3, 5]]]], experts=6)
-    none, rows, hits = (simulate(trace, 5, COSTS, overlap=overlap) for overlap in ("none", "rows", "hits"))
-    assert none.misses == rows.misses == hits.misses == 1
-    assert none.seconds - rows.seconds == pytest.approx(3) and none.seconds - hits.seconds == pytest.approx(4)
-    shared = decoding([[[[0, 1], [0, 3]]]])
-    none, rows = (simulate(shared, 3, COSTS, overlap=overlap) for overlap in ("none", "rows"))
-    assert none.seconds - rows.seconds == pytest.approx(1), "expert 0 is computed twice"
-
-
 def test_the_host_s_own_work_by_hand():
     """Layers that load, whatever their number of loads, that hit, and none where every expert has its slot."""
     trace = decoding([[[[0, 1]]], [[[1, 2]]], [[[2, 1]]]])
@@ -193,7 +173,7 @@ def test_every_policy_runs_and_none_beats_belady(name, spec):
 @pytest.mark.parametrize("name", components.names("balancers"))
 def test_every_balancer_runs(name):
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
-    outcome, plain = (simulate(trace, 12, COSTS, balancer=b, overlap="hits") for b in (name, "none"))
+    outcome, plain = (simulate(trace, 12, COSTS, balancer=b) for b in (name, "none"))
     assert outcome.hits + outcome.misses + outcome.cpu == plain.hits + plain.misses
     assert (outcome.cpu == 0) == (name == "none")
     assert outcome.seconds >= outcome.bound_seconds
@@ -202,7 +182,7 @@ def test_every_balancer_runs(name):
 def test_waterfill_adds_the_processors_up():
     """Loads of 10 s against 5 s on the CPU: much quicker than loads alone."""
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
-    outcome, plain = (simulate(trace, 12, COSTS, balancer=b, overlap="hits") for b in ("waterfill", "none"))
+    outcome, plain = (simulate(trace, 12, COSTS, balancer=b) for b in ("waterfill", "none"))
     assert outcome.tpot < 0.6 * plain.tpot
 
 
@@ -340,7 +320,6 @@ def test_knobs_reach_the_components():
         ({"prefetch": "luck"}, "prefetch='luck' is not known; use off or"),
         ({"prefetch": "utility@size=3"}, "prefetch='utility@size=3' cannot be built.*size"),
         ({"prefetch": "oracle@recall=2"}, "use reach >= 0 and recall from 0 to 1"),
-        ({"overlap": "all"}, "loads overlap with none, rows or hits, not 'all'"),
         ({"prefetch": "utility@depth=0"}, "must be at least 1"),
         ({"prefetch": "neural"}, "prefetch neural is trained; name a file of `vllm-spac predictors train`"),
         ({"prefetch": "oracle@upper=1"}, "oracle has no argument 'upper'"),

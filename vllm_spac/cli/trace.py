@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError
@@ -122,7 +120,6 @@ SIMULATE_EXAMPLES = examples("""
 vllm-spac trace simulate run.trace --profile rtx4090
 vllm-spac trace simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady
 vllm-spac trace simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)
-vllm-spac trace simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
 vllm-spac trace simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
 vllm-spac trace simulate run.trace --profile rtx4090 --prefetch oracle@reach=1@recall=0.8   [dim]# worth a predictor?[/]
 vllm-spac trace simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
@@ -143,9 +140,6 @@ def simulate(
         ),
     ] = None,
     slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "5%,10%,25%,50%",
-    sweep: Annotated[
-        list[str] | None, typer.Option(help="KNOB=VALUE,VALUE,…: run each policy that has this knob with each value.")
-    ] = None,
     balancer: Annotated[str, typer.Option(help="Selects experts for the CPU: none, threshold or waterfill.")] = "none",
     prefetch: Annotated[
         str,
@@ -157,20 +151,6 @@ def simulate(
     predictor_file: Annotated[
         Path | None, typer.Option(help="File of vllm-spac predictors train, for a trained --prefetch.")
     ] = None,
-    layer_ahead: Annotated[
-        bool,
-        typer.Option(
-            help="With slots: forwards with many rows also read what the next layer is expected to use, as serving "
-            "does; belady, whose future is known, is without."
-        ),
-    ] = True,
-    overlap: Annotated[
-        str,
-        typer.Option(
-            help="With slots: what a layer computes while it loads: nothing, as serving does; rows, those whose "
-            "experts are all resident; hits, as with pointers, though the bits may then change."
-        ),
-    ] = "none",
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -193,14 +173,13 @@ def simulate(
         {"slots": count, "policy": name, "execution": way}
         for count in slot_counts(slots, recorded.facts)
         for way in _executions(execution)
-        for name in swept(parse_list(policy) if policy else _policies(way, foreseeable), sweep or [])
+        for name in (parse_list(policy) if policy else _policies(way, foreseeable))
     ]
     common: dict[str, Any] = {
         "balancer": balancer,
         "prefetch": prefetch,
         "predictor_file": predictor_file,
-        "layer_ahead": layer_ahead,
-        "overlap": overlap,
+        "layer_ahead": True,  # as serving reads
         "expert_bytes": expert_bytes,
         "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,
     }
@@ -212,8 +191,7 @@ def simulate(
     print_table(console, _outcomes(trace, costs, outcomes))
     if output is not None:
         facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
-        asked = {"overlap": overlap, "layer_ahead": layer_ahead}
-        content = facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+        content = facts | {"outcomes": [asdict(outcome) for outcome in outcomes]}
         with writing(output):
             output.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -232,31 +210,6 @@ def _policies(execution: str, foreseeable: bool) -> list[str]:
     if execution == "slots":
         return ["lru", "layer_lru", "lfu", "utility", "reuse", *(["belady"] if foreseeable else [])]
     return ["lru", "lfu", "utility", "reuse"]
-
-
-def swept(policies: list[str], sweeps: list[str]) -> list[str]:
-    """Each policy with all combinations of the swept knobs that it has; a policy with none of them is unchanged.
-
-    Raises:
-        ConfigError: a sweep is not KNOB=VALUE,…, or no policy has its knob.
-    """
-    for sweep in sweeps:
-        knob, _, values = sweep.partition("=")
-        if not knob or not parse_list(values):
-            raise ConfigError(f"--sweep {sweep}: use KNOB=VALUE,VALUE,… as in upper=1,2,4")
-        having = [spec for spec in policies if knob in _knobs(spec)]
-        if not having:
-            raise ConfigError(f"--sweep {sweep}: none of {', '.join(policies)} has a knob {knob}")
-        policies = [
-            variant
-            for spec in policies
-            for variant in ([f"{spec}@{knob}={value}" for value in parse_list(values)] if spec in having else [spec])
-        ]
-    return policies
-
-
-def _knobs(spec: str) -> Collection[str]:
-    return inspect.signature(components.find("policies", spec.partition("@")[0])).parameters
 
 
 _NOTHING = ("", "-", "0", gib(0), "0.00 s")  # what an outcome does not have: bytes from host memory, reads ahead, …
