@@ -74,7 +74,9 @@ def train(
         identity = _identity(offline.ask(llm, "facts"))
         _check_reach(reach, len(identity.layers))
         found = _collect(llm, pieces + others, len(pieces), progress)
-    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others), wanted)
+    training = _training(
+        model, identity, found, fitted=len(pieces), reach=reach, source=checksum(pieces + others), only=wanted
+    )
     progress_file = output.with_name(f"{output.name}.progress")
     _train(training, progress_file)
     made = training.result()
@@ -133,7 +135,9 @@ def _training(
     model: str,
     identity: Identity,
     found: Collected,
-    asked: tuple[int, int],
+    *,
+    fitted: int,
+    reach: int,
     source: str,
     only: list[str] | None,
 ) -> Training:
@@ -141,12 +145,11 @@ def _training(
     from vllm_spac.decisions.predictors._trained import Material, Sizes
     from vllm_spac.tools.evaluation.collection import gates_of
 
-    fitted, reach = asked
     every = found.samples
     samples, others = every.texts(0, fitted), every.texts(fitted, len(every.starts))
-    shape = every.layers, every.experts, every.top_k, every.hidden.shape[2]
+    sizes = Sizes(every.layers, every.experts, every.top_k, every.hidden.shape[2], reach)
     gates = gates_of(model, identity.layers, samples)
-    return Training(Material(Sizes(*shape, reach), samples, others, gates, found.outputs), identity, source, only)
+    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source, only)
 
 
 def _train(training: Training, progress_file: Path) -> None:
