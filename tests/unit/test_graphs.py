@@ -112,6 +112,24 @@ def test_full_graphs_hold_a_budget_over_pointers(cuda, mode: str | None, knobs: 
     assert not graphs.hold_budget(POINTERS)
 
 
+@pytest.mark.parametrize(
+    ("knobs", "left"),
+    [
+        ({"record": "trace=a"}, {"record": None}),
+        ({"record": "trace=a,timeline=b,c"}, {"record": "timeline=b,c"}),
+        ({"http": "control"}, {"http": None}),
+        ({"http": "page,control"}, {"http": "page"}),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_for_graphs_leaves_the_rest(knobs: dict, left: dict) -> None:
+    """Of a knob with two values, the one that needs the host; commas of a path are the path's."""
+    config = SpacConfig(slots="100%", **knobs)
+    found = graphs.needs_host(config)
+    assert found is not None and [remedy.changes for remedy in found[1]] == [left]
+    assert graphs.needs_host(SpacConfig(slots="100%", **{name: value for name, value in left.items() if value})) is None
+
+
 def test_what_needs_full_graphs_is_refused(cuda) -> None:
     with pytest.raises(UnsupportedError, match="drop it from --speculative-config"):
         graphs.request(arguments(None, speculative={"method": "mtp", "enable_adaptive_verification": True}), POINTERS)
