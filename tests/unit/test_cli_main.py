@@ -168,7 +168,7 @@ def test_check_reads_sizes(inspected, tmp_path, names, config, layers):
     assert (found.experts, found.top_k, len(found.layer_bytes)) == (EXPERTS, TOP_K, layers)
     assert found.expert_bytes == [W_E]
     assert sum(found.layer_bytes.values()) + found.other_bytes == sum(2 * torch.Size(s).numel() for s in names.values())
-    assert "supported" in inspected(folder)
+    assert "supported: vllm serve" in inspected(folder)
 
 
 def test_check_counts_slots_as_the_plugin_does(inspected, tmp_path):
