@@ -28,7 +28,7 @@ from vllm_spac.system.host_memory import gib
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load
 from vllm_spac.tools.planning.planned_model import ServedModel
-from vllm_spac.tools.planning.planned_serving import Plan, Row, plan_model
+from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, plan_model
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
 DOCUMENT = ROOT / "vllm_spac" / "RECIPES.md"
@@ -55,7 +55,7 @@ def recipes() -> list[dict[str, Any]]:
     ]
 
 
-def planned(recipe: dict[str, Any], name: str = "") -> Plan:
+def planned(recipe: dict[str, Any], name: str = "") -> ServingPlan:
     """Returns the plan of one recipe on its machine, or on the one of its ``machines`` with this name."""
     host = int(TypeAdapter(ByteSize).validate_python(recipe["host_memory"]))
     machine = PlannedMachine.of(name or recipe["machine"], None, host)
@@ -106,7 +106,7 @@ def document(sections: list[list[str]]) -> str:
     return "\n".join([*head, *(line for lines in sections for line in lines)]) + "\n"
 
 
-def table(recipe: dict[str, Any], plans: list[Plan]) -> Iterator[str]:
+def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
     """Yields the lines of one recipe on several machines; the command is that of the second."""
     model, load, shown = plans[1].model, plans[1].load, plans[1]
     yield from ("", f"## {model.name}", "")
@@ -132,7 +132,7 @@ def table(recipe: dict[str, Any], plans: list[Plan]) -> Iterator[str]:
         )
 
 
-def section(plan: Plan) -> Iterator[str]:
+def section(plan: ServingPlan) -> Iterator[str]:
     """Yields the lines of one recipe."""
     best, machine, load = plan.best, plan.machine, plan.load
     yield from ("", f"## {plan.model.name}", "")
@@ -155,7 +155,7 @@ def _requests(load: Load) -> str:
     return "one request" if load.concurrency == 1 else f"{load.concurrency} requests"
 
 
-def reasons(plan: Plan) -> Iterator[str]:
+def reasons(plan: ServingPlan) -> Iterator[str]:
     """Yields why this command: what fits, where the rest is, and what the alternatives would give."""
     choice, parts = plan.best.choice, plan.split
     beside = gib(parts.fast - parts.room)
@@ -177,7 +177,7 @@ def reasons(plan: Plan) -> Iterator[str]:
             yield f"- Without {what}: {speeds} tokens/s.{measured}"
 
 
-def _without(plan: Plan, **change: Any) -> Row | None:
+def _without(plan: ServingPlan, **change: Any) -> Row | None:
     """The row that differs from the best only in ``change``; None if the best has that already."""
     wanted = replace(plan.best.choice, **change)
     if wanted == plan.best.choice:

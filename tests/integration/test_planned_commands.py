@@ -33,7 +33,7 @@ from vllm_spac.tools.planning import planned_serving as plans
 from vllm_spac.tools.planning.planned_machine import HERE, UTILIZATION, PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load, slot_bytes
 from vllm_spac.tools.planning.planned_model import ServedModel
-from vllm_spac.tools.planning.planned_serving import Plan, make_plan
+from vllm_spac.tools.planning.planned_serving import ServingPlan, make_plan
 from vllm_spac.tools.planning.predict import Prediction
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -144,7 +144,7 @@ def here(folder: Path) -> None:
     (folder / machines.PROFILE).write_text(profile.model_dump_json())
 
 
-def planned(model: Path, machine: str, memory: tuple[int | None, int], folder: Path, way: int) -> Plan:
+def planned(model: Path, machine: str, memory: tuple[int | None, int], folder: Path, way: int) -> ServingPlan:
     """The plan as the command line makes it, of one of ``served``."""
     fast, host = memory
     if fast == TINY:

@@ -18,7 +18,7 @@ from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_spac.storage.checkpoint.published import NamedModel
-    from vllm_spac.tools.planning.planned_serving import Plan, Row
+    from vllm_spac.tools.planning.planned_serving import Row, ServingPlan
     from vllm_spac.tools.planning.predict import Prediction
 
 EXAMPLES = examples("""
@@ -135,7 +135,7 @@ def size_of(name: str, text: str | None) -> int | None:
     return found
 
 
-def print_plan(console: Console, found: Plan) -> None:
+def print_plan(console: Console, found: ServingPlan) -> None:
     """Prints the command, what it gives, what that rests on, and the tables that it is from."""
     console.print("[green]run:[/]")
     say(console, shown(found.best.command))
@@ -151,7 +151,7 @@ def print_plan(console: Console, found: Plan) -> None:
     print_table(console, _choices(found))
 
 
-def _summary(found: Plan) -> Iterator[str]:
+def _summary(found: ServingPlan) -> Iterator[str]:
     """Yields what the command gives, and why it is this one, in sentences."""
     best, beside = found.best, found.beside
     first = _range(*(f"{seconds:.2g}" for seconds in best.first_token))
@@ -176,7 +176,7 @@ def _summary(found: Plan) -> Iterator[str]:
         )
 
 
-def _memory(found: Plan) -> Table:
+def _memory(found: ServingPlan) -> Table:
     model = found.model
     title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {shown(found.machine.name)}: memory, calculated"
     table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD)
@@ -187,7 +187,7 @@ def _memory(found: Plan) -> Table:
     return table
 
 
-def _choices(found: Plan) -> Table:
+def _choices(found: ServingPlan) -> Table:
     served = "of stock vLLM" if found.stock else f"with {found.plane}"
     title = f"what to expect {served}, calculated: low–high"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)  # fits 80 columns

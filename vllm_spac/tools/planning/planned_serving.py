@@ -77,7 +77,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServingPlan:
     """A plan, with all that is printed of it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Plan:
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
     assumptions: tuple[str, ...] = ()
-    beside: Plan | None = None
+    beside: ServingPlan | None = None
 
     @property
     def best(self) -> Row:
@@ -162,7 +162,7 @@ def plan_model(
     decisions: Decisions = "auto",
     kernel: Kernel = "auto",
     trace: Path | None = None,
-) -> Plan:
+) -> ServingPlan:
     """Plans how to serve a model with the execution that serves it fastest, of those that the knobs leave open.
 
     Args:
@@ -182,7 +182,7 @@ def make_plan(
     machine: PlannedMachine,
     load: Load,
     routings: Sequence[Routing],
-) -> Plan:
+) -> ServingPlan:
     """Plans how to serve ``model`` on ``machine``.
 
     The best choice is the one with the most tokens per second with little locality (``Row.compared``). All stores, CPU
@@ -214,7 +214,7 @@ def make_plan(
             choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
             rows.append(row_of(choice, model, machine, load, routings))
     rows.sort(key=lambda row: (row is not best, -row.compared.tokens_per_second))
-    found = Plan(
+    found = ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
     )
     return replace(found, assumptions=tuple(_assumptions(found)))
@@ -225,13 +225,13 @@ def best_plan(
     machine: PlannedMachine,
     load: Load,
     routings: Sequence[Routing],
-) -> Plan:
+) -> ServingPlan:
     """Plans each of ``models``, which differ in their execution, and returns the plan that serves fastest.
 
     Raises:
         ConfigError, UnsupportedError: as ``make_plan``, of the first, if none can be served.
     """
-    plans: list[Plan] = []
+    plans: list[ServingPlan] = []
     errors: list[ConfigError] = []
     for model in models:
         try:
@@ -287,7 +287,7 @@ def problems(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterato
         yield f"store=disk needs {gib(model.experts_bytes)} on the disk, and {gib(machine.disk_free)} are free"
 
 
-def _assumptions(plan: Plan) -> Iterator[str]:
+def _assumptions(plan: ServingPlan) -> Iterator[str]:
     """Yields what the plan takes for granted."""
     model, machine, costs = plan.model, plan.machine, plan.machine.costs
     if model.remark:
