@@ -30,6 +30,7 @@ from run import Settings
 
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.recording.trace_file import Trace
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.tools.machine import vllm_step
 from vllm_spac.tools.machine.measure import cpu_kernel, measure
 from vllm_spac.tools.planning import planned_routing
@@ -179,7 +180,7 @@ def _one(
 ) -> tuple[list[Comparison], Costs]:
     """Measures one model, and plans for it with the mean of the profiles before and after."""
     count, prompt_tokens, output_tokens = shape
-    model = ServedModel.read(str(folder))
+    model = ServedModel.of(find_model(str(folder)))
     drafts = plan.Drafts(1, folder, folder)
     settings = Settings(folder, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0)
     ids = prompts.load(folder, count, prompt_tokens, 0).ids

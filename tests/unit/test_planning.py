@@ -27,6 +27,7 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published
 from vllm_spac.storage.checkpoint.headers import Checkpoint
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
@@ -66,7 +67,7 @@ ALL = 8 * 32 * W_E  # 0.75 GiB
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    return ServedModel.read(str(folder))
+    return ServedModel.of(find_model(str(folder)))
 
 
 def machine(fast: float, host: float, *, gpu: bool = True, disk_free: int | None = None, name: str = "rtx4090"):
@@ -90,10 +91,10 @@ def test_the_sizes_of_a_model(model: ServedModel) -> None:
 
 def test_headers_are_read_where_there_are_any(tmp_path: Path) -> None:
     toy = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
-    whole = ServedModel.read(str(toy))
+    whole = ServedModel.of(find_model(str(toy)))
     assert whole.source == "headers"
     (tmp_path / "config.json").write_text((toy / "config.json").read_text())
-    alone = ServedModel.read(str(tmp_path))
+    alone = ServedModel.of(find_model(str(tmp_path)))
     assert (alone.source, alone.checkpoint, alone.architecture) == ("config.json", whole.checkpoint, whole.architecture)
 
 
@@ -515,10 +516,10 @@ def test_bad_models(tmp_path: Path) -> None:
 
 def test_float32_is_served_as_16_bits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))
-    found = ServedModel.read(str(tmp_path))
+    found = ServedModel.of(find_model(str(tmp_path)))
     assert found.halved and found.expert_bytes == W_E
     with pytest.raises(UnsupportedError):
-        ServedModel.read(str(tmp_path / "absent"))
+        ServedModel.of(find_model(str(tmp_path / "absent")))
 
 
 COMMANDS = [
@@ -683,14 +684,14 @@ def quantised(folder: Path, settings: dict | None) -> Path:
     ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised, pointers", "unquantised"],
 )
 def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, nbytes, flags) -> None:
-    served = ServedModel.read(str(quantised(tmp_path, settings)), execution)
+    served = ServedModel.of(find_model(str(quantised(tmp_path, settings))), execution)
     assert served.expert_bytes == nbytes
     assert command(Choice(25, "host"), served, machine(GIB, GIB), ONE).endswith(f" {flags}")
 
 
 def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     """No disk, no CPU experts of quantised ones; staging takes part of the room for slots, if it is a small one."""
-    served = ServedModel.read(str(quantised(tmp_path, MXFP4)))
+    served = ServedModel.of(find_model(str(quantised(tmp_path, MXFP4))))
     room = split(served, machine(GIB * 0.9, 0), ONE).room
     fast = GIB * 0.9 - room + served.experts_bytes // 2
     small = machine(fast, GIB)
@@ -707,7 +708,7 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
         ConfigError, match="decisions=device serves on a GPU, and cpu has none; name a machine with one$"
     ):
         make_plan(served, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
-    plain = ServedModel.read(str(quantised(tmp_path, None)), "pointers")
+    plain = ServedModel.of(find_model(str(quantised(tmp_path, None))), "pointers")
     with pytest.raises(ConfigError, match="or use --decisions host"):
         make_plan(plain, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
 

@@ -21,6 +21,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, repacking
 from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import read_checkpoint, read_config
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels, refusal
 from vllm_spac.tools.machine import gather, installation
 from vllm_spac.tools.machine.facts import Installation, Library, System
@@ -159,10 +160,12 @@ def test_the_config_alone_says_how_large_an_expert_is(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_plan_reads_it(name: str, folders: dict[str, Path]) -> None:
-    found = ServedModel.read(str(folders[name]), "pointers")
+    found = ServedModel.of(find_model(str(folders[name])), "pointers")
     assert found.source == "headers" and found.layers == LAYERS - PUBLISHED[name].dense
     assert found.expert_bytes < 0.6 * 3 * HIDDEN * INNER * 2
-    assert ServedModel.read(str(folders[name])).execution == ("pointers" if POINTERS in FLAGS[name] else "slots")
+    assert ServedModel.of(find_model(str(folders[name]))).execution == (
+        "pointers" if POINTERS in FLAGS[name] else "slots"
+    )
 
 
 def damaged(folder: Path, to: Path, pattern: str, change: Callable[[Tensor], Tensor | None]) -> Path:
@@ -188,7 +191,7 @@ def test_scales_that_do_not_match(inspected, name: str, folders: dict[str, Path]
     said = r"experts\.\S*scale\S* is \[.*\], and \S* \[.*\] needs \[.*\] -> the weights do not match the quantization_c"
     assert re.search(said, inspected(halved, code=1))
     with pytest.raises(UnsupportedError, match="do not match the quantization_config"):
-        ServedModel.read(str(halved))
+        ServedModel.of(find_model(str(halved)))
     without = damaged(folders[name], tmp_path / "none", SCALES, lambda _: None)
     assert re.search(r"has no \S*scale\S* -> download or convert", inspected(without, code=1))
 

@@ -328,21 +328,14 @@ def _attained(assumed: Attained, stock: bool) -> Iterator[str]:
         yield f"a step takes {step} of vLLM's host while the GPU computes, as on the host of an H100"
         return
     yield (
-        f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and GPU memory and disks all of "
-        "theirs"
-    )
-    yield (
-        f"experts on the CPU read {assumed.cpu:.0%} of memory's peak: no row measures it, and on the H100's virtual "
-        "machine they never paid; auto leaves the CPU out where they do not"
-    )
-    yield (
-        f"a step takes {step} of vLLM's host, and {ours} more where the device decides, while the GPU computes the one "
-        f"before; launches of a layer's experts take {1e6 * vllm.layer:.0f} µs: measured on the host of an H100"
+        f"PCIe attains {assumed.link:.0%} of its peak, GPU memory and disks all of theirs; experts on the CPU read "
+        f"{assumed.cpu:.0%} of memory's, which no row measures, and on an H100 they never paid"
     )
     layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
     yield (
-        f"a layer over slots takes {layer} of the host, {load} more if it loads and {divide} more if the CPU computes "
-        "experts, vLLM's own work included: measured beside an H100, and less on a faster processor"
+        f"a step takes {step} of vLLM's host, and {ours} more where the device decides; a layer over slots {layer}, "
+        f"{load} more if it loads and {divide} if the CPU takes part; launches of its experts {1e6 * vllm.layer:.0f} "
+        "µs: measured on the host of an H100, and less on a faster processor"
     )
 
 
