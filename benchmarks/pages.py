@@ -22,10 +22,10 @@ from typing import Any
 import jinja2
 
 from benchmarks.common import RESULTS, ROOT, over_exact
+from benchmarks.replay.routing_locality import PUBLISHED
 from benchmarks.scaled.proportions import Proportions
 from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.integration.hooks.device import TESTED as SUPPORTED_VLLM
-from vllm_spac.tools.traces.locality import PUBLISHED
 
 SOURCES = ROOT / "benchmarks" / "pages"
 INDEX = "README"

@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from benchmarks.pages import result
-from vllm_spac.system.pictures import save_picture
 
 MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name
 WITH_REAL = {"flat": "toy", "real": "real"}
@@ -229,7 +228,8 @@ def draw(file: str) -> None:
     note = ", beside SmolLM2-135M made an MoE" * (PICTURES[file] in WITH_REAL_MODEL)
     toy = f"toy model, not representative of a real one{note}"
     figure.supxlabel("SmolLM2-135M made an MoE" if file.startswith("real") else toy, fontsize=7)
-    save_picture(figure, RESULTS / file)
+    figure.savefig(RESULTS / file, dpi=120)
+    pyplot.close(figure)
 
 
 def _colour(routing: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,14 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT
 from vllm_spac.config.types import DECIDED
-from vllm_spac.storage.checkpoint.published import find_model, published
+from vllm_spac.storage.checkpoint.published import NamedModel, find_model, published
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import gib
-from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load, command
+from vllm_spac.tools.planning.planned_memory import Load
 from vllm_spac.tools.planning.planned_model import ServedModel
-from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, best_plan
+from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, plan_model
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
 DOCUMENT = ROOT / "vllm_spac" / "RECIPES.md"
@@ -59,17 +59,24 @@ def planned(recipe: dict[str, Any], name: str = "") -> ServingPlan:
     """Returns the plan of one recipe on its machine, or on the one of its ``machines`` with this name."""
     host = int(TypeAdapter(ByteSize).validate_python(recipe["host_memory"]))
     machine = PlannedMachine.of(name or recipe["machine"], None, host)
-    load = Load(recipe["context"], recipe["concurrency"])
-    return best_plan(served(recipe, machine.capability), machine, load, planned_routing.assumed())
+    load = {"context": recipe["context"], "concurrency": recipe["concurrency"]}
+    with named(recipe) as model:
+        return plan_model(model, machine, **load)
 
 
-def served(recipe: dict[str, Any], capability: Capability | None = None) -> list[ServedModel]:
-    """Returns the model of a recipe, by its published name, as each execution serves it on such a GPU."""
+@contextmanager
+def named(recipe: dict[str, Any]) -> Iterator[NamedModel]:
+    """Context with the model of a recipe, by its published name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(recipe["config"]))
-        ways = ServedModel.ways(find_model(str(path)), on_cpu=False, capability=capability)
-        return [replace(way, name=recipe["model"]) for way in ways]
+        yield replace(find_model(str(path)), name=recipe["model"])
+
+
+def served(recipe: dict[str, Any], capability: Capability | None = None) -> list[ServedModel]:
+    """Returns the model of a recipe as each execution serves it on such a GPU."""
+    with named(recipe) as model:
+        return list(ServedModel.ways(model, on_cpu=False, capability=capability))
 
 
 def written(recipe: dict[str, Any]) -> list[str]:
@@ -107,7 +114,7 @@ def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
         f"{recipe['format']}; {gib(shown.machine.host)} of host memory; {_requests(load)} of {load.context:,} tokens. "
         f"The experts take {gib(model.experts_bytes)}. On `{shown.machine.name}`:"
     )
-    yield from ("", "```bash", command(shown.best.choice, model, shown.machine, shown.best.load), "```", "")
+    yield from ("", "```bash", shown.best.command, "```", "")
     yield from (
         "| calculated | slots | decided by | drafts | tokens/s: no locality | low | high | limited by | first token |",
     )
@@ -133,7 +140,7 @@ def section(plan: ServingPlan) -> Iterator[str]:
         f"`{machine.name}`: {gib(machine.gpu)} of GPU memory, {gib(machine.host)} of host memory; {_requests(load)} of "
         f"{load.context:,} tokens."
     )
-    yield from ("", "```bash", command(best.choice, plan.model, machine, best.load), "```", "")
+    yield from ("", "```bash", best.command, "```", "")
     yield from ("| calculated | tokens/s | hits | limited by | first token |", "|---|---|---|---|---|")
     for name, prediction in (("no locality", best.even), ("low", best.compared), ("high", best.high)):
         if prediction is not None:

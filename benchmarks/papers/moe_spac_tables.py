@@ -1,6 +1,6 @@
 """MoE-SpAc's tables 2 to 4 and figures 5 and 6, simulated on recorded routing: milliseconds per token.
 
-The serving code runs on a virtual clock (``vllm-spac simulate``) with the costs of a profile, for experts of
+The serving code runs on a virtual clock (``vllm-spac trace simulate``) with the costs of a profile, for experts of
 Qwen3-30B-A3B in bf16. What a step and a draft token take outside of experts is scaled to the layers of the recorded
 model. Rows with drafts replay the traces of 8 drafts of a dense model, the others those without. Exact: no row changes
 a token. Reads ahead are limited as in serving (``extra`` of ``--spac-prefetch``).

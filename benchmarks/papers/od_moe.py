@@ -25,9 +25,8 @@ import typer
 
 from benchmarks.common import RESULTS, Script, provenance, show, write_result
 from benchmarks.papers.od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
-from benchmarks.papers.simulated_workers import LayerTimes, cached
+from benchmarks.papers.simulated_workers import LayerTimes, Network, cached
 from benchmarks.replay.policies import facts, stack
-from vllm_spac.decisions.costs import Costs, Network
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
@@ -69,16 +68,14 @@ def main(
     compute_ms: Annotated[float, typer.Option(help="A layer's experts for one row.")] = 0.08,
     load_ms: Annotated[float, typer.Option(help="Loading one expert.")] = 3.0,
     hidden: Annotated[int, typer.Option(help="Width of a row of 16 bits.")] = 2048,
-    profile: Annotated[
-        Path | None, typer.Option(help="Add the network of this file of vllm-spac profile --peer.")
+    latency_us: Annotated[float, typer.Option(min=0, help="One way, of a further network.")] = 0.0,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0, help="Bytes per second of a further network.", show_default="none")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON, too.")] = None,
 ) -> None:
     origin = provenance()
-    measured = None if profile is None else Costs.read(profile).network
-    if profile is not None and measured is None:
-        raise typer.BadParameter(f"{profile} has no network; run vllm-spac profile --peer", param_hint="--profile")
-    networks = NETWORKS | ({} if measured is None else {f"measured: {measured.peer}": measured})
+    networks = NETWORKS | ({} if bandwidth is None else {"as named": Network(latency_us / 1e6, bandwidth)})
     recorded = synthetic_trace(**SYNTHETIC) if trace is None else Trace.load(trace)
     loaded = recorded if layers is None else stack(recorded, layers, steps)
     times = LayerTimes(main_ms / 1e3, compute_ms / 1e3, load_ms / 1e3)

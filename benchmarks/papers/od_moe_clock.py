@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.simulated_workers import LayerTimes, WorkerRun
-from vllm_spac.decisions.costs import Network
+from benchmarks.papers.simulated_workers import LayerTimes, Network, WorkerRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_spac.cache.residency import Placement, Residency
-from vllm_spac.decisions.costs import Costs, Network
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.lru import LRU
 from vllm_spac.execution.waves import filled_experts, row_waves
 from vllm_spac.methods.od_moe import division
 from vllm_spac.recording.trace_file import Trace, TraceFacts
 from vllm_spac.tools.traces.replayed import rows_of_records
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of equal links between an engine and its expert workers.
+
+    Attributes:
+        latency: seconds one way, with the software of both sides.
+        bandwidth: bytes per second of each machine's link, with what both sides do to each byte.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def hop(self, nbytes: float, fan: int = 1) -> float:
+        """Seconds until ``nbytes`` to each of ``fan`` workers have arrived, or have come from each."""
+        return self.latency + fan * nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)

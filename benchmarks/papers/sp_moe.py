@@ -305,7 +305,7 @@ def replayed(
     ahead = PrefetchSettings.of(prefetch) if prefetch.startswith("draft") else build_prefetch(prefetch, trace)
     chosen = build_policy(policy, trace, slots, prefetch=prefetch)
     kind = SlotsReplay if not prefetch.startswith("draft") else Drafted
-    replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead, "none")
+    replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead)
     if isinstance(replay, Drafted):
         replay.named, replay.by_layer = named, by_layer
     replay.fill(filling(trace, slots, chosen.first()))
@@ -388,7 +388,7 @@ def main(
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as apart:
         known = apart.submit(read_texts, texts, length).result()
         asked = drafts, count, 64, new
-        recording = {"prefetch": f"draft_gate@k={NAMES}", "trace": str(path)}
+        recording = {"prefetch": f"draft_gate@k={NAMES}", "record": f"trace={path}"}
         _, recorded, named = apart.submit(serve, recording, *asked).result()
         ways = {"off": "off", "learned": "draft_gate", "cutoff": "draft_gate@k=8@cutoff=20@extra=1.0"}
         served = {}

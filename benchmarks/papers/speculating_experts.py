@@ -397,7 +397,7 @@ class Run:
         return [float(torch.cosine_similarity(a.float(), b.float(), dim=1).mean()) for a, b in pairs]
 
     def trained(self, only: list[str]) -> dict[str, Trained]:
-        """The predictors of ``vllm-spac train-predictor``, with those that they use."""
+        """The predictors of ``vllm-spac predictors train``, with those that they use."""
         training = Training(self.material, self.identity, "", only=only)
         for _ in training.run():
             pass

@@ -10,8 +10,8 @@ import typer
 from rich import print
 
 from benchmarks.common import RESULTS, ROOT, Script, is_toy, provenance, sha256, trace_files, write_result
+from benchmarks.replay.routing_locality import Locality
 from vllm_spac.recording.trace_file import Trace
-from vllm_spac.tools.traces.locality import Locality
 
 app = Script(__doc__)
 

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.common import RESULTS, ROOT, Script, is_toy, provenance, sha256, show, trace_files, write_result
+from benchmarks.replay.hot_experts import accuracy, agreement, as_last_step, nothing_is_hot
 from vllm_spac import components
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.reuse import Reuse
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording.trace_file import PREFILL, Trace, TraceFacts
 from vllm_spac.tools.traces.simulation import simulate
-from vllm_spac.tools.traces.trace_statistics import accuracy, agreement, as_last_step, nothing_is_hot
 
 POLICIES = (
     "lru",

@@ -73,7 +73,13 @@ def main(
         speculation, tokens, batch = CASES[name]
         drafts = Drafts(tokens, model.parent / "eagle3", draft)
         path = folder / (f"{name}-{seed}.trace" if seed else f"{name}.trace")
-        knobs = {"slots": FULL, "policy": "lru", "decisions": "host", "store": "disk", "trace": str(path.resolve())}
+        knobs = {
+            "slots": FULL,
+            "policy": "lru",
+            "decisions": "host",
+            "store": "disk",
+            "record": f"trace={path.resolve()}",
+        }
         engine = Case(name, knobs | ({"guard": "off"} if tokens else {}), speculation)
         settings = Settings(model, drafts, prompt_tokens, output_tokens, (batch,))
         _, error = run_engine(engine.job(settings, asked.ids), False, 3600.0)

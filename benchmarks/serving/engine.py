@@ -112,7 +112,7 @@ def paused(llm, parts: list[str]):
         return
     (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
     every = _Always(_drafts(llm))
-    instead = {"speculation": ("chooser", _Always(0)), "guard": ("chooser", every), "trace": ("trace", None)}
+    instead = {"speculation": ("chooser", _Always(0)), "guard": ("chooser", every), "record": ("trace", None)}
     quiet = [instead[part] for part in parts]
     before = {name: getattr(runtime, name) for name, _ in quiet}
     assert None not in before.values(), f"this engine has no {' and '.join(parts)} to pause"

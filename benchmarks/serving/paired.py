@@ -46,7 +46,7 @@ python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots
 python benchmarks/serving/paired.py MODEL "spac guard=off speculation=eagle3 draft_tokens=4" \
     "spac guard=off speculation=eagle3 tree=16" --slots 100% --dtype float32
 
-python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired.trace" --slots 25%,100% --one-engine
+python benchmarks/serving/paired.py MODEL spac "spac record=trace=.cache/paired.trace" --slots 25%,100% --one-engine
 
 python benchmarks/serving/paired.py MODEL "spac policy=lru" "spac policy=utility prefetch=utility" --slots 25%
 """

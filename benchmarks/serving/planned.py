@@ -1,6 +1,6 @@
 """Compares the tokens per second that ``vllm-spac plan`` calculates with measured ones.
 
-The toy model is inflated to several sizes of experts. For each, this machine is profiled as ``vllm-spac profile`` does,
+The toy model is inflated to several sizes of experts. For each, this machine is measured as ``vllm-spac check`` does,
 before the engines and after them, because disks of virtual machines drift. The plan then calculates each share of slots
 twice: with its assumptions on locality, from none on, which give a range, and from a recording of the model's own
 routing, as with ``--trace``. Engines with as many slots measure the time per token of prompts, one after the other.
@@ -25,6 +25,7 @@ from benchmarks.serving.processes import run_engine
 from benchmarks.toy.inflate import inflate, parse_bytes
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.recording.trace_file import Trace
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.tools.machine import vllm_step
 from vllm_spac.tools.machine.measure import cpu_kernel, measure
 from vllm_spac.tools.planning import planned_routing
@@ -173,7 +174,7 @@ def _one(
 ) -> tuple[list[Comparison], Costs]:
     """Measures one model, and plans for it with the mean of the profiles before and after."""
     count, prompt_tokens, output_tokens = shape
-    model = ServedModel.read(str(folder))
+    model = ServedModel.of(find_model(str(folder)))
     settings = Settings(folder, Drafts(1, folder, folder), prompt_tokens, output_tokens, disk_dir=disk_dir)
     ids = prompts.load(folder, count, prompt_tokens, 0).ids
 
@@ -216,7 +217,7 @@ def engines(settings: Settings, percent: int, ids: list[list[int]], repeats: int
     for repeat in range(repeats):
         job = case.job(settings, ids)
         if trace is not None and repeat == repeats - 1:
-            job["spac"]["trace"] = str(trace)
+            job["spac"]["record"] = f"trace={trace}"
         result, error = run_engine(job, False, settings.timeout)
         if error or result is None:
             raise typer.BadParameter(f"{case.name}: {error}")

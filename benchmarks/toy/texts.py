@@ -1,4 +1,4 @@
-"""Writes texts for ``vllm-spac calibrate`` and ``quality`` of the toy model, as JSON lines of token ids.
+"""Writes texts for ``vllm-spac quality`` with the toy model, as JSON lines of token ids.
 
     python benchmarks/toy/texts.py calibration.jsonl --training --count 80
     python benchmarks/toy/texts.py held-out.jsonl --count 20

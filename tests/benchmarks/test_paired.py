@@ -69,9 +69,9 @@ def test_a_side_that_is_not_understood(text: str, error: type[Exception], says: 
     ("base", "other", "parts"),
     [
         ("spac", "spac speculation=eagle3", ["speculation"]),
-        ("spac policy=lru", "spac policy=lru trace=a", ["trace"]),
-        ("spac", "spac speculation=ngram trace=a", ["speculation", "trace"]),
-        ("spac speculation=ngram", "spac speculation=ngram trace=a", ["trace"]),
+        ("spac policy=lru", "spac policy=lru record=trace=a", ["record"]),
+        ("spac", "spac speculation=ngram record=trace=a", ["speculation", "record"]),
+        ("spac speculation=ngram", "spac speculation=ngram record=trace=a", ["record"]),
     ],
 )
 def test_what_one_engine_pauses(base: str, other: str, parts: list[str]) -> None:
@@ -83,11 +83,11 @@ def test_what_one_engine_pauses(base: str, other: str, parts: list[str]) -> None
     [
         ("spac", "spac"),
         ("stock", "stock speculation=ngram"),
-        ("stock", "spac trace=a"),
+        ("stock", "spac record=trace=a"),
         ("spac policy=lru", "spac speculation=ngram"),
-        ("spac speculation=ngram", "spac speculation=eagle3 trace=a"),
-        ("spac speculation=ngram", "spac trace=a"),
-        ("spac speculation=ngram draft_tokens=3", "spac speculation=ngram draft_tokens=4 trace=a"),
+        ("spac speculation=ngram", "spac speculation=eagle3 record=trace=a"),
+        ("spac speculation=ngram", "spac record=trace=a"),
+        ("spac speculation=ngram draft_tokens=3", "spac speculation=ngram draft_tokens=4 record=trace=a"),
         ("spac", "spac speculation=ngram guard=off"),
     ],
 )
@@ -189,7 +189,7 @@ def engine(tmp_path, monkeypatch):
 def test_a_live_engine_answers_in_turn_and_goes(engine) -> None:
     with closing(engine("print(line.replace('prompt', 'said'), end='', flush=True)")) as live:
         assert live.turn([1, 2], 3) == {"saids": [[1, 2]], "tokens": 3, "without": []}
-        assert live.turn([4], 5, ["trace"]) == {"saids": [[4]], "tokens": 5, "without": ["trace"]}
+        assert live.turn([4], 5, ["record"]) == {"saids": [[4]], "tokens": 5, "without": ["record"]}
         assert live.batch([[4], [5]], 6, budget={}) == {
             "saids": [[4], [5]], "tokens": 6, "without": [], "budget": {}
         }  # fmt: skip

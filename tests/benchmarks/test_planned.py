@@ -9,6 +9,7 @@ import typer
 
 from benchmarks.serving import planned
 from vllm_spac.decisions.costs import Costs
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.predict import Prediction
 from vllm_spac.tools.traces.synthetic import synthetic_trace
@@ -32,7 +33,7 @@ def test_the_error_is_a_share_of_what_was_measured() -> None:
 
 
 def test_more_slots_are_planned_to_be_faster_and_the_recording_counts() -> None:
-    model = ServedModel.read(str(BENCHMARKS / "toy" / "models" / "target"))
+    model = ServedModel.of(find_model(str(BENCHMARKS / "toy" / "models" / "target")))
     costs = Costs.read("rtx4090")
     origin = costs.provenance.model_copy(update={"store": "disk"})
     costs = costs.model_copy(update={"load": costs.disk, "host": costs.load, "disk": None, "provenance": origin})

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.od_moe_clock import Cycle, ShadowTimes, cacheless, prefill
-from benchmarks.papers.simulated_workers import LayerTimes, cached
-from vllm_spac.decisions.costs import Network
+from benchmarks.papers.simulated_workers import LayerTimes, Network, cached
 from vllm_spac.methods.od_moe.division import layers_of
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 

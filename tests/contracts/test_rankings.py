@@ -230,7 +230,7 @@ def test_no_list_of_no_or_more_than_all_experts(name: str, budget: int) -> None:
 def test_what_needs_a_calibration_says_so(name: str) -> None:
     kind = components.find("rankings", name)
     if kind.needs_calibration:
-        with pytest.raises(ConfigError, match=f"{name} needs a calibration file.*vllm-spac calibrate"):
+        with pytest.raises(ConfigError, match=f"{name} needs a calibration file.*vllm-spac quality calibrate"):
             kind.of(None)
     else:
         assert isinstance(kind.of(None), kind)

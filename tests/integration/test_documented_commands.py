@@ -31,21 +31,20 @@ PLACEHOLDERS = {"Qwen/Qwen3-30B-A3B": str(TARGET), "MODEL": str(TARGET), "HEAD":
 NOT_RUN = {
     "make demo": "it is a run of its own of many minutes",
     "pip install .": "it would replace the installation that is tested; test_packaging.py builds what it installs",
-    "vllm-spac doctor --fix": "it changes the installation; test_doctor.py has its cases",
+    "vllm-spac check --fix": "it changes the installation; test_doctor.py has its cases",
     "vllm-spac tune MODEL": "it takes ten minutes; test_tune.py measures real engines, for a minute",
 }
 WATCHED = "vllm-spac stats http://localhost:8000 --watch"  # of the first server below
 SAID = {
     "vllm-spac plan MODEL --machine rtx4090": "vllm serve",
-    "vllm-spac inspect MODEL": "6 x 64 = 384",
 }
 
-# Run in this order, in a home of their own: a plan for this machine reads what profile writes.
+# Run in this order, in a home of their own: a plan for this machine reads what --measure writes.
 MEASURED = {
-    "vllm-spac doctor MODEL --disk": r"plugin +loaded by vLLM.*problems: \d+, notes: \d+",
-    "vllm-spac profile --model MODEL": r"written: .*profile\.json",
+    "vllm-spac check MODEL --disk": r"plugin +loaded by vLLM.*problems: \d+, notes: \d+.*6 x 64 = 384",
+    "vllm-spac check MODEL --measure": r"written: .*profile\.json",
     "vllm-spac plan MODEL": r"vllm serve",
-    "vllm-spac selftest MODEL": r"problems: 0; \d+ s",
+    "vllm-spac check MODEL --engines": r"problems: 0; \d+ s",
 }
 
 

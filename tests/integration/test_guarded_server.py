@@ -28,8 +28,8 @@ def server(tmp_path_factory):
     (folder / "traces").mkdir()
     trace = folder / "traces" / "run.trace"
     synthetic_trace(layers=2, experts=8, top_k=2, steps=3).save(trace)
-    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-disk-dir", str(folder), "--spac-control"]
-    flags += ["--spac-trace", str(trace), "--api-key", "another", KEY]
+    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-disk-dir", str(folder), "--spac-http", "control"]
+    flags += ["--spac-record", f"trace={trace}", "--api-key", "another", KEY]
     server = Server(folder, *flags)
     server.trace = trace
     try:

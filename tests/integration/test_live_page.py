@@ -213,7 +213,7 @@ def test_nobody_is_asked_for_a_page_that_was_closed(look) -> None:
 @pytest.mark.timeout(3 * 600)
 def test_a_real_server(look, tmp_path: Path) -> None:
     """The toy model under load: what the page shows is what the server counts; then the server is stopped."""
-    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-disk-dir", str(tmp_path), "--spac-page"]
+    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-disk-dir", str(tmp_path), "--spac-http", "page"]
     server = Server(tmp_path, *flags)
     try:
         server.wait()

@@ -31,7 +31,7 @@ from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
 from vllm_spac.tools.planning.planned_machine import HERE, UTILIZATION, PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load, command, slot_bytes
+from vllm_spac.tools.planning.planned_memory import Load, slot_bytes
 from vllm_spac.tools.planning.planned_model import ServedModel
 from vllm_spac.tools.planning.planned_serving import ServingPlan, make_plan
 from vllm_spac.tools.planning.predict import Prediction
@@ -172,7 +172,7 @@ def printed(model: Path, machine: str, folder: Path, monkeypatch: pytest.MonkeyP
             refused.append(str(error))
             continue
         for row in plan.rows:
-            line = command(row.choice, plan.model, plan.machine, row.load)
+            line = row.command
             if row.choice.store == "none":
                 assert not re.search("spac|moe|quantization", line.partition(plan.model.name)[2]), "stock's own choice"
                 continue

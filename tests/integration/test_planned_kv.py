@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.storage.checkpoint.published import published
+from vllm_spac.storage.checkpoint.published import find_model, published
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load, kv_bytes
 from vllm_spac.tools.planning.planned_model import ServedModel
@@ -243,7 +243,7 @@ def test_the_kv_cache_is_what_vllm_wants(
     monkeypatch.setenv("VLLM_PLUGINS", "")
     config = {key: value for key, value in MODELS[name].items() if key != "quantization_config"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = ServedModel.read(str(tmp_path), "slots", on_cpu=machine is CPU)
+    model = ServedModel.of(find_model(str(tmp_path)), "slots", on_cpu=machine is CPU)
     for load in (Load(4096, 1), Load(16000, 3), *([Load(4096, 1, drafts=4)] if machine is GPU else [])):
         wanted, found = by_vllm(name, tmp_path, load, machine), kv_bytes(model, machine, load)
         assert wanted <= found < 1.1 * wanted, load

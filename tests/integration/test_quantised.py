@@ -451,7 +451,7 @@ def test_gptq_and_awq_that_vllm_or_its_kernel_cannot_run(quantisation, named):
     ("on_cpu", "instead"),
     [
         (False, "TritonExperts was; add --moe-backend triton, or"),
-        (True, "CPUExpertsFp8 was; use another quantisation .vllm-spac inspect says which., or an unquantised"),
+        (True, "CPUExpertsFp8 was; use another quantisation .vllm-spac check says which., or an unquantised"),
     ],
 )
 def test_a_kernel_that_was_never_seen_is_refused(monkeypatch, on_cpu, instead):

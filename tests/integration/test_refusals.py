@@ -115,7 +115,7 @@ def engine_config(model: Path, spac, **options):
         ({"budget": "8@ranking=oracle"}, ["'oracle'", "router, selected, static"]),
         (
             {"budget": "8@ranking=static"},
-            ["8@ranking=static@calibration=FILE", "vllm-spac calibrate"],
+            ["8@ranking=static@calibration=FILE", "vllm-spac quality calibrate"],
         ),
         ({"budget": "8@coverage=none"}, ["coverage='none'", "substitution"]),
         ({"budget": "/not/there"}, ["budget=/not/there", "no such file", "16 or 0.98"]),
@@ -221,27 +221,27 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"budget": "8@ranking=spac_outside:Fine"}, "--spac-budget.*vllm_spac.methods.moe_spec.rankings.Ranking"),
         ({"budget": "8@ranking=spac_outside:Oracle"}, "--spac-budget.*every expert"),
         ({"budget": "8@ranking=spac_nowhere:X"}, "--spac-budget.*cannot load .*No module named"),
-        ({"trace": "/no/such/folder/t"}, "--spac-trace.*No such file or directory; name another file"),
-        ({"trace": "/proc/x"}, "--spac-trace.*cannot be written"),
-        ({"trace": "text"}, "--spac-trace.*no trace; remove it first, or name another"),
-        ({"trace": "pipe"}, "--spac-trace.*something else; name another"),
-        ({"trace": "/dev/null"}, "--spac-trace.*something else; name another"),
-        ({"trace": "."}, "--spac-trace.*something else; name another"),
-        ({"trace": ""}, "--spac-trace.*path is empty"),
-        ({"timeline": "/no/such/folder/t"}, "--spac-timeline.*No such file or directory; name another file"),
-        ({"timeline": "text"}, "--spac-timeline.*no timeline; name another"),
-        ({"timeline": "pipe"}, "--spac-timeline.*not a regular file; name another file"),
-        ({"timeline": "."}, "--spac-timeline.*not a regular file; name another file"),
+        ({"record": "trace=/no/such/folder/t"}, "--spac-record.*No such file or directory; name another file"),
+        ({"record": "trace=/proc/x"}, "--spac-record.*cannot be written"),
+        ({"record": "trace=text"}, "--spac-record.*no trace; remove it first, or name another"),
+        ({"record": "trace=pipe"}, "--spac-record.*something else; name another"),
+        ({"record": "trace=/dev/null"}, "--spac-record.*something else; name another"),
+        ({"record": "trace=."}, "--spac-record.*something else; name another"),
+        ({"record": "trace="}, "--spac-record.*path is empty"),
+        ({"record": "timeline=/no/such/folder/t"}, "--spac-record.*No such file or directory; name another file"),
+        ({"record": "timeline=text"}, "--spac-record.*no timeline; name another"),
+        ({"record": "timeline=pipe"}, "--spac-record.*not a regular file; name another file"),
+        ({"record": "timeline=."}, "--spac-record.*not a regular file; name another file"),
         (AUTO | {"profile": "text"}, "--spac-profile.*no profile of format"),
         (AUTO | {"profile": "deep"}, "--spac-profile.*no profile of format"),
         (AUTO | {"profile": "pipe"}, "--spac-profile.*not a regular file"),
         (AUTO | {"profile": "nosuch"}, "--spac-profile.*there is no profile.*rtx4090"),
         (AUTO | {"profile": "."}, "--spac-profile"),
-        ({"budget": "off@calibration=text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
+        ({"budget": "off@calibration=text"}, "text cannot be read as a calibration.*vllm-spac quality calibrate"),
         ({"policy": "pinned@calibration=pipe"}, "--spac-policy.*no such file"),
-        ({"policy": "pinned@calibration=text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
-        ({"prefetch": "neural"}, "prefetch=neural.*needs its file.*vllm-spac train-predictor"),
-        ({"prefetch": "neural@file=/not/there"}, "prefetch=/not/there.*no such file.*train-predictor"),
+        ({"policy": "pinned@calibration=text"}, "text cannot be read as a calibration.*vllm-spac quality calibrate"),
+        ({"prefetch": "neural"}, "prefetch=neural.*needs its file.*vllm-spac predictors train"),
+        ({"prefetch": "neural@file=/not/there"}, "prefetch=/not/there.*no such file.*predictors train"),
         ({"prefetch": "neural@file=text"}, "text cannot be read as a file of predictors"),
         (
             {"prefetch": "shadow"},
@@ -269,7 +269,7 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"prefetch": "shadow@background=2", "decisions": "device", "store": "host"}, "use --spac-prefetch shadow"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
         ({"prefetch": "quasi_hidden@file=other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
-        ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac budgets"),
+        ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac quality budgets"),
         ({"budget": "other.json"}, r"--spac-budget.*another model or revision: \\x1b\[2J"),
         ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
         ({"disk_dir": "~nouser"}, "--spac-disk-dir.*home folder"),
@@ -394,7 +394,7 @@ def test_what_may_be_served(moe, outside, caplog):
 
     synthetic_trace(layers=2, experts=8, top_k=2, steps=2).save(outside / "old.trace")
     with caplog.at_level("WARNING", "vllm.spac"):
-        engine_config(moe, {"policy": "spac_outside:Fine", "trace": "old.trace"})
+        engine_config(moe, {"policy": "spac_outside:Fine", "record": "trace=old.trace"})
     assert "the trace of this engine replaces it" in caplog.text
     engine_config(moe, {"slots": "100%", "disk_dir": "/proc/x"})  # nothing is packed
     assert (outside / "text").read_text() == "precious"

@@ -59,8 +59,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "executor": ("processes", "processes@per_layer=2", "cluster@file=FILE"),
     "kernel": ("vllm", "table"),
     "decisions": ("host", "device", "device@staging=off"),
-    "trace": ("run.trace",),
-    "timeline": ("run.timeline", "run.trace"),
+    "record": ("trace=run.trace", "timeline=run.timeline", "trace=run.trace,timeline=run.timeline"),
     "budget": (
         2,
         100,
@@ -73,8 +72,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     ),
     "speculate": ("predicted", "restricted@when=all"),
     "tuned": ("off",),
-    "page": (True,),
-    "control": (True,),
+    "http": ("page", "control", "page,control"),
 }
 EAGLE = {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}

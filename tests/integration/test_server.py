@@ -16,10 +16,7 @@ import forked
 import psutil
 import pytest
 from exactness import first_difference
-from typer.testing import CliRunner
 from vllm_server import MAX_TOKENS, PATIENCE, PROMPTS, TARGET, Server
-
-from vllm_spac.cli.main import app
 
 pytestmark = pytest.mark.timeout(2 * 600)  # a server starts in the first test
 
@@ -47,7 +44,7 @@ def answers() -> list[str]:
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spac")
     ngram = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
-    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-disk-dir", str(folder), "--spac-control"]
+    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-disk-dir", str(folder), "--spac-http", "control"]
     flags += ["--speculative-config", ngram, "--spac-guard", "off"]  # drafts in every step, whatever they take
     server = Server(folder, *flags)
     try:
@@ -80,26 +77,6 @@ def test_stats_and_metrics_agree(server):
     assert re.search(r'^vllm:spac_steps_total\{kind="verify",worker="0"\} [1-9]', metrics, re.M)
     assert stats["bytes"]["disk"] == stats["loads"] * stats["expert_bytes"]
     assert stats["resident"] <= stats["slots"] == 96
-
-
-def test_a_plan_is_verified_beside_the_server(server):
-    """Two requests at once; the plan is of another machine, so only the way to serve is the server's."""
-    given = ["plan", str(TARGET), "--machine", "rtx4090", "--concurrency", "2", "--verify", server.url]
-    done = CliRunner().invoke(app, [*given, "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["verified"]
-    measured, choice = found["measured"], found["planned"]["choice"]
-    assert (choice["percent"], choice["store"], choice["cpu"]) == (25, "disk", False)
-    assert (measured["execution"], measured["requests"]) == ("slots", 2)
-    assert 1 < measured["tokens_per_second"] < 1e5 and 0 < measured["first_token"] < PATIENCE
-    said = " ".join(CliRunner().invoke(app, given, env={"COLUMNS": "200"}).output.split())
-    assert re.search(r"measured at http://127.0.0.1:\d+: [\d.e+]+ tokens/s of 2 at once", said)
-    assert re.search(r"calculated for that: .* tokens/s: (inside|\d+% (below|above) the range)", said), said
-
-
-def test_no_server_to_verify_is_one_line():
-    done = CliRunner().invoke(app, ["plan", str(TARGET), "--machine", "rtx4090", "--verify", "http://127.0.0.1:9"])
-    assert done.exit_code == 1 and "no server answers" in done.output
 
 
 def test_the_budget_changes_while_serving(server, answers):

@@ -229,7 +229,7 @@ def test_dummy_runs_and_failed_forwards_are_no_steps(tmp_path: Path) -> None:
 def test_an_engine_records_what_it_counts(tmp_path: Path) -> None:
     """The toy model with drafts: as many loads, bytes, steps and tokens as its counters have; and stock's tokens."""
     path, prompts = tmp_path / "run.timeline", PROMPTS[2:5]
-    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off", "timeline": str(path)}
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off", "record": f"timeline={path}"}
     options = {"speculative_config": METHODS["ngram"], "dtype": "float32"}
     stock, run = compare(TOY / "target", [None, spac], prompts=prompts, max_tokens=12, **options)
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]

@@ -1,4 +1,4 @@
-"""``vllm-spac calibrate``, ``budgets`` and ``quality`` on the toy model, each command in a process of its own."""
+"""``vllm-spac quality`` on the toy model, each command in a process of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def calibrated(tmp_path_factory) -> Path:
     common = ("--prompts", folder / "texts.jsonl", "--window", WINDOW, "--slots", "60%", "--disk-dir", folder)
     engine = ("--engine", '{"dtype": "bfloat16"}', "--text-tokens", "64")
     output = ("--output", folder / "c.safetensors")
-    said = command("calibrate", TOY / "target", *common, *engine, *output)
+    said = command("quality", "calibrate", TOY / "target", *common, *engine, *output)
     assert f"{tokens()} tokens of" in said.replace(",", "")
     return folder
 
@@ -53,7 +53,7 @@ def test_calibration_is_of_every_row_and_serves_to_choose_budgets(calibrated):
     assert found.tokens == tokens(), "each row of each text once, and no row of a generated token"
     assert (found.counts.sum(1) == found.tokens * TOP_K).all()
     assert not (calibrated / "c.safetensors.progress").exists()
-    command("budgets", calibrated / "c.safetensors", "--mass", "0.9", "--output", calibrated / "b.json")
+    command("quality", "budgets", calibrated / "c.safetensors", "--mass", "0.9", "--output", calibrated / "b.json")
     budgets = read_budgets(calibrated / "b.json", found.fingerprint, found.layers, EXPERTS)
     assert all(TOP_K <= budget <= EXPERTS for budget in budgets.values())
 
@@ -69,7 +69,7 @@ def test_a_calibration_places_experts(calibrated):
 
 def test_what_vllm_refuses_is_an_error_and_no_traceback(calibrated):
     common = ("--prompts", calibrated / "texts.jsonl", "--output", calibrated / "never.safetensors")
-    said = command("calibrate", TOY / "target", *common, "--engine", '{"max_model_len": 10000000}', code=1)
+    said = command("quality", "calibrate", TOY / "target", *common, "--engine", '{"max_model_len": 10000000}', code=1)
     assert "error: vLLM refuses" in said and "max_model_len (10000000)" in said
     assert "Traceback" not in said and not (calibrated / "never.safetensors").exists()
 
@@ -78,7 +78,7 @@ def test_what_vllm_refuses_is_an_error_and_no_traceback(calibrated):
 def test_quality(calibrated):
     draft = {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": WINDOW - 1}
     said = command(
-        *("quality", TOY / "target", "--prompts", calibrated / "texts.jsonl", "--window", WINDOW),
+        *("quality", "sweep", TOY / "target", "--prompts", calibrated / "texts.jsonl", "--window", WINDOW),
         *("--slots", "60%", "--disk-dir", calibrated, "--calibration", calibrated / "c.safetensors"),
         *("--budgets", "8,20,64", "--mass", "1.0", "--output", calibrated / "out", "--text-tokens", "64"),
         *("--speculative-config", json.dumps(draft), "--new-tokens", "8", "--generate", "2"),

@@ -160,7 +160,7 @@ def test_agreement_in_bfloat16(checkpoint, stock):
 @pytest.mark.full
 def test_verify_steps(tmp_path):
     """With drafts, a trace and float32: speculation changes which rows run together, and nothing else."""
-    spac = {"slots": "25%", "store": "host", "cpu_experts": 4, "trace": str(tmp_path / "trace")}
+    spac = {"slots": "25%", "store": "host", "cpu_experts": 4, "record": f"trace={tmp_path / 'trace'}"}
     options = {"speculative_config": METHODS["eagle3"], "max_tokens": 16, **FLOAT32}
     stock, run = compare(TOY / "target", [None, spac], **options)
     assert_same_tokens(run, stock)

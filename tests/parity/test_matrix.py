@@ -69,7 +69,7 @@ def trained(tmp_path_factory) -> Path:
     fast = "from vllm_spac.methods.speculating_experts import neural_predictor as n; n._STEPS = 20"
     texts, found = folder / "texts.jsonl", folder / "predictors.safetensors"
     assert forked.run([TEXTS, texts, "--training", "--count", "6"]).returncode == 0
-    arguments = ["train-predictor", TOY / "target", "--prompts", texts, "--output", found]
+    arguments = ["predictors", "train", TOY / "target", "--prompts", texts, "--output", found]
     arguments += ["--disk-dir", folder, "--slots", "60%"]
     done = forked.run(["-c", f"{fast}; from vllm_spac.cli.main import app; app()", *arguments])
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

@@ -72,7 +72,7 @@ def _close(worker) -> None:
 
 def test_budgets_and_traces(checkpoint, tmp_path):
     """A budget of all experts changes nothing, half of them does; the trace has every row of every layer."""
-    spac = {"slots": "50%", "decisions": "device", "trace": str(tmp_path / "run.trace")}
+    spac = {"slots": "50%", "decisions": "device", "record": f"trace={tmp_path / 'run.trace'}"}
     options = {**FLOAT32, "enable_prefix_caching": False}
     with engines.engine(checkpoint("qwen3_moe"), spac, **options) as llm:
 

@@ -48,7 +48,7 @@ def trained(tmp_path_factory) -> Path:
     command([TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
     command([TEXTS, folder / "held.jsonl", "--count", "4"])
     said = vllm_spac_command(
-        *("train-predictor", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
+        *("predictors", "train", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
         *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *ENGINE),
     )
     assert "2,688 tokens of 14 texts" in said and "left out" not in said
@@ -57,10 +57,20 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_recall_on_held_out_text(trained: Path) -> None:
-    texts, file, out = trained / "held.jsonl", trained / "p.safetensors", trained / "out"
+    texts, file = trained / "held.jsonl", trained / "p.safetensors"
     said = vllm_spac_command(
-        *("predictors", MODELS / "target", "--prompts", texts, "--predictor", file, "--json", trained / "r.json"),
-        *("--pictures", out, "--slots", "25%", "--disk-dir", trained, *ENGINE),
+        *(
+            "predictors",
+            "measure",
+            MODELS / "target",
+            "--prompts",
+            texts,
+            "--predictor",
+            file,
+            "--json",
+            trained / "r.json",
+        ),
+        *("--slots", "25%", "--disk-dir", trained, *ENGINE),
     )
     found = json.loads((trained / "r.json").read_text())
     names = {"gate", "quasi_hidden", "neural", "hybrid", "utility"}
@@ -74,7 +84,6 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     assert list(found["gate"]["by_horizon"]) == ["1", "2"] and found["gate"]["by_layer"][0] is None
     assert found["gate"]["by_horizon"]["1"]["recall_at_k"] > found["gate"]["by_horizon"]["2"]["recall_at_k"]
     assert list(found["hybrid"]["by_horizon"]) == ["1"] and found["hybrid"]["by_layer"][0] is None
-    assert {path.name for path in out.iterdir()} == {"layers.png", "horizons.png"}
     sizes = PredictorFile.read(file).sizes
     assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
 
@@ -183,7 +192,15 @@ def test_speculated_execution_of_draft_trees(trained: Path) -> None:
 @pytest.mark.full
 def test_quality_of_speculated_execution(trained: Path) -> None:
     said = vllm_spac_command(
-        *("quality", MODELS / "target", "--prompts", trained / "held.jsonl", "--speculate", "restricted,predicted"),
+        *(
+            "quality",
+            "sweep",
+            MODELS / "target",
+            "--prompts",
+            trained / "held.jsonl",
+            "--speculate",
+            "restricted,predicted",
+        ),
         *(
             "--predictor",
             trained / "p.safetensors",
@@ -216,7 +233,7 @@ def test_predictors_of_another_model_are_refused(trained: Path, tmp_path: Path) 
     tensors["model.layers.0.mlp.experts.0.down_proj.weight"] *= 2
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     said = vllm_spac_command(
-        *("predictors", other, "--prompts", trained / "held.jsonl", "--disk-dir", trained),
+        *("predictors", "measure", other, "--prompts", trained / "held.jsonl", "--disk-dir", trained),
         *("--predictor", trained / "p.safetensors", "--json", trained / "other.json", *ENGINE),
         code=1,
     )

@@ -74,7 +74,7 @@ def test_same_tokens_with_other_knobs(scheme: str, folder, tmp_path: Path) -> No
             few | {"host_memory": "1MiB"},
             few | {"prefetch": "utility", "policy": "utility"},
             few | {"budget": str(quantised.EXPERTS)},
-            few | {"trace": str(tmp_path / "run.trace")},
+            few | {"record": f"trace={tmp_path / 'run.trace'}"},
         ],
     )
     for run in (tiers, ahead, budget, trace):

@@ -109,7 +109,7 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
 )
 def test_counts_are_the_engine_s(spac, balancer, speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.trace"
-    knobs = {"slots": "25%", "store": "host", "trace": str(path)} | spac
+    knobs = {"slots": "25%", "store": "host", "record": f"trace={path}"} | spac
     options = {} if speculation is None else {"speculative_config": METHODS[speculation]}
     with monkeypatch.context() as patch:
         patch.setattr(assembly, "_rates", lambda *arguments: (RATES, "given"))

@@ -148,7 +148,7 @@ def test_the_trace_of_a_tree_has_the_text_that_plain_decoding_has(tmp_path) -> N
     texts, traces = {}, {}
     for name, (knobs, speculation) in runs.items():
         options = {} if speculation is None else {"speculative_config": speculation}
-        spac = {"slots": "25%", "store": "host", "trace": str(tmp_path / name)} | knobs
+        spac = {"slots": "25%", "store": "host", "record": f"trace={tmp_path / name}"} | knobs
         tree_runs.run(spac | ({"guard": "off"} if speculation else {}), ("to the end",), **options)
         traces[name] = Trace.load(tmp_path / name)
         texts[name] = Text.of(traces[name])

@@ -131,7 +131,7 @@ def check(path: Path, level: str) -> None:
 @example(changes={"engine": {"tensor_parallel_size": "8"}}, level="exact")
 @example(changes={"knobs": {"budget": 8}}, level="rounding")
 @example(changes={"knobs": {"cpu_experts": "auto", "store": "host"}}, level="exact")
-@example(changes={"knobs": {"control": True}}, level="rounding")
+@example(changes={"knobs": {"http": "control"}}, level="rounding")
 @example(changes={"speculative_config": {"method": "custom_class", "model": str(TOY)}}, level="rounding")
 @settings(max_examples=300)
 def test_any_profile_is_used_exactly_or_not_at_all(written: dict, changes: dict, level: str) -> None:

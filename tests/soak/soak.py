@@ -302,7 +302,7 @@ def run(goal: int, minutes: float, seed: int) -> dict:
     answers = stock_answers(asked)
     with tempfile.TemporaryDirectory(prefix="spac-soak-") as scratch:
         drafts = serving.EAGLE3 if V2 else serving.NGRAM
-        flags = [*serving.offloaded(Path(scratch, "disk")), "--spac-control", *drafts]
+        flags = [*serving.offloaded(Path(scratch, "disk")), "--spac-http", "control", *drafts]
         with serving.started(Path(scratch), *flags) as server:
             clients, watch = Clients(server.url, asked, answers, seed), Watch(server)
             with tqdm(total=goal, desc="Soak", unit="step", smoothing=0.02) as bar:

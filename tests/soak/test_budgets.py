@@ -19,7 +19,7 @@ BUDGET = {"budget": 8, "when": "all", "coverage": "truncation", "ranking": "rout
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     flags = serving.offloaded(tmp_path_factory.mktemp("disk"))
-    with serving.started(tmp_path_factory.mktemp("budgets"), "--spac-control", *flags) as server:
+    with serving.started(tmp_path_factory.mktemp("budgets"), "--spac-http", "control", *flags) as server:
         yield server
 
 

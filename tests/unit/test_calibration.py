@@ -17,7 +17,7 @@ from vllm_spac.system import files, tensor_file
 
 LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
 FINGERPRINT = "0123456789abcdef" * 2
-AGAIN = "vllm-spac calibrate"
+AGAIN = "vllm-spac quality calibrate"
 
 
 def recorder(**others) -> CalibrationRecorder:

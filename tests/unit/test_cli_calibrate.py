@@ -1,4 +1,4 @@
-"""``vllm-spac calibrate`` and ``budgets`` without an engine: what they print, write and refuse."""
+"""``vllm-spac quality calibrate`` and ``quality budgets`` without an engine: what they print, write and refuse."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def calibration(tmp_path: Path) -> Path:
 
 
 def test_help_has_examples() -> None:
-    for name in ("calibrate", "budgets"):
-        assert f"Examples vllm-spac {name}" in run(name, "--help") and name in run("--help")
+    for name in ("calibrate", "budgets", "sweep"):
+        assert f"Examples vllm-spac quality {name}" in run("quality", name, "--help") and name in run(
+            "quality", "--help"
+        )
 
 
 def test_budgets_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
     output = tmp_path / "budgets.json"
-    text = run("budgets", calibration, "--mass", "0.9", "--output", output)
+    text = run("quality", "budgets", calibration, "--mass", "0.9", "--output", output)
     budgets = read_budgets(output, "f" * 32, LAYERS, 8)
     assert budgets[LAYERS[0]] > budgets[LAYERS[1]] >= 2, "a layer of sharp routers needs fewer"
     for part in ("tiny: budgets for 90% of the mass selected", *LAYERS, "calibrated on 30 tokens", "selected kept"):
@@ -57,7 +59,9 @@ def test_budgets_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
 def test_the_scores_of_all_experts_take_more_experts_to_hold(calibration: Path, tmp_path: Path) -> None:
     found = {}
     for mass_of in ("selected", "scores"):
-        text = run("budgets", calibration, "--mass", "0.98", "--mass-of", mass_of, "--output", tmp_path / "b.json")
+        text = run(
+            "quality", "budgets", calibration, "--mass", "0.98", "--mass-of", mass_of, "--output", tmp_path / "b.json"
+        )
         assert f"98% of the mass {mass_of}" in text
         found[mass_of] = json.loads((tmp_path / "b.json").read_text())
         assert found[mass_of]["tuned_to"]["mass_of"] == mass_of
@@ -66,7 +70,9 @@ def test_the_scores_of_all_experts_take_more_experts_to_hold(calibration: Path, 
 
 def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> None:
     for coverage, least in (("substitution", 2), ("truncation", 1)):
-        run("budgets", calibration, "--mass", "0.01", "--coverage", coverage, "--output", tmp_path / "b.json")
+        run(
+            "quality", "budgets", calibration, "--mass", "0.01", "--coverage", coverage, "--output", tmp_path / "b.json"
+        )
         assert set(json.loads((tmp_path / "b.json").read_text())["budgets"].values()) == {least}
 
 
@@ -80,17 +86,17 @@ def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> Non
     ],
 )
 def test_budgets_refuses(calibration: Path, options: tuple, says: str) -> None:
-    assert says in run("budgets", calibration, *options, code=1)
+    assert says in run("quality", "budgets", calibration, *options, code=1)
 
 
 def test_budgets_refuses_what_is_no_calibration(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("nothing")
-    assert "vllm-spac calibrate" in run("budgets", tmp_path / "x", code=1)
+    assert "vllm-spac quality calibrate" in run("quality", "budgets", tmp_path / "x", code=1)
 
 
 def test_calibrate_refuses_before_an_engine_starts(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
-    assert "cannot be read" in run("calibrate", "model", "--prompts", texts, code=1)
+    assert "cannot be read" in run("quality", "calibrate", "model", "--prompts", texts, code=1)
     texts.write_text("hello\n")
     for options, says in (
         (("--output", tmp_path / "none" / "c"), "is no folder"),
@@ -100,4 +106,4 @@ def test_calibrate_refuses_before_an_engine_starts(tmp_path: Path) -> None:
         (("--slots", "many"), "25%"),
         (("--engine", '{"max_model_len": 512}'), "max_model_len 512; use --text-tokens 511, or max_model_len 513"),
     ):
-        assert says in run("calibrate", "model", "--prompts", texts, *options, code=1), options
+        assert says in run("quality", "calibrate", "model", "--prompts", texts, *options, code=1), options

@@ -8,19 +8,22 @@ import pwd
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from vllm_spac import __version__
 from vllm_spac.cache import sizing
-from vllm_spac.cli import doctor
+from vllm_spac.cli import stats
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.former import FORMER_COMMANDS
 from vllm_spac.config.types import SlotCount, flag
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
@@ -29,6 +32,8 @@ from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint import headers, packed_folder
 from vllm_spac.system import machine
 from vllm_spac.system.files import partial_of
+from vllm_spac.tools.machine import gather, installation
+from vllm_spac.tools.machine.facts import Installation, Library, System
 from vllm_spac.tools.machine.server_stats import RequestNumbers, WaitShares
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -45,11 +50,56 @@ def run(*arguments, code: int = 0, **options) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.fixture
+def inspected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """``inspected(model)`` -> what ``check MODEL`` prints, on a machine that is made up and healthy."""
+    library = Library("2.13.0", "==2.13.0", fits=True)
+    monkeypatch.setattr(installation, "installation", lambda: Installation("0.32.0", libraries={"torch": library}))
+    machine = System(frozenset(range(8)), None, (0,), 64 << 30, 60 << 30, None, None, "always")
+    monkeypatch.setattr(gather, "system", lambda: machine)
+
+    def check(model: object, code: int = 0) -> str:
+        given = ["check", str(model), "--disk-dir", str(tmp_path / "packed")]
+        done = CliRunner().invoke(app, given, env={"COLUMNS": "2000", "NO_COLOR": "1"})
+        assert done.exit_code == code, done.output
+        return " ".join(done.output.split())
+
+    return check
+
+
 def test_version_and_help():
     assert run("--version") == f"vllm-spac {__version__}"
-    for name in ("inspect", "stats", "packed"):
+    for name in ("check", "stats", "packed"):
         assert name in run("--help")
         assert f"Examples vllm-spac {name}" in run(name, "--help")
+
+
+def test_nine_commands_are_shown_and_the_others_say_what_replaces_them() -> None:
+    commands = vars(typer.main.get_command(app))["commands"]
+    names = [name for name, command in commands.items() if not command.hidden]
+    assert len(names) == 9 and commands["knobs"].hidden
+    for former, replaced in FORMER_COMMANDS.items():
+        said = run(*former.split(), code=2)
+        assert f"vllm-spac {former} is gone" in said and replaced.split()[-1] in said.replace("│", "")
+        if replaced.startswith("use vllm-spac "):
+            first, *more = (part for part in replaced.removeprefix("use vllm-spac ").split() if part != "MODEL")
+            assert first in names and run(first, *(part for part in more if part[0] != "-"), "--help")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--kernels --measure", "--kernels and --measure are checks of their own; name one"),
+        ("--store host", "--store is of --measure; add it"),
+        ("--seconds 3", "--seconds is of --kernels or --engines; add it"),
+        ("--engines --disk", "--disk is of a check without --engines, not of --engines"),
+        ("--measure --json", "--json is of "),
+        ("--revision main", "name one"),
+        ("--yes", "add --fix"),
+    ],
+)
+def test_options_of_another_check_are_refused(options: str, said: str) -> None:
+    assert said in run("check", *options.split(), code=1)
 
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
@@ -61,9 +111,8 @@ TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "none1.trace"
     [
         ("knobs", [flag(name) for name in SpacConfig.model_fields]),
         (f"plan {TOY} --machine rtx4090 --fast-memory 1GiB", ["tokens/s", "limited", "first token"]),
-        (f"inspect {TOY}", ["384"]),
         (f"trace show {TRACE}", ["layers", "utility", "experts"]),
-        (f"simulate {TRACE} --profile rtx4090 --slots 25% --execution both --policy lru,reuse", ["TPOT", "bound"]),
+        (f"trace simulate {TRACE} --profile rtx4090 --slots 25% --execution both --policy lru", ["TPOT", "bound"]),
     ],
 )
 def test_nothing_is_cut_at_80_columns(command, parts):
@@ -113,16 +162,16 @@ def fused(layers=(0, 1, 2)) -> dict[str, tuple[int, ...]]:
         (fused(), {"text_config": TWO_OF_EIGHT}, 3),
     ],
 )
-def test_inspect_reads_sizes(tmp_path, names, config, layers):
+def test_check_reads_sizes(inspected, tmp_path, names, config, layers):
     folder = write_model(tmp_path, names, **config)
     found = headers.read_checkpoint(folder)
     assert (found.experts, found.top_k, len(found.layer_bytes)) == (EXPERTS, TOP_K, layers)
     assert found.expert_bytes == [W_E]
     assert sum(found.layer_bytes.values()) + found.other_bytes == sum(2 * torch.Size(s).numel() for s in names.values())
-    assert "supported" in run("inspect", folder)
+    assert "supported: vllm serve" in inspected(folder)
 
 
-def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
+def test_check_counts_slots_as_the_plugin_does(inspected, tmp_path):
     folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT)
     found = headers.read_checkpoint(folder)
     shape = MoEShape(("1", "2"), EXPERTS, TOP_K, {"w": TensorSpec((W_E // 2,), torch.bfloat16)})
@@ -131,7 +180,7 @@ def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
         assert found.slots(percent) == [(sizing.resolve(SlotCount.parse(f"{percent}%"), shape, 1 << 30), W_E)]
     with pytest.raises(ConfigError):
         sizing.resolve(SlotCount.parse(f"{smallest - 1}%"), shape, 1 << 30)
-    assert f"smallest --spac-slots: {smallest}%" in run("inspect", folder)
+    assert f"smallest --spac-slots: {smallest}%" in inspected(folder)
 
 
 @pytest.mark.parametrize(
@@ -148,22 +197,22 @@ def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
     ],
     ids=["none", "fp8", "gptq", "awq", "mxfp4"],
 )
-def test_inspect_says_how_to_serve(tmp_path, quantisation, flags):
+def test_check_says_how_to_serve(inspected, tmp_path, quantisation, flags):
     folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT, quantization_config=quantisation)
-    said, command = run("inspect", folder), f"vllm serve {folder} --plugin spac --spac-slots 25%"
+    said, command = inspected(folder), f"vllm serve {folder} --plugin spac --spac-slots 25%"
     if quantisation:
         assert said.endswith(f"supported on a GPU: {command}{flags} supported on a CPU with AMX: {command}")
     else:
         assert said.endswith(f"supported: {command}")
 
 
-def test_inspect_leaves_draft_layers_out(tmp_path):
+def test_check_leaves_draft_layers_out(tmp_path):
     folder = write_model(tmp_path, one_by_one((1, 2, 3)), **TWO_OF_EIGHT)
     found = headers.read_checkpoint(folder)
     assert list(found.layer_bytes) == [1, 2] and found.draft_bytes == EXPERTS * W_E
 
 
-def test_inspect_reads_only_files_of_the_index(tmp_path):
+def test_check_reads_only_files_of_the_index(tmp_path):
     folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     save_file({"copy": torch.zeros(1000)}, folder / "consolidated.safetensors")
@@ -181,18 +230,18 @@ def test_inspect_reads_only_files_of_the_index(tmp_path):
         (one_by_one(), TWO_OF_EIGHT | {"quantization_config": {"quant_method": "quark"}}, "quantised experts (quark)"),
     ],
 )
-def test_inspect_refuses_with_the_reason(tmp_path, names, config, message):
-    assert message in run("inspect", write_model(tmp_path, names, **config), code=1)
+def test_check_refuses_with_the_reason(inspected, tmp_path, names, config, message):
+    assert message in inspected(write_model(tmp_path, names, **config), code=1)
 
 
-def test_inspect_refuses_what_is_no_checkpoint(tmp_path):
-    assert "is not a folder" in run("inspect", tmp_path / "absent", code=1)
-    assert "is a folder without config.json" in run("inspect", tmp_path, code=1)
+def test_check_refuses_what_is_no_checkpoint(inspected, tmp_path):
+    assert "is not a folder" in inspected(tmp_path / "absent", code=1)
+    assert "is a folder without config.json" in inspected(tmp_path, code=1)
     (tmp_path / "config.json").write_text('{"num_experts": 8, "moe_topk": 2}')
-    assert "name a folder with its *.safetensors" in run("inspect", tmp_path, code=1)
+    assert "name a folder with its *.safetensors" in inspected(tmp_path, code=1)
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 16)
-    assert "is not a complete safetensors file" in run("inspect", tmp_path, code=1)
-    assert "is not a folder" in run("inspect", "x" * 5000, code=1)
+    assert "is not a complete safetensors file" in inspected(tmp_path, code=1)
+    assert "is not a folder" in inspected("x" * 5000, code=1)
 
 
 @pytest.fixture
@@ -211,14 +260,14 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *(
             "packed",
-            "profile --expert-bytes 10000",
-            "doctor",
+            "check --measure --expert-bytes 10000",
+            "check",
             "cluster show",
             "cluster stop",
             "cluster start --file /nowhere/cluster.json",
         ),
         *("cluster start", f"plan {TOY} --machine here", f"tune {TOY}", f"tune {TOY} --prompts ~/texts.txt"),
-        f"quality {TOY} --budgets 2 --prompts ~/texts.txt",
+        f"quality sweep {TOY} --budgets 2 --prompts ~/texts.txt",
     ],
 )
 def test_a_user_without_a_home_folder_reads_one_sentence(homeless, command: str) -> None:
@@ -233,10 +282,10 @@ def test_a_user_without_a_home_folder_can_name_the_others(homeless, tmp_path: Pa
     assert "tokens/s" in run("plan", TOY, "--machine", "rtx4090", "--fast-memory", "1GiB")
 
 
-@pytest.mark.parametrize("name", ["packed", "profile"])
+@pytest.mark.parametrize("name", ["packed", "check"])
 @pytest.mark.parametrize("folder", ["~nouser", "x" * 5000])
 def test_a_folder_that_no_machine_has(name, folder):
-    options = ["--expert-bytes", "10000"] if name == "profile" else []
+    options = ["--measure", "--expert-bytes", "10000"] if name == "check" else []
     assert "--disk-dir" in run(name, "--disk-dir", folder, *options, code=1)
 
 
@@ -339,7 +388,7 @@ def test_requests_of_the_last_minute():
 def test_stats_shows_requests(serve, monkeypatch):
     """While some run, of two readings, which give a speed."""
     waits = []
-    monkeypatch.setattr(doctor.time, "sleep", waits.append)
+    monkeypatch.setattr(stats.time, "sleep", waits.append)
     text = run("stats", serve(200, json.dumps({"workers": [WORKER, WORKER], "requests": REQUESTS})))
     for part in ("requests running │ 2 │ │", "time to first token │ 250.0 ms │ │", "hit rate │ 75.0% │ 75.0%"):
         assert part in text, text
@@ -359,7 +408,7 @@ def test_stats_watches_until_interrupted(serve, monkeypatch):
         if seconds != next(waits, None):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor.time, "sleep", sleep)
+    monkeypatch.setattr(stats.time, "sleep", sleep)
     assert "75.0%" in run("stats", serve(200, json.dumps({"workers": [WORKER]})), "--watch", "--interval", 0.5)
 
 

@@ -1,4 +1,4 @@
-"""``vllm-spac train-predictor`` and ``predictors`` without an engine: what they refuse, and stopping and going on."""
+"""``vllm-spac predictors`` without an engine: what they refuse, and stopping and going on."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def trained(tmp_path: Path, few_steps: None) -> Path:
 
 
 def test_help_has_examples() -> None:
-    for name in ("train-predictor", "predictors"):
-        assert f"Examples vllm-spac {name}" in run(name, "--help") and name in run("--help")
+    for name in ("train", "measure"):
+        assert f"Examples vllm-spac predictors {name}" in run("predictors", name, "--help")
 
 
 SHORT = '{"max_model_len": 512}'
@@ -54,7 +54,7 @@ SHORT = '{"max_model_len": 512}'
 
 def test_train_refuses_before_an_engine_starts(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
-    common = ("train-predictor", "model", "--prompts", texts)
+    common = ("predictors", "train", "model", "--prompts", texts)
     assert "cannot be read" in run(*common, "--output", tmp_path / "p", code=1)
     texts.write_text("hello\n")
     for options, says in (
@@ -74,11 +74,11 @@ def test_train_refuses_before_an_engine_starts(tmp_path: Path) -> None:
 def test_predictors_refuses_before_an_engine_starts(tmp_path: Path, trained: Path) -> None:
     texts = tmp_path / "texts"
     texts.write_text("hello\n")
-    common = ("predictors", "model", "--prompts", texts)
+    common = ("predictors", "measure", "model", "--prompts", texts)
     for options, says in (
         (("--predictor", trained, "--json", tmp_path / "none" / "r"), "is no folder; name another file with --json"),
         (("--predictor", texts, "--json", tmp_path / "r"), "cannot be read as a file of predictors"),
-        (("--predictor", tmp_path / "none", "--json", tmp_path / "r"), "vllm-spac train-predictor"),
+        (("--predictor", tmp_path / "none", "--json", tmp_path / "r"), "vllm-spac predictors train"),
         (("--predictor", trained, "--json", tmp_path / "r", "--slots", "auto"), "--slots auto: misses depend on it"),
         (("--predictor", trained, "--json", tmp_path / "r", "--slots", "some"), "--slots: 'some' is not understood"),
         (("--predictor", trained, "--json", tmp_path / "r", "--prompts", tmp_path / "no"), "cannot be read"),
@@ -147,9 +147,6 @@ def test_a_reach_beyond_the_layers_is_refused() -> None:
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--json: .* cannot be written"):
         commands._write_json(tmp_path / "none" / "r", {})
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--pictures: .* cannot be written"):
-        commands._draw({}, "title", tmp_path / "file" / "folder")
 
 
 def test_a_text_fits_into_a_request_with_the_drafts_behind_it() -> None:

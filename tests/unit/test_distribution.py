@@ -118,7 +118,7 @@ def test_the_command_and_the_plugin_are_found(installed: Path, tmp_path: Path) -
     done = subprocess.run(
         [installed.parent / "vllm-spac", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert done.returncode == 0 and "doctor" in done.stdout
+    assert done.returncode == 0 and "check" in done.stdout
     code = (
         "from importlib.metadata import entry_points as e; import inspect\n"
         "for group in ('vllm.general_plugins', 'vllm.platform_plugins'):\n"
@@ -227,17 +227,17 @@ def told(done: subprocess.CompletedProcess[str]) -> str:
 def test_by_the_readme_alone_a_server_answers(evening: Path, tmp_path: Path) -> None:
     """Its first three lines; what pip left wrong is told in one line, and mended one by one."""
     readme = (ROOT / "README.md").read_text()
-    for line in ("pip install .", "vllm-spac doctor --fix", "vllm serve MODEL --plugin spac --spac-slots 25%"):
+    for line in ("pip install .", "vllm-spac check --fix", "vllm serve MODEL --plugin spac --spac-slots 25%"):
         assert f"\n{line} " in readme
     line = told(called(evening / "vllm", "serve", TOY))
     assert "torchvision 2.0 beside torch" in line and "operator torchvision::nms does not exist" in line
-    assert line.endswith("run: vllm-spac doctor --fix")
-    once = called(evening / "vllm-spac", "doctor", "--fix", answers="y\ny\nn\n")
+    assert line.endswith("run: vllm-spac check --fix")
+    once = called(evening / "vllm-spac", "check", "--fix", answers="y\ny\nn\n")
     assert re.findall("mended: (.*)", once.stderr) == [*FOR_CUDA] and once.returncode == 1
     assert "loaded by vLLM" in once.stdout, "what was mended is no reason any more"
-    assert "vllm-spac doctor --fix, to write it" in re.sub(r"\s+", " ", once.stdout)
+    assert "vllm-spac check --fix, to write it" in re.sub(r"\s+", " ", once.stdout)
     assert "no metadata called vllm" in told(called(evening / "vllm", "serve", TOY))
-    again = called(evening / "vllm-spac", "doctor", "--fix", "--yes")
+    again = called(evening / "vllm-spac", "check", "--fix", "--yes")
     assert re.findall("mended: (.*)", again.stderr) == ["vllm's metadata"]
     assert "doctor --fix" not in again.stdout and "loaded by vLLM" in again.stdout, again.stdout
     with serving(evening / "vllm", tmp_path, "--plugin", "spac", "--spac-slots", "25%") as (url, log):

@@ -1,4 +1,4 @@
-"""``vllm-spac doctor``: each made-up fault is found with its remedy, and nothing is found where nothing is wrong."""
+"""``vllm-spac check``: each made-up fault is found with its remedy, and nothing is found where nothing is wrong."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
             {"installation": {"flaws": (Flaw(METADATA, "no metadata called vllm", "write it"),)}},
             METADATA,
             "problem",
-            "vllm-spac doctor --fix, to write it",
+            "vllm-spac check --fix, to write it",
         ),
         (  # and nothing of vLLM, which cannot be imported for this reason
             {
@@ -68,7 +68,7 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
             },
             "torchaudio",
             "problem",
-            "vllm-spac doctor --fix, to remove it",
+            "vllm-spac check --fix, to remove it",
         ),
         (
             {"installation": {"libraries": {"torch": Library("2.13.0", "==2.13.0+cpu", fits=False)}}},
@@ -267,15 +267,11 @@ def test_the_system_has_processors_and_memory() -> None:
     assert found.cpus and 0 < found.available <= found.total
 
 
-def test_a_model_that_cannot_be_read_is_a_fact(tmp_path: Path) -> None:
-    assert "is not a folder" in gather.model(str(tmp_path / "absent")).refusal
-
-
 # -- the command --
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
     return result.exit_code, result.output
 
 

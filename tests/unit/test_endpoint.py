@@ -78,7 +78,7 @@ def test_routes_answer_404_without_the_plugin(app: FastAPI) -> None:
 def test_control_is_closed_unless_it_was_opened(app: FastAPI) -> None:
     app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), False, {"selected"}
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
-    assert response.status_code == 403 and "--spac-control" in response.json()["detail"]
+    assert response.status_code == 403 and "--spac-http control" in response.json()["detail"]
     app.state.spac_control = True
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
     assert response.status_code == 200

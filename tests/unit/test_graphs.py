@@ -71,16 +71,16 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
 
 HOST = {
     "--spac-decisions device, or use --spac-slots 100%": {},
-    "--spac-trace": {"trace": "file"},
+    "--spac-record": {"record": "trace=file"},
     "--spac-budget,": {"budget": 8},
-    "--spac-control": {"control": True},
+    "--spac-http": {"http": "control"},
 }
 
 
 @pytest.mark.parametrize("mode", FULL)
 @pytest.mark.parametrize(
     ("none_decided", "flag"),
-    [({"decisions": "device"}, "--spac-trace"), *(({"slots": "100%"}, flag) for flag in HOST)],
+    [({"decisions": "device"}, "--spac-record"), *(({"slots": "100%"}, flag) for flag in HOST)],
     ids=str,
 )
 def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
@@ -97,7 +97,7 @@ def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
     assert args.compilation_config.cudagraph_mode.name == "NONE"
 
 
-BUDGETS = [knobs for flag, knobs in HOST.items() if flag.startswith(("--spac-budget", "--spac-control"))]
+BUDGETS = [knobs for flag, knobs in HOST.items() if flag.startswith(("--spac-budget", "--spac-http"))]
 
 
 @pytest.mark.parametrize("mode", [None, *FULL])
@@ -109,9 +109,27 @@ def test_full_graphs_hold_a_budget_over_pointers(cuda, mode: str | None, knobs: 
     graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode.name == (mode or "FULL_DECODE_ONLY")
     assert graphs.hold_budget(config)
-    for other in ({"trace": "file"}, {"decisions": "host"}):
+    for other in ({"record": "trace=file"}, {"decisions": "host"}):
         assert not graphs.hold_budget(SpacConfig(**{"decisions": "device"} | knobs | other))
     assert not graphs.hold_budget(POINTERS)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "left"),
+    [
+        ({"record": "trace=a"}, {"record": None}),
+        ({"record": "trace=a,timeline=b,c"}, {"record": "timeline=b,c"}),
+        ({"http": "control"}, {"http": None}),
+        ({"http": "page,control"}, {"http": "page"}),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_for_graphs_leaves_the_rest(knobs: dict, left: dict) -> None:
+    """Of a knob with two values, the one that needs the host; commas of a path are the path's."""
+    config = SpacConfig(slots="100%", **knobs)
+    found = graphs.needs_host(config)
+    assert found is not None and [remedy.changes for remedy in found[1]] == [left]
+    assert graphs.needs_host(SpacConfig(slots="100%", **{name: value for name, value in left.items() if value})) is None
 
 
 def test_what_needs_full_graphs_is_refused(cuda) -> None:
@@ -161,7 +179,7 @@ def test_only_graphs_are_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "held"), [({}, "the MoE layers,"), ({"control": True}, "the MoE layers and a budget,")]
+    ("knobs", "held"), [({}, "the MoE layers,"), ({"http": "control"}, "the MoE layers and a budget,")]
 )
 def test_what_full_graphs_hold_is_logged(caplog, knobs: dict, held: str) -> None:
     graphs.split(config_of("FULL_DECODE_ONLY"), SpacConfig(decisions="device", **knobs))
@@ -177,7 +195,7 @@ def test_graphs_over_slots_of_all_experts_are_vllms_own(monkeypatch, mode: str) 
     graphs.split(made, ALL)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"trace": "file"}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"record": "trace=file"}], ids=str)
 def test_graphs_over_slots_of_all_experts_are_split_where_that_was_asked_for_or_needed(knobs: dict) -> None:
     made = config_of("PIECEWISE")
     graphs.split(made, SpacConfig(slots="100%", **knobs))

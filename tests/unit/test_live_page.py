@@ -190,14 +190,14 @@ def test_a_page_that_was_not_asked_for_is_closed() -> None:
     app.state.spac_client = object()
     for path in ("/spac/", "/spac/events"):
         answer = TestClient(app, base_url="http://localhost").get(path)
-        assert answer.status_code == 404 and "--spac-page" in answer.json()["detail"]
+        assert answer.status_code == 404 and "--spac-http page" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("page", [False, True])
 def test_the_knob_opens_the_page(page: bool, monkeypatch) -> None:
     monkeypatch.setattr("vllm_spac.integration.serving.endpoint.REGISTRY.register", lambda collector: None)
     state = SimpleNamespace()
-    args = SimpleNamespace(additional_config={"spac": {"page": page}}, model="toy")
+    args = SimpleNamespace(additional_config={"spac": {"http": "page"} if page else {}}, model="toy")
     asyncio.run(SpacEndpoint().init_state(Workers(), state, args))
     assert hasattr(state, "spac_feed") == page
 

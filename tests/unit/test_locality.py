@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.replay import routing_locality as locality
+from benchmarks.replay.routing_locality import PUBLISHED, Locality
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace, TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
-from vllm_spac.tools.traces import locality
-from vllm_spac.tools.traces.locality import PUBLISHED, Locality
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 from vllm_spac.tools.traces.trace_text import Text
 

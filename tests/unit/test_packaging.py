@@ -194,7 +194,7 @@ def test_only_the_vllm_command_is_ended_before_vllm_ends_it(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/mine.py", "vllm"])
     assert early.check() is None
     monkeypatch.setattr(sys, "argv", ["/bin/vllm", "serve"])
-    with pytest.raises(SystemExit, match="^vllm: error: no metadata; run: vllm-spac doctor --fix$"):
+    with pytest.raises(SystemExit, match="^vllm: error: no metadata; run: vllm-spac check --fix$"):
         early.check()
     monkeypatch.setattr(early, "flaws", lambda: iter([]))
     assert early.check() is None

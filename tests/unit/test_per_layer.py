@@ -88,12 +88,12 @@ def test_budgets_are_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "cannot be read.*vllm-spac budgets"),
-        ("{", "cannot be read.*vllm-spac budgets"),
-        ("\udcff", "cannot be read.*vllm-spac budgets"),
-        ("[]", "no budget file.*vllm-spac budgets"),
-        ({"format": "other"}, "no budget file.*vllm-spac budgets"),
-        ({"fingerprint": "f" * 32}, "another model or revision.*vllm-spac budgets"),
+        (None, "cannot be read.*vllm-spac quality budgets"),
+        ("{", "cannot be read.*vllm-spac quality budgets"),
+        ("\udcff", "cannot be read.*vllm-spac quality budgets"),
+        ("[]", "no budget file.*vllm-spac quality budgets"),
+        ({"format": "other"}, "no budget file.*vllm-spac quality budgets"),
+        ({"fingerprint": "f" * 32}, "another model or revision.*vllm-spac quality budgets"),
         ({"budgets": [1, 2]}, "layers differ"),
         ({"budgets": {LAYERS[0]: 2}}, "layers differ"),
         ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 2, "more": 1}}, "layers differ"),

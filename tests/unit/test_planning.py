@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.replay.routing_locality import PUBLISHED, Locality
 from vllm_spac.cli import plan as cli_plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
@@ -24,6 +25,7 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published
 from vllm_spac.storage.checkpoint.headers import Checkpoint
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
@@ -32,9 +34,8 @@ from vllm_spac.tools.planning.architecture import Architecture
 from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_percent, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel, executions
-from vllm_spac.tools.planning.planned_serving import assumptions, make_plan
+from vllm_spac.tools.planning.planned_serving import make_plan
 from vllm_spac.tools.planning.predict import PROMPT, Prediction, first_token, predict
-from vllm_spac.tools.traces.locality import PUBLISHED, Locality
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
@@ -64,7 +65,7 @@ ALL = 8 * 32 * W_E  # 0.75 GiB
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    return ServedModel.read(str(folder))
+    return ServedModel.of(find_model(str(folder)))
 
 
 def machine(fast: float, host: float, *, gpu: bool = True, disk_free: int | None = None, name: str = "rtx4090"):
@@ -88,10 +89,10 @@ def test_the_sizes_of_a_model(model: ServedModel) -> None:
 
 def test_headers_are_read_where_there_are_any(tmp_path: Path) -> None:
     toy = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
-    whole = ServedModel.read(str(toy))
+    whole = ServedModel.of(find_model(str(toy)))
     assert whole.source == "headers"
     (tmp_path / "config.json").write_text((toy / "config.json").read_text())
-    alone = ServedModel.read(str(tmp_path))
+    alone = ServedModel.of(find_model(str(tmp_path)))
     assert (alone.source, alone.checkpoint, alone.architecture) == ("config.json", whole.checkpoint, whole.architecture)
 
 
@@ -176,7 +177,7 @@ def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None
         )
         assert after - before == pytest.approx(more)
     for found, said in ((plain, "the plugin's own work, "), (works, "")):
-        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [planned_routing.LOW])) if "no time" in t)
+        (text,) = (t for t in make_plan(model, found, ONE, [planned_routing.LOW]).assumptions if "no time" in t)
         assert text == (
             f"taken to take no time: {said}vLLM's own work in a step, kernel launches; real speeds are lower"
         )
@@ -191,7 +192,7 @@ def test_vllm_s_own_work_slows_every_step(model: ServedModel) -> None:
             1 / predict(choice, model, m, ONE, planned_routing.EVEN).tokens_per_second for m in (plain, works)
         )
         assert after - before == pytest.approx(2e-3 + model.layers * 1e-4, rel=1e-3)
-    assert not any("no time" in text for text in assumptions(make_plan(model, works, ONE, [planned_routing.LOW])))
+    assert not any("no time" in text for text in make_plan(model, works, ONE, [planned_routing.LOW]).assumptions)
 
 
 def test_a_step_s_work_on_the_host_hides_while_the_gpu_computes(model: ServedModel) -> None:
@@ -382,7 +383,7 @@ def test_a_measured_machine_loads_from_what_was_measured(model: ServedModel, mon
     with pytest.raises(ConfigError, match="has none; use --host-memory"):
         PlannedMachine.of(str(path), fast_memory=GIB)
     path.write_text(calculated.model_copy(update={"capacity": None}).model_dump_json())
-    with pytest.raises(ConfigError, match="run vllm-spac profile there again"):
+    with pytest.raises(ConfigError, match="run vllm-spac check --measure there"):
         PlannedMachine.of(str(path))
 
 
@@ -480,7 +481,7 @@ def test_a_machine_that_was_not_measured_is_measured_once(model: ServedModel, mo
     text = run(model.name)
     assert "this machine was not measured yet: doing so once" in text and f"kept in {path}" in text
     assert "costs of here: measured" in text
-    assert asked[0][-4:-1] == ["profile", f"--expert-bytes={W_E}", f"--disk-dir={machines.DISK_DIR.expanduser()}"]
+    assert asked[0][-4:-1] == ["--measure", f"--expert-bytes={W_E}", f"--disk-dir={machines.DISK_DIR.expanduser()}"]
     assert asked[0][-1] == f"--output={path}"
     assert "not measured yet" not in run(model.name) and len(asked) == 1
 
@@ -513,10 +514,10 @@ def test_bad_models(tmp_path: Path) -> None:
 
 def test_float32_is_served_as_16_bits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))
-    found = ServedModel.read(str(tmp_path))
+    found = ServedModel.of(find_model(str(tmp_path)))
     assert found.halved and found.expert_bytes == W_E
     with pytest.raises(UnsupportedError):
-        ServedModel.read(str(tmp_path / "absent"))
+        ServedModel.of(find_model(str(tmp_path / "absent")))
 
 
 COMMANDS = [
@@ -656,7 +657,7 @@ def test_states_of_unknown_size_leave_the_kv_cache_to_vllm(model: ServedModel) -
     found, here = replace(model, architecture=shape), machine(GIB, GIB)
     assert "--kv-cache-memory-bytes" not in command(Choice(25, "host"), found, here, ONE)
     plan = make_plan(found, machine(GIB * 1.25, 2 * GIB), ONE, [planned_routing.LOW])
-    assert any("states of its 4 recurrent layers take no memory" in text for text in assumptions(plan))
+    assert any("states of its 4 recurrent layers take no memory" in text for text in plan.assumptions)
 
 
 MXFP4 = {"quant_method": "mxfp4"}
@@ -681,14 +682,14 @@ def quantised(folder: Path, settings: dict | None) -> Path:
     ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised, pointers", "unquantised"],
 )
 def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, nbytes, flags) -> None:
-    served = ServedModel.read(str(quantised(tmp_path, settings)), execution)
+    served = ServedModel.of(find_model(str(quantised(tmp_path, settings))), execution)
     assert served.expert_bytes == nbytes
     assert command(Choice(25, "host"), served, machine(GIB, GIB), ONE).endswith(f" {flags}")
 
 
 def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     """No disk, no CPU experts of quantised ones; staging takes part of the room for slots, if it is a small one."""
-    served = ServedModel.read(str(quantised(tmp_path, MXFP4)))
+    served = ServedModel.of(find_model(str(quantised(tmp_path, MXFP4))))
     room = split(served, machine(GIB * 0.9, 0), ONE).room
     fast = GIB * 0.9 - room + served.experts_bytes // 2
     small = machine(fast, GIB)
@@ -705,7 +706,7 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
         ConfigError, match="decisions=device serves on a GPU, and cpu has none; name a machine with one$"
     ):
         make_plan(served, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
-    plain = ServedModel.read(str(quantised(tmp_path, None)), "pointers")
+    plain = ServedModel.of(find_model(str(quantised(tmp_path, None))), "pointers")
     with pytest.raises(ConfigError, match="or use --decisions host"):
         make_plan(plain, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
 

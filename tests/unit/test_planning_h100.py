@@ -16,6 +16,7 @@ from statistics import median
 import pytest
 
 from vllm_spac.decisions.costs import Costs, Rate, names
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load
@@ -52,7 +53,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory):
     def model(execution: str, quantised: str) -> ServedModel:
         path = tmp_path_factory.mktemp("model") / "config.json"
         path.write_text(json.dumps(TOY | LARGE | ({"quantization_config": FORMATS[quantised]} if quantised else {})))
-        return ServedModel.read(str(path), execution, capability=machine.capability)
+        return ServedModel.of(find_model(str(path)), execution, capability=machine.capability)
 
     @cache
     def of(execution: str, batch: int, percent: int, quantised: str = "", rate: Rate | None = None, cpu: bool = False):

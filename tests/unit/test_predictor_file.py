@@ -23,7 +23,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.methods.speculating_experts import neural_predictor
 
 IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
-AGAIN = "vllm-spac train-predictor"
+AGAIN = "vllm-spac predictors train"
 MATERIAL = made.material()
 
 

@@ -1,4 +1,4 @@
-"""``vllm-spac profile``: fits are exact where they can be, files are read back, foreign ones are refused."""
+"""``vllm-spac check --measure``: fits are exact where they can be, files are read back, foreign ones are refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_spac.cache.measured_costs import serving_rates
+from vllm_spac.cli import measuring
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels._thread import ExecutorThread
@@ -25,14 +26,13 @@ from vllm_spac.decisions.costs import (
     fit_compute,
     fit_host_work,
     fit_load,
-    fit_network,
     fit_vllm_step,
 )
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.storage.host import HostStore
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.machine import measure as profile
-from vllm_spac.tools.machine import peer, vllm_step
+from vllm_spac.tools.machine import vllm_step
 from vllm_spac.tools.machine.host_work import (
     EXPERTS,
     HOST_WORK,
@@ -51,6 +51,7 @@ NBYTES = 6 * 64 * 32
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "_POOL_BYTES", 1 << 18)
+    monkeypatch.setattr(measuring, "_SECONDS", 0.01)
     monkeypatch.setattr(vllm_step, "seconds_per_token", lambda layers: 2e-3 + layers * 1e-4)
 
 
@@ -117,24 +118,23 @@ def test_layers_miss_what_is_asked_for() -> None:
         assert timer.execution.holds_all and set(timer.seconds((0,), 0.001)) == {0}
 
 
-def test_host_work_with_and_without_the_loads() -> None:
+def test_host_work_is_without_the_loads() -> None:
     points = measure_host_work(torch.device("cpu"), 1, 0.001)
     assert len(points) == MEASUREMENTS and all(name.startswith(HOST_WORK) for name in points)
     assert all(seconds > 0 for each in points.values() for seconds in each.values())
     found = [{0: 1.0}, {0: 3.0, 1: 6.0, 2: 8.0, 4: 9.0}, {1: 8.0, 2: 9.0, 4: 9.5}, {1: 1.0, 2: 2.0, 4: 3.0}]
     points = dict(zip(points, found, strict=True))
     assert host_work(points) == HostWork(layer=2, load=3, divide=6)
-    assert host_work(points, with_loads=True) == HostWork(layer=2, load=5, divide=6)
 
 
 @pytest.mark.parametrize("store", [None, "disk", "host"])
 def test_measure(tmp_path: Path, store) -> None:
     told: list[str] = []
     options = {"store": store, "io_threads": 2, "seconds": 0.001}
-    costs = measure(NBYTES, tmp_path / "new", **options, draft=0.25, other=0.5, tell=told.append)
+    costs = measure(NBYTES, tmp_path / "new", **options, tell=told.append)
     assert len(told) == measurements(2, store) and any("64 rows" in text for text in told)
     assert list((tmp_path / "new").iterdir()) == []
-    assert (costs.draft, costs.other, costs.load_at_once) == (0.25, 0.5, 3)
+    assert costs.load_at_once == 3
     points = costs.provenance.points
     reads = points["host reads at once" if store == "host" else "disk reads at once"]
     assert list(reads) == [1, 2, 3] and list(points["CPU expert by rows"]) == list(profile.ROWS)
@@ -143,51 +143,6 @@ def test_measure(tmp_path: Path, store) -> None:
     assert costs.cpu.seconds(NBYTES, 1) == pytest.approx(points["CPU expert by rows"][1])
     assert torch.cuda.is_available() or costs.fast == costs.cpu
     assert costs.provenance.how == "measured" and costs.provenance.machine == Machine.here(tmp_path)
-
-
-def test_a_network_is_fitted() -> None:
-    """Two hops and the bytes both ways; where the fewest bytes take less than their share, there is no latency."""
-    found = fit_network({n: 2 * (1e-4 + n / 1e9) for n in (4096, 65536, 1 << 23)}, "a")
-    assert (found.latency, found.bandwidth, found.peer) == (pytest.approx(1e-4), pytest.approx(1e9), "a")
-    for points in ({4096: 1.0}, {4096: 1.0, 8192: 1.0}, {4096: 1e-6, 8192: 1.0}):
-        found = fit_network(points, "a")
-        assert found.latency == 0 and found.bandwidth == 2 * max(points) / points[max(points)]
-
-
-def test_a_network_is_added_to_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this machine; without one it is shown, and the command says that nothing was written."""
-    asked = []
-
-    def round_trips(address: str, file: Path, folder: Path, seconds: float) -> dict[int, float]:
-        asked.append(address)
-        return {4096: 2e-4, 1 << 23: 2e-2}
-
-    monkeypatch.setattr(peer, "round_trips", round_trips)
-    path = tmp_path / "here.json"
-    common = ("--disk-dir", tmp_path / "d", "--output", path)
-    text = run("profile", "--peer", "10.0.0.7:5555", *common)
-    assert "rows to 10.0.0.7:5555 and back" in text and "not written" in text and not path.exists()
-    fast = ("--seconds", 0.01, "--io-threads", 1)
-    run("profile", "--expert-bytes", NBYTES, *common, *fast)
-    before = Costs.read(path)
-    assert before.network is None
-    for _ in range(2):
-        assert "added to" in run("profile", "--peer", "10.0.0.7:5555", *common)
-    after = Costs.read(path, here=True, disk_dir=tmp_path / "d")
-    assert after.network == fit_network({4096: 2e-4, 1 << 23: 2e-2}, "10.0.0.7:5555")
-    assert after.model_copy(update={"network": None, "provenance": before.provenance}) == before
-    assert after.provenance.source == f"{before.provenance.source}; vllm-spac profile --peer=10.0.0.7:5555"
-    assert after.provenance.points == before.provenance.points | {"round trip of bytes": {4096: 2e-4, 1 << 23: 2e-2}}
-    text = run("profile", "--expert-bytes", NBYTES, "--peer", "loopback", *common, *fast)
-    assert "CPU expert by rows" in text and "rows to loopback" in text
-    network = Costs.read(path).network
-    assert network is not None and network.peer == asked[-1] == "loopback"
-
-
-@pytest.mark.parametrize("address", ["", "host", "tcp://host", "ipc:///x:5", "a b:5", "tcp://host:123456"])
-def test_peers_that_are_none(tmp_path: Path, address: str) -> None:
-    with pytest.raises(ConfigError, match="use loopback, or the address of a worker"):
-        peer.round_trips(address, tmp_path / "none.json", tmp_path, 0.01)
 
 
 def test_nothing_is_left_behind_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,22 +195,21 @@ def test_what_a_killed_profile_left_is_removed_by_the_next_and_no_other(tmp_path
 
 def test_command_writes_what_costs_reads(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "here.json"
-    options = ("--disk-dir", tmp_path / "d", "--seconds", 0.01, "--io-threads", 1, "--draft", 0.125)
-    text = run("profile", "--expert-bytes", NBYTES, *options, "--output", path)
+    options = ("--disk-dir", tmp_path / "d", "--io-threads", 1)
+    text = run("check", "--measure", "--expert-bytes", NBYTES, *options, "--output", path)
     assert "disk reads at once" in text and "CPU expert by rows" in text and str(path) in text
     costs = Costs.read(path, here=True, disk_dir=tmp_path / "d")
-    assert costs.draft == 0.125
     assert (costs.vllm.step, costs.vllm.layer) == (pytest.approx(2e-3), pytest.approx(1e-4))
     assert costs.provenance.points["vLLM's step by layers"].keys() == set(vllm_step.LAYERS)
     assert "vLLM's step by layers" in text
-    assert costs.provenance.source == (
-        f"vllm-spac profile --expert-bytes={NBYTES} --io-threads=1 --seconds=0.01 --draft=0.125"
-    )
+    assert costs.provenance.source == f"vllm-spac check --measure --expert-bytes={NBYTES} --io-threads=1"
     assert sorted(item.name for item in path.parent.iterdir()) == ["here.json"]
-    text = run("profile", "--expert-bytes", NBYTES, *options, "--output", path, "--no-vllm")
+    text = run("check", "--measure", "--expert-bytes", NBYTES, *options, "--output", path, "--no-vllm")
     costs = Costs.read(path)
     assert costs.vllm == VllmStep() and "vLLM's step" not in text
-    assert costs.provenance.source.startswith(f"vllm-spac profile --expert-bytes={NBYTES} --no-vllm --io-threads=1")
+    assert costs.provenance.source.startswith(
+        f"vllm-spac check --measure --expert-bytes={NBYTES} --no-vllm --io-threads=1"
+    )
 
 
 def test_vllm_s_own_work_is_fitted() -> None:
@@ -278,7 +232,7 @@ def test_foreign_profiles_are_refused(tmp_path: Path) -> None:
         content["provenance"]["machine"] = machine | {name: value}
         (tmp_path / "p.json").write_text(json.dumps(content))
         assert Costs.read(tmp_path / "p.json")
-        with pytest.raises(ConfigError, match=f"another machine .{named}.*run vllm-spac profile"):
+        with pytest.raises(ConfigError, match=f"another machine .{named}.*run vllm-spac check --measure"):
             Costs.read(tmp_path / "p.json", here=True, disk_dir=tmp_path)
     content["provenance"]["machine"] = machine | {"disk": ""}
     (tmp_path / "p.json").write_text(json.dumps(content))
@@ -286,7 +240,7 @@ def test_foreign_profiles_are_refused(tmp_path: Path) -> None:
     content["provenance"]["machine"] = None
     (tmp_path / "p.json").write_text(json.dumps(content))
     for name in (tmp_path / "p.json", "h200"):
-        with pytest.raises(ConfigError, match="not measured on this machine; run vllm-spac profile"):
+        with pytest.raises(ConfigError, match="not measured on this machine; run vllm-spac check --measure"):
             Costs.read(name, here=True)
 
 
@@ -335,11 +289,10 @@ def test_machine_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ((), "either --model MODEL_DIR or --expert-bytes N"),
-        (("--model", "m", "--expert-bytes", 1), "either --model"),
-        (("--model", "/nowhere"), "not a folder"),
+        ((), "either MODEL or --expert-bytes N"),
+        (("m", "--expert-bytes", 1), "either MODEL"),
+        (("/nowhere",), "not a folder"),
         (("--expert-bytes", 9), "at least 6144"),
-        (("--expert-bytes", NBYTES, "--store", "tape"), "use host or disk"),
         (("--expert-bytes", NBYTES, "--output", "/proc/p.json"), "cannot be written"),
         (("--expert-bytes", NBYTES, "--disk-dir", "/proc/d", "--output", "/tmp/profile-p.json"), "--disk-dir"),
     ],
@@ -347,9 +300,5 @@ def test_machine_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
 def test_refusals_are_one_line(tmp_path: Path, options, named: str) -> None:
     if "--disk-dir" not in options:
         options = (*options, "--disk-dir", tmp_path)
-    text = run("profile", *options, code=1)
+    text = run("check", "--measure", *options, code=1)
     assert "error:" in text and named in text and "Traceback" not in text
-
-
-def test_help_has_examples() -> None:
-    assert "Examples vllm-spac profile --model" in run("profile", "--help")

@@ -104,13 +104,13 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
     ],
 )
 def test_refused_before_an_engine_starts(tmp_path: Path, options: tuple, says: str) -> None:
-    assert says in run("quality", "model", "--prompts", tmp_path / "none", *options, code=1)
+    assert says in run("quality", "sweep", "model", "--prompts", tmp_path / "none", *options, code=1)
 
 
 def test_a_text_with_what_is_generated_must_fit_before_an_engine_starts(tmp_path: Path) -> None:
     (texts := tmp_path / "texts").write_text("hello\n")
     options = ("--budgets", "8", "--new-tokens", "100", "--engine", '{"max_model_len": 512}')
-    said = run("quality", "model", "--prompts", texts, *options, code=1)
+    said = run("quality", "sweep", "model", "--prompts", texts, *options, code=1)
     assert "requests have 628 tokens" in said and "use --text-tokens 396, or max_model_len 628" in said
 
 

@@ -211,10 +211,3 @@ def test_the_table() -> None:
     first = [line.split()[0] for line in shown.get().splitlines() if len(line.split()) > 3 and "predictor" not in line]
     assert first == ["worse", "better", "1", "step"], "the lowest first; horizons where there are several"
     assert "2 of 2" in shown.get()
-
-
-def test_the_pictures(tmp_path: Path) -> None:
-    written = predictor_recall.pictures(results(), "title", tmp_path)
-    assert {path.name for path in written} == {"layers.png", "horizons.png"} and all(
-        p.stat().st_size > 5000 for p in written
-    )

@@ -1,4 +1,4 @@
-"""``vllm-spac selftest`` finds nothing where nothing is wrong, and each planted fault."""
+"""``vllm-spac check --engines`` finds nothing where nothing is wrong, and each planted fault."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_widths_are_those_of_the_models_experts() -> None:
 
 def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    done = CliRunner().invoke(app, ["selftest", "--no-engines", "--output", str(file)], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, ["check", "--kernels", "--output", str(file)], env={"COLUMNS": "200"})
     assert done.exit_code == 0 and "problems: 0" in done.stdout, done.output
     report = json.loads(file.read_text())
     assert report["problems"] == 0 and report["installation"]["vllm"]
@@ -185,9 +185,9 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(report["seconds_by_part"]) == {"kernels", "moving experts", "the link to host memory", "engines"}
     fault = CheckOutcome(Finding("kernel, bf16", "problem", "wrong", "report it"))
     monkeypatch.setattr(parts, "run", lambda config, **options: iter([fault]))
-    done = CliRunner().invoke(app, ["selftest", "--json"])
+    done = CliRunner().invoke(app, ["check", "--engines", "--json"])
     assert done.exit_code == 1 and json.loads(done.stdout)["problems"] == 1
-    done = CliRunner().invoke(app, ["selftest", "--output", str(tmp_path / "none" / "x.json")])
+    done = CliRunner().invoke(app, ["check", "--engines", "--output", str(tmp_path / "none" / "x.json")])
     assert done.exit_code == 1 and "name a file in a folder that exists" in done.output
 
 
@@ -207,7 +207,7 @@ def test_parts_that_do_not_begin_in_time_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernel_checks, "formats", part("kernels", 40))
     monkeypatch.setattr(kernel_checks, "moving_experts", part("moving experts", 30))
     monkeypatch.setattr(parts, "_tokens", part("engines", 100))
-    done = CliRunner().invoke(app, ["selftest", "--json"])
+    done = CliRunner().invoke(app, ["check", "--engines", "--json"])
     report = json.loads(done.stdout)
     found = {outcome["finding"]["check"]: outcome["finding"] for outcome in report["outcomes"]}
     assert done.exit_code == 0 and begun == ["kernels", "moving experts"]
@@ -222,7 +222,7 @@ def test_parts_that_do_not_begin_in_time_are_named(monkeypatch: pytest.MonkeyPat
 def test_a_machine_without_a_gpu_passes(tmp_path: Path) -> None:
     """Three engines of a tiny model, as a user runs it."""
     (tmp_path / "config.json").write_text(json.dumps(GLM))
-    done = CliRunner().invoke(app, ["selftest", str(tmp_path), "--seconds", "400", "--json"])
+    done = CliRunner().invoke(app, ["check", str(tmp_path), "--engines", "--seconds", "400", "--json"])
     report = json.loads(done.stdout)
     found = {outcome["finding"]["check"]: outcome["finding"]["level"] for outcome in report["outcomes"]}
     assert done.exit_code == 0 and {found[f"tokens, {name}"] for name in ("slots", "table", "pointers")} == {"ok"}

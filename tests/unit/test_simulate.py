@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.replay import hot_experts
 from vllm_spac import components
 from vllm_spac.decisions import costs
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
@@ -72,26 +73,6 @@ def test_filled_slots_are_hits():
     trace = decoding([[[[0, 1]], [[0, 1]]]])
     outcome = simulate(trace, 4, COSTS)
     assert (outcome.hits, outcome.misses, outcome.stall_seconds) == (4, 0, 0.0)
-
-
-def test_loads_behind_hits_by_hand():
-    """Three hits of a second each hide 3 of 11 seconds; the missed expert is computed after that."""
-    trace = decoding([[[[0, 1, 2]]], [[[0, 1, 2]]], [[[0, 3, 2]]]])
-    waits, hides = (simulate(trace, 3, COSTS, overlap=overlap) for overlap in ("none", "hits"))
-    assert waits.misses == hides.misses == 1
-    assert waits.stall_seconds == pytest.approx(11) and hides.stall_seconds == pytest.approx(11 - 2)
-    assert waits.seconds - hides.seconds == pytest.approx(2)
-
-
-def test_rows_that_miss_nothing_first_by_hand():
-    """Two rows of two hits each; a third of one hit and one miss: its load of 10 s hides what the two compute."""
-    trace = decoding([[[[0, 1], [1, 2], [3, 4]]], [[[0, 1], [1, 2], [3, 5]]]], experts=6)
-    none, rows, hits = (simulate(trace, 5, COSTS, overlap=overlap) for overlap in ("none", "rows", "hits"))
-    assert none.misses == rows.misses == hits.misses == 1
-    assert none.seconds - rows.seconds == pytest.approx(3) and none.seconds - hits.seconds == pytest.approx(4)
-    shared = decoding([[[[0, 1], [0, 3]]]])
-    none, rows = (simulate(shared, 3, COSTS, overlap=overlap) for overlap in ("none", "rows"))
-    assert none.seconds - rows.seconds == pytest.approx(1), "expert 0 is computed twice"
 
 
 def test_the_host_s_own_work_by_hand():
@@ -185,7 +166,7 @@ def test_every_policy_runs_and_none_beats_belady(name, spec):
 @pytest.mark.parametrize("name", components.names("balancers"))
 def test_every_balancer_runs(name):
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
-    outcome, plain = (simulate(trace, 12, COSTS, balancer=b, overlap="hits") for b in (name, "none"))
+    outcome, plain = (simulate(trace, 12, COSTS, balancer=b) for b in (name, "none"))
     assert outcome.hits + outcome.misses + outcome.cpu == plain.hits + plain.misses
     assert (outcome.cpu == 0) == (name == "none")
     assert outcome.seconds >= outcome.bound_seconds
@@ -194,7 +175,7 @@ def test_every_balancer_runs(name):
 def test_waterfill_adds_the_processors_up():
     """Loads of 10 s against 5 s on the CPU: much quicker than loads alone."""
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
-    outcome, plain = (simulate(trace, 12, COSTS, balancer=b, overlap="hits") for b in ("waterfill", "none"))
+    outcome, plain = (simulate(trace, 12, COSTS, balancer=b) for b in ("waterfill", "none"))
     assert outcome.tpot < 0.6 * plain.tpot
 
 
@@ -322,7 +303,6 @@ def test_knobs_reach_the_components():
         ({"prefetch": "luck"}, "prefetch='luck' is not known; use off or"),
         ({"prefetch": "utility@size=3"}, "prefetch='utility@size=3' cannot be built.*size"),
         ({"prefetch": "oracle@recall=2"}, "use reach >= 0 and recall from 0 to 1"),
-        ({"overlap": "all"}, "loads overlap with none, rows or hits, not 'all'"),
         ({"prefetch": "utility@depth=0"}, "must be at least 1"),
         ({"prefetch": "oracle@upper=1"}, "oracle has no argument 'upper'"),
         ({"policy": "belady", "prefetch": "utility"}, "belady must know"),
@@ -435,7 +415,7 @@ def test_what_pointers_refuse(options, named):
 def test_a_disk_cannot_be_read_in_place():
     costs = COSTS.model_copy(update={"provenance": COSTS.provenance.model_copy(update={"store": "disk"})})
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
-    with pytest.raises(ConfigError, match="vllm-spac profile --store host"):
+    with pytest.raises(ConfigError, match="vllm-spac check --measure --store host"):
         simulate(trace, 12, costs, execution="pointers")
     assert simulate(trace, 12, costs).seconds > 0
 
@@ -484,8 +464,8 @@ def test_curve_of_layers_agrees_with_simulating_layer_lru(slots):
 def test_base_rates_by_hand():
     """Of four experts a step selects two: none is right about half; the last step about 2, 4, 0 and 4 of them."""
     trace = decoding([[[[0, 1]]], [[[0, 1]]], [[[2, 3]]], [[[2, 3]]]])
-    assert trace_statistics.nothing_is_hot(trace).tolist() == [0.5]
-    assert trace_statistics.as_last_step(trace).tolist() == [10 / 16]
+    assert hot_experts.nothing_is_hot(trace).tolist() == [0.5]
+    assert hot_experts.as_last_step(trace).tolist() == [10 / 16]
 
 
 def test_base_rates_leave_out_a_layer_that_did_not_run():
@@ -500,14 +480,14 @@ def test_base_rates_leave_out_a_layer_that_did_not_run():
         record_layer=trace.record_layer[:3],
         ids=trace.ids[:3],
     )
-    assert trace_statistics.as_last_step(part).tolist() == [6 / 8, 2 / 4]
+    assert hot_experts.as_last_step(part).tolist() == [6 / 8, 2 / 4]
 
 
 def test_accuracy_of_a_constant_and_of_an_alternation():
     constant = decoding([[[[0, 1]] * 5]] * 40, kind="verify")
-    assert trace_statistics.accuracy(constant)[0] > 0.95
+    assert hot_experts.accuracy(constant)[0] > 0.95
     alternating = decoding([[[[0, 1]] * 5], [[[2, 3]] * 5]] * 20, kind="verify")
-    assert trace_statistics.accuracy(alternating, variant="paper")[0] < 0.2
+    assert hot_experts.accuracy(alternating, variant="paper")[0] < 0.2
 
 
 # --- profiles --------------------------------------------------------------------------------------------------------

@@ -189,8 +189,8 @@ def test_steps_that_are_planned_ahead_have_a_scheduler_of_their_own(ahead: bool,
 
 
 def test_the_v2_runner_does_not_record_which_draft_follows_which() -> None:
-    with pytest.raises(UnsupportedError, match="--spac-trace"):
-        tree_arguments.check(SpacConfig(tree=16, trace="a.safetensors"), engine(use_v2_model_runner=True))
+    with pytest.raises(UnsupportedError, match="--spac-record trace="):
+        tree_arguments.check(SpacConfig(tree=16, record="trace=a.safetensors"), engine(use_v2_model_runner=True))
 
 
 def test_the_guard_of_trees_with_v2_plans_them_and_cuts_their_nodes(monkeypatch) -> None:

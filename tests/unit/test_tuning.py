@@ -169,8 +169,8 @@ def test_a_profile_may_set_what_variants_set_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"knobs": {"control": True}}, "sets no control"),
-        ({"knobs": {"trace": "/x"}}, "sets no trace"),
+        ({"knobs": {"http": "control"}}, "sets no http"),
+        ({"knobs": {"record": "trace=/x"}}, "sets no record"),
         ({"knobs": {"budget": 8}}, "sets no budget"),
         ({"knobs": {"decisions": "device"}}, "sets no decisions"),
         ({"allowed": ["rounding"]}, "allowed: Extra inputs are not permitted"),

@@ -21,7 +21,10 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, repacking
 from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import read_checkpoint, read_config
+from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels, refusal
+from vllm_spac.tools.machine import gather, installation
+from vllm_spac.tools.machine.facts import Installation, Library, System
 from vllm_spac.tools.planning.planned_model import ServedModel
 
 TRITON, POINTERS = "--moe-backend triton", "--spac-decisions device"
@@ -59,10 +62,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write(name, tmp_path_factory.mktemp("published") / f"model{n}") for n, name in enumerate(PUBLISHED)}
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(part) for part in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
+@pytest.fixture
+def inspected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """``inspected(model)`` -> what ``check MODEL`` prints, on a machine that is made up and healthy."""
+    library = Library("2.13.0", "==2.13.0", fits=True)
+    monkeypatch.setattr(installation, "installation", lambda: Installation("0.32.0", libraries={"torch": library}))
+    machine = System(frozenset(range(8)), None, (0,), 64 << 30, 60 << 30, None, None, "always")
+    monkeypatch.setattr(gather, "system", lambda: machine)
+
+    def check(model: object, code: int = 0) -> str:
+        given = ["check", str(model), "--disk-dir", str(tmp_path / "packed")]
+        done = CliRunner().invoke(app, given, env={"COLUMNS": "2000", "NO_COLOR": "1"})
+        assert done.exit_code == code, done.output
+        return " ".join(done.output.split())
+
+    return check
 
 
 def repacked(name: str, folder: Path) -> tuple[list[repacking.Repacked], int]:
@@ -114,10 +128,10 @@ def test_packing_reads_it(name: str, folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_inspect_reads_it(name: str, folders: dict[str, Path]) -> None:
+def test_check_reads_it(inspected, name: str, folders: dict[str, Path]) -> None:
     """The flags that serve it, and the bytes of a slot for our kernels; blocks of 128 rows are padded to four."""
     folder = folders[name]
-    said = run("inspect", folder)
+    said = inspected(folder)
     assert re.search(rf"supported on a GPU: vllm serve \S+ --plugin spac --spac-slots \d+% {FLAGS[name]} ", said)
     assert bool(re.search(r"supported on a CPU with AMX: vllm serve \S+ --plugin spac --spac-slots \d+%$", said)) == (
         name in ON_CPU
@@ -146,10 +160,12 @@ def test_the_config_alone_says_how_large_an_expert_is(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_plan_reads_it(name: str, folders: dict[str, Path]) -> None:
-    found = ServedModel.read(str(folders[name]), "pointers")
+    found = ServedModel.of(find_model(str(folders[name])), "pointers")
     assert found.source == "headers" and found.layers == LAYERS - PUBLISHED[name].dense
     assert found.expert_bytes < 0.6 * 3 * HIDDEN * INNER * 2
-    assert ServedModel.read(str(folders[name])).execution == ("pointers" if POINTERS in FLAGS[name] else "slots")
+    assert ServedModel.of(find_model(str(folders[name]))).execution == (
+        "pointers" if POINTERS in FLAGS[name] else "slots"
+    )
 
 
 def damaged(folder: Path, to: Path, pattern: str, change: Callable[[Tensor], Tensor | None]) -> Path:
@@ -168,33 +184,35 @@ SCALES = r"experts\..*(weight_scale|weight_scale_inv|\.scales|_scales)$"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_scales_that_do_not_match(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_scales_that_do_not_match(inspected, name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Half of them, as of another group size; and none."""
     dim = 0 if "GPTQ" in name or "AWQ" in name else -1
     halved = damaged(folders[name], tmp_path / "half", SCALES, lambda t: t.narrow(dim, 0, max(1, t.shape[dim] // 2)))
-    said = r"experts\.\S*scale\S* is \[.*\], and \S* \[.*\] needs \[.*\]; the weights do not match the quantization_con"
-    assert re.search(said, run("inspect", halved, code=1))
+    said = r"experts\.\S*scale\S* is \[.*\], and \S* \[.*\] needs \[.*\] -> the weights do not match the quantization_c"
+    assert re.search(said, inspected(halved, code=1))
     with pytest.raises(UnsupportedError, match="do not match the quantization_config"):
-        ServedModel.read(str(halved))
+        ServedModel.of(find_model(str(halved)))
     without = damaged(folders[name], tmp_path / "none", SCALES, lambda _: None)
-    assert re.search(r"has no \S*scale\S*; download or convert", run("inspect", without, code=1))
+    assert re.search(r"has no \S*scale\S* -> download or convert", inspected(without, code=1))
 
 
 @pytest.mark.parametrize("name", ["Kimi-K2-Thinking", "gpt-oss-20b"])
-def test_a_file_that_was_not_downloaded_completely(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_that_was_not_downloaded_completely(
+    inspected, name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     cut = damaged(folders[name], tmp_path / "cut", SCALES, lambda tensor: tensor)
     path = cut / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    assert "is not a complete safetensors file" in run("inspect", cut, code=1)
+    assert "is not a complete safetensors file" in inspected(cut, code=1)
 
 
-def test_another_group_size_than_the_config_says(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_another_group_size_than_the_config_says(inspected, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = damaged(folders["Kimi-K2-Thinking"], tmp_path / "other", SCALES, lambda tensor: tensor)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
     (folder / "config.json").write_text(json.dumps(config))
-    assert "is [256, 4], and" in run("inspect", folder, code=1)
-    assert "needs [256, 2]; the weights do not match" in run("inspect", folder, code=1)
+    assert "is [256, 4], and" in inspected(folder, code=1)
+    assert "needs [256, 2] -> the weights do not match" in inspected(folder, code=1)
 
 
 @pytest.mark.parametrize("execution", ["slots", "pointers"])

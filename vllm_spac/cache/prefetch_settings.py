@@ -81,7 +81,7 @@ class PrefetchSettings:
         if named and components.find("predictors", self.prefetch).needs_file:
             raise ConfigError(
                 f"spac: prefetch={self.prefetch!r} is trained for a model; use --spac-prefetch "
-                f"{self.prefetch}@file=FILE, from `vllm-spac train-predictor`"
+                f"{self.prefetch}@file=FILE, from `vllm-spac predictors train`"
             )
         self._check_needs()  # also refuses wrong options now, not in the first forward
 

@@ -1,31 +1,23 @@
-"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` lists what can be set."""
+"""``vllm-spac plan``: how to serve a model on a machine, calculated."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, JustifyMethod
 from rich.padding import Padding
 from rich.table import Table
 
-from vllm_spac.cli.doctor import normal_url
 from vllm_spac.cli.tables import examples, print_table, say, shown
-from vllm_spac.config.types import DECIDED, flag
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
     from vllm_spac.storage.checkpoint.published import NamedModel
-    from vllm_spac.tools.planning.measured_server import ServerSpeed
-    from vllm_spac.tools.planning.planned_model import ServedModel
-    from vllm_spac.tools.planning.planned_routing import Routing
     from vllm_spac.tools.planning.planned_serving import Row, ServingPlan
     from vllm_spac.tools.planning.predict import Prediction
 
@@ -35,15 +27,9 @@ vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the 
 vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# on this machine, measured once[/]
 vllm-spac plan openai/gpt-oss-120b --machine rtx4090 --kernel table --decisions host   [dim]# from a disk, too[/]
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
-vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --verify localhost:8000   [dim]# beside what a server reaches[/]
 """)
 
-CONTEXT = 4096
 _HERE = "here"
-_PLANES = {name: f"decisions={decided}" + (", kernel=table" * (name == "table")) for name, decided in DECIDED.items()}
-_OPTIONS = {
-    name: " ".join(f"--{knob.replace('=', ' ')}" for knob in plane.split(", ")) for name, plane in _PLANES.items()
-}
 _STOCK = (
     "all experts fit in {}, so stock vLLM serves this model: the plugin would have nothing to load, and stock chooses "
     "from all of its kernels, of which slots can use some"
@@ -58,16 +44,16 @@ def plan(
         str,
         typer.Option(
             help="here (measured first, if it was not yet), a100, b200, h100, h200, rtx3090, rtx4090, rtx5090, or a "
-            "file of vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
+            "file of check --measure. For another GPU the one with its PCIe generation, and its --fast-memory."
         ),
     ] = _HERE,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens per request, prompt included.", min=2, show_default=f"{CONTEXT}, or the model's"),
+        typer.Option(help="Tokens per request, prompt included.", min=2, show_default="4096, or the model's"),
     ] = None,
     concurrency: Annotated[int, typer.Option(help="Requests that are served at once.", min=1, max=1024)] = 1,
     trace: Annotated[
-        Path | None, typer.Option(help="Routing of this model, written by --spac-trace, instead of an assumption.")
+        Path | None, typer.Option(help="Routing of this model, written by --spac-record, instead of an assumption.")
     ] = None,
     fast_memory: Annotated[str | None, typer.Option(help="Memory of the GPU, e.g. 24GiB, instead of its own.")] = None,
     host_memory: Annotated[
@@ -94,47 +80,35 @@ def plan(
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a name on the hub, as for vllm serve.")
     ] = None,
-    verify: Annotated[
-        str | None, typer.Option(help="Also measure the server of this model at this address, and compare.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="Of that server."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Calculate how to serve a model: memory, tokens per second and time to first token of each way; the command."""
     from vllm_spac.storage.checkpoint.published import find_model
     from vllm_spac.tools.planning.planned_machine import PlannedMachine
-    from vllm_spac.tools.planning.planned_memory import Load
-    from vllm_spac.tools.planning.planned_model import ServedModel
-    from vllm_spac.tools.planning.planned_serving import best_plan
+    from vllm_spac.tools.planning.planned_serving import plan_model
 
-    sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
+    fast, host = size_of("fast", fast_memory), size_of("host", host_memory)
     with Console(stderr=True).status("reading the model") as status:
         named = find_model(model, revision)
         if machine == _HERE:
             status.stop()
             _measured_here(named)
             status.start()
-        planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
+        planned = PlannedMachine.of(machine, fast, host)
         status.update("calculating")
-        knobs, on_cpu = (decisions or "auto", kernel or "auto"), not planned.gpu
-        ways = list(ServedModel.ways(named, *knobs, on_cpu=on_cpu, capability=planned.capability))
-        context = context or min(CONTEXT, ways[0].architecture.longest or CONTEXT)
-        found = best_plan(ways, planned, Load(context, concurrency), _routings(trace, ways[0]))
-    checked = None if verify is None else _verified(normal_url(verify), api_key, named, found, trace)
+        found = plan_model(
+            named, planned, context=context, concurrency=concurrency,
+            decisions=decisions or "auto", kernel=kernel or "auto", trace=trace,
+        )  # fmt: skip
     if as_json:
-        print(json.dumps(_content(found) | ({} if checked is None else {"verified": asdict(checked)}), indent=2))
-        return
-    _show(Console(), found)
-    if checked is not None:
-        _show_verified(Console(), checked)
+        print(json.dumps(found.content(), indent=2))
+    else:
+        print_plan(Console(), found)
 
 
 def _measured_here(named: NamedModel) -> None:
     """Measures this machine with experts of such a model, if it was not measured yet."""
-    from vllm_spac.cli.profile import measure_first
+    from vllm_spac.cli.measuring import measure_first
     from vllm_spac.system.machine import DISK_DIR
     from vllm_spac.system.untrusted import path_named
     from vllm_spac.tools.planning.planned_machine import profile_path
@@ -142,58 +116,6 @@ def _measured_here(named: NamedModel) -> None:
     path = profile_path()
     if not path.exists():
         measure_first(max(named.checkpoint().expert_bytes), path_named(DISK_DIR, "--disk-dir"), path)
-
-
-@dataclass(frozen=True)
-class PlanBesideServer:
-    """A server beside what was calculated for the way in which it serves."""
-
-    url: str
-    measured: ServerSpeed
-    planned: Row
-
-    def __str__(self) -> str:
-        low, high = self.planned.low.tokens_per_second, self.planned.high.tokens_per_second
-        found = self.measured.tokens_per_second
-        if low <= found <= high:
-            return "inside"
-        return f"{1 - found / low:.0%} below the range" if found < low else f"{found / high - 1:.0%} above the range"
-
-
-def _verified(
-    url: str, api_key: str | None, named: NamedModel, found: ServingPlan, trace: Path | None
-) -> PlanBesideServer:
-    from vllm_spac.tools.planning.measured_server import measure
-    from vllm_spac.tools.planning.planned_model import Execution, ServedModel
-    from vllm_spac.tools.planning.planned_serving import row_of
-
-    machine = found.machine
-    with Console(stderr=True).status(f"measuring {shown(url)}: a minute or two"):
-        speed = measure(url, api_key, found.load.concurrency)
-    if speed.execution not in _PLANES:
-        raise ConfigError(f"the server at {url} runs execution={speed.execution}, which no plan calculates")
-    kind = cast(Execution, speed.execution)
-    served = ServedModel.of(named, kind, on_cpu=not machine.gpu, capability=machine.capability)
-    planned = row_of(speed.choice, served, machine, found.load, _routings(trace, served))
-    return PlanBesideServer(url, speed, planned)
-
-
-def _show_verified(console: Console, checked: PlanBesideServer) -> None:
-    speed, planned = checked.measured, checked.planned
-    how = f"{speed.percent}% of the experts in slots, {_PLANES[speed.execution]}, store={speed.store}"
-    text = f"{speed.tokens_per_second:.3g} tokens/s of {speed.requests} at once, first token {speed.first_token:.2g} s"
-    say(console, f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}")
-    band = _range(_speed(planned.low), _speed(planned.high))
-    say(console, f"[bold]calculated[/] for that: {band} tokens/s: {checked}")
-
-
-def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
-    from vllm_spac.recording.trace_file import Trace
-    from vllm_spac.tools.planning import planned_routing
-
-    return (
-        planned_routing.assumed() if trace is None else planned_routing.recorded(Trace.load(trace), model, str(trace))
-    )
 
 
 def size_of(name: str, text: str | None) -> int | None:
@@ -213,20 +135,16 @@ def size_of(name: str, text: str | None) -> int | None:
     return found
 
 
-def _show(console: Console, found: ServingPlan) -> None:
+def print_plan(console: Console, found: ServingPlan) -> None:
     """Prints the command, what it gives, what that rests on, and the tables that it is from."""
-    from vllm_spac.tools.planning.planned_memory import command
-    from vllm_spac.tools.planning.planned_serving import assumptions
-
-    best = found.best
     console.print("[green]run:[/]")
-    say(console, shown(command(best.choice, found.model, found.machine, best.load)))
+    say(console, shown(found.best.command))
     console.print()
     for text in _summary(found):
         console.print(shown(text), highlight=False)
     console.print()
     console.print("[dim]assumed:[/]")
-    for text in assumptions(found):
+    for text in found.assumptions:
         console.print(Padding(f"[dim]{shown(text)}[/]", (0, 0, 0, 2)), highlight=False)
     console.print()
     print_table(console, _memory(found))
@@ -236,17 +154,16 @@ def _show(console: Console, found: ServingPlan) -> None:
 def _summary(found: ServingPlan) -> Iterator[str]:
     """Yields what the command gives, and why it is this one, in sentences."""
     best, beside = found.best, found.beside
-    speeds = _range(_speed(best.low), _speed(best.high))
     first = _range(*(f"{seconds:.2g}" for seconds in best.first_token))
     load = "one request" if found.load.concurrency == 1 else f"{found.load.concurrency} requests at once"
-    yield f"calculated, not measured: {speeds} tokens/s with {load}; first token after {first} s"
-    if best.choice.store == "none":
+    yield f"calculated, not measured: {_speeds(best)} tokens/s with {load}; first token after {first} s"
+    if found.stock:
         yield _STOCK.format("GPU memory" if found.machine.gpu else "memory")
         return
     yield from (f"does not fit: {problem}" for problem in found.problems)
-    if beside is not None and beside.best.choice.store != "none":
-        low, high = (_speed(each) for each in (beside.best.low, beside.best.high))
-        yield f"with {_OPTIONS[beside.model.execution]}: {_range(low, high)} tokens/s"
+    if beside is not None and not beside.stock:
+        options = " ".join(f"--{knob.replace('=', ' ')}" for knob in beside.plane.split(", "))
+        yield f"with {options}: {_speeds(beside.best)} tokens/s"
     if best.even is not None:
         yield (
             "range: from routing with no locality at all to routing as local as published of Qwen3-30B-A3B (at least "
@@ -260,68 +177,38 @@ def _summary(found: ServingPlan) -> Iterator[str]:
 
 
 def _memory(found: ServingPlan) -> Table:
-    from vllm_spac.storage.checkpoint import quant_config
-
-    split, model, best = found.split, found.model, found.best.choice
+    model = found.model
     title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {shown(found.machine.name)}: memory, calculated"
     table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    slots = model.checkpoint.slots_of_tokens(best.tokens) if best.tokens else model.checkpoint.slots(best.percent)
-    held = sum(count * size for count, size in slots)
-    count = sum(count for count, _ in slots)
-    load = f"{found.load.concurrency} x {found.load.context:,} tokens"
-    table.add_row("weights that are no experts", gib(split.weights), "fast memory")
-    shape = model.architecture
-    part = f" of {len(shape.windows)} of {len(shape.windows) + shape.recurrent} layers" if shape.recurrent else ""
-    table.add_row(f"KV cache{part}, {load}", gib(split.kv), "fast memory")
-    table.add_row("run-time buffers", gib(split.working), "fast memory")
-    if split.staging:
-        table.add_row("buffers for prompts (staging)", gib(split.staging), "fast memory")
-    if model.checkpoint.quantisation:
-        method = shown(quant_config.method(model.checkpoint.quantisation))
-        table.add_row(f"one expert in a slot ({method}, {_PLANES[model.execution]})", f"{model.expert_bytes:,} B", "")
-    experts = (
-        f"all {count:,} experts" if best.store == "none" else f"slots: {count:,} of {model.checkpoint.total:,} experts"
-    )
-    table.add_row(experts, gib(held), "fast memory")
-    table.add_row("left", gib(split.room - held), f"of {gib(split.fast)} of fast memory")
-    if best.store == "host":
-        table.add_row("all experts", gib(model.experts_bytes), "host memory")
-    if best.host_bytes:
-        table.add_row("experts between slots and disk", gib(best.host_bytes), "host memory")
-    if best.store in ("disk", "tiers"):
-        table.add_row("all experts", gib(model.experts_bytes), "disk")
+    for side in ("left", "right", "left"):
+        table.add_column(justify=cast(JustifyMethod, side))
+    for line in found.memory():
+        table.add_row(*map(shown, line))
     return table
 
 
 def _choices(found: ServingPlan) -> Table:
-    stock = found.best.choice.store == "none"
-    served = "of stock vLLM" if stock else f"with {_PLANES[found.model.execution]}"
+    served = "of stock vLLM" if found.stock else f"with {found.plane}"
     title = f"what to expect {served}, calculated: low–high"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)  # fits 80 columns
     columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token, s")
     for name in columns:
         table.add_column(name, justify="left" if name in ("others in", "limited by") else "right")
     for row in found.rows:
-        style = "bold green" if row is found.best else None
-        table.add_row(*_cells(row), style=style)
+        table.add_row(*_cells(row), style="bold green" if row is found.best else None)
     return table
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     choice, low, high = row.choice, row.low, row.high
-    stores = {"none": "-", "host": "host", "disk": "disk", "tiers": "host, disk"}
-    limits = ", ".join(dict.fromkeys((low.limit, high.limit)))
     return (
         choice.slots,
-        stores[choice.store],
+        {"none": "-", "tiers": "host, disk"}.get(choice.store, choice.store),
         "auto" if choice.cpu else "-",
         f"ngram {choice.drafts}" if choice.drafts else "-",
-        _range(_speed(low), _speed(high)),
+        _speeds(row),
         _range(f"{100 * low.hit_rate:.0f}", f"{100 * high.hit_rate:.0f}") + "%",
-        limits,
+        ", ".join(dict.fromkeys((low.limit, high.limit))),
         _range(*(f"{seconds:.2g}" for seconds in row.first_token)),
     )
 
@@ -330,104 +217,12 @@ def _range(low: str, high: str) -> str:
     return low if low == high else f"{low}–{high}"
 
 
+def _speeds(row: Row) -> str:
+    return _range(_speed(row.low), _speed(row.high))
+
+
 def _speed(prediction: Prediction) -> str:
     speed = prediction.tokens_per_second
     if speed < 1000:
         return f"{speed:.3g}"
     return f"{speed:,.0f}" if speed < 10_000 else f"{speed / 1000:.3g}k"
-
-
-def _content(found: ServingPlan) -> dict:
-    from vllm_spac.tools.planning.planned_memory import command
-    from vllm_spac.tools.planning.planned_serving import assumptions
-
-    def of_row(row: Row) -> dict:
-        line = command(row.choice, found.model, found.machine, row.load)
-        return asdict(row) | {"command": line}
-
-    checkpoint = asdict(found.model.checkpoint) | {"dtypes": sorted(found.model.checkpoint.dtypes)}
-    return {
-        "calculated": True,
-        "model": {
-            "name": found.model.name,
-            "source": found.model.source,
-            "execution": found.model.execution,
-            **checkpoint,
-        },
-        "architecture": asdict(found.model.architecture),
-        "machine": found.machine.costs.model_dump(mode="json") | {"name": found.machine.name},
-        "fast_memory": asdict(found.split) | {"room": found.split.room},
-        "does_not_fit": list(found.problems),
-        "assumptions": list(assumptions(found)),
-        "choices": [of_row(row) for row in found.rows],
-        "command": of_row(found.best)["command"],
-    }
-
-
-KNOBS_EXAMPLES = examples("""
-vllm-spac knobs
-vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
-""")
-
-_ELSEWHERE = "see right"  # values that the description states
-NONE = "no result of ours"  # in which another value than the default wins
-_HEAD = """# Knobs
-
-Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. From `vllm-spac knobs --markdown`.
-*Wins in*: a file of `benchmarks/results` in which a value other than the default does better.
-
-| knob | flag | values | default | what it does | wins in |
-|---|---|---|---|---|---|
-"""
-
-
-def knobs(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
-) -> None:
-    """List every knob of the plugin."""
-    if markdown:
-        print(document(), end="")
-        return
-    console = Console()
-    for name, option, values, default, text in rows():
-        console.print(f"[bold]{name}[/]  {option}" + (f"  [dim]default: {escape(default)}[/]" if default else ""))
-        if values and values != _ELSEWHERE:
-            console.print(Padding(f"[dim]{escape(values)}[/]", (0, 0, 0, 4)), highlight=False)
-        console.print(Padding(escape(text), (0, 0, 1, 4)), highlight=False)
-
-
-def document() -> str:
-    """The text of ``vllm_spac/KNOBS.md``."""
-    from vllm_spac.config.config import component_knobs
-    from vllm_spac.config.evidence import WINS
-
-    wins = {name: f"{value}: `{file}`" for name, (value, file) in WINS.items()}
-    lines = (
-        f"| `{name}` | `{option}` | {values} | {f'`{default}`' if default else ''} | {text} | {wins.get(name, NONE)} |"
-        for name, option, values, default, text in rows()
-    )
-    families = "\n".join(
-        f"- `{knob}`: a file of `{name.family.replace('.', '/')}/`" for knob, name in component_knobs().items()
-    )
-    return f"{_HEAD}{chr(10).join(lines)}\n\nKnobs that name a component of a family:\n\n{families}\n"
-
-
-def rows() -> list[tuple[str, str, str, str, str]]:
-    """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
-    from vllm_spac.config.config import SpacConfig, value_forms  # imports torch, which takes seconds
-
-    found, forms = [], value_forms()
-    for name, field in SpacConfig.model_fields.items():
-        default = "" if field.default is None else str(field.default)
-        values = ", ".join(forms[name]) if name in forms else _values(field.annotation)
-        found.append((name, flag(name), values, default, (field.description or "").replace("|", "/")))
-    return found
-
-
-def _values(annotation: Any) -> str:
-    kinds = [annotation, *get_args(annotation)]
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            return ", ".join(map(str, get_args(kind)))
-    names = {"Path": "a path", "int": "a number", "float": "a share", "bool": "true, false", "str": _ELSEWHERE}
-    return next((names[kind.__name__] for kind in kinds if getattr(kind, "__name__", "") in names), "")

@@ -1,4 +1,4 @@
-"""``vllm-spac train-predictor`` and ``predictors``: trains predictors of experts, and measures their recall."""
+"""``vllm-spac predictors``: ``train`` makes predictors of experts, ``measure`` their recall."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from vllm_spac.tools.evaluation.collection import Collected
 
 TRAIN_EXAMPLES = examples("""
-vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
-vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
-vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --only neural
+vllm-spac predictors train allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
+vllm-spac predictors train ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
+vllm-spac predictors train ./model --prompts book.txt --output model.predictors.safetensors --only neural
 [dim]Interrupted with Ctrl-C, the same command reads the texts again and continues with the next predictor.[/]
 """)
 EXAMPLES = examples("""
-vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
-vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
-  --slots 50% --pictures recall
-[dim]Use other texts than for train-predictor.[/]
+vllm-spac predictors measure ./model --prompts held-out.jsonl --predictor model.predictors.safetensors
+  --json recall.json
+vllm-spac predictors measure ./model --prompts held-out.jsonl --predictor model.predictors.safetensors
+  --json recall.json --slots 50%
+[dim]Use other texts than for predictors train.[/]
 """)
 LimitTokens = Annotated[int, typer.Option(help="Stop after this many tokens; all are kept in memory.", min=4)]
 
@@ -40,7 +41,7 @@ _SAVE_SECONDS = 10
 _OTHERS = 8  # of so many texts, one is not fitted to
 
 
-def train_predictor(
+def train(
     model: Model,
     prompts: Prompts,
     output: Annotated[Path, typer.Option(help="File to write, e.g. model.predictors.safetensors.")],
@@ -55,7 +56,7 @@ def train_predictor(
     limit_tokens: LimitTokens = 50_000,
     engine: Engine = None,
 ) -> None:
-    """Train predictors of the next layers' experts on texts: for predictors, which measures them."""
+    """Train predictors of the next layers' experts on texts."""
     from vllm_spac.decisions.predictor_file import closure
     from vllm_spac.tools.evaluation import engine as offline
     from vllm_spac.tools.evaluation.prompts import checksum, read
@@ -73,7 +74,9 @@ def train_predictor(
         identity = _identity(offline.ask(llm, "facts"))
         _check_reach(reach, len(identity.layers))
         found = _collect(llm, pieces + others, len(pieces), progress)
-    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others), wanted)
+    training = _training(
+        model, identity, found, fitted=len(pieces), reach=reach, source=checksum(pieces + others), only=wanted
+    )
     progress_file = output.with_name(f"{output.name}.progress")
     _train(training, progress_file)
     made = training.result()
@@ -84,13 +87,11 @@ def train_predictor(
     say(Console(), written)
 
 
-def predictors(
+def measure(
     model: Model,
     prompts: Prompts,
-    predictor: Annotated[Path, typer.Option(help="File from vllm-spac train-predictor.")],
+    predictor: Annotated[Path, typer.Option(help="File from vllm-spac predictors train.")],
     json_output: Annotated[Path, typer.Option("--json", help="File to write the results to.")],
-    pictures: Annotated[Path | None, typer.Option(help="Folder for pictures of recall by layer and horizon.")] = None,
-    title: Annotated[str | None, typer.Option(help="Title of the pictures.", show_default="MODEL")] = None,
     slots: Annotated[
         str, typer.Option(help="Experts in fast memory, as --spac-slots; misses are those of an LRU cache per layer.")
     ] = "25%",
@@ -119,10 +120,8 @@ def predictors(
         found = _collect(llm, pieces, 0, progress)
     results = _measured(file, found.samples, size)
     _write_json(json_output, results)
-    title = f"{title or file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
+    title = f"{file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
     _show(results, file, title)
-    if pictures is not None:
-        _draw(results, title, pictures)
 
 
 def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) -> Collected:
@@ -136,7 +135,9 @@ def _training(
     model: str,
     identity: Identity,
     found: Collected,
-    asked: tuple[int, int],
+    *,
+    fitted: int,
+    reach: int,
     source: str,
     only: list[str] | None,
 ) -> Training:
@@ -144,12 +145,11 @@ def _training(
     from vllm_spac.decisions.predictors._trained import Material, Sizes
     from vllm_spac.tools.evaluation.collection import gates_of
 
-    fitted, reach = asked
     every = found.samples
     samples, others = every.texts(0, fitted), every.texts(fitted, len(every.starts))
-    shape = every.layers, every.experts, every.top_k, every.hidden.shape[2]
+    sizes = Sizes(every.layers, every.experts, every.top_k, every.hidden.shape[2], reach)
     gates = gates_of(model, identity.layers, samples)
-    return Training(Material(Sizes(*shape, reach), samples, others, gates, found.outputs), identity, source, only)
+    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source, only)
 
 
 def _train(training: Training, progress_file: Path) -> None:
@@ -194,15 +194,6 @@ def _show(results: dict[str, dict], file: PredictorFile, title: str) -> None:
     caption = f"R@k: share of the {file.sizes.top_k} chosen experts among the first {file.sizes.top_k} that were named"
     print_table(console, table(results, shown(title), caption))
     _left_out(file)
-
-
-def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
-    from vllm_spac.tools.evaluation.predictor_recall import pictures
-
-    with writing(f"--pictures: {folder}", "name another folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-    written = ", ".join(str(path) for path in pictures(results, title, folder))
-    say(Console(), f"pictures: {shown(written)}")
 
 
 def _left_out(file: PredictorFile) -> None:

@@ -1,4 +1,4 @@
-"""What a budget costs: ``calibrate`` records routing, ``budgets`` chooses one per layer, ``quality`` measures."""
+"""``vllm-spac quality sweep``: ``calibrate`` records routing, ``budgets`` chooses one per layer, ``sweep`` measures."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
 
 EXAMPLES = examples("""
-vllm-spac quality ./model --prompts texts.jsonl --budgets 8,12,16,24,32 --calibration model.calibration.safetensors
-vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
+vllm-spac quality sweep ./model --prompts texts.jsonl --budgets 8,16,32 --calibration model.calibration.safetensors
+vllm-spac quality sweep ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
   --speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
-vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted --slots 25%
+vllm-spac quality sweep ./model --prompts texts.jsonl --speculate restricted,predicted --slots 25%
   --predictor model.predictors.safetensors
 [dim]Results are written point by point: the same command runs what is missing, other budgets are added.[/]
 """)
@@ -35,7 +35,7 @@ vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted
 SPECULATE = "Also evaluate speculated execution, as --spac-speculate: restricted, predicted, separated by commas."
 
 
-def quality(
+def sweep(
     model: Model,
     prompts: Prompts,
     budgets: Annotated[str, typer.Option(help="Experts per layer (B), separated by commas.")] = "",
@@ -43,7 +43,7 @@ def quality(
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
     speculate: Annotated[str, typer.Option(help=SPECULATE)] = "",
     predictor: Annotated[
-        Path | None, typer.Option(help="File from vllm-spac train-predictor, for --speculate.")
+        Path | None, typer.Option(help="File from vllm-spac predictors train, for --speculate.")
     ] = None,
     prefetch: Annotated[
         str, typer.Option(help="With --predictor, the predictor of the file, as --spac-prefetch.")
@@ -51,7 +51,7 @@ def quality(
     rankings: Annotated[str | None, typer.Option(help="router, static, selected.", show_default="all")] = None,
     coverages: Annotated[str, typer.Option(help="substitution, truncation.")] = "substitution,truncation",
     window: Window = 9,
-    calibration: Annotated[Path | None, typer.Option(help="File from vllm-spac calibrate, for static.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="File from vllm-spac quality calibrate, for static.")] = None,
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="Also generate, with these drafts, as for vllm serve.")
     ] = None,
@@ -79,7 +79,7 @@ def quality(
         "speculate": _names(speculate, "--speculate", MODES) if speculate.strip() else [],
     }
     if asked["speculate"] and predictor is None:
-        raise ConfigError("--speculate needs --predictor FILE; write it with `vllm-spac train-predictor`")
+        raise ConfigError("--speculate needs --predictor FILE; write it with `vllm-spac predictors train`")
     if not asked["budgets"] and not asked["masses"] and not asked["speculate"]:
         raise ConfigError(
             "nothing to evaluate; name budgets (--budgets 8,16,32), masses (--mass 0.9,0.98) or --speculate restricted"
@@ -121,7 +121,7 @@ def _rankings(text: str | None, calibrated: bool) -> list[str]:
     lacking = [name for name in known if not calibrated and components.find("rankings", name).needs_calibration]
     asked = [name for name in known if name not in lacking] if text is None else _names(text, "--rankings", known)
     for name in set(asked).intersection(lacking):
-        raise ConfigError(f"--rankings: {name} needs --calibration FILE; write it with `vllm-spac calibrate`")
+        raise ConfigError(f"--rankings: {name} needs --calibration FILE; write it with `vllm-spac quality calibrate`")
     return asked
 
 
@@ -268,13 +268,13 @@ def _speculated(item: dict, exact: dict) -> str:
 
 
 BUDGETS_EXAMPLES = examples("""
-vllm-spac budgets model.calibration.safetensors --mass 0.98 --output budgets.json
+vllm-spac quality budgets model.calibration.safetensors --mass 0.98 --output budgets.json
 vllm serve ./model --plugin spac --spac-budget budgets.json   [dim]# serve with them[/]
 """)
 
 
 def budgets(
-    calibration: Annotated[Path, typer.Argument(help="File from vllm-spac calibrate.")],
+    calibration: Annotated[Path, typer.Argument(help="File from vllm-spac quality calibrate.")],
     mass: Annotated[float, typer.Option(help="Share of the mass that each layer keeps.")] = 0.98,
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
     coverage: Annotated[
@@ -315,8 +315,8 @@ def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_
 
 
 CALIBRATE_EXAMPLES = examples("""
-vllm-spac calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --slots 25%
-vllm-spac calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
+vllm-spac quality calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --slots 25%
+vllm-spac quality calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
 [dim]Interrupted with Ctrl-C, the same command continues.[/]
 """)
 

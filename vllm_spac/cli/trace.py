@@ -1,43 +1,40 @@
-"""``vllm-spac trace``: statistics of recorded routing."""
+"""``vllm-spac trace``: statistics of recorded routing, and what other policies would have achieved on it."""
 
 from __future__ import annotations
 
-import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from vllm_spac.cli.tables import compact, examples, print_table, say, shown
+from vllm_spac.cache.sizing import parse_list, slot_counts
+from vllm_spac.cli.tables import compact, examples, print_table, shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.files import writing
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.pictures import begin_picture, save_picture
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
+    from vllm_spac.decisions.costs import Costs
     from vllm_spac.recording.trace_file import Trace
+    from vllm_spac.tools.traces.replayed import Outcome
 
-EXAMPLES = examples("""
+SHOW_EXAMPLES = examples("""
 vllm-spac trace show run.trace
-vllm-spac trace show run.trace --picture heat.png
 """)
 
-_LARGEST = 100  # inches of a picture
 SHARES = (5, 10, 17, 25, 50, 75)
 
 
-def show(
-    file: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw how often each expert of each layer is used, e.g. heat.png.")
-    ] = None,
-) -> None:
-    """Show which experts are popular, how soon they are used again, hits of LRU caches, and locality."""
+def show(file: Annotated[Path, typer.Argument(help="File written by --spac-record.")]) -> None:
+    """Show which experts are popular, how soon they are used again, and hits of LRU caches."""
     from vllm_spac.recording.trace_file import Trace
     from vllm_spac.tools.traces import trace_statistics
 
@@ -52,16 +49,12 @@ def show(
     facts = trace.facts
     curves = (trace_statistics.lru_curve(stack, facts.total), trace_statistics.lru_curve(own, facts.experts))
     print_table(console, _curve(trace, *curves))
-    _show_locality(console, trace)
     again = steps[steps >= 0]
     if len(again):
         import numpy as np
 
         half, most = np.percentile(again, [50, 90])
         console.print(f"an expert is used again after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
-    if picture is not None:
-        _draw(trace_statistics.uses(trace), picture, file.name)
-        say(console, f"picture: {shown(picture)}")
 
 
 def _facts(file: Path, trace: Trace) -> Table:
@@ -91,26 +84,19 @@ def _facts(file: Path, trace: Trace) -> Table:
 
 def _layers(trace: Trace) -> Table:
     from vllm_spac.tools.traces import trace_statistics
+    from vllm_spac.tools.traces.trace_text import Text
 
-    caption = (
-        "right: share of all experts predicted correctly as hot or cold in the next step; the last two columns are "
-        "baselines"
-    )
-    predictions = ("utility", "with K = 1", "nothing is hot", "as in the last step")
-    heads = ("layer", "experts used", "uses by the top 10%", *(f"right: {name}" for name in predictions))
+    text = Text.of(trace)
+    heads = ("layer", "experts used", "uses by the top 10%", "selected by the token before, too")
     used = (trace_statistics.uses(trace) > 0).sum(axis=1)
-    columns = [
-        trace_statistics.skew(trace),
-        trace_statistics.accuracy(trace),
-        trace_statistics.accuracy(trace, upper=1),
+    columns = used, trace_statistics.skew(trace), trace_statistics.overlap(text)
+    rows: list[Sequence[str]] = [
+        (str(layer), str(count), _percent(most), _percent(again))
+        for layer, (count, most, again) in enumerate(zip(*columns, strict=True))
     ]
-    columns += [trace_statistics.nothing_is_hot(trace), trace_statistics.as_last_step(trace)]
-    rows = [
-        (str(layer), str(used[layer]), *map(_percent, values))
-        for layer, values in enumerate(zip(*columns, strict=True))
-    ]
+    rows += [(), ("all", "", "", _percent(columns[-1].mean()))]
     table = compact("layers", heads, rows)
-    table.caption = caption
+    table.caption = f"last column: {len(text):,} of {text.rows:,} rows, those known to be text, in its order"
     return table
 
 
@@ -126,73 +112,136 @@ def _curve(trace: Trace, whole: np.ndarray, layered: np.ndarray) -> Table:
     return compact("hits of LRU, starting empty", heads, rows)
 
 
-def _show_locality(console: Console, trace: Trace) -> None:
-    from vllm_spac.tools.traces.locality import PUBLISHED, Locality
-
-    found = Locality.of(trace)
-    counted = f"{found.tokens:,} of {found.rows:,} rows"
-    if found.tokens == 0:
-        console.print(f"locality: none of {found.rows:,} rows is known to follow another in a text", highlight=False)
-        return
-    columns, means = found.layers(), found.means()
-    rows: list[Sequence[str]] = [
-        (str(layer), *(show(columns[key][layer]) for key, (_, show) in FIGURES.items()))
-        for layer in range(trace.facts.layers)
-    ]
-    rows += [(), ("all", *(show(means[key]) for key, (_, show) in FIGURES.items()))]
-    heads = ("layer", *(name for name, _ in FIGURES.values()))
-    console.print(compact(f"locality, {counted}: those known to be text, in its order", heads, rows))
-    others = []
-    for one in PUBLISHED:
-        name, show = FIGURES[one.figure]
-        others.append((one.model, name, show(one.value), show(means[one.figure])))
-    text = ("model", "figure")
-    console.print(compact("locality of published models", (*text, "there", "here"), others, left=text))
-    for (source, conditions), figures in itertools.groupby(PUBLISHED, lambda one: (one.source, one.conditions)):
-        names = ", ".join(FIGURES[one.figure][0] for one in figures)
-        say(console, f"[dim]{names}: {source}: {conditions}[/]")
-
-
-def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.1f}"
-
-
-def _count(value: float) -> str:
-    return "-" if value != value else f"{value:.0f}"
-
-
 def _percent(value: float) -> str:
     return "-" if value != value else f"{100 * value:.1f}%"
 
 
-# Figures of ``Locality``: heading and format. Top half: of the routing weights of the selected experts.
-FIGURES = {
-    "overlap": ("overlap with the token before", _percent),
-    "lru_small": ("LRU, 19%", _percent),
-    "lru_large": ("LRU, 38%", _percent),
-    "top_half_long": ("top half, 63 rows", _percent),
-    "top_half_short": ("top half, 9 rows", _percent),
-    "distinct": ("experts in 9 rows", _number),
-    "least": ("least used", _percent),
-    "most": ("most used", _percent),
-    "rare": ("below 0.2%", _count),
-    "sets_perplexity": ("sets", _count),
-}
+SIMULATE_EXAMPLES = examples("""
+vllm-spac trace simulate run.trace --profile rtx4090
+vllm-spac trace simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady
+vllm-spac trace simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)
+vllm-spac trace simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
+vllm-spac trace simulate run.trace --profile rtx4090 --prefetch oracle@reach=1@recall=0.8   [dim]# worth a predictor?[/]
+vllm-spac trace simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
+vllm-spac trace simulate run.trace --profile h200 --execution slots,pointers --policy reuse
+""")
 
 
-def _draw(uses: np.ndarray, path: Path, title: str) -> None:
-    import numpy as np
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="File written by --spac-record.")],
+    profile: Annotated[str, typer.Option(help="Costs of a machine: a file, or rtx4090 or h200 (calculated).")],
+    execution: Annotated[str, typer.Option(help="How layers access experts: slots, pointers, or both.")] = "slots",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Policies, each with knobs if need be: name@knob=value. layer_lru and belady are for slots only; "
+            "pinned needs @calibration=FILE, or @trace=FILE of another run.",
+            show_default="lru,layer_lru,lfu,utility,reuse,belady",
+        ),
+    ] = None,
+    slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "5%,10%,25%,50%",
+    balancer: Annotated[str, typer.Option(help="Selects experts for the CPU: none, threshold or waterfill.")] = "none",
+    prefetch: Annotated[
+        str,
+        typer.Option(
+            help="With slots: predictor of reads ahead, as --spac-prefetch, optionally with knobs, but without "
+            "a limit of what they add, unless extra sets one; oracle: the ceiling."
+        ),
+    ] = "off",
+    predictor_file: Annotated[
+        Path | None, typer.Option(help="File of vllm-spac predictors train, for a trained --prefetch.")
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="With slots: host memory between slots and disk, as --spac-host-memory; its loads cost the "
+            "profile's host."
+        ),
+    ] = None,
+    expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
+) -> None:
+    """Show what policies would have achieved on a recorded run: hits, bytes, stalls, time per token, and its bound."""
+    from vllm_spac.config.config import SpacConfig
+    from vllm_spac.decisions.costs import Costs
+    from vllm_spac.recording.trace_file import Trace
+    from vllm_spac.tools.traces.simulation import simulate as replay
 
-    layers, experts = uses.shape
-    shares = uses / np.maximum(1, uses.sum(axis=1, keepdims=True)) * experts
-    size = (min(max(6, experts / 12), _LARGEST), min(max(2.5, layers / 5), _LARGEST))
-    figure, axes = begin_picture(figsize=size)
-    image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest")
-    figure.colorbar(image, label="uses, 1 = even")
-    axes.set(xlabel="expert", ylabel="layer", title=title)
-    save_picture(figure, path)
+    costs, recorded = Costs.read(profile), Trace.load(trace)
+    foreseeable = balancer == "none" and prefetch == "off"
+    cases: list[dict[str, Any]] = [
+        {"slots": count, "policy": name, "execution": way}
+        for count in slot_counts(slots, recorded.facts)
+        for way in _executions(execution)
+        for name in (parse_list(policy) if policy else _policies(way, foreseeable))
+    ]
+    common: dict[str, Any] = {
+        "balancer": balancer,
+        "prefetch": prefetch,
+        "predictor_file": predictor_file,
+        "layer_ahead": True,  # as serving reads
+        "expert_bytes": expert_bytes,
+        "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,
+    }
+    outcomes = [
+        replay(recorded, costs=costs, **case, **common)
+        for case in track(cases, "simulating", console=Console(stderr=True), transient=True)
+    ]
+    console = Console()
+    print_table(console, _outcomes(trace, costs, outcomes))
+    if output is not None:
+        facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
+        content = facts | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+        with writing(output):
+            output.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def timeline(file: Annotated[Path, typer.Argument(help="File written by --spac-timeline.")]) -> None:
-    """Say where a timeline is opened."""
-    raise ConfigError(f"{file} is for a viewer: open it in https://ui.perfetto.dev or chrome://tracing")
+def _executions(asked: str) -> list[str]:
+    from vllm_spac.tools.traces.simulation import EXECUTIONS
+
+    found = list(EXECUTIONS) if asked == "both" else parse_list(asked)
+    if not found or not set(found) <= set(EXECUTIONS):
+        raise ConfigError(f"--execution {asked}: use {', '.join(EXECUTIONS)}, or both")
+    return found
+
+
+def _policies(execution: str, foreseeable: bool) -> list[str]:
+    """Policies that are compared by default; ``belady``, the upper bound, where uses follow from the trace alone."""
+    if execution == "slots":
+        return ["lru", "layer_lru", "lfu", "utility", "reuse", *(["belady"] if foreseeable else [])]
+    return ["lru", "lfu", "utility", "reuse"]
+
+
+_NOTHING = ("", "-", "0", gib(0), "0.00 s")  # what an outcome does not have: bytes from host memory, reads ahead, …
+
+
+def _outcomes(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
+    title = f"{shown(trace)} on {shown(costs.name)} ({costs.provenance.how})"
+    amounts = ("hit rate", "moved", "from host", "ahead", "streamed", "on the CPU", "stalled")
+    heads = ("slots", "execution", "policy", *amounts, "TPOT ms", "bound ms", "ratio")
+    several = {outcome.execution for outcome in outcomes} != {"slots"}
+    rows: list[Sequence[str]] = []
+    last = None
+    for outcome in outcomes:
+        if last not in (None, outcome.slots):
+            rows.append(())
+        last = outcome.slots
+        rows.append(
+            (
+                f"{outcome.slots} ({100 * outcome.share:.0f}%)",
+                outcome.execution if several else "",
+                shown(outcome.policy),
+                f"{100 * outcome.hit_rate:.1f}%",
+                gib(outcome.bytes),
+                f"{outcome.host_loads:,}",
+                f"{outcome.prefetches:,}",
+                gib(outcome.streamed_bytes),
+                f"{outcome.cpu:,}",
+                f"{outcome.stall_seconds:.2f} s",
+                *("-" if value is None else f"{1e3 * value:.2f}" for value in (outcome.tpot, outcome.bound_tpot)),
+                f"{outcome.ratio:.2f}",
+            )
+        )
+    table = compact(title, heads, rows, left=("execution", "policy"), nothing=_NOTHING)
+    table.caption = shown(costs.provenance.source)
+    return table

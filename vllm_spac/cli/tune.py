@@ -41,7 +41,7 @@ def tune(
     model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a name in the Hugging Face cache.")],
     minutes: Annotated[float, typer.Option(help="Time to spend, after the first start.", min=0.1)] = 10.0,
     prompts: Annotated[
-        Path | None, typer.Option(help="As for vllm-spac quality.", show_default="24 prompts of the package")
+        Path | None, typer.Option(help="As for vllm-spac quality sweep.", show_default="24 prompts of the package")
     ] = None,
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate after each prompt.", min=2)] = 64,
     slots: Annotated[str | None, typer.Option(help="As --spac-slots, for all.", show_default="as many as fit")] = None,
@@ -61,6 +61,7 @@ def tune(
     from vllm_spac.config.tuned_profile import TunedProfile, identity, path_of, relevant_versions
     from vllm_spac.integration.hooks import device
     from vllm_spac.storage.checkpoint.headers import find_folder
+    from vllm_spac.storage.checkpoint.published import find_model
     from vllm_spac.system.machine import DISK_DIR, Machine, gpu_names, now
     from vllm_spac.tools.evaluation.engine import options_of
     from vllm_spac.tools.evaluation.prompts import read
@@ -72,7 +73,7 @@ def tune(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     options, drafts = options_of(engine, "--engine"), _drafts(options_of(speculative_config, "--speculative-config"))
     gpu = bool(gpu_names())
-    served = ServedModel.read(model, "slots", on_cpu=not gpu)
+    served = ServedModel.of(find_model(model), "slots", on_cpu=not gpu)
     if served.source != "headers":
         if Path(model).exists():
             raise ConfigError(f"{model} has no weights to measure; name a folder with *.safetensors")

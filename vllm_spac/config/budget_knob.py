@@ -18,7 +18,7 @@ PATH = "path"  # of votes: rows are weighted
 ALPHA = 0.5  # of weighted votes, by default
 _HELP = (
     "use a number of experts (16), a share of the routing mass above 0 and at most 1 (0.98, or 0.98@of=scores), the "
-    "file of vllm-spac budgets, or off"
+    "file of vllm-spac quality budgets, or off"
 )
 _RANKING = ComponentName("rankings", "ranking")
 _ARGUMENTS = {

@@ -73,7 +73,7 @@ class SpacConfig(BaseModel):
         "off",
         description="Which experts are read ahead in the background: none (off); those of the highest utility "
         "(utility); those that the next layer's router chooses of what this one reads (gate); those that a trained "
-        "predictor names for the next layers (neural@file=PATH, of vllm-spac train-predictor); those that a copy of "
+        "predictor names for the next layers (neural@file=PATH, of vllm-spac predictors train); those that a copy of "
         "the model as draft model chose "
         "(shadow); or those that the model's routers choose of what a draft model's layers compute (draft_gate); "
         f"extra limits what this adds to the loads that layers need ({types.EXTRA:g}), and of draft_gate and shadow, k "
@@ -105,7 +105,7 @@ class SpacConfig(BaseModel):
     )
     profile: types.SomePath = Field(
         None,
-        description="Costs for cpu_experts, a file of vllm-spac profile, instead of those measured at the start.",
+        description="Costs for cpu_experts, a file of vllm-spac check --measure, not those measured at the start.",
     )
     cpu_kernel: Annotated[str | None, ComponentName("cpu_kernels", "CPU kernel")] = Field(
         None,
@@ -134,25 +134,21 @@ class SpacConfig(BaseModel):
         "(device; staging=auto: if these take at most a quarter of the free fast memory), or device on a GPU where it "
         "can serve, else host (auto).",
     )
-    trace: types.SomePath = Field(
+    record: types.RecordText = Field(
         None,
-        description="File, replaced if it is a trace, that records the routers' choices for vllm-spac trace and "
-        "simulate.",
-    )
-    timeline: types.SomePath = Field(
-        None,
-        description="File, replaced if it is a timeline, that records what each thread did in the last steps, for "
-        "https://ui.perfetto.dev.",
+        description="Files to record in, each replaced if it is one: trace=FILE, the routers' choices, for vllm-spac "
+        "trace; timeline=FILE, what each thread did in the last steps, for https://ui.perfetto.dev; or both, with a "
+        "comma between them.",
     )
     budget: Annotated[str, BudgetText()] = Field(
         "off",
         description="LOSSY: experts per layer that one verify step may use, ranked over all of its tokens: a number "
         "of them (16), as many as hold a share of the routing mass of the selected experts (0.98) or of all "
-        "(0.98@of=scores), a number for each layer (the file of vllm-spac budgets), or no bound (off); ranking orders "
-        "them, coverage is what runs in place of one that was cut (substitution: another, truncation: none), when says "
-        "which rows count and are cut (verify, all decoding ones, or all), votes how much (uniform, or path: by the "
-        f"probability that a draft is reached, to the power of alpha, {ALPHA:g}), and calibration is the file of "
-        "vllm-spac calibrate for the ranking static.",
+        "(0.98@of=scores), a number for each layer (the file of vllm-spac quality budgets), or no bound (off); ranking "
+        "orders them, coverage is what runs in place of one that was cut (substitution: another, truncation: none), "
+        "when says which rows count and are cut (verify, all decoding ones, or all), votes how much (uniform, or "
+        f"path: by the probability that a draft is reached, to the power of alpha, {ALPHA:g}), and calibration is the file of "
+        "vllm-spac quality calibrate for the ranking static.",
     )
     speculate: Annotated[str, types.SPECULATE] = Field(
         "off",
@@ -161,13 +157,10 @@ class SpacConfig(BaseModel):
         "them and those in fast memory (restricted).",
     )
     tuned: types.TunedText = "auto"
-    page: bool = Field(
-        False,
-        description="Open GET /spac/, a page that shows every expert and where the time of a token goes.",
-    )
-    control: bool = Field(
-        False,
-        description="Open POST /spac/budget, which changes the budget while the server runs.",
+    http: types.HttpText = Field(
+        None,
+        description="What the server opens besides its counters: GET /spac/, which shows every expert and where the "
+        "time of a token goes (page), POST /spac/budget, which changes the budget (control), or both (page,control).",
     )
 
     @model_validator(mode="before")
@@ -294,6 +287,26 @@ class SpacConfig(BaseModel):
         """``k`` and ``cutoff`` of ``prefetch``, as in ``PrefetchSettings``."""
         given = components.parse(self.prefetch)[1]
         return given.get("k"), given.get("cutoff")
+
+    @property
+    def trace(self) -> Path | None:
+        """The file that records routing."""
+        return types.recordings(self.record).get("trace")
+
+    @property
+    def timeline(self) -> Path | None:
+        """The file that records a timeline."""
+        return types.recordings(self.record).get("timeline")
+
+    @property
+    def page(self) -> bool:
+        """Whether the live page is open."""
+        return "page" in types.listed(self.http)
+
+    @property
+    def control(self) -> bool:
+        """Whether a request may change the budget."""
+        return "control" in types.listed(self.http)
 
     @property
     def uses_cpu_experts(self) -> bool:

@@ -1,4 +1,4 @@
-"""Knobs that are gone, and what replaces them: nothing but the refusal of their names reads this."""
+"""Knobs and commands that are gone, and what replaces them: nothing but the refusal of their names reads this."""
 
 FORMER: dict[str, str] = {
     "budget_ranking": "write --spac-budget 16@ranking=NAME",
@@ -10,4 +10,22 @@ FORMER: dict[str, str] = {
     "execution": "--spac-decisions and --spac-kernel say what it said",
     "workers": "--spac-executor processes@workers=3 says how many",
     "cluster": "--spac-executor cluster@file=FILE uses its workers",
+    "trace": "use --spac-record trace=FILE",
+    "timeline": "use --spac-record timeline=FILE",
+    "page": "use --spac-http page",
+    "control": "use --spac-http control",
+}
+
+FORMER_COMMANDS: dict[str, str] = {
+    "doctor": "use vllm-spac check",
+    "inspect": "use vllm-spac check MODEL",
+    "selftest": "use vllm-spac check --engines",
+    "profile": "use vllm-spac check --measure",
+    "simulate": "use vllm-spac trace simulate",
+    "trace timeline": "open the file in https://ui.perfetto.dev",
+    "calibrate": "use vllm-spac quality calibrate",
+    "budgets": "use vllm-spac quality budgets",
+    "quality MODEL": "use vllm-spac quality sweep MODEL",
+    "train-predictor": "use vllm-spac predictors train",
+    "predictors MODEL": "use vllm-spac predictors measure MODEL",
 }

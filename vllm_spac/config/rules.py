@@ -26,7 +26,7 @@ _OF_EXECUTION = {
     ),
 }
 _PREDICTED = add(prefetch="gate")
-_CALIBRATE = ", which `vllm-spac calibrate` writes"
+_CALIBRATE = ", which `vllm-spac quality calibrate` writes"
 WITHOUT_WORKERS = drop("executor")
 _refused = ConfigError.refused
 
@@ -197,7 +197,7 @@ def with_file(prefetch: str) -> Remedy:
     """Returns the remedy of naming the file of a trained predictor."""
     name, given = components.parse(prefetch)
     written = components.written(name, given | {components.FILE: "FILE"})
-    return use(prefetch=written).but(", which `vllm-spac train-predictor` writes")
+    return use(prefetch=written).but(", which `vllm-spac predictors train` writes")
 
 
 def _needs_file(prefetch: str) -> bool:
@@ -253,10 +253,14 @@ def _check_speculate(config: Any) -> None:
         )
 
 
-def _check_trace(config: Any) -> None:
-    if config.timeline is not None and config.timeline == config.trace:
-        two = use(timeline="OTHER")
-        raise _refused("timeline (--spac-timeline) and trace (--spac-trace) would replace each other", two)
+def untraced(config: Any) -> Remedy:
+    """Returns the remedy of recording no trace."""
+    return drop("record") if config.timeline is None else use(record=f"timeline={config.timeline}")
+
+
+def uncontrolled(config: Any) -> Remedy:
+    """Returns the remedy of a budget that no request changes."""
+    return use(http="page") if config.page else drop("http")
 
 
 def _check_cpu_experts(config: Any) -> None:
@@ -285,7 +289,6 @@ _RULES = (
     _check_calibration,
     _check_prefetch,
     _check_speculate,
-    _check_trace,
     _check_cpu_experts,
 )
 

@@ -25,7 +25,7 @@ def _path(value: Any) -> Any:
 
 AUTO = "auto"  # of cpu_experts: while steps are shorter with them
 ROUNDED = "exact up to rounding"  # the mode of engines whose experts another kernel than vLLM's computes
-# What an engine on a GPU is by default: the words of the log, of ``vllm-spac doctor`` and of the documents.
+# What an engine on a GPU is by default: the words of the log, of ``vllm-spac check`` and of the documents.
 ROUNDED_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; --spac-kernel vllm gives stock's bits)"
 ONLY_OURS_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; vLLM's reads no slots of this format)"
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
@@ -204,3 +204,47 @@ def _preset_name(value: Any) -> Any:
 
 
 PresetName = Annotated[str | None, BeforeValidator(_preset_name)]
+
+
+RECORDED = ("trace", "timeline")  # what can be recorded
+_RECORD_HELP = "use trace=FILE, timeline=FILE, or both with a comma between them"
+_NEXT = re.compile(rf",(?=(?:{'|'.join(RECORDED)})=)")  # commas of paths are kept
+
+
+def recordings(text: str | None) -> dict[str, Path]:
+    """Returns the files that the knob ``record`` names; ``ValueError`` if it is not understood."""
+    parts = [] if text is None else _NEXT.split(text)
+    found: dict[str, Path] = {}
+    for part in parts:
+        name, given, path = part.partition("=")
+        if name not in RECORDED or not given or name in found:
+            raise ValueError(f"{brief(part)}: {_RECORD_HELP}")
+        found[name] = path_of(path)
+    if len(set(found.values())) < len(found):
+        raise ValueError("trace and timeline would replace each other; name two files")
+    return found
+
+
+def _record_text(value: Any) -> Any:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(_RECORD_HELP)
+    recordings(value)
+    return value
+
+
+RecordText = Annotated[str | None, BeforeValidator(_record_text)]
+HTTP = ("page", "control")
+
+
+def listed(text: str | None) -> list[str]:
+    """Returns the names of a list with commas."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
+
+
+def _http_text(value: Any) -> Any:
+    if value is not None and (not isinstance(value, str) or not set(listed(value)) <= set(HTTP)):
+        raise ValueError(f"{brief(value)}: use {', '.join(HTTP)}, or {','.join(HTTP)}")
+    return value
+
+
+HttpText = Annotated[str | None, BeforeValidator(_http_text)]

@@ -52,22 +52,6 @@ def fit_compute(points: Mapping[int, float], nbytes: int, fixed: float) -> Rate:
     )
 
 
-def fit_network(points: Mapping[int, float], peer: str) -> Network:
-    """Fits 2 * (``latency`` + bytes / ``bandwidth``) to round trips; exact at the fewest and the most bytes.
-
-    Where ``latency`` would be negative it is 0, and the fit is exact at the most bytes only.
-
-    Args:
-        points: bytes sent, and sent back -> seconds of the round trip.
-    """
-    fewest, most = min(points), max(points)
-    slope = (points[most] - points[fewest]) / 2 / (most - fewest) if most > fewest else 0.0
-    latency = points[fewest] / 2 - fewest * slope
-    if slope <= 0 or latency < 0:
-        return Network(latency=0.0, bandwidth=2 * most / points[most], peer=peer)
-    return Network(latency=latency, bandwidth=1 / slope, peer=peer)
-
-
 def fit_vllm_step(points: Mapping[int, float]) -> VllmStep:
     """Returns vLLM's own seconds from those per token by the number of layers, of which there are two."""
     (few, less), (many, more) = sorted(points.items())
@@ -190,24 +174,6 @@ class Capacity(_Frozen):
     capability: tuple[int, int] | None = None
 
 
-class Network(_Frozen):
-    """A network of equal links between an engine and its expert workers.
-
-    Attributes:
-        latency: seconds one way, with the software of both sides.
-        bandwidth: bytes per second of each machine's link, with what both sides do to each byte.
-        peer: what was measured; empty where it was not.
-    """
-
-    latency: float = Field(ge=0)
-    bandwidth: float = Field(gt=0)
-    peer: str = ""
-
-    def hop(self, nbytes: float, fan: int = 1) -> float:
-        """Seconds until ``nbytes`` to each of ``fan`` workers have arrived, or have come from each."""
-        return self.latency + fan * nbytes / self.bandwidth
-
-
 class HostWork(_Frozen):
     """The host's own work in a layer over fewer slots than experts, in seconds beside those of loads and experts.
 
@@ -270,7 +236,6 @@ class Costs(_Frozen):
         cpu: cost of computing an expert on the CPU from host memory.
         other: seconds per step outside of the experts.
         draft: seconds per draft token.
-        network: from this machine to an expert worker; None where it was not measured.
         host_work: the plugin's own in layers over slots; 0 where it was not measured, as in files of older versions.
         vllm: vLLM's own; 0 where it was not measured.
         attained: what is assumed where a profile has data sheets only; see ``as_attained``.
@@ -288,7 +253,6 @@ class Costs(_Frozen):
     load_at_once: int = Field(1, ge=1)
     other: float = Field(0.0, ge=0)
     draft: float = Field(0.0, ge=0)
-    network: Network | None = None
     host_work: HostWork = HostWork()
     vllm: VllmStep = VllmStep()
     attained: Attained | None = None
@@ -343,7 +307,7 @@ class Costs(_Frozen):
             problem = f"was measured on another machine ({'; '.join(differences)})"
         else:
             problem = f"was {origin.how}, not measured on this machine"
-        raise ConfigError(f"the profile {profile} {problem}; run vllm-spac profile here")
+        raise ConfigError(f"the profile {profile} {problem}; run vllm-spac check --measure here")
 
     def check_experts(self, profile: str | Path, nbytes: int, store: str) -> None:
         """Raises ``ConfigError`` unless experts of ``nbytes``, loaded from ``store``, were measured."""
@@ -352,7 +316,7 @@ class Costs(_Frozen):
             measured = f"{origin.expert_bytes or 'unknown'} bytes from {origin.store or 'an unknown store'}"
             raise ConfigError(
                 f"the profile {profile} is of experts of {measured}, not of {nbytes} bytes from {store}; "
-                f"run vllm-spac profile --expert-bytes {nbytes} --store {store}"
+                f"run vllm-spac check --measure --expert-bytes {nbytes} --store {store}"
             )
 
     def rates(self, nbytes: int) -> Rates:

@@ -29,7 +29,7 @@ from vllm_spac.system.untrusted import parse_json
 FORMAT = "spac-predictors-4"
 DTYPES = {"I64", "F32", "BF16"}
 _MOST, _MOST_LAYERS, _MOST_REACH = 1 << 20, 1024, 8  # experts or dimensions, and others, that a file may claim
-_AGAIN = "train again with `vllm-spac train-predictor`"
+_AGAIN = "train again with `vllm-spac predictors train`"
 _SIZES = tuple(field.name for field in fields(Sizes) if field.name != "layers")
 
 
@@ -77,7 +77,7 @@ class PredictorFile:
             raise ConfigError(
                 f"spac: {path} was made for {other.model} ({other.fingerprint[:12]}, {len(other.layers)} layers of "
                 f"{found.sizes.experts} experts), not for this model or revision ({identity.fingerprint[:12]}, "
-                f"{len(identity.layers)} layers of {experts}); run `vllm-spac train-predictor` for this one"
+                f"{len(identity.layers)} layers of {experts}); run `vllm-spac predictors train` for this one"
             )
         return found
 
@@ -87,7 +87,7 @@ class PredictorFile:
             found = printable(f"{self.identity.model} ({self.identity.fingerprint[:12]})")
             raise ConfigError(
                 f"spac: {path} was made for {found}, not for this model or revision ({fingerprint[:12]}); "
-                "run `vllm-spac train-predictor` for this one"
+                "run `vllm-spac predictors train` for this one"
             )
 
     @classmethod

@@ -37,11 +37,8 @@ def _adding(add_cli_args: Callable) -> Callable:
                 text += f" One of {', '.join(forms[name])}."
             if field.default is not None:
                 text += f" (default: {str(field.default).lower()})"
-            switch: dict[str, Any] = {"nargs": "?", "const": "true", "metavar": "BOOL"}
-            if field.annotation is not bool:
-                switch = {}
             # Without a default, a flag that is not given adds no attribute, and the help no "(default: None)".
-            group.add_argument(flag(name), type=_knob(name), default=argparse.SUPPRESS, help=text, **switch)
+            group.add_argument(flag(name), type=_knob(name), default=argparse.SUPPRESS, help=text)
         return parser
 
     return add

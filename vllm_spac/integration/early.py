@@ -17,4 +17,4 @@ def check() -> None:
     if Path(sys.argv[0]).name != "vllm":
         return
     for flaw in flaws():
-        raise SystemExit(f"vllm: error: {flaw.text}; run: vllm-spac doctor --fix")
+        raise SystemExit(f"vllm: error: {flaw.text}; run: vllm-spac check --fix")

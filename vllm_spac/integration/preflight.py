@@ -65,9 +65,9 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of an element
 _LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
 _WRITES = {  # what a file is given as -> how a user gets one
-    "calibration": "vllm-spac calibrate writes one",
-    "prefetch": "vllm-spac train-predictor writes one",
-    "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac budgets",
+    "calibration": "vllm-spac quality calibrate writes one",
+    "prefetch": "vllm-spac predictors train writes one",
+    "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac quality budgets",
 }
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
 
@@ -126,13 +126,13 @@ def check_knobs(config: SpacConfig) -> None:
             Costs.read(config.profile)
     expert_workers.check_places(config)
     if config.trace is not None:
-        with _naming(config, "trace"):
+        with _naming(config, "record"):
             replaced = check_target(config.trace)
         if replaced is not None:
             held = printable(f"{config.trace} holds a trace of {replaced.model or 'an unnamed model'}")
             logger.warning("spac: %s; the trace of this engine replaces it", held)
     if config.timeline is not None:
-        with _naming(config, "timeline"):
+        with _naming(config, "record"):
             check_timeline(config.timeline)
 
 

@@ -116,7 +116,7 @@ class Trace:
         try:
             metadata, entries = read_header(path)
             if (found := metadata.get("format")) not in (FORMAT, CHAINS):
-                raise ConfigError(f"{path} is no routing trace of format {FORMAT}; record one with --spac-trace")
+                raise ConfigError(f"{path} is no routing trace of format {FORMAT}; use --spac-record trace=FILE")
             facts = TraceFacts.of(metadata)
             expected = columns_of(facts, "weights" in entries, found == FORMAT)
             _check(set(entries) == set(expected), f"its columns are {', '.join(sorted(entries))}")

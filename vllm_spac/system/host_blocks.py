@@ -37,7 +37,7 @@ def huge_pages(nbytes: int, *, inherited: bool = True) -> Tensor:
     everything = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
     start = -everything.data_ptr() % HUGE_PAGE
     if nbytes >= HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without huge pages; `vllm-spac doctor` says so
+        with contextlib.suppress(OSError):  # a kernel without huge pages; `vllm-spac check` says so
             mapped.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     if not inherited:
         mapped.madvise(mmap.MADV_DONTFORK)

@@ -97,14 +97,14 @@ class Predictor(ABC):
     does there may wait for that device.
 
     Built with ``num_experts``, the number of keys (the experts of all layers together), or from a file of
-    ``vllm-spac train-predictor``.
+    ``vllm-spac predictors train``.
 
     Attributes:
         needs: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
         reach: layers that it sees ahead of a router; 0: it is asked at the start of a step only, for all of its layers.
         offline: why no engine can serve with it; empty if one can.
         on_device: it can look ahead without the host, also in CUDA graphs: see ``Trained.of_next``.
-        needs_file: it is built from a file of ``vllm-spac train-predictor``, which an engine must be given.
+        needs_file: it is built from a file of ``vllm-spac predictors train``, which an engine must be given.
         from_checkpoint: without a file an engine computes it from the checkpoint, see ``Trained.computed``.
         scores: int64 [keys], of a predictor that needs counts: its scores after the last step; 0 for an expert that is
             not worth fetching. Updates replace the array, none writes to it.

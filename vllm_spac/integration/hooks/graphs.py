@@ -18,6 +18,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_spac.config import rules
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import Remedy, UnsupportedError, drop, use
@@ -46,13 +47,13 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
     if config.execution_class.needs_host and config.parsed_slots.share != 1:
         return "experts are loaded between layers", (use(decisions="device"), use(slots="100%"))
     if config.trace is not None:
-        return "routing is recorded between layers", (drop("trace"),)
+        return "routing is recorded between layers", (rules.untraced(config),)
     if not config.execution_class.needs_host:
         return None
     if config.parsed_budget.bounds:
         return "a budget is applied between layers", (drop("budget"),)
     if config.control:
-        return "a budget may be applied between layers", (drop("control"),)
+        return "a budget may be applied between layers", (rules.uncontrolled(config),)
     return None
 
 

@@ -159,7 +159,7 @@ def _in_slots(scheme: Scheme, on_cpu: bool) -> tuple[str, ...]:
 def _instead() -> str:
     """What works on this platform where a kernel does not."""
     if is_on_cpu():
-        return "use another quantisation (vllm-spac inspect says which), or an unquantised checkpoint"
+        return "use another quantisation (vllm-spac check says which), or an unquantised checkpoint"
     return "add --moe-backend triton, or use an unquantised checkpoint"
 
 

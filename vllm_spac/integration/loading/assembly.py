@@ -217,7 +217,7 @@ def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execu
 
 def _uncut(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> str:
     if config.trace is not None:
-        return "a trace (--spac-trace) has the experts of all of them"
+        return "a trace (--spac-record) has the experts of all of them"
     if any(execution.holds_all for execution in executions):
         return "each expert has its slot, so that none is loaded for a draft"
     reason = drafts.uncut(vllm_config)
@@ -229,7 +229,8 @@ def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Exec
     if config.trace is None:
         return None
     if len(executions) != 1:
-        raise ConfigError(f"spac: trace (--spac-trace) needs MoE layers of one shape, this model has {len(executions)}")
+        count = len(executions)
+        raise ConfigError(f"spac: a trace (--spac-record) needs MoE layers of one shape, this model has {count}")
     shape, path = executions[0].shape, config.trace.absolute()
     model = vllm_config.model_config.model
     logger.info("spac: routing is recorded in %s", path)

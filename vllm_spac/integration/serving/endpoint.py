@@ -264,7 +264,7 @@ class SpacEndpoint:
             """
             client = _client(request)
             if not request.app.state.spac_control:
-                raise HTTPException(403, "control is off on this server; start it with --spac-control")
+                raise HTTPException(403, "control is off on this server; start it with --spac-http control")
             settings = await _asked(request)
             answers = await client.collective_rpc("spac_try_budget", args=(settings.model_dump(),))
             if refusals := [answer["refused"] for answer in answers if "refused" in answer]:
@@ -461,5 +461,5 @@ def _client(request: Request) -> EngineClient:
 def _feed(request: Request) -> LiveFeed:
     feed = getattr(request.app.state, "spac_feed", None)
     if feed is None:
-        raise HTTPException(404, "the live page is off on this server; start it with --spac-page")
+        raise HTTPException(404, "the live page is off on this server; start it with --spac-http page")
     return feed

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vllm_spac.config import rules
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, use
 from vllm_spac.integration.hooks import drafts, patches
@@ -205,8 +206,8 @@ def _refusals_of_v2(config: SpacConfig, vllm_config: VllmConfig, chains: tuple[R
     yield mode is not None and mode.name != "NONE", f"CUDA graphs ({mode and mode.name})", (drafts.EAGER,)
     tried = current_platform.is_cpu() or named == "TRITON_ATTN"
     yield not tried, f"{named}, which it was not tried with", (add(vllm_attention_backend="TRITON_ATTN"),)
-    untraced = (drop("trace"), *chains)
-    yield config.trace is not None, "--spac-trace, for V2 keeps on the device which draft follows which", untraced
+    untraced, kept = (rules.untraced(config), *chains), "for V2 keeps on the device which draft follows which"
+    yield config.trace is not None, f"--spac-record trace={config.trace}, {kept}", untraced
     yield vllm_config.parallel_config.use_ubatching, "--enable-dbo", (drop("vllm_enable_dbo"),)
     yield (
         speculation.rejection_sample_method != "standard",

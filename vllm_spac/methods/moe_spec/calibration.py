@@ -34,7 +34,7 @@ from vllm_spac.system.untrusted import parse_json, read_text
 FORMAT = "spac-calibration-4"
 PROGRESS_FORMAT = "spac-calibration-progress-4"
 _DTYPES = {"I64", "F32", "F64"}
-_AGAIN = "write it again with `vllm-spac calibrate`"
+_AGAIN = "write it again with `vllm-spac quality calibrate`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Calibration:
             raise ConfigError(
                 f"spac: {path} was made for {self.model} ({self.fingerprint[:12]}, {len(self.layers)} layers of "
                 f"{self.experts} experts), not for this model or revision ({fingerprint[:12]}, {len(expected)} layers "
-                f"of {experts}); run `vllm-spac calibrate` for this one"
+                f"of {experts}); run `vllm-spac quality calibrate` for this one"
             )
 
     @classmethod
@@ -244,7 +244,7 @@ class CalibrationRecorder:
 
 
 LAYERS_FORMAT = "spac-budgets-1"
-_AGAIN_BY_LAYER = "write it again with `vllm-spac budgets`"
+_AGAIN_BY_LAYER = "write it again with `vllm-spac quality budgets`"
 
 
 def choose(
@@ -319,7 +319,8 @@ def read_budgets(
     if other or not isinstance(budgets, dict) or (layers is not None and set(budgets) != set(layers)):
         raise ConfigError(
             f"spac: {path} (--spac-budget) was made for another model or revision: {content.get('fingerprint')}, "
-            f"not {fingerprint}, or its layers differ; run `vllm-spac calibrate` and `vllm-spac budgets` for this one"
+            f"not {fingerprint}, or its layers differ; run `vllm-spac quality calibrate`, then `vllm-spac "
+            "quality budgets`"
         )
     for name, budget in budgets.items():
         if type(budget) is not int or not 1 <= budget <= experts:

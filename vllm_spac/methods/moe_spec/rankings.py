@@ -48,7 +48,7 @@ class Ranking(ABC):
         if calibration is None:
             name = cls.__module__.rpartition(".")[2].removesuffix("_ranking")
             raise ConfigError(
-                f"spac: the ranking {name} needs a calibration file; write one with `vllm-spac calibrate` and name it"
+                f"spac: the ranking {name} needs a calibration file; write one with `vllm-spac quality calibrate`"
             )
         return cls(**cls._calibrated(calibration), **knobs)
 

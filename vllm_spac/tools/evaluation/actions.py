@@ -1,4 +1,4 @@
-"""Actions of ``vllm-spac calibrate``, ``quality`` and ``predictors`` in the worker, while the model processes texts."""
+"""Actions of ``vllm-spac quality`` and ``predictors`` in the worker, while the model processes texts."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class EvaluatedWorker(SpacWorker):
     """Mixin of vLLM's worker in engines of ``tools.evaluation.engine``."""
 
     def spac_evaluate(self, action: str, *arguments: Any) -> Any:
-        """Runs one action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
+        """Runs one action of ``Evaluation``, for ``vllm-spac quality``."""
         self._spac_experts().runtime.require_host("an evaluation")
         if not hasattr(self, "_spac_evaluation"):
             self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model())

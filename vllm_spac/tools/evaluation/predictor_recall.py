@@ -1,11 +1,10 @@
-"""The recall of predictors on samples: of the experts that a router chose, those named before. Table and pictures."""
+"""The recall of predictors on samples: of the experts that a router chose, those named before. Their table."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -21,13 +20,12 @@ from vllm_spac.decisions.predictors._trained import Trained
 from vllm_spac.decisions.predictors.base import START, Predictor, Signal
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.pictures import begin_picture, save_picture
 
 _TIMED = 64  # rows
 
 
 def measure(predictor: Predictor, samples: Samples, missed: Tensor) -> dict:
-    """Returns what ``vllm-spac predictors`` reports of one predictor: recalls, and microseconds per layer and bytes.
+    """Returns what ``vllm-spac predictors measure`` reports of a predictor: recalls, microseconds per layer, bytes.
 
     Args:
         predictor: as built; one that needs counts has seen no step.
@@ -92,13 +90,6 @@ def cache_of(slots: SlotCount, experts: int) -> int:
     return math.ceil(slots.share * experts)
 
 
-_TITLES = {
-    "recall_at_k": "of the chosen experts, in the first k",
-    "recall_at_2k": "in the first 2k",
-    "recall_on_misses": "in the first k, of those that a cache misses",
-}
-
-
 def table(found: Mapping[str, dict], title: str, caption: str) -> Table:
     """Returns a table of all predictors, and under each its recall by horizon if it has several."""
     columns = ("predictor", "horizon", "R@k", "R@2k", "R@k on misses", "layers", "us per layer", "bytes")
@@ -123,37 +114,3 @@ def ranked(found: Mapping[str, dict]) -> list[tuple[str, dict]]:
 def cells(recalls: Mapping) -> list[str]:
     """Returns the three recalls as text."""
     return ["-" if recalls[name] is None else f"{recalls[name]:.3f}" for name in RECALLS]
-
-
-def pictures(found: Mapping[str, dict], title: str, folder: Path) -> list[Path]:
-    """Draws recall by layer (``layers.png``) and by horizon (``horizons.png``) into ``folder``; returns the files.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
-    figure, axes = begin_picture(1, len(RECALLS), figsize=(4 * len(RECALLS), 3.6), sharey=True)
-    for axis, recall in zip(axes, RECALLS, strict=True):
-        for name, one in ranked(found):
-            values = [
-                (n, by[recall]) for n, by in enumerate(one["by_layer"]) if by is not None and by[recall] is not None
-            ]
-            axis.plot(*zip(*values, strict=True), marker=".", label=name) if values else None
-        axis.set(title=_TITLES[recall], xlabel="layer", ylim=(0, 1))
-        axis.title.set_fontsize(9)
-    axes[0].set_ylabel("recall")
-    axes[-1].legend(fontsize=7)
-    figure.suptitle(title, fontsize=9)
-    save_picture(figure, folder / "layers.png")
-
-    ahead = [(name, one) for name, one in ranked(found) if one["reach"]]
-    figure, axis = begin_picture(figsize=(4.5, 3.4))
-    for name, one in ahead:
-        points = sorted((int(h), recalls["recall_at_k"]) for h, recalls in one["by_horizon"].items() if h.isdecimal())
-        axis.plot(*zip(*points, strict=True), marker="o", label=name)
-    axis.set(xlabel="layers ahead", ylabel="recall in the first k", ylim=(0, 1))
-    axis.set_xticks(range(1, 1 + max((one["reach"] for _, one in ahead), default=1)))
-    if ahead:
-        axis.legend(fontsize=7)
-    axis.set_title(title, fontsize=9)
-    save_picture(figure, folder / "horizons.png")
-    return [folder / "layers.png", folder / "horizons.png"]

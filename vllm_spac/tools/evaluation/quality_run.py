@@ -133,7 +133,7 @@ FORMAT = "spac-quality-1"
 
 
 class QualityRun:
-    """One run of ``vllm-spac quality``.
+    """One run of ``vllm-spac quality sweep``.
 
     Args:
         run: settings that all results of a file share: window, slots, drafts.

@@ -1,1 +1,1 @@
-"""A machine: what loads, experts and the host take on it (``profile``), and what is wrong with it (``doctor``)."""
+"""A machine: what is wrong with it, and what loads, experts and the host take on it (``vllm-spac check``)."""

@@ -55,7 +55,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
     """vLLM and its command can be used, and its version is supported."""
     found = facts.installation
     for flaw in found.flaws:
-        yield Finding(flaw.name, "problem", flaw.text, f"vllm-spac doctor --fix, to {flaw.cure}")
+        yield Finding(flaw.name, "problem", flaw.text, f"vllm-spac check --fix, to {flaw.cure}")
     if any(flaw.name in MEDIA for flaw in found.flaws):
         return  # the reason of any refusal
     if found.refusal:
@@ -255,7 +255,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
     if found.rate is not None:
         each = f", {found.rate / 1e9:.2f} GB/s by one thread"
         how = "direct I/O" if found.direct else "buffered"
-        yield Finding("disk rate", "ok", f"{how}{each}; vllm-spac profile measures experts")
+        yield Finding("disk rate", "ok", f"{how}{each}; vllm-spac check --measure measures experts")
 
 
 def read_ahead(facts: Facts) -> Iterator[Finding]:

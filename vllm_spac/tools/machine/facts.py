@@ -52,7 +52,7 @@ class Installation:
         device: None on a CPU build.
         off: what ``SPAC_WITHOUT_PATCH`` switches off: names of vLLM, and what is lost; ``off_refusal``: why an engine
             would refuse its value; empty if it would not.
-        flaws: what ends the ``vllm`` command, and ``vllm-spac doctor --fix`` mends.
+        flaws: what ends the ``vllm`` command, and ``vllm-spac check --fix`` mends.
     """
 
     vllm: str | None

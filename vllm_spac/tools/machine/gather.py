@@ -14,10 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from vllm_spac.errors import SpacError
 from vllm_spac.storage.checkpoint import quantisation
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, scan
-from vllm_spac.storage.checkpoint.published import find_model
+from vllm_spac.storage.checkpoint.published import NamedModel
 from vllm_spac.system import machine
 from vllm_spac.system.files import probe, reads_directly
 from vllm_spac.system.host_memory import available_host_bytes
@@ -121,12 +120,9 @@ def disk(folder: Path, measure: bool) -> Disk:
     )
 
 
-def model(name: str) -> Model:
+def model(named: NamedModel) -> Model:
     """Collects the sizes of a checkpoint, or why it cannot be served."""
-    try:
-        found = find_model(name).checkpoint()
-    except SpacError as error:
-        return Model(name, refusal=str(error))
+    name, found = named.name, named.checkpoint()
     if found.quantisation and (reason := quantisation.refusal(found.quantisation)):
         return Model(name, refusal=f"{name} has {reason}")
     smallest = sum(count * size for count, size in found.slots(found.smallest_percent()))

@@ -70,17 +70,9 @@ def measure_host_work(
     return points
 
 
-def host_work(points: Mapping[str, Points], *, with_loads: bool = False) -> HostWork:
-    """Returns what the ``points`` of ``measure_host_work`` amount to.
-
-    Args:
-        with_loads: add what loads take that move nothing, for a profile whose loads take no time but that of their
-            bytes.
-    """
-    loads = points[_LOADS]
-    if with_loads:
-        loads = dict.fromkeys(loads, 0.0)
-    return fit_host_work(points[_RESIDENT][0], points[_LOADING], loads, points[_DIVIDING])
+def host_work(points: Mapping[str, Points]) -> HostWork:
+    """Returns what the ``points`` of ``measure_host_work`` amount to."""
+    return fit_host_work(points[_RESIDENT][0], points[_LOADING], points[_LOADS], points[_DIVIDING])
 
 
 class _NoKernel:

@@ -1,4 +1,4 @@
-"""Collects facts about the installed vLLM for ``vllm-spac doctor``; judges nothing."""
+"""Collects facts about the installed vLLM for ``vllm-spac check``; judges nothing."""
 
 from __future__ import annotations
 

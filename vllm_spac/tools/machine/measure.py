@@ -75,8 +75,6 @@ def measure(
     store: Literal["host", "disk"] | None = None,
     io_threads: int = 4,
     seconds: float = 0.5,
-    draft: float = 0.0,
-    other: float = 0.0,
     kernel: Kernel | None = None,
     source: str = "vllm_spac.tools.machine.measure.measure",
     tell: Tell = lambda text: None,
@@ -88,8 +86,6 @@ def measure(
         store: the store that ``Costs.load`` describes; default as in serving: host where there is a GPU, else disk.
         io_threads: reads in flight at once, in addition to the caller's own.
         seconds: approximate duration of each of the ``measurements(io_threads)`` measurements.
-        draft, other: seconds per draft token, and per step outside of experts; they depend on the model and are not
-            measured here.
         kernel: computes on the CPU; the torch reference unless given.
 
     Raises:
@@ -119,11 +115,10 @@ def measure(
     if store == "disk":  # on a machine without a GPU, a load from host memory is a copy
         copied = Rate(bytes_per_second=size.nbytes / points["memory copy of bytes"][size.nbytes])
         host = fit_load(points["host reads at once"], size.nbytes) if gpu else copied
-    given = "draft and other were given, not measured" if draft or other else "draft and other are left out"
-    origin = _provenance(source, size, store, kernel, given, folder, points)
+    origin = _provenance(source, size, store, kernel, folder, points)
     return Costs(
         format=FORMAT, name="here", provenance=origin, fast=fast, load=load, host=host, disk=disk, cpu=cpu,
-        capacity=_capacity(gpu), load_at_once=io_threads + 1, draft=draft, other=other,
+        capacity=_capacity(gpu), load_at_once=io_threads + 1,
         host_work=host_work(points),
     )  # fmt: skip
 
@@ -141,7 +136,6 @@ def _provenance(
     size: ExpertSize,
     store: str,
     kernel: Kernel,
-    given: str,
     folder: Path,
     points: dict[str, dict[int, float]],
 ) -> Provenance:
@@ -151,7 +145,7 @@ def _provenance(
         assumes=(
             f"experts of {size.nbytes} bytes (bfloat16); other sizes are calculated from them",
             f"loads come from {store}; {torch.get_num_threads()} threads compute on the CPU, with {kernel.name}",
-            given,
+            "seconds per draft token and outside of experts are left out: they depend on the model",
             f"host work: of one row over {LAYERS} layers of {EXPERTS} experts, top-{TOP_K}, a quarter of them in slots",
         ),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -230,7 +224,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
         _remove_left(left)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as name, closing(LockFile(Path(name, _HELD))) as lock:
         if not (lock.take() and Path(name, _HELD).exists()):  # found by ``_remove_left`` before it was held
-            raise StoreError(f"spac: another vllm-spac profile has removed {name} while it was made; try again")
+            raise StoreError(f"spac: another vllm-spac check --measure has removed {name} while it was made; try again")
         yield Path(name)
 
 

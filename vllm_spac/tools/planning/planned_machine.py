@@ -19,7 +19,7 @@ from vllm_spac.system.untrusted import path_named
 from vllm_spac.tools.planning.planned_model import ServedModel
 
 HERE = "here"
-PROFILE = "profile.json"  # that `vllm-spac profile` writes by default, beside packed experts
+PROFILE = "profile.json"  # that `vllm-spac check --measure` writes by default, beside packed experts
 UTILIZATION = 0.92  # vLLM's default --gpu-memory-utilization
 OTHERS = "for another GPU, the one with its generation of PCIe and --fast-memory"
 HOST_RESERVE = 4 << 30  # bytes of host memory left to the system and to vLLM's processes; assumed
@@ -55,7 +55,7 @@ class PlannedMachine:
         host_memory: int | None = None,
         folder: Path | None = None,
     ) -> PlannedMachine:
-        """Returns the machine ``name``: ``here``, a packaged profile, or a file of ``vllm-spac profile``.
+        """Returns the machine ``name``: ``here``, a packaged profile, or a file of ``vllm-spac check --measure``.
 
         Args:
             fast_memory, host_memory: bytes, instead of the profile's; the first is of a GPU.
@@ -69,7 +69,7 @@ class PlannedMachine:
         capacity = costs.capacity
         if capacity is None:
             raise ConfigError(
-                f"the profile {name} does not say how much memory its machine has; run vllm-spac profile there again"
+                f"the profile {name} does not say how much memory its machine has; run vllm-spac check --measure there"
             )
         if fast_memory is not None and not capacity.gpu:
             raise ConfigError(f"--fast-memory is that of a GPU, and {name} has none; use --host-memory")
@@ -165,9 +165,9 @@ def _profile_here(folder: Path) -> Costs:
     path = profile_path(folder)
     if not path.exists():
         raise ConfigError(
-            f"this machine was not measured: there is no {path}; run vllm-spac profile --model MODEL or --expert-bytes "
+            f"this machine was not measured: there is no {path}; run vllm-spac check --measure MODEL or --expert-bytes "
             f"N, which takes a minute or two, or plan for another: --machine {', '.join(names())} ({OTHERS}) or a file "
-            "of vllm-spac profile"
+            "of vllm-spac check --measure"
         )
     return Costs.read(path, here=True, disk_dir=folder)
 

@@ -122,11 +122,14 @@ def _in_flight(machine: PlannedMachine) -> int:
     return rows(machine) * (2 if machine.gpu else 1)
 
 
+def slot_shapes(model: ServedModel, percent: int, tokens: int = 0) -> list[tuple[int, int]]:
+    """Returns (number, bytes of each) of slots at ``--spac-slots percent%``, or with ``tokens`` at ``{tokens}k``."""
+    return model.checkpoint.slots_of_tokens(tokens) if tokens else model.checkpoint.slots(percent)
+
+
 def slot_bytes(model: ServedModel, percent: int, tokens: int = 0) -> int:
-    """Returns the bytes of the slots at ``--spac-slots percent%``, or with ``tokens`` at ``{tokens}k``."""
-    checkpoint = model.checkpoint
-    found = checkpoint.slots_of_tokens(tokens) if tokens else checkpoint.slots(percent)
-    return sum(count * size for count, size in found)
+    """Returns the bytes of ``slot_shapes``."""
+    return sum(count * size for count, size in slot_shapes(model, percent, tokens))
 
 
 def largest_slots(model: ServedModel, room: Split) -> tuple[int, int]:

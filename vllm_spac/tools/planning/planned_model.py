@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.headers import Checkpoint
-from vllm_spac.storage.checkpoint.published import NamedModel, find_model
+from vllm_spac.storage.checkpoint.published import NamedModel
 from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
 from vllm_spac.tools.planning.architecture import Architecture
 
 Execution = Literal["slots", "table", "pointers"]
 Decisions = Literal["auto", "host", "device"]
 Kernel = Literal["auto", "vllm", "table"]
+PLANES = {name: f"decisions={decided}" + (", kernel=table" * (name == "table")) for name, decided in DECIDED.items()}
 
 
 @dataclass(frozen=True)
@@ -42,33 +44,25 @@ class ServedModel:
     revision: str | None = None
 
     @classmethod
-    def read(
+    def of(
         cls,
-        model: str,
+        named: NamedModel,
         execution: Execution | None = None,
         *,
         on_cpu: bool = False,
         capability: Capability | None = None,
     ) -> ServedModel:
-        """Reads ``model``: a folder, a ``config.json``, or a name on the Hugging Face hub.
+        """Returns the sizes of a model that was found.
 
         Args:
-            execution: as the knobs say; None: the first of ``ways``.
+            execution: that serves it; None: the first of ``ways``.
             capability: of the GPU, which decides whether its slots can hold FP8; None: not known.
 
         Raises:
-            UnsupportedError: there is none, it has no experts, or it cannot be served.
+            UnsupportedError: it has no experts, or cannot be served.
         """
-        named = find_model(model)
         if execution is None:
             return next(cls.ways(named, on_cpu=on_cpu, capability=capability))
-        return cls.of(named, execution, on_cpu=on_cpu, capability=capability)
-
-    @classmethod
-    def of(
-        cls, named: NamedModel, execution: Execution, *, on_cpu: bool = False, capability: Capability | None = None
-    ) -> ServedModel:
-        """Returns the sizes of a model that was found, as ``execution`` serves it; arguments and errors as ``read``."""
         entry, ours = quant_config.of(named.config), execution != "slots"
         kernels = FormatKernels.OURS if ours else FormatKernels.CPU if on_cpu else FormatKernels.GPU
         if entry is not None and (reason := refusal(entry, kernels, capability)):
@@ -106,7 +100,7 @@ class ServedModel:
 
         Raises:
             ConfigError: the knobs contradict each other.
-            UnsupportedError: as ``read``.
+            UnsupportedError: as ``of``.
         """
         entry = quant_config.of(named.config)
         ours = not on_cpu and only_ours(entry, capability)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class Routing:
 
 # With 128 experts and top-8, ``LOW`` has the overlap that was published of Qwen3-30B-A3B and nothing else (45 %; LRU of
 # 19 and 38 % of the experts: 60 and 70 %), ``HIGH`` its overlap and its LRU hits (45, 74 and 90 %; see
-# ``locality``). ``EVEN`` has no locality at all: hits are the share of slots.
+# benchmarks/replay/routing_locality.py). ``EVEN`` has no locality at all: hits are the share of slots.
 EVEN = Routing("even", skew=0.0, reuse=0.0, acceptance=0.2)
 LOW = Routing("low", skew=0.0, reuse=0.75, acceptance=0.2)
 HIGH = Routing("high", skew=1.1, reuse=0.25, acceptance=0.7)
@@ -47,6 +48,11 @@ HIGH = Routing("high", skew=1.1, reuse=0.25, acceptance=0.7)
 def assumed() -> tuple[Routing, ...]:
     """Returns the assumptions without a trace, the slowest first."""
     return EVEN, LOW, HIGH
+
+
+def routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
+    """Returns the assumptions, or the routing of the file ``trace``; errors as ``recorded``."""
+    return assumed() if trace is None else recorded(Trace.load(trace), model, str(trace))
 
 
 def recorded(trace: Trace, model: ServedModel, source: str) -> tuple[Routing, ...]:

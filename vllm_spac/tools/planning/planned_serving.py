@@ -1,21 +1,36 @@
-"""Lists the sensible ways to serve a model on a machine, predicts each, and picks one."""
+"""The plan: the sensible ways to serve a model on a machine, what each would achieve, and the best. A value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from vllm_spac.decisions.costs import Attained, HostWork, VllmStep
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.storage.checkpoint import quant_config
+from vllm_spac.storage.checkpoint.published import NamedModel
 from vllm_spac.storage.checkpoint.quantisation import refusal_without_amx
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.machine import has_amx
 from vllm_spac.tools.planning.planned_machine import HERE, HOST_RESERVE, UTILIZATION, PlannedMachine, Store
-from vllm_spac.tools.planning.planned_memory import DRAFTS, Choice, Load, Split, largest_slots, slot_bytes, split
-from vllm_spac.tools.planning.planned_model import ServedModel
-from vllm_spac.tools.planning.planned_routing import Routing
+from vllm_spac.tools.planning.planned_memory import (
+    DRAFTS,
+    Choice,
+    Load,
+    Split,
+    command,
+    largest_slots,
+    slot_bytes,
+    slot_shapes,
+    split,
+)
+from vllm_spac.tools.planning.planned_model import PLANES, Decisions, Kernel, ServedModel
+from vllm_spac.tools.planning.planned_routing import Routing, routings
 from vllm_spac.tools.planning.predict import Prediction, first_token, predict
 
+CONTEXT = 4096  # tokens of a request, unless the model was made for fewer
 _FEWER = (50, 25, 10)  # further shares of slots
 _TIER_STEP = 1 << 28  # bytes: host memory between slots and disk is a multiple of it
 
@@ -29,12 +44,14 @@ class Row:
     """A choice with what it would achieve.
 
     Attributes:
+        command: the line that serves so.
         predictions: one for each routing that was assumed.
         first_token: least and most seconds to the first token of a prompt.
     """
 
     choice: Choice
     load: Load
+    command: str
     predictions: tuple[Prediction, ...]
     first_token: tuple[float, float]
 
@@ -61,11 +78,12 @@ class Row:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A plan.
+    """A plan, with all that is printed of it.
 
     Attributes:
         split: of fast memory for ``best``.
         rows: every choice, ``best`` first.
+        problems, assumptions: what does not fit, and what is taken for granted, in sentences.
         beside: the plan with the other execution, if that was compared.
     """
 
@@ -75,11 +93,88 @@ class ServingPlan:
     split: Split
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
+    assumptions: tuple[str, ...] = ()
     beside: ServingPlan | None = None
 
     @property
     def best(self) -> Row:
         return self.rows[0]
+
+    @property
+    def stock(self) -> bool:
+        """Whether all experts fit, so that stock vLLM serves the model."""
+        return self.best.choice.store == "none"
+
+    @property
+    def plane(self) -> str:
+        """Who decides and what computes, as the knobs say it."""
+        return PLANES[self.model.execution]
+
+    def memory(self) -> Iterator[tuple[str, str, str]]:
+        """Yields (what, how much of it, of which memory) of ``best``."""
+        choice, model, parts, fast = self.best.choice, self.model, self.split, "fast memory"
+        shape, checkpoint = model.architecture, model.checkpoint
+        slots = slot_shapes(model, choice.percent, choice.tokens)
+        count, held = sum(count for count, _ in slots), sum(count * size for count, size in slots)
+        layers = len(shape.windows)
+        part = f" of {layers} of {layers + shape.recurrent} layers" if shape.recurrent else ""
+        yield "weights that are no experts", gib(parts.weights), fast
+        yield f"KV cache{part}, {self.load.concurrency} x {self.load.context:,} tokens", gib(parts.kv), fast
+        yield "run-time buffers", gib(parts.working), fast
+        if parts.staging:
+            yield "buffers for prompts (staging)", gib(parts.staging), fast
+        if checkpoint.quantisation:
+            method = quant_config.method(checkpoint.quantisation)
+            yield f"one expert in a slot ({method}, {self.plane})", f"{model.expert_bytes:,} B", ""
+        every, some = f"all {count:,} experts", f"slots: {count:,} of {checkpoint.total:,} experts"
+        yield every if self.stock else some, gib(held), fast
+        yield "left", gib(parts.room - held), f"of {gib(parts.fast)} of fast memory"
+        if choice.store == "host":
+            yield "all experts", gib(model.experts_bytes), "host memory"
+        if choice.host_bytes:
+            yield "experts between slots and disk", gib(choice.host_bytes), "host memory"
+        if choice.store in ("disk", "tiers"):
+            yield "all experts", gib(model.experts_bytes), "disk"
+
+    def content(self) -> dict[str, Any]:
+        """Returns what ``--json`` prints."""
+        model, checkpoint = self.model, self.model.checkpoint
+        named = {"name": model.name, "source": model.source, "execution": model.execution}
+        return {
+            "calculated": True,
+            "model": named | asdict(checkpoint) | {"dtypes": sorted(checkpoint.dtypes)},
+            "architecture": asdict(model.architecture),
+            "machine": self.machine.costs.model_dump(mode="json") | {"name": self.machine.name},
+            "fast_memory": asdict(self.split) | {"room": self.split.room},
+            "does_not_fit": list(self.problems),
+            "assumptions": list(self.assumptions),
+            "choices": [asdict(row) for row in self.rows],
+            "command": self.best.command,
+        }
+
+
+def plan_model(
+    named: NamedModel,
+    machine: PlannedMachine,
+    *,
+    context: int | None = None,
+    concurrency: int = 1,
+    decisions: Decisions = "auto",
+    kernel: Kernel = "auto",
+    trace: Path | None = None,
+) -> ServingPlan:
+    """Plans how to serve a model with the execution that serves it fastest, of those that the knobs leave open.
+
+    Args:
+        context: tokens per request; None: ``CONTEXT``, or the model's if that is fewer.
+        trace: routing of this model; None: the assumptions of ``planned_routing``.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``make_plan``, of the first execution, if none can be served.
+    """
+    ways = list(ServedModel.ways(named, decisions, kernel, on_cpu=not machine.gpu, capability=machine.capability))
+    context = context or min(CONTEXT, ways[0].architecture.longest or CONTEXT)
+    return best_plan(ways, machine, Load(context, concurrency), routings(trace, ways[0]))
 
 
 def make_plan(
@@ -119,9 +214,10 @@ def make_plan(
             choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
             rows.append(row_of(choice, model, machine, load, routings))
     rows.sort(key=lambda row: (row is not best, -row.compared.tokens_per_second))
-    return ServingPlan(
+    found = ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
     )
+    return replace(found, assumptions=tuple(_assumptions(found)))
 
 
 def best_plan(
@@ -191,13 +287,13 @@ def problems(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterato
         yield f"store=disk needs {gib(model.experts_bytes)} on the disk, and {gib(machine.disk_free)} are free"
 
 
-def assumptions(plan: ServingPlan) -> Iterator[str]:
+def _assumptions(plan: ServingPlan) -> Iterator[str]:
     """Yields what the plan takes for granted."""
     model, machine, costs = plan.model, plan.machine, plan.machine.costs
     if model.remark:
         yield model.remark
     yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
-    stock = plan.best.choice.store == "none"
+    stock = plan.stock
     yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained, stock)
     yield from machine.memory
     if model.architecture.recurrent and model.architecture.state is None:
@@ -232,21 +328,14 @@ def _attained(assumed: Attained, stock: bool) -> Iterator[str]:
         yield f"a step takes {step} of vLLM's host while the GPU computes, as on the host of an H100"
         return
     yield (
-        f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and GPU memory and disks all of "
-        "theirs"
-    )
-    yield (
-        f"experts on the CPU read {assumed.cpu:.0%} of memory's peak: no row measures it, and on the H100's virtual "
-        "machine they never paid; auto leaves the CPU out where they do not"
-    )
-    yield (
-        f"a step takes {step} of vLLM's host, and {ours} more where the device decides, while the GPU computes the one "
-        f"before; launches of a layer's experts take {1e6 * vllm.layer:.0f} µs: measured on the host of an H100"
+        f"PCIe attains {assumed.link:.0%} of its peak, GPU memory and disks all of theirs; experts on the CPU read "
+        f"{assumed.cpu:.0%} of memory's, which no row measures, and on an H100 they never paid"
     )
     layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
     yield (
-        f"a layer over slots takes {layer} of the host, {load} more if it loads and {divide} more if the CPU computes "
-        "experts, vLLM's own work included: measured beside an H100, and less on a faster processor"
+        f"a step takes {step} of vLLM's host, and {ours} more where the device decides; a layer over slots {layer}, "
+        f"{load} more if it loads and {divide} if the CPU takes part; launches of its experts {1e6 * vllm.layer:.0f} "
+        "µs: measured on the host of an H100, and less on a faster processor"
     )
 
 
@@ -254,7 +343,8 @@ def row_of(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Lo
     """Predicts one choice, for each of ``routings``."""
     asked = replace(load, drafts=choice.drafts)
     found = tuple(predict(choice, model, machine, asked, routing) for routing in routings)
-    return Row(choice, asked, found, first_token(choice, model, machine, asked))
+    line = command(choice, model, machine, asked)
+    return Row(choice, asked, line, found, first_token(choice, model, machine, asked))
 
 
 def tier_bytes(model: ServedModel, machine: PlannedMachine, percent: int, tokens: int = 0) -> int:
@@ -279,5 +369,5 @@ def _no_store(model: ServedModel, machine: PlannedMachine) -> str:
     disk = "" if machine.disk_free is None else f" and {gib(machine.disk_free)} of disk"
     return (
         f"nothing fits: the experts take {gib(model.experts_bytes)}, and {where}{disk} have no room for them; free "
-        "some, or measure a disk: run vllm-spac profile --store disk there"
+        "some, or measure a disk: run vllm-spac check --measure --store disk there"
     )

@@ -1,1 +1,1 @@
-"""``vllm-spac selftest``: kernels, moving experts and engines beside plain sums and stock vLLM, on this machine."""
+"""``vllm-spac check --engines``: kernels, moving experts and engines beside plain sums and stock vLLM."""

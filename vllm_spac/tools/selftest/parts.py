@@ -80,7 +80,9 @@ def _tokens(config: Mapping, gpu: bool) -> Iterator[CheckOutcome]:
             tiny_model.write(config, folder)
         except UnsupportedError as error:
             text = f"{error}; Qwen3-MoE is tried in its place"
-            yield CheckOutcome(Finding("tiny model", "note", text, "vllm-spac selftest without MODEL says the same"))
+            yield CheckOutcome(
+                Finding("tiny model", "note", text, "vllm-spac check --engines without MODEL says the same")
+            )
             shutil.rmtree(folder)
             folder.mkdir()
             tiny_model.write(tiny_model.QWEN3_MOE, folder)

@@ -63,7 +63,7 @@ def compared(variants: Sequence[Variant], engines: Measurer) -> Iterator[CheckOu
             yield _outcome(variant.name, found, stock)
 
 
-_REMEDY = "vllm-spac doctor; where stock vLLM does not answer either, name another MODEL"
+_REMEDY = "vllm-spac check; where stock vLLM does not answer either, name another MODEL"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Random experts in each format that the kernels read, and the weights that they stand for.
 
-For what compares or times the kernels: ``vllm-spac selftest`` and ``benchmarks/kernels``.
+For what compares or times the kernels: ``vllm-spac check --engines`` and ``benchmarks/kernels``.
 """
 
 from __future__ import annotations

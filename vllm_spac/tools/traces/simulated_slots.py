@@ -33,10 +33,6 @@ from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Replay
 from vllm_spac.tools.traces.virtual_link import VirtualLink
 
-# What a layer computes while it waits for loads: nothing, as serving does; the rows whose experts all have slots, and
-# then the others, if that is sooner, though an expert that both need is computed twice; or all hits, other bits or not.
-OVERLAPS = ("none", "rows", "hits")
-
 
 class _Hot(NamedTuple):
     """The rows of a layer that need slots: ``ids`` int [rows, top_k], and which of these pairs count (None: all)."""
@@ -52,7 +48,6 @@ class SlotsReplay(Replay[np.ndarray]):
         outcome: with ``slots``.
         policy: decides which expert is evicted; owned.
         balancer: gives missing experts to the CPU, if given; owned.
-        overlap: one of ``OVERLAPS``.
         tier: host memory beside the store, if any; owned.
     """
 
@@ -65,12 +60,10 @@ class SlotsReplay(Replay[np.ndarray]):
         policy: Policy,
         balancer: Balancer | None,
         ahead: PrefetchSettings,
-        overlap: str,
         tier: HostTier | None = None,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         facts = trace.facts
-        self.overlap = overlap
         self.counters = Counters()
         self.residency = Residency(facts.total, outcome.slots, policy)
         io_threads = costs.load_at_once - 1  # the forward thread also reads
@@ -181,20 +174,7 @@ class SlotsReplay(Replay[np.ndarray]):
             else:
                 computed += self.fast[count]
         loading = self.link.take_waited()
-        took = (max(loading, computed) if self.overlap == "hits" else loading + computed) + waiting
-        if late and self.overlap == "rows":
-            took = min(took, self._rows_first(hot, rows, late, loading))
+        took = loading + computed + waiting
         took += self.costs.host_work.load if late else 0.0
         self.link.spend(took - loading)
         return took, computed + waiting
-
-    def _rows_first(self, hot: _Hot, rows: slice | np.ndarray, late: set[int], loading: float) -> float:
-        """Returns the seconds of a wave that computes the rows without an expert of ``late`` while it loads."""
-        ids = hot.ids[rows]
-        own = np.ones(ids.shape, dtype=bool) if hot.own is None else hot.own[rows]
-        first = ~(np.isin(ids, list(late)) & own).any(axis=1)
-        parts = []
-        for chosen in (first, ~first):
-            _, counts = np.unique(ids[chosen][own[chosen]], return_counts=True)
-            parts.append(sum(self.fast[count] for count in counts.tolist()))
-        return max(loading, parts[0]) + parts[1]

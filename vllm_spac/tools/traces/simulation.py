@@ -27,7 +27,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace, TraceFacts
 from vllm_spac.tools.traces import trace_statistics
 from vllm_spac.tools.traces.replayed import Outcome, filling, parts, rows_of_records, uses
-from vllm_spac.tools.traces.simulated_slots import OVERLAPS, SlotsReplay
+from vllm_spac.tools.traces.simulated_slots import SlotsReplay
 
 EXECUTIONS = ("slots", "pointers")
 
@@ -41,7 +41,6 @@ def simulate(
     policy: str = "lru",
     balancer: str = "none",
     prefetch: str = "off",
-    overlap: str = "none",
     fill: bool = True,
     expert_bytes: int | None = None,
     host_bytes: int = 0,
@@ -57,7 +56,6 @@ def simulate(
             ``depth``, ``background`` and ``extra`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``; without
             ``extra`` reads ahead are not limited. There are as many I/O threads as ``costs.load_at_once`` says, without
             the forward thread.
-        overlap: one of ``OVERLAPS``; with pointers all loads overlap with hits.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
         layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving
@@ -70,8 +68,6 @@ def simulate(
             more than how many experts a layer misses, or pointers with costs of loads from a disk, which they cannot
             read; a predictor that needs what a trace lacks.
     """
-    if overlap not in OVERLAPS:
-        raise ConfigError(f"loads overlap with none, rows or hits, not {overlap!r}")
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
     _check(trace, slots, nbytes)
@@ -95,7 +91,7 @@ def simulate(
     tier = _tier(policy, trace, costs, slots, host_bytes // nbytes) if host_bytes else None
     next_layer = layer_ahead and not chosen.offline
     ahead = build_prefetch(prefetch, trace, next_layer)
-    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, overlap, tier)
+    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, tier)
     on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
     if tier is not None and fill:
         on_slots.keep(filling(trace, min(facts.total, slots + tier.rows), chosen.first()))
@@ -106,7 +102,7 @@ def _tier(policy: str, trace: Trace, costs: Costs, slots: int, rows: int) -> Hos
     if costs.host is None:
         raise ConfigError(
             "the profile does not say what a load from host memory beside the store costs; use one of "
-            "`vllm-spac profile --store disk`"
+            "`vllm-spac check --measure --store disk`"
         )
     if rows == 0:
         raise ConfigError("host memory smaller than an expert holds none; give more")
@@ -222,8 +218,8 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
         raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers give them slots in their layer")
     if costs.provenance.store == "disk":
         raise ConfigError(
-            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
-            "--store host"
+            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac "
+            "check --measure --store host"
         )
 
 

@@ -1,16 +1,16 @@
-"""Statistics of a routing trace: skew of expert use, reuse distances, LRU hit rates, accuracy of predictors; and of its
-drafts: how deep each is in its tree, and how many of each depth were accepted.
+"""Statistics of a routing trace: skew of expert use, reuse distances, LRU hit rates, overlap of consecutive tokens.
+
+And of its drafts: how deep each is in its tree, and how many of each depth were accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.trace_file import ACCEPTED, DRAFT, UNKNOWN, Trace
+from vllm_spac.tools.traces.trace_text import Text
+
+_CHUNK = 1 << 12  # tokens
 
 
 def uses(trace: Trace) -> np.ndarray:
@@ -75,56 +75,15 @@ def lru_curve(stack: np.ndarray, total: int) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(histogram)[:total])) / max(1, len(stack))
 
 
-def accuracy(trace: Trace, **knobs: Any) -> np.ndarray:
-    """Returns how often "score >= 1" before a step agrees with "selected in that step"; see ``agreement``.
-
-    Compare it with its base rates: with few experts per step, predicting that none is selected is mostly right.
-    """
-    estimator = UtilityEstimator(trace.facts.total, **knobs)
-
-    def hot(counts: np.ndarray) -> np.ndarray:
-        estimator.observe_step(counts)
-        return estimator.scores >= 1
-
-    return agreement(trace, hot)
-
-
-def nothing_is_hot(trace: Trace) -> np.ndarray:
-    """Returns a base rate for ``accuracy``: how often "no expert is selected" is right."""
-    return agreement(trace, lambda counts: np.zeros(len(counts), dtype=bool))
-
-
-def as_last_step(trace: Trace) -> np.ndarray:
-    """Returns a base rate for ``accuracy``: how often "the experts that the layer's last step selected" is right."""
-    last = np.zeros(trace.facts.total, dtype=np.int64)
-
-    def repeat(counts: np.ndarray) -> np.ndarray:
-        last[counts >= 0] = counts[counts >= 0]
-        return last > 0
-
-    return agreement(trace, repeat)
-
-
-def agreement(trace: Trace, predictor: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Returns how often a predictor is right about each expert's selection in the next step.
-
-    Before the first step, the prediction is that no expert is selected.
-
-    Args:
-        predictor: takes in the counts of a step (``Trace.step_counts``, int64 [keys]); returns bool [keys].
-
-    Returns:
-        float64 [layers], the share of experts and steps; nan for a layer that never ran.
-    """
-    layers, total = trace.facts.layers, trace.facts.total
-    right, seen, hot = np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool)
-    for counts in trace.step_counts():
-        if counts is not None:
-            right += (counts >= 0) & (hot == (counts > 0))
-            seen += counts >= 0
-            hot = predictor(counts)
-    with np.errstate(invalid="ignore"):
-        return right.reshape(layers, -1).sum(axis=1) / seen.reshape(layers, -1).sum(axis=1)
+def overlap(text: Text) -> np.ndarray:
+    """Returns float64 [layers], the share of a token's experts that the token before it in its sequence selected."""
+    same, pairs = np.zeros(text.layers), 0
+    for first in range(0, len(text) - 1, _CHUNK):
+        ids, follows = text.ids[first : first + _CHUNK + 1], text.follows[first + 1 : first + _CHUNK + 1]
+        now, before = ids[1:][follows], ids[:-1][follows]
+        same += (now[:, :, :, None] == before[:, :, None, :]).any(axis=3).sum(axis=(0, 2))
+        pairs += len(now)
+    return same / (pairs * text.top_k) if pairs else np.full(text.layers, np.nan)
 
 
 def draft_depths(trace: Trace) -> np.ndarray:

@@ -15,7 +15,7 @@ class Variant:
     """One way to serve.
 
     Attributes:
-        knobs: of the plugin; None: stock vLLM, for ``selftest`` alone.
+        knobs: of the plugin; None: stock vLLM, for ``check --engines`` alone.
         drafts: vLLM's ``speculative_config``; None: no drafts.
     """
 

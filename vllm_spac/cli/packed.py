@@ -1,7 +1,7 @@
-"""Commands about checkpoints: ``inspect`` and ``packed``.
+"""``vllm-spac packed``: lists, verifies, repairs and deletes folders of packed experts.
 
-``packed`` lists, verifies, repairs and deletes folders of packed experts. It never follows symbolic links below such a
-folder, deletes only files that packing writes, and nothing at all from a folder with any other file.
+It never follows symbolic links below such a folder, deletes only files that packing writes, and nothing at all from a
+folder with any other file.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from vllm_spac.cli.tables import examples, print_table, say, shown
-from vllm_spac.errors import SpacError, StoreError, UnsupportedError
-from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.storage.checkpoint.headers import Checkpoint
+from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, alone, check_file, everything, remove, scan
-from vllm_spac.storage.checkpoint.published import find_model
-from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_named
 
-PACKED_EXAMPLES = examples("""
+EXAMPLES = examples("""
 vllm-spac packed
 vllm-spac packed --verify --disk-dir /mnt/nvme/experts
 vllm-spac packed --repair
@@ -155,91 +151,3 @@ def _age(moment: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
-
-
-INSPECT_EXAMPLES = examples("""
-vllm-spac inspect ./Qwen3-30B-A3B
-vllm-spac inspect Qwen/Qwen3-30B-A3B   [dim]# its config.json is downloaded, and no weights[/]
-""")
-
-
-SHARES = (10, 25, 50, 100)
-
-
-def inspect(
-    model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or its name on the Hugging Face hub.")],
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a name on the hub, as for vllm serve.")
-    ] = None,
-) -> None:
-    """Show how much memory a checkpoint needs and whether it can be served; reads headers only, never weights."""
-    named = find_model(model, revision)
-    checkpoint = named.checkpoint()
-    quantised = checkpoint.quantisation
-    not_on_cpu = quantisation.refusal(quantised, FormatKernels.CPU) if quantised else None
-    on_cpu = named.checkpoint(FormatKernels.CPU) if quantised and not_on_cpu is None else checkpoint
-    console = Console()
-    print_table(console, _facts(model, checkpoint, on_cpu))
-    if named.remark:
-        say(console, shown(named.remark))
-    if quantised and (reason := quantisation.refusal(quantised)):  # a CPU runs none that a GPU does not
-        raise UnsupportedError(f"{model} has {reason}")
-    print_table(console, _needs(checkpoint))
-    smallest = checkpoint.smallest_percent()
-    say(
-        console,
-        f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer",
-    )
-    at = "" if revision is None else f" --revision {shown(revision)}"
-    plain = f"vllm serve {shown(model)}{at} --plugin spac --spac-slots {max(25, smallest)}%"
-    if not quantised:
-        lines = [f"[green]supported[/]: {plain}"]
-    else:
-        lines = [f"[green]supported[/] on a GPU: {' '.join((plain, *quantisation.flags(quantised)))}"]
-        lines += [
-            f"not on a CPU: {shown(not_on_cpu)}" if not_on_cpu else f"[green]supported[/] on a CPU with AMX: {plain}"
-        ]
-    say(console, "\n".join(lines))
-
-
-def _facts(model: str, checkpoint: Checkpoint, on_cpu: Checkpoint) -> Table:
-    """The table of sizes; ``on_cpu``: as vLLM's kernels for a CPU read it."""
-    experts = sum(checkpoint.layer_bytes.values())
-    table = Table(title=shown(model), show_header=False, title_justify="left")
-    rows = {
-        "family": shown(checkpoint.name),
-        "MoE layers x experts": f"{len(checkpoint.layer_bytes)} x {checkpoint.experts} = {checkpoint.total}",
-        "experts per token (top-k)": str(checkpoint.top_k),
-        "one expert": f"{_sizes(checkpoint)} ({shown(', '.join(sorted(checkpoint.dtypes)))})",
-        "all experts": gib(experts),
-        "everything else": gib(checkpoint.other_bytes),
-    }
-    if checkpoint.quantisation:
-        rows["quantised by"] = shown(quant_config.method(checkpoint.quantisation)) + ", and so in slots"
-        if on_cpu.expert_bytes != checkpoint.expert_bytes:
-            rows["one expert in a CPU's layout"] = _sizes(on_cpu)
-    elif "F32" in checkpoint.dtypes:
-        rows["served as"] = "16 bits, half of these sizes, unless --dtype float32"
-    if checkpoint.draft_bytes:
-        rows["draft layers (not served)"] = gib(checkpoint.draft_bytes)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _sizes(checkpoint: Checkpoint) -> str:
-    return " or ".join(gib(size) for size in checkpoint.expert_bytes)
-
-
-def _needs(checkpoint: Checkpoint) -> Table:
-    """The table of memory needs by ``--spac-slots``; KV cache and activations are not included."""
-    table = Table(title="fast memory, without KV cache and activations", title_justify="left")
-    for name in ("--spac-slots", "slots", "experts in fast memory", "with everything else"):
-        table.add_column(name, justify="right")
-    for percent in SHARES:
-        shapes = checkpoint.slots(percent)
-        count, size = sum(n for n, _ in shapes), sum(n * size for n, size in shapes)
-        valid = percent >= checkpoint.smallest_percent()
-        marks = (gib(size), gib(size + checkpoint.other_bytes)) if valid else ("too few for one token", "")
-        table.add_row(f"{percent}%", str(count), *marks, style=None if valid else "dim")
-    return table

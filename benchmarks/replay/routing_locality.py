@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.trace_statistics import overlap
 from vllm_spac.tools.traces.trace_text import Text
 
 SMALL_CACHE, LARGE_CACHE = 0.19, 0.38  # of a layer's experts
@@ -101,17 +102,6 @@ class Locality:
 def slots_of(share: float, text: Text) -> int:
     """Returns the slots of a layer's cache: ``share`` of its experts, rounded, but at least one token's."""
     return max(text.top_k, round(share * text.experts))
-
-
-def overlap(text: Text) -> np.ndarray:
-    """Returns float64 [layers], the share of a token's experts that the token before it in its sequence selected."""
-    same, pairs = np.zeros(text.layers), 0
-    for first in range(0, len(text) - 1, _CHUNK):
-        ids, follows = text.ids[first : first + _CHUNK + 1], text.follows[first + 1 : first + _CHUNK + 1]
-        now, before = ids[1:][follows], ids[:-1][follows]
-        same += (now[:, :, :, None] == before[:, :, None, :]).any(axis=3).sum(axis=(0, 2))
-        pairs += len(now)
-    return same / (pairs * text.top_k) if pairs else np.full(text.layers, np.nan)
 
 
 def lru_hits(text: Text, slots: list[int]) -> list[np.ndarray]:
