@@ -147,8 +147,8 @@ class SpacConfig(BaseModel):
         "(0.98@of=scores), a number for each layer (the file of vllm-spac quality budgets), or no bound (off); ranking "
         "orders them, coverage is what runs in place of one that was cut (substitution: another, truncation: none), "
         "when says which rows count and are cut (verify, all decoding ones, or all), votes how much (uniform, or "
-        f"path: by the probability that a draft is reached, to the power of alpha, {ALPHA:g}), and calibration is the file of "
-        "vllm-spac quality calibrate for the ranking static.",
+        f"path: by the probability that a draft is reached, to the power of alpha, {ALPHA:g}), and calibration is the "
+        "file of vllm-spac quality calibrate for the ranking static.",
     )
     speculate: Annotated[str, types.SPECULATE] = Field(
         "off",
