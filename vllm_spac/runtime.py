@@ -83,7 +83,7 @@ class Runtime:
         assert trace is None or len(executions) == 1
         self.executions = list(executions)
         self.budget = budget
-        self.drafts = DraftAccount(chooser, clock)
+        self.drafts = DraftAccount(chooser, clock, partial(_missed, self.executions))
         self.listeners: list[Listener] = []
         self.recordings = Recordings(trace, saved, clock)
         self.recorder = StepRecorder()
@@ -98,10 +98,6 @@ class Runtime:
         self._warming = False
         self._replayed = False
         self._first_layer: dict[int, int] = {}  # of all layers, by the id of the execution; for what is recorded
-        layers = 0
-        for execution in self.executions:
-            self._first_layer[id(execution)] = layers
-            layers += len(execution.shape.layers)
         self._unknown: torch.device | None = None  # whose stream is known once a step begins
         self._stream: CurrentCudaStream | None = None
         # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
@@ -119,10 +115,17 @@ class Runtime:
     def watch(self, timeline: Timeline | None) -> None:
         """Records the following steps in ``timeline``; None ends that. Called between steps."""
         self.recorder.watch(timeline)
+        self._number_layers()
         experts = 0
         for execution in self.executions:
             execution.watch(timeline, experts)
             experts += execution.shape.total
+
+    def _number_layers(self) -> None:
+        layers = 0
+        for execution in self.executions:
+            self._first_layer[id(execution)] = layers
+            layers += len(execution.shape.layers)
 
     def report_stalls(self, folder: Path, device: torch.device) -> None:
         """Has a thread look from now on whether a step stands still; called once.
@@ -131,6 +134,7 @@ class Runtime:
             folder: of its reports.
             device: that runs the layers.
         """
+        self._number_layers()
         self._unknown = device if device.type == "cuda" else None
         self.recorder.report_stalls(folder)
 
@@ -142,7 +146,7 @@ class Runtime:
         if self._unknown is not None:
             self._stream, self._unknown = CurrentCudaStream(self._unknown), None
         self._step, self._rows = step, step.rows
-        self.drafts.begin(step, 0 if self.drafts.chooser is None else self.missed)
+        self.drafts.begin(step)
         there = self.cut_rows if self.cutting else None, self.reached if self.weighed else None
         votes = self.budget.begin_step(step, *there)
         for execution in self.executions:
@@ -248,7 +252,7 @@ class Runtime:
         as_routed = (self._step is not None or self.rerouted is not None) and whole
         record = None if self.recordings.trace is None else self._record
         rows = Rows(real, as_routed, record, self.cutting, self.budget.guess)
-        number = self._first_layer[id(execution)] + layer
+        number = self._first_layer.get(id(execution), 0) + layer
         entered = None if self._step is None else self.recorder.enter(number)
         try:
             out = execution.forward(layer, x, weights, ids, kernel, rows)
@@ -278,8 +282,7 @@ class Runtime:
     @property
     def missed(self) -> int:
         """Experts that were not in fast memory when a layer needed them, so far."""
-        counters = [execution.counters for execution in self.executions]
-        return sum(each.misses + each.cpu_experts for each in counters)
+        return _missed(self.executions)
 
     @property
     def warms_up(self) -> bool:
@@ -336,12 +339,16 @@ class Runtime:
             paths: numbers of each request's accepted drafts, ascending; None: they are the first of its drafts.
         """
         self.recorder.end(tokens)
-        if (said := self.drafts.end(tokens, self.missed)) is not None:
+        if (said := self.drafts.end(tokens)) is not None:
             logger.info("spac: %s", said)
         saved = self.recordings.timeline
         self.recordings.end_step(tokens, paths)
         if self.recordings.timeline is not saved:  # nobody will read what is recorded; a live page begins anew
             self.watch(None)
+
+
+def _missed(executions: Sequence[Execution]) -> int:
+    return sum(execution.counters.misses + execution.counters.cpu_experts for execution in executions)
 
 
 def _close(watchdogs: Sequence[Watchdog], recordings: Recordings, executions: Sequence[Execution]) -> None:

@@ -14,24 +14,26 @@ class DraftAccount:
     Args:
         chooser: None: drafts are not guarded, and nothing is timed.
         clock: monotonic time in seconds.
+        missed: returns how many experts layers have missed so far.
 
     Attributes:
         step: the step that has begun and not ended; None between steps.
     """
 
-    def __init__(self, chooser: Chooser | None, clock: Callable[[], float]) -> None:
-        self.chooser, self._clock = chooser, clock
+    def __init__(self, chooser: Chooser | None, clock: Callable[[], float], missed: Callable[[], int]) -> None:
+        self.chooser, self._clock, self._missed = chooser, clock, missed
         self.step: Step | None = None
-        self._start, self._missed, self._drafting = 0.0, 0, 0.0
+        self._start, self._before, self._drafting = 0.0, 0, 0.0
 
     @property
     def in_prompt(self) -> bool:
         """Whether the step has rows of prompts."""
         return self.step is not None and self.step.prompts
 
-    def begin(self, step: Step, missed: int) -> None:
-        """A step begins; ``missed``: experts that layers have missed before it, of all steps."""
-        self.step, self._start, self._missed, self._drafting = step, self._clock(), missed, 0.0
+    def begin(self, step: Step) -> None:
+        """A step begins."""
+        self.step, self._start, self._drafting = step, self._clock(), 0.0
+        self._before = 0 if self.chooser is None else self._missed()
 
     def length(self) -> int | None:
         """Most draft tokens per request that may be made for the next step; None leaves the number to vLLM."""
@@ -46,7 +48,7 @@ class DraftAccount:
         if self.chooser is not None and forwards and not self.in_prompt:  # whose rows the drafter reads, too
             self.chooser.making(forwards, seconds)
 
-    def end(self, tokens: Sequence[int] | None, missed: int) -> str | None:
+    def end(self, tokens: Sequence[int] | None) -> str | None:
         """Ends the step, in which each request emitted some ``tokens``; returns what to log, if the guard changes."""
         step, self.step = self.step, None
         if self.chooser is None or tokens is None or step is None:
@@ -57,6 +59,6 @@ class DraftAccount:
             if request.kind != RowKind.PREFILL and count
         ]
         drafts, emitted = [drafts for drafts, _ in answered], [count for _, count in answered]
-        seconds, new = self._clock() - self._start, missed - self._missed
+        seconds, new = self._clock() - self._start, self._missed() - self._before
         verdict = self.chooser.took(drafts, emitted, len(step.requests), seconds, self._drafting, new)
         return verdict.of_drafts if verdict is not None and verdict.changes else None
