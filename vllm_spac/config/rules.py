@@ -283,11 +283,11 @@ _RULES = (
     _check_preset,
     _check_budget,
     _check_workers,
+    _check_prefetch,
     _check_execution,
     _check_tree,
     _check_host_memory,
     _check_calibration,
-    _check_prefetch,
     _check_speculate,
     _check_cpu_experts,
 )
