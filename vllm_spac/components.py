@@ -227,7 +227,9 @@ def written(name: str, arguments: Mapping[str, Any]) -> str:
 def uncalibrated(spec: str) -> str:
     """Returns ``spec`` without ``calibration=FILE``, which is for the engine and not for a constructor."""
     name, given = parse(spec)
-    return written(name, {argument: value for argument, value in given.items() if argument != CALIBRATION})
+    if given.pop(CALIBRATION, None) is None:
+        return spec
+    return written(name, given)
 
 
 def arguments_of(found: type[Any]) -> list[str]:

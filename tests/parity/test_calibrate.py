@@ -60,7 +60,7 @@ def test_calibration_is_of_every_row_and_serves_to_choose_budgets(calibrated):
 
 def test_a_calibration_places_experts(calibrated):
     """``policy=pinned`` with the calibration: stock's tokens."""
-    spac = {"slots": "25%", "policy": "pinned", "disk_dir": str(calibrated)}
+    spac = {"slots": "25%", "disk_dir": str(calibrated)}
     spac["policy"] = f"pinned@calibration={calibrated / 'c.safetensors'}"
     stock, run = compare(TOY / "target", [None, spac], max_tokens=8, **FLOAT32)
     assert_same_tokens(run, stock)

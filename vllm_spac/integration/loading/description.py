@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_spac import components
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
@@ -58,7 +59,7 @@ def choices(config: SpacConfig, execution: Execution) -> str:
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
     tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
     shown = f" ({details})" if details else ""
-    return f"{config.plane}{shown}, policy={config.policy}{ahead}{tuned}"
+    return f"{config.plane}{shown}, policy={components.uncalibrated(config.policy)}{ahead}{tuned}"
 
 
 def stats(
@@ -69,7 +70,7 @@ def stats(
         "mode": mode(budget, runtime.executions),
         "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
         "execution": config.execution_name,
-        "policy": config.policy,
+        "policy": components.uncalibrated(config.policy),
     }
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:
