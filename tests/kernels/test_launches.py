@@ -153,7 +153,8 @@ def test_what_is_compiled_decides_and_moves_nothing(device):
     assert made._ahead._votes.any()
     state = [*admission._experts, *admission._offers, admission.counts, made._live, made._ahead._said]
     before = [tensor.clone() for tensor in state]
-    made._compile(0, torch.zeros(4, D), "silu", captured=False)
+    forward = made._localised(torch.zeros(4, D), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32), None)
+    made._compile(0, forward, "silu")
     assert device.keys and all(map(torch.equal, state, before))
     made.close()
 

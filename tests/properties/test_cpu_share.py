@@ -132,7 +132,7 @@ def test_packed_experts(shared) -> None:
 @pytest.mark.parametrize("rows", [1, 32, 33])
 def test_prompts_and_many_rows_stay_on_the_device(shared, rows: int, kind: RowKind) -> None:
     pool, rng = shared(TOP_K, count=EXPERTS, policy="reuse"), torch.Generator().manual_seed(0)
-    assert pool._cpu.rows == cpu_share.MOST_ROWS == 32
+    assert pool.launches.cpu.rows == cpu_share.MOST_ROWS == 32
     for _ in range(4):
         pool.step(rng, rows, kind)
     assert (pool.snapshot()["cpu_experts"] > 0) == (rows <= 32 and kind == RowKind.VERIFY)
@@ -161,8 +161,8 @@ def test_the_thread_sleeps_in_steps_that_miss_too_few_experts(shared, monkeypatc
     monkeypatch.setattr(cpu_share, "shares_of", lambda balancer, n: [max(0, m - TOP_K) for m in range(n + 1)])
     pool, rng, woken = shared(TOP_K, policy="reuse"), torch.Generator().manual_seed(0), []
     pool.step(rng, 1)
-    wake = pool._cpu._box.wake
-    monkeypatch.setattr(pool._cpu._box, "wake", lambda: woken.append(1) or wake())
+    wake = pool.launches.cpu._box.wake
+    monkeypatch.setattr(pool.launches.cpu._box, "wake", lambda: woken.append(1) or wake())
     for _ in range(4):
         pool.step(rng, 1)
     assert not woken and pool.snapshot()["cpu_experts"] == 0
@@ -252,11 +252,11 @@ def test_a_step_that_is_replayed_divides_its_own_rows(shared, monkeypatch) -> No
     """One capture, many steps: nothing of the division is decided by the host while a layer runs."""
     pool, rng = shared(7, count=EXPERTS, policy="reuse"), torch.Generator().manual_seed(0)
     rows, graph = 4, Graph()
-    kernels, mail = pool._kernels, pool._cpu._kernels
-    monkeypatch.setattr(pool, "_kernels", kernels._replace(grouped_gemm=graph.kernel(kernels.grouped_gemm)))
+    kernels, mail = pool.launches.kernels, pool.launches.cpu._kernels
+    monkeypatch.setattr(pool.launches, "kernels", kernels._replace(grouped_gemm=graph.kernel(kernels.grouped_gemm)))
     ours = kernels._replace(admit=graph.kernel(kernels.admit), fetch=graph.kernel(kernels.fetch))
     monkeypatch.setattr(pool.admission, "_kernels", ours)
-    monkeypatch.setattr(pool._cpu, "_kernels", type(mail)(*map(graph.kernel, mail)))
+    monkeypatch.setattr(pool.launches.cpu, "_kernels", type(mail)(*map(graph.kernel, mail)))
     monkeypatch.setattr("vllm_spac.execution.device.pointers_execution.capturing", lambda tensor: graph.capturing)
     x, out = torch.zeros(rows, D), torch.zeros(LAYERS, rows, D)
     weights, ids = torch.zeros(rows, TOP_K), torch.zeros(LAYERS, rows, TOP_K, dtype=torch.int32)
@@ -304,13 +304,13 @@ def test_a_thread_that_never_answers_costs_a_wait_a_step_and_fewer_and_fewer(sha
     pool = shared(TOP_K, count=EXPERTS, policy="reuse")
     pool.watched.gate.clear()
     waits: list[int] = []
-    await_answer = pool._cpu._kernels.await_answer
+    await_answer = pool.launches.cpu._kernels.await_answer
 
     def counted(ids, layer, sources, division, mail, patience) -> None:
         waits.append(int(division.state[0]))
         await_answer(ids, layer, sources, division, mail, patience)
 
-    pool._cpu._kernels = pool._cpu._kernels._replace(await_answer=counted)
+    pool.launches.cpu._kernels = pool.launches.cpu._kernels._replace(await_answer=counted)
     found = run(pool, 40)
     assert found["cpu_experts"] == 0 < found["cpu_late"]
     assert len(waits) == 40 * LAYERS and 4 <= sum(waits) <= 8, "after 1, 2, 4, 8, 8 ... steps without"
@@ -324,7 +324,7 @@ def test_a_thread_that_never_answers_costs_a_wait_a_step_and_fewer_and_fewer(sha
 def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, patient) -> None:
     patient(SHORT)
     pool, gone, compute = shared(TOP_K, count=EXPERTS, policy="reuse"), threading.Event(), Torch.run
-    kernels = pool._cpu._kernels
+    kernels = pool.launches.cpu._kernels
 
     def post(*given, **named) -> None:
         gone.clear()
@@ -340,7 +340,7 @@ def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, pat
             gone.wait(60)  # until nobody waits
             return compute(self, *given) + 1e6
 
-    pool._cpu._kernels = kernels._replace(post=post, await_answer=await_answer)
+    pool.launches.cpu._kernels = kernels._replace(post=post, await_answer=await_answer)
     pool.watched.__class__ = Slow
     found = run(pool, 15)
     assert found["cpu_late"] > 0 == found["cpu_experts"]
@@ -378,8 +378,8 @@ def test_an_error_of_the_executor_is_told_and_the_device_computes_all(shared, pa
 def test_a_thread_that_ends_is_told(shared, caplog) -> None:
     pool = shared(TOP_K, count=EXPERTS, policy="reuse")
     assert run(pool, 3)["cpu_experts"] > 0
-    pool._cpu._box.close()
-    pool._cpu._serving.result(60)
+    pool.launches.cpu._box.close()
+    pool.launches.cpu._serving.result(60)
     assert run(pool, 3)["cpu_experts"] == 0 and "its thread has ended" in caplog.text
 
 

@@ -114,5 +114,5 @@ def test_the_device_reads_nothing_ahead_for_a_cut_row(made) -> None:
     assert not torch.equal(named, alone), "the row has other names"
     found = pool.run(0, x, weights, ids, "silu", torch.full_like(x, float("nan")))
     assert not found[2].any() and found[:2].any(), "a cut row is finite, and adds nothing"
-    assert pool._counts[0].sum() == 2 * CHOSEN
+    assert pool.launches.counts[0].sum() == 2 * CHOSEN
     pool.end_forward()

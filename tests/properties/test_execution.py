@@ -376,8 +376,8 @@ class Replayed:
         self.x, self.out = torch.zeros(LAYERS, rows, D), torch.zeros(LAYERS, rows, D)
         self.weights = torch.zeros(LAYERS, rows, TOP_K)
         self.ids = torch.zeros(LAYERS, rows, TOP_K, dtype=torch.int32)
-        kernels = type(pool._kernels)(*map(self.graph.kernel, pool._kernels))
-        pool._kernels = pool.admission._kernels = kernels
+        kernels = type(pool.launches.kernels)(*map(self.graph.kernel, pool.launches.kernels))
+        pool.launches.kernels = pool.admission._kernels = kernels
         monkeypatch.setattr(pointers_execution, "capturing", lambda tensor: self.graph.capturing)
         with self.graph:
             for layer in range(LAYERS):
@@ -432,7 +432,7 @@ def test_replayed_and_launched_steps_take_turns(made, monkeypatch):
         pool.end_forward()
         assert torch.equal(out[:rows], pool.expected(0, x[:rows], weights[:rows], ids[:rows], "silu"))
         assert not out[rows:].any()
-        assert int((pool._counts[0] > 0).sum()) == len(ids[:rows].unique())
+        assert int((pool.launches.counts[0] > 0).sum()) == len(ids[:rows].unique())
 
 
 @pytest.mark.parametrize("slots", [10, LAYERS * EXPERTS])

@@ -18,8 +18,8 @@ from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds, needed
 from vllm_spac.decisions.predictors._trained import Sizes, Trained
 from vllm_spac.decisions.predictors.base import Seen
-from vllm_spac.execution.device import pointers_execution
-from vllm_spac.execution.device.pointers_execution import MOST_ROWS
+from vllm_spac.execution.device import layer_lookahead
+from vllm_spac.execution.device.layer_lookahead import MOST_ROWS
 
 __all__ = ["made"]  # a fixture
 
@@ -305,7 +305,7 @@ def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
 
 
 def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made, monkeypatch) -> None:
-    monkeypatch.setattr(pointers_execution, "MOST_ROWS", 2)
+    monkeypatch.setattr(layer_lookahead, "MOST_ROWS", 2)
     pool, rng = made(10, ahead=ahead_by(predictor(), 1.0)), torch.Generator().manual_seed(0)
     step = Replayed(pool, 5, monkeypatch)
     for rows in (5, 1, 2, 5) * 3:

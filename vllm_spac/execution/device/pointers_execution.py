@@ -12,18 +12,7 @@ written before the replay and some read after it, on the stream of the replay, b
 Nothing can be compiled while a graph is captured, and no request should wait for compilation. So the first forward,
 which vLLM runs to measure its memory, first launches every variant of the kernels that any forward can need.
 
-With a predictor on the device, experts of the next layer are read into slots while a layer computes
-(``DeviceLookahead``). While the kernel of layer l runs on the compute stream, the copy stream
-
-1. scores the experts of layer l + 1, from what the router of layer l read and chose,
-2. gives slots to the first top-k of each row that have none (``Admission.ahead``), and copies them there; under a
-   budget, to those that it would keep.
-
-The next layer starts when both streams have arrived. What a layer does while the other stream works cannot conflict: a
-slot is taken from an expert that no layer up to l of this step uses and that l + 1 is not expected to use, so that no
-launch in flight reads it; and between a layer's own admission and its end, nothing but this changes the table. A wrong
-guess costs bytes, never a token: the true router decides in the next layer's own admission.
-
+With a predictor on the device, experts of the next layer are read while a layer computes (``layer_lookahead``).
 A predictor that looks at the drafter is asked while drafts are made (``draft_lookahead``).
 
 With ``cpu_experts``, a layer of few rows leaves some of its experts to the CPU (``cpu_share``).
@@ -35,7 +24,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
 
 import torch
@@ -45,13 +33,15 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import DRAFTING, Predictor, Seen
-from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, grouped_gemm_over, kernels_for
+from vllm_spac.decisions.predictors.base import DRAFTING, Predictor
+from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.draft_lookahead import DraftLookahead
+from vllm_spac.execution.device.layer_launches import LayerLaunches, LayerRows
+from vllm_spac.execution.device.layer_lookahead import DeviceLookahead
 from vllm_spac.execution.device.slot_offers import Learned
 from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
@@ -67,144 +57,6 @@ if TYPE_CHECKING:
     from vllm_spac.cpu_kernels._thread import ExecutorThread
     from vllm_spac.decisions.balancers.base import Balancer
     from vllm_spac.decisions.predictors._trained import Trained
-    from vllm_spac.execution.exchange import Event, Stream
-
-MOST_ROWS = 256  # of a forward; in a longer one nothing is read ahead in layers
-
-
-class DeviceLookahead:
-    """Called by the thread that launches.
-
-    Args:
-        predictor: on the device, looking one layer ahead.
-        compute, copy: the stream that runs the model, and one for copies.
-        rows: maximum number of rows of a forward.
-        numbers: as of ``numbers_there``; None: this process holds all experts.
-    """
-
-    def __init__(
-        self,
-        predictor: Trained,
-        admission: Admission,
-        compute: Stream,
-        copy: Stream,
-        rows: int,
-        numbers: Tensor | None = None,
-    ) -> None:
-        sizes, device = predictor.sizes, admission.memory.device
-        of_model = admission.shape.experts if numbers is None else len(numbers) - 1
-        assert predictor.reach == 1 and sizes.experts == of_model
-        # Experts of the model, by the numbers of this process; None: the same.
-        self._held = None if numbers is None else numbers[:-1].argsort(stable=True)[-admission.shape.experts :]
-        self.rows = min(rows, MOST_ROWS)
-        self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
-        self._last = sizes.layers - 1
-        # Memory at fixed addresses, which a graph refers to.
-        self._experts = torch.arange(admission.shape.experts, dtype=torch.int32, device=device)[None]
-        self._named = torch.zeros(self._experts.shape, device=device)  # of these; 0: not
-        # Of the step, written at once: what its rows count, 0 for one that names nothing, also as padding; and how
-        # many of the names of each layer are read.
-        self._said = torch.zeros(self.rows + sizes.layers, device=device)
-        self._votes, self._limits = self._said[: self.rows, None], self._said[self.rows :]
-        self._nobody = torch.zeros_like(self._votes)
-        self._top_k = sizes.top_k
-        self._step: tuple[list[float], list[int]] | None = None  # in ``_said``; None: forwards warm up
-        self._arrives: Event | None = None
-        self._kept: tuple[Tensor | None, ...] = ()  # what the copy stream reads, not to be freed meanwhile
-
-    def begin(self, step: Step) -> None:
-        """Called after ``Admission.begin``; nothing is read ahead in steps with prompts, or while it does not pay."""
-        ahead = self._last and not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
-        votes = (step.generating_weights or [1.0] * step.rows) if ahead else []
-        said = votes, self._admission.read_of(step.bounds)
-        if said != self._step:
-            told = torch.zeros(self._said.shape, pin_memory=self._said.is_cuda)
-            told[: len(votes)], told[self.rows :] = (torch.tensor(each) for each in said)
-            self._compute.submit(self._said.copy_, told, True)
-        self._step = said
-
-    def compile(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """Launches on the copy stream all that ``start`` may launch later, for no row: nothing is named or moved.
-
-        A capture must launch nothing for the first time: libraries load kernels and get their memory then, which a
-        capture forbids, and they do it for each stream.
-        """
-        if self._last and len(x) <= self.rows:
-            self._launch(min(layer, self._last - 1), x, ids, weights, self._nobody)
-            self.join()
-
-    def start(
-        self,
-        layer: int,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        guess: Tensor | None = None,
-        *,
-        captured: bool,
-    ) -> None:
-        """Called between a layer's admission and its kernel; arguments as of ``PointerExecution.run``.
-
-        Forwards before the first step do the same for no row: vLLM runs one of each size before it captures it.
-
-        Args:
-            captured: whether launches are captured into a graph, whose replays may read ahead.
-        """
-        if layer < self._last and len(x) <= self.rows and (captured or self._step is None or self._step[0]):
-            self._launch(layer, x, ids, weights, self._votes, guess)
-
-    def _launch(
-        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None = None
-    ) -> None:
-        self._copy.wait(self._compute.record())
-        self._copy.submit(self._look, layer, x, ids, weights, votes[: len(x)], guess)
-        self._arrives, self._kept = self._copy.record(), (x, ids, weights, guess)
-
-    def join(self) -> None:
-        """What is launched from now on runs after what was started. Called before a layer, and when a step ends."""
-        if self._arrives is not None:
-            self._compute.wait(self._arrives)
-            self._arrives, self._kept = None, ()
-
-    @torch.inference_mode()
-    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None) -> None:
-        self.name(layer, x, ids, weights, votes, self._named, guess)
-        self._admission.ahead(layer + 1, self._experts, self._named)
-
-    def name(
-        self,
-        layer: int,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        votes: Tensor,
-        out: Tensor,
-        guess: Tensor | None = None,
-    ) -> None:
-        """Writes 1 for the experts of layer ``layer + 1`` that are read if they have no slot into ``out``, else 0.
-
-        Each row names its likeliest top-k, and none if its draft was cut. Those of this process are ranked by their
-        weights, as predicted and summed over the rows, times the rows' votes, as a budget ranks what rows select. Their
-        places are reported, and the first are read.
-
-        Args:
-            votes: float32 [rows, 1]; whatever a row with 0 holds, it names nothing.
-            out: float32 [1, N], by the numbers of this process.
-            guess: the predictor's scores, if they were computed already; as in ``Rows``.
-        """
-        if guess is None:
-            there = ids.clamp(0, self._predictor.sizes.experts - 1)  # padding may have any
-            guess = self._predictor.of_next(Seen(layer, hidden=x, ids=there, weights=weights))
-        heard = torch.zeros_like(guess, dtype=torch.bool).scatter_(1, guess.topk(self._top_k).indices, True)
-        heard &= (votes > 0) & (ids[:, :1] >= 0)
-        own = torch.where(heard, guess.softmax(-1) * votes, 0).sum(0, dtype=torch.float64)
-        named = heard.any(0)
-        if self._held is not None:
-            own, named = own[self._held], named[self._held]
-        before = (own > own[:, None]).sum(1)
-        self._admission.places[layer + 1].copy_(before.masked_fill_(~named, -1))
-        out.copy_(named & (before < self._limits[layer + 1]))
-
 
 _FILL_BATCH = 16
 _ALL = 2**31 - 1  # pairs: none is padding
@@ -263,7 +115,7 @@ class PointerExecution(Execution):
         self._numbers = None if local_of is None else numbers_there(local_of, device)
         self._of_model = shape.experts if local_of is None else len(local_of)
         self._compute, self._copy = streams(device)
-        self._kernels = kernels = kernels_for(device)
+        kernels = kernels_for(device)
         self._memory = memory = AddressTable(store, tensors, shape.total)
         self.admission = Admission(shape, slots, policy, memory, self.counters, self._compute, kernels, path)
         self.residency = self.admission.residency
@@ -271,14 +123,12 @@ class PointerExecution(Execution):
         if staged and slots < shape.total:
             buffers = ExpertBuffers(store, memory, tensors)
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
-        self._cpu: CpuShare | None = None
+        self.launches = LayerLaunches(shape, self.admission, memory, kernels)
         self._ahead: DeviceLookahead | None = None
         self._drafts: DraftLookahead | None = None
         if ahead is not None and ahead.prefetch != "off" and not self.holds_all:
             self._read_ahead(ahead, rows)
-        self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
-        self._counts = self.admission.counts.view(-1, shape.experts)
-        self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed)
+        self._sizes = kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed)
         self._compiled: set[str] = set()  # activations
         # int32 [1], number of pairs of the requests' rows, after which padding begins; ``_all``: without padding.
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
@@ -369,13 +219,13 @@ class PointerExecution(Execution):
     def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """As in ``Execution``; called before a forward is captured, since the next one compiles further kernels."""
         check = CpuCheck(self.counters, time.monotonic) if checked else None
-        self._cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
+        self.launches.cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
         self.balancer, self.admission.told = balancer, self._tell_cpu
         self._compiled.clear()
 
     def _tell_cpu(self, learned: Learned) -> None:
-        assert self._cpu is not None
-        self._cpu.told(learned.computed, learned.late)
+        assert self.launches.cpu is not None
+        self.launches.cpu.told(learned.computed, learned.late)
 
     # -- between steps -------------------------------------------------------------------------------------
 
@@ -396,8 +246,8 @@ class PointerExecution(Execution):
         self.admission.begin(step)
         if self._ahead is not None:
             self._ahead.begin(step)
-        if self._cpu is not None:
-            self._cpu.begin(step)
+        if self.launches.cpu is not None:
+            self.launches.cpu.begin(step)
 
     def _pad_from(self, rows: int) -> None:
         """Marks rows from ``rows`` on as padding, until the next step; one launch if the number has changed."""
@@ -448,100 +298,34 @@ class PointerExecution(Execution):
             out: [T, d] like x, is overwritten.
             guess: as in ``Rows``.
         """
-        captured = capturing(ids)
+        rows = self._localised(x, weights, ids, guess)
         if activation not in self._compiled:
-            self._compile(layer, x, activation, captured)
+            self._compile(layer, rows, activation)
+        if self._prompt is not None and len(ids) >= self._prompt.stop and not rows.captured:
+            self._chosen.append((layer, rows.ids[self._prompt]))
+        with self._reading(layer, rows) as tables:
+            return self.launches.compute(tables, layer, rows, activation, out)
+
+    def _localised(self, x: Tensor, weights: Tensor, ids: Tensor, guess: Tensor | None) -> LayerRows:
+        """Returns the rows as the kernels read them, with this process's numbers of their experts."""
+        captured = capturing(ids)
         live = self._live if captured or self._step is not None else self._all
-        x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        own = ids if self._numbers is None else numbered_there(ids, self._numbers)
-        if self._prompt is not None and len(ids) >= self._prompt.stop and not captured:
-            self._chosen.append((layer, own[self._prompt]))
-        with self._reading(layer, x, ids, own, weights, live, captured, guess) as tables:
-            return self._launch(tables, layer, x, own, weights, live, activation, out)
-
-    def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
-        """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
-
-        Writes to the counts of ``layer`` and the next one, whose own launches come next and overwrite them.
-        """
-        assert not (captured and self._sizes), "a forward must run before one is captured"
-        start = time.perf_counter()
-        if self._sizes and self._drafts is not None:
-            self._drafts.compile()
-        if self._cpu is not None:
-            self._cpu.ready(x)
-        for rows in self._sizes:
-            padding = x.new_zeros(rows, x.shape[1])
-            ids = torch.full((rows, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
-            weights, out = torch.zeros(ids.shape, device=x.device), torch.empty_like(padding)
-            self._enter(layer, padding, ids, weights, self._all)
-            if self._ahead is not None:
-                self._ahead.compile(layer, padding, ids, weights)
-            given = self._tables_of(layer), layer, padding, ids, weights, self._all, activation, out
-            self._launch(*given)
-            if self._cpu is not None:  # other forwards of the same variant may have too many rows for it
-                self._launch(*given, whole=True)
-        self._compiled.add(activation)
-        if self._sizes:
-            logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
-
-    def _launch(
-        self,
-        tables: Mapping[str, Tensor],
-        layer: int,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        live: Tensor,
-        activation: str,
-        out: Tensor,
-        *,
-        whole: bool = False,
-    ) -> Tensor:
-        """Launches what computes a layer; returns ``out``. ``whole``: the CPU has no share."""
-
-        def gemm(weights: Tensor, out: Tensor, counts: Tensor) -> Tensor:
-            shared = self._kernels, self.shape, tables, x, weights, ids, activation, out
-            return grouped_gemm_over(*shared, counts=counts, live=live)
-
-        if whole or self._cpu is None or len(x) > self._cpu.rows:
-            return gemm(weights, out, self._counts[layer])
-        return self._cpu.finish(layer, ids, self.admission.decisions["sources"], gemm, out)
-
-    def _enter(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
-        post = None
-        if self._cpu is not None and len(x) <= self._cpu.rows:
-            post = partial(self._cpu.post, layer, x, ids, weights, live, self.admission.decisions)
-        self.admission.enter(layer, ids, weights, post)
-
-    def _tables_of(self, layer: int) -> Mapping[str, Tensor]:
-        return {name: table[layer] for name, table in self._tables.items()}
+        x, of_model, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
+        own = of_model if self._numbers is None else numbered_there(of_model, self._numbers)
+        return LayerRows(x, own, of_model, weights, live, guess, captured)
 
     @contextlib.contextmanager
-    def _reading(
-        self,
-        layer: int,
-        x: Tensor,
-        ids: Tensor,
-        own: Tensor,
-        weights: Tensor,
-        live: Tensor,
-        captured: bool,
-        guess: Tensor | None,
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the tables that the launch of a layer reads, name -> int64 [experts].
-
-        ``own``: ``ids`` as this process numbers its experts, int32 [T, k]; -1 for others.
-        """
+    def _reading(self, layer: int, rows: LayerRows) -> Iterator[Mapping[str, Tensor]]:
+        """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
         if self._drafts is not None:
             self._drafts.join()
-        if self._staging is None or captured or ids.numel() < ROWS * self._of_model:
+        if self._staging is None or rows.captured or rows.ids.numel() < ROWS * self._of_model:
             if self._ahead is not None:
                 self._ahead.join()
-            self._enter(layer, x, own, weights, live)
+            self.launches.enter(layer, rows)
             if self._ahead is not None:
-                self._ahead.start(layer, x, ids, weights, guess, captured=captured)
-            yield self._tables_of(layer)
+                self._ahead.start(layer, rows.x, rows.of_model, rows.weights, rows.guess, captured=rows.captured)
+            yield self.launches.tables_of(layer)
             return
         slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step
         buffers, staging = self._staging
@@ -551,6 +335,32 @@ class PointerExecution(Execution):
             self._staged = True
             missing = int((slots[layer] == NOWHERE).sum())
             self.counters.moved(f"{self._path} staged", missing * self.shape.expert_bytes)
+
+    def _compile(self, layer: int, like: LayerRows, activation: str) -> None:
+        """Launches each kernel variant that forwards like ``like`` need, over padding only; decides and moves nothing.
+
+        Writes to the counts of ``layer`` and the next one, whose own launches come next and overwrite them.
+        """
+        assert not (like.captured and self._sizes), "a forward must run before one is captured"
+        start, launches = time.perf_counter(), self.launches
+        if self._sizes and self._drafts is not None:
+            self._drafts.compile()
+        if launches.cpu is not None:
+            launches.cpu.ready(like.x)
+        for size in self._sizes:
+            x = like.x.new_zeros(size, like.x.shape[1])
+            ids = torch.full((size, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
+            rows = LayerRows(x, ids, ids, torch.zeros(ids.shape, device=x.device), self._all)
+            launches.enter(layer, rows)
+            if self._ahead is not None:
+                self._ahead.compile(layer, x, ids, rows.weights)
+            tables, out = launches.tables_of(layer), torch.empty_like(x)
+            launches.compute(tables, layer, rows, activation, out)
+            if launches.cpu is not None:  # other forwards of the same variant may have too many rows for it
+                launches.compute(tables, layer, rows, activation, out, whole=True)
+        self._compiled.add(activation)
+        if self._sizes:
+            logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
 
     # -- start and end -------------------------------------------------------------------------------------
 
@@ -567,6 +377,6 @@ class PointerExecution(Execution):
 
     def close(self) -> None:
         self._copy.close()
-        if self._cpu is not None:
-            self._cpu.close()
+        if self.launches.cpu is not None:
+            self.launches.cpu.close()
         self.store.close()

@@ -1,0 +1,101 @@
+"""What a layer launches: the admission before its kernel, the kernel over a table of addresses, and the CPU's part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.execution.address_table import AddressTable, Kernels, grouped_gemm_over
+from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.device.cpu_share import CpuShare
+
+
+class LayerRows(NamedTuple):
+    """The rows of a layer's forward, as the kernels read them.
+
+    Attributes:
+        x: [T, d], contiguous.
+        ids: int32 [T, k], experts as this process numbers them; -1 for others and for padding.
+        of_model: int32 [T, k], the same as the model numbers them; whatever else it contains is padding.
+        weights: float32 [T, k].
+        live: int32 [1] on the device, the pairs of requests; those behind them are padding.
+        guess: as in ``Rows``.
+        captured: the launches are captured into a CUDA graph.
+    """
+
+    x: Tensor
+    ids: Tensor
+    of_model: Tensor
+    weights: Tensor
+    live: Tensor
+    guess: Tensor | None = None
+    captured: bool = False
+
+
+class LayerLaunches:
+    """Called by the thread that launches.
+
+    Attributes:
+        counts: int32 [layers, experts] on the device, see ``Admission.counts``.
+        cpu: the CPU's share, if it has one.
+    """
+
+    def __init__(self, shape: MoEShape, admission: Admission, memory: AddressTable, kernels: Kernels) -> None:
+        self._shape, self._admission, self.kernels = shape, admission, kernels
+        self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
+        self.counts = admission.counts.view(-1, shape.experts)
+        self.cpu: CpuShare | None = None
+
+    def tables_of(self, layer: int) -> Mapping[str, Tensor]:
+        """Returns name -> int64 [experts], where the experts of a layer are: in slots or in host memory."""
+        return {name: table[layer] for name, table in self._tables.items()}
+
+    def _share(self, rows: LayerRows) -> CpuShare | None:
+        return None if self.cpu is None or len(rows.x) > self.cpu.rows else self.cpu
+
+    def enter(self, layer: int, rows: LayerRows) -> None:
+        """Launches what precedes a layer's kernel: missed experts get slots, or are asked of the CPU."""
+        post = None
+        if (cpu := self._share(rows)) is not None:
+            post = partial(cpu.post, layer, rows.x, rows.ids, rows.weights, rows.live, self._admission.decisions)
+        self._admission.enter(layer, rows.ids, rows.weights, post)
+
+    def compute(
+        self,
+        tables: Mapping[str, Tensor],
+        layer: int,
+        rows: LayerRows,
+        activation: str,
+        out: Tensor,
+        *,
+        whole: bool = False,
+    ) -> Tensor:
+        """Launches what computes a layer; returns ``out``, [T, d].
+
+        Args:
+            tables: as of ``tables_of``, or those of a buffer.
+            whole: the CPU has no share.
+        """
+
+        def gemm(weights: Tensor, out: Tensor, counts: Tensor) -> Tensor:
+            return grouped_gemm_over(
+                self.kernels,
+                self._shape,
+                tables,
+                rows.x,
+                weights,
+                rows.ids,
+                activation,
+                out,
+                counts=counts,
+                live=rows.live,
+            )
+
+        cpu = None if whole else self._share(rows)
+        if cpu is None:
+            return gemm(rows.weights, out, self.counts[layer])
+        return cpu.finish(layer, rows.ids, self._admission.decisions["sources"], gemm, out)
