@@ -86,7 +86,7 @@ def test_quality(calibrated):
     )
     results = json.loads((calibrated / "out" / "quality.json").read_text())
     points = {(p["ranking"], p["coverage"], p["budget"]): p for p in results["points"]}
-    assert len(points) == 5 * 2 * 4, "every ranking that serves, both coverages, three budgets and a mass"
+    assert len(points) == 3 * 2 * 4, "every ranking that serves, both coverages, three budgets and a mass"
     for (_, _, budget), point in points.items():
         exact = budget in (None, EXPERTS)  # mass 1.0 is all experts as well
         assert (point["kl"] == 0 and point["agreement"] == 1 and point["dropped"] == 0) == exact
