@@ -155,14 +155,14 @@ class Case:
             PlanError: pausing cannot make an engine of this case equal ``base``.
         """
         parts = ["speculation"] if base.speculation == "none" != self.speculation else []
-        if self.knobs is not None and "trace" in self.knobs and "trace" not in (base.knobs or {}):
-            parts.append("trace")
+        if self.knobs is not None and "record" in self.knobs and "record" not in (base.knobs or {}):
+            parts.append("record")
         knobs = {name: value for name, value in (self.knobs or {}).items() if name not in parts}
         drafts = ("none", None) if "speculation" in parts else (self.speculation, self.draft_tokens)
         of_base = base.knobs, base.speculation, base.draft_tokens
         if not parts or None in (base.knobs, self.knobs) or of_base != (knobs, *drafts):
             raise PlanError(
-                f"--one-engine: {self.name!r} must be {base.name!r} and speculation=… or trace=…, which can pause"
+                f"--one-engine: {self.name!r} must be {base.name!r} and speculation=… or record=…, which can pause"
             )
         if "speculation" in parts and (self.knobs or {}).get("guard") == "off":
             raise PlanError("--one-engine: speculation pauses by the guard, which is off")

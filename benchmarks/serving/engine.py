@@ -106,21 +106,24 @@ def _select_quantised_kernels() -> None:
 
 @contextlib.contextmanager
 def paused(llm, parts: list[str]):
-    """Runs the block with the ``speculation``, ``guard`` or ``trace`` of an engine in this process paused."""
+    """Runs the block with the ``speculation``, ``guard`` or ``record`` of an engine in this process paused."""
     if not parts:
         yield
         return
     (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
-    every = _Always(_drafts(llm))
-    instead = {"speculation": ("chooser", _Always(0)), "guard": ("chooser", every), "record": ("trace", None)}
+    instead = {
+        "speculation": (runtime.drafts, "chooser", _Always(0)),
+        "guard": (runtime.drafts, "chooser", _Always(_drafts(llm))),
+        "record": (runtime.recordings, "trace", None),
+    }
     quiet = [instead[part] for part in parts]
-    before = {name: getattr(runtime, name) for name, _ in quiet}
-    assert None not in before.values(), f"this engine has no {' and '.join(parts)} to pause"
-    for name, value in quiet:
-        setattr(runtime, name, value)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in quiet]
+    assert all(value is not None for *_, value in before), f"this engine has no {' and '.join(parts)} to pause"
+    for owner, name, value in quiet:
+        setattr(owner, name, value)
     yield
-    for name, value in before.items():
-        setattr(runtime, name, value)
+    for owner, name, value in before:
+        setattr(owner, name, value)
 
 
 def _drafts(llm) -> int:

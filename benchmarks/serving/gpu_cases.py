@@ -42,7 +42,6 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case("stock prefetch", None, offload="prefetch", each_share=True),
         Case("slots", _HOST | {"kernel": "vllm"}),
         Case("ptr cpu", _DEVICE | _CPU),
-        Case("ptr utility", _DEVICE | _UTILITY),
         Case("ptr, eagle3", _NONE, "eagle3"),
         Case("ptr no guard, eagle3", {"guard": "off"}, "eagle3"),
         Case("ptr, ngram", _NONE, "ngram"),

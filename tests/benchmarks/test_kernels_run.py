@@ -90,10 +90,10 @@ def test_what_was_measured_is_kept_when_a_later_size_fails(tmp_path, monkeypatch
     facts = types.SimpleNamespace(name="a GPU", major=9, minor=0, L2_cache_size=1)
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(script.torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr("make_weights", lambda shape: (torch.ones(1), torch.ones(1)))
+    monkeypatch.setattr(script, "make_weights", lambda shape: (torch.ones(1), torch.ones(1)))
     monkeypatch.setattr(script.torch, "empty_like", lambda weight, **_: weight.clone())
-    monkeypatch.setattr("copy_rates", lambda: {"hbm": 1.0, "pinned": 1.0})
-    monkeypatch.setattr("line", lambda row, rates: "")
+    monkeypatch.setattr(script, "copy_rates", lambda: {"hbm": 1.0, "pinned": 1.0})
+    monkeypatch.setattr(script, "line", lambda row, rates: "")
     asked = []
 
     def measure(shape, rows, *rest):
@@ -102,7 +102,7 @@ def test_what_was_measured_is_kept_when_a_later_size_fails(tmp_path, monkeypatch
             raise RuntimeError("stopped")
         return {"rows": rows}
 
-    monkeypatch.setattr("measure", measure)
+    monkeypatch.setattr(script, "measure", measure)
     with pytest.raises(RuntimeError, match="stopped"):
         script.main(short=True, output=tmp_path / "kernels.json")
     kept = json.loads((tmp_path / "kernels.json").read_text())

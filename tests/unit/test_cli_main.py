@@ -111,7 +111,7 @@ TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "none1.trace"
     [
         ("knobs", [flag(name) for name in SpacConfig.model_fields]),
         (f"plan {TOY} --machine rtx4090 --fast-memory 1GiB", ["tokens/s", "limited", "first token"]),
-        (f"trace show {TRACE}", ["layers", "utility", "experts"]),
+        (f"trace show {TRACE}", ["layers", "hits of LRU", "experts"]),
         (f"trace simulate {TRACE} --profile rtx4090 --slots 25% --execution both --policy lru", ["TPOT", "bound"]),
     ],
 )

@@ -116,10 +116,9 @@ def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() ->
     runtime = SimpleNamespace(
         looks_at_drafts=True,
         budget=SimpleNamespace(weighs=False),
-        draft_length=lambda: None,
+        drafts=SimpleNamespace(length=lambda: None, chooser=None),
+        recorder=SimpleNamespace(timeline=None),
         drafted=lambda drafts, seconds, forwards: None,
-        chooser=None,
-        timeline=None,
         drafting=lambda read: told.append(first(read)),
     )
     drafted = SimpleNamespace(forget=lambda ids: None)

@@ -45,7 +45,6 @@ from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.division import ExpertDivider
 from vllm_spac.methods.od_moe.inquiries import WorkerCounts
 from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
-from vllm_spac.methods.od_moe.places import ClusterFile
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.roster import Roster
 from vllm_spac.methods.od_moe.wire import (
@@ -63,7 +62,6 @@ from vllm_spac.methods.od_moe.wire import (
 )
 from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
-from vllm_spac.tools.machine import peer
 
 
 @pytest.fixture(autouse=True)
@@ -695,15 +693,3 @@ def test_counts_are_taken_once_and_only_when_they_were_asked_for() -> None:
     counts.ask(0, link, 7, 1)  # type: ignore[arg-type]
     assert not heard(7, 2) and not heard(8, 1) and counts.of(0)["hits"] == 0
     assert heard(7, 1) and not heard(7, 1) and counts.of(0)["hits"] == 3
-
-
-def test_round_trips_to_a_worker_are_measured(tmp_path) -> None:
-    places = Threads(1)
-    file = tmp_path / "cluster.json"
-    file.write_text(ClusterFile(secret=SECRET.hex(), workers=()).text())
-    file.chmod(0o600)
-    told: list[str] = []
-    points = peer.round_trips(places.addresses()[0], file, tmp_path, 0.01, told.append)
-    places.close()
-    assert list(points) == list(peer.SIZES) and len(told) == len(points)
-    assert all(0 < seconds < 30 for seconds in points.values())

@@ -151,7 +151,7 @@ def test_what_stopped_costs_nothing_more(engine: Engine) -> None:
     shutil.rmtree(engine.folder)
     engine.step()
     run = engine.runtime
-    assert run.timeline is engine.experts.watching is run.recordings.trace is run.recordings.timeline is None
+    assert run.recorder.timeline is engine.experts.watching is run.recordings.trace is run.recordings.timeline is None
     run.begin_step(DECODE)
     assert not run.counts_tokens
     run.captured()  # nothing looks at layers any more

@@ -171,7 +171,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
     told: list[list] = []
     runtime = SimpleNamespace(
         looks_at_drafts=True,
-        chooser=None,
+        drafts=SimpleNamespace(chooser=None),
         budget=SimpleNamespace(weighs=False),
         drafting=lambda read: told.append(read[:, 1].tolist()),
     )

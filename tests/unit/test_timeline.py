@@ -394,7 +394,7 @@ def test_a_target_is_a_timeline_or_nothing(clock, tmp_path: Path) -> None:
 def test_the_old_command_says_where_a_timeline_is_opened() -> None:
     given = ["trace", "timeline", "run.timeline", "--output", "run.json"]
     result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
-    assert result.exit_code == 1 and "open it in https://ui.perfetto.dev" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "open the file in https://ui.perfetto.dev" in " ".join(result.output.split())
 
 
 # -- where the time goes ---------------------------------------------------------------------------------------------
@@ -453,7 +453,8 @@ def test_the_drafters_time_is_recorded(clock) -> None:
     timeline = Timeline(8)
     told: list[tuple[int, float, None]] = []
     runtime = SimpleNamespace(
-        timeline=timeline, drafted=lambda *made: told.append(made), draft_length=lambda: None, chooser=None,
+        recorder=SimpleNamespace(timeline=timeline), drafted=lambda *made: told.append(made),
+        drafts=SimpleNamespace(length=lambda: None, chooser=None, in_prompt=False),
         budget=SimpleNamespace(weighs=False), looks_at_drafts=False,
     )  # fmt: skip
     runner = SimpleNamespace(

@@ -165,20 +165,21 @@ def runtime(execution=None) -> Runtime:
 
 
 def last(run: Runtime) -> list[str]:
-    return [what for what, _ in run.notes.last]
+    return [what for what, _ in run.recorder.notes.last]
 
 
 def test_what_a_runtime_notes() -> None:
     run = runtime()
     run.begin_step(DECODE)
-    assert run.notes.in_step and not run.notes.prompts and run.notes.thread == threading.get_ident()
+    notes = run.recorder.notes
+    assert notes.in_step and not notes.prompts and notes.thread == threading.get_ident()
     run.end_forward()
-    assert run.notes.in_step, "it is sampled"
+    assert run.recorder.notes.in_step, "it is sampled"
     run.end_step([1])
-    assert not run.notes.in_step
+    assert not run.recorder.notes.in_step
     assert last(run) == ["step of rows", "end of the layers, rows", "end of a step"]
     run.begin_step(PROMPT)
-    assert run.notes.prompts and run.notes.in_step
+    assert run.recorder.notes.prompts and run.recorder.notes.in_step
 
 
 def test_a_warm_up_notes_nothing() -> None:
@@ -187,7 +188,7 @@ def test_a_warm_up_notes_nothing() -> None:
         run.begin_step(DECODE)
         run.end_forward()
         run.end_step([1])
-    assert not run.notes.last and not run.notes.in_step
+    assert not run.recorder.notes.last and not run.recorder.notes.in_step
 
 
 def test_a_step_that_failed_has_ended() -> None:
@@ -195,7 +196,7 @@ def test_a_step_that_failed_has_ended() -> None:
     run.begin_step(DECODE)
     experts = SimpleNamespace(runtime=run, ranks=SimpleNamespace(failed=lambda error: None))
     _failed(SimpleNamespace(_spac_experts=experts), ValueError())
-    assert not run.notes.in_step and last(run)[-1] == "error"
+    assert not run.recorder.notes.in_step and last(run)[-1] == "error"
 
 
 def test_its_thread_ends_with_the_runtime(tmp_path) -> None:

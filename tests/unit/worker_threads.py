@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import zmq
-from memory_store import MemoryStore
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a program, too
+from memory_store import MemoryStore
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError

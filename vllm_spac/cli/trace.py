@@ -148,9 +148,6 @@ def simulate(
             "a limit of what they add, unless extra sets one; oracle: the ceiling."
         ),
     ] = "off",
-    predictor_file: Annotated[
-        Path | None, typer.Option(help="File of vllm-spac predictors train, for a trained --prefetch.")
-    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -178,7 +175,6 @@ def simulate(
     common: dict[str, Any] = {
         "balancer": balancer,
         "prefetch": prefetch,
-        "predictor_file": predictor_file,
         "layer_ahead": True,  # as serving reads
         "expert_bytes": expert_bytes,
         "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,
