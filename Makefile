@@ -24,7 +24,7 @@ V2 := PYTHONPATH=$(CURDIR)/tests/v2_on_cpu VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INT
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo demo-cluster test test-changed test-full test-v2 test-gpu test-gpu-full soak lock families compat recipes results results-timed docs
+.PHONY: help setup demo demo-cluster test test-rest test-changed test-full test-v2 test-gpu test-gpu-full soak lock families compat recipes results results-timed docs
 .PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
@@ -43,13 +43,12 @@ demo: setup ## ask a small carved MoE with a quarter of its experts in RAM, and 
 demo-cluster: setup ## serve it from three expert workers, kill one on the way, and compare with stock vLLM
 	@$(BIN)/python benchmarks/demo_cluster.py
 
-test: setup ## unit, property and contract tests and the short engine tests, two at a time (JOBS=N)
-	@$(PYTEST) $(PARALLEL) -m "not full and not gpu" -rs
-	@$(V2) $(PYTEST) $(PARALLEL) -m v2 -rs tests/parity
+test: setup ## every unit, contract and property test and some engines, two at a time (JOBS=N): at most ten minutes
+	@$(PYTEST) $(PARALLEL) -m "not rest and not full and not gpu" -rs
 
-test-full: setup ## all tests that need no GPU, also the slow ones
-	@$(PYTEST) $(PARALLEL) -m "not gpu" -rs
-	@$(MAKE) --no-print-directory test-v2
+test-rest: setup ## what `test` leaves out and CI runs too: more engines and kernels, both runners, all drawn examples
+	@SPAC_TESTS=thorough $(PYTEST) $(PARALLEL) -m "(rest or hypothesis) and not full and not gpu" -rs
+	@SPAC_TESTS=thorough $(V2) $(PYTEST) $(PARALLEL) -m v2 -rs tests/parity
 
 test-changed: setup ## only what a change reaches by imports (BASE=commit to compare with, FAR=imports to follow: 3)
 	@files=$$($(BIN)/python tests/unit/changed.py $(if $(BASE),--base $(BASE)) $(if $(FAR),--far $(FAR))) || exit 1; \
@@ -111,6 +110,7 @@ check: setup ## what CI runs: linter, formatting, types, tests
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python .ci/types.py
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-rest
 
 clean: ## remove .venv and everything that tests, builds and the demo left behind
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache/demo .cache/docs .cache/real

@@ -14,12 +14,34 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one core each: threads that wait for 
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share
+from effort import THOROUGH
 
 # The weights of the toy model, which `make setup` has unpacked, unless they have changed since.
 runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "toy" / "stored.py"))["unpack"]()
 
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no look at the clock
+settings.register_profile(
+    "busy",
+    deadline=None,  # no look at the clock
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not THOROUGH,
+)
 settings.load_profile("busy")
+
+# What `make test` leaves to `make test-rest`: these folders but for some files, and what is marked so.
+REST = ("benchmarks", "integration", "kernels", "parity", "soak", "upstream")
+EVERYDAY = (
+    "integration/test_moe_layer.py",
+    "integration/test_timeline.py",
+    "kernels/test_launches.py",
+    "kernels/test_reference.py",
+    "kernels/test_twins.py",
+    "parity/test_cpu_experts.py",
+    "parity/test_exactness.py",
+    "parity/test_families.py",
+    "parity/test_modes.py",
+    "parity/test_pointers.py",
+    "parity/test_table.py",
+)
 
 
 # A worker of pytest-xdist runs whole files, so that their fixtures are made once. These take longest and come first, so
@@ -46,9 +68,14 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files of ``LONGEST`` first."""
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
-    assert all(path.exists() for path in places), "LONGEST names a file that is not there"
+    """Marks what `make test` leaves out, and puts the files of ``LONGEST`` first."""
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONGEST)}
+    everyday = {tests / name for name in EVERYDAY}
+    assert all(path.exists() for path in (*places, *everyday)), "LONGEST or EVERYDAY names a file that is not there"
+    for item in items:
+        if item.path.relative_to(tests).parts[0] in REST and item.path not in everyday:
+            item.add_marker("rest")
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 

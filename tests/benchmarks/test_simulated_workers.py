@@ -6,6 +6,7 @@ from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_cacheless_decoding_settles_at_the_formula(groups: int, load: float) -> 
     assert (runs[1].stalls == 0) == (cycle.stall(groups) == 0)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     st.builds(Cycle, *[st.floats(1e-4, 1.0)] * 3),
     st.integers(1, 16),

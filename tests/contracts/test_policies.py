@@ -10,6 +10,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -126,7 +127,7 @@ def test_victims_one_by_one_are_the_victims_together(name: str) -> None:
 
 @every_policy
 @given(ops)
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=examples(100), **BUSY)
 def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
     """``plain`` never gets a call that must fail, so that any trace such a call leaves makes the two differ."""
     policy, plain = components.build("policies", name), components.build("policies", name)
@@ -167,7 +168,7 @@ def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
 
 @every_policy
 @given(ops)
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=examples(100), **BUSY)
 def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
     policy, held = components.build("policies", name), set()
     for op in ops:
@@ -185,7 +186,7 @@ def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
 
 @pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu", "pinned", "utility"])
 @given(ops, keys)
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 def test_standing_says_who_would_come(name: str, ops: list[tuple], newcomer: int) -> None:
     """As ``Residency.exchange`` finds out by trying."""
     policy, held = components.build("policies", name), set()
@@ -223,7 +224,7 @@ def test_reuse_knows_what_a_use_would_make_of_it(steps: list[np.ndarray], key: i
 
 
 @given(st.lists(row_counts, max_size=4), prompts, st.floats(0.5, 40.0))
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=examples(100), **BUSY)
 def test_the_last_rows_of_a_prompt_are_as_many_steps(
     steps: list[np.ndarray], rows: np.ndarray, half_life: float
 ) -> None:
@@ -284,7 +285,7 @@ def test_drop_evicts_past_layers_before_later_ones() -> None:
 
 @every_policy
 @given(st.integers(1, KEYS), st.lists(st.integers(0, 5), min_size=KEYS, max_size=KEYS), ops)
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 def test_with_a_context_it_keeps_to_the_contract(name: str, slots: int, counts: list[int], ops: list[tuple]) -> None:
     """Built as an engine builds it; what it loads first fits the slots, and every key can be evicted."""
     policy = components.find("policies", name).of(PolicyContext(slots, 1, np.array(counts).reshape(2, -1)))
@@ -466,7 +467,7 @@ class AgainstScores(Against):
 
 
 for _machine in (AgainstList, AgainstDict, AgainstScores):
-    _machine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, **BUSY)
+    _machine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=30, **BUSY)
 TestLRU = AgainstList.TestCase
 TestLFU = AgainstDict.TestCase
 TestUtility = AgainstScores.TestCase
@@ -576,7 +577,7 @@ def fewest_misses(batches: list[list[int]], slots: int) -> int:
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), min_size=1, max_size=12),
     st.integers(3, 5),
 )
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=examples(100), **BUSY)
 def test_belady_misses_as_little_as_possible(batches: list[list[int]], slots: int) -> None:
     residency = Residency(6, slots, Belady(future=[key for batch in batches for key in batch]))
     misses = 0

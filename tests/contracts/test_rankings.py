@@ -9,6 +9,7 @@ import inspect
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -66,7 +67,7 @@ def moved(context: LayerContext, rows: Tensor) -> LayerContext:
 
 
 @every_budget
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds, rows=st.integers(1, 6))
 def test_a_shortlist_is_distinct_experts_and_a_prefix(name: str, seed: int, rows: int) -> None:
     probs, votes, context = step(seed, rows, voting=max(1, rows // 2))
@@ -77,7 +78,7 @@ def test_a_shortlist_is_distinct_experts_and_a_prefix(name: str, seed: int, rows
 
 
 @every_budget
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds)
 def test_only_votes_count(name: str, seed: int) -> None:
     """Rows that do not vote may be anything: padding is not initialised."""
@@ -90,7 +91,7 @@ def test_only_votes_count(name: str, seed: int) -> None:
 
 
 @every_budget
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds)
 def test_a_rank_is_sorted_by_its_scores(name: str, seed: int) -> None:
     """With scores of 0 in rows that do not vote; also where none does."""
@@ -104,7 +105,7 @@ def test_a_rank_is_sorted_by_its_scores(name: str, seed: int) -> None:
 
 
 @every_budget
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds)
 def test_by_default_all_rows_vote(name: str, seed: int) -> None:
     probs, _, context = step(seed)
@@ -121,7 +122,7 @@ def votes_of(seed: int, rows: int = 5) -> Tensor:
 
 
 @every_budget
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 @given(seed=seeds, alpha=st.floats(0, 1))
 def test_without_weights_votes_are_what_they_were(name: str, seed: int, alpha: float) -> None:
     """To the bit: alpha = 0 gives every row the vote 1, and votes of 1 are votes of bool."""
@@ -136,7 +137,7 @@ def test_without_weights_votes_are_what_they_were(name: str, seed: int, alpha: f
 
 
 @every_budget
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 @given(seed=seeds)
 def test_a_row_with_half_a_vote_twice_is_one_row(name: str, seed: int) -> None:
     """Votes add up. Not for a ranking that takes the greatest score instead of a sum."""
@@ -151,7 +152,7 @@ def test_a_row_with_half_a_vote_twice_is_one_row(name: str, seed: int) -> None:
 
 
 @every_budget
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 @given(seed=seeds)
 def test_the_scale_of_the_votes_does_not_matter(name: str, seed: int) -> None:
     probs, _, context = step(seed)
@@ -172,7 +173,7 @@ def test_a_vote_decides(name: str) -> None:
 
 
 @every_budget
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds, random=st.randoms(use_true_random=False))
 def test_rows_have_no_order(name: str, seed: int, random) -> None:
     probs, votes, context = step(seed)
@@ -182,7 +183,7 @@ def test_rows_have_no_order(name: str, seed: int, random) -> None:
 
 
 @every_budget
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds, random=st.randoms(use_true_random=False))
 def test_experts_have_no_order(name: str, seed: int, random) -> None:
     probs, votes, context = step(seed)
@@ -252,7 +253,7 @@ def test_router_by_hand() -> None:
     assert Router().rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
 
 
-@settings(max_examples=400, **BUSY)
+@settings(max_examples=examples(400), **BUSY)
 @given(seed=seeds, rows=st.integers(1, 12), uniform=st.booleans())
 def test_sums_are_added_row_by_row(seed: int, rows: int, uniform: bool) -> None:
     """``router`` (Eq. 5), ``static`` (Eq. 4) and ``selected``, whose equals are in the order of ``router``."""
@@ -301,7 +302,7 @@ def mass_cut(order: Tensor, held: Tensor, mass: float, least: int = 1) -> int:
     return int(mass_count(order, held, torch.tensor(mass, dtype=torch.float64), least))
 
 
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 @given(seed=seeds, mass=st.floats(0.01, 0.999))
 def test_mass_cut_is_the_smallest_prefix(seed: int, mass: float) -> None:
     probs, votes, _ = step(seed)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable
 
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_execution import EXPERTS, LAYERS, ROWS_MAX, TOP_K, D, Pool, made, moved, shape
@@ -77,7 +78,7 @@ class Steps:
         self.number += 1
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     slots=st.integers(TOP_K, LAYERS * EXPERTS),
     right=st.sampled_from([0.0, 0.5, 1.0]),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -126,7 +127,7 @@ def expected(rows: list[dict[int, float]], experts: int) -> Tensor:
     return torch.tensor([[row.get(i, 0.0) for i in range(experts)] for row in rows], dtype=torch.float64)
 
 
-@settings(max_examples=400, **BUSY)
+@settings(max_examples=examples(400), **BUSY)
 @given(cases())
 def test_substitution_is_its_twin(case: Case) -> None:
     weights, ids = case.substitute()
@@ -136,7 +137,7 @@ def test_substitution_is_its_twin(case: Case) -> None:
     assert weights.dtype == torch.float32 and ids.dtype == torch.int64
 
 
-@settings(max_examples=400, **BUSY)
+@settings(max_examples=examples(400), **BUSY)
 @given(cases(least=1), st.sampled_from([torch.int32, torch.int64]))
 def test_truncation_is_its_twin(case: Case, dtype: torch.dtype) -> None:
     natural, chosen = case.natural()
@@ -154,7 +155,7 @@ def test_truncation_is_its_twin(case: Case, dtype: torch.dtype) -> None:
         assert set(ids[row][~kept[row]].tolist()) <= set(stand_in)
 
 
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 @given(cases())
 def test_no_id_is_outside_the_shortlist(case: Case) -> None:
     for weights, ids in (case.substitute(), case.truncate()):
@@ -165,7 +166,7 @@ def test_no_id_is_outside_the_shortlist(case: Case) -> None:
     assert (weights > 0).all()
 
 
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 @given(cases())
 def test_all_experts_change_nothing(case: Case) -> None:
     """Whatever the order of the shortlist: the natural choice, to the bit."""
@@ -175,7 +176,7 @@ def test_all_experts_change_nothing(case: Case) -> None:
         assert torch.equal(found[0], natural[0]) and torch.equal(found[1], natural[1])
 
 
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 @given(cases(), st.randoms(use_true_random=False))
 def test_rows_that_lose_nothing_keep_the_router_s_own_result(case: Case, random) -> None:
     """Its order of ids, its rounding; and the dtype of its ids."""
@@ -190,7 +191,7 @@ def test_rows_that_lose_nothing_keep_the_router_s_own_result(case: Case, random)
         assert torch.equal(found[0][row], source[0][row]) and torch.equal(found[1][row].long(), source[1][row])
 
 
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 @given(cases(kinds=("softmax", "softmax+bias", "sigmoid+bias"), ties=False), st.randoms(use_true_random=False))
 def test_experts_have_no_order(case: Case, random) -> None:
     order = torch.tensor(random.sample(range(case.experts), case.experts))
@@ -202,7 +203,7 @@ def test_experts_have_no_order(case: Case, random) -> None:
         assert torch.equal(a[0], b[0])
 
 
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 @given(cases(), st.randoms(use_true_random=False))
 def test_rows_do_not_see_one_another(case: Case, random) -> None:
     rows = torch.tensor(random.choices(range(len(case.probs)), k=5))
@@ -212,7 +213,7 @@ def test_rows_do_not_see_one_another(case: Case, random) -> None:
         assert torch.equal(a[0][rows], b[0]) and torch.equal(a[1][rows], b[1])
 
 
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=examples(100), **BUSY)
 @given(cases(ties=True), st.randoms(use_true_random=False))
 def test_the_order_of_the_shortlist_does_not_matter(case: Case, random) -> None:
     order = torch.tensor(random.sample(range(len(case.shortlist)), len(case.shortlist)))
@@ -238,7 +239,7 @@ def vllm_grouped(logits: Tensor, bias: Tensor | None, case: Case) -> tuple[Tenso
     return weights * case.scale, ids
 
 
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 @given(cases(kinds=("grouped",), ties=False), st.booleans(), st.integers(0, 2**32))
 def test_groups_are_vllm_s(case: Case, biased: bool, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)

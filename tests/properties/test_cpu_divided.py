@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from poison import poison_slots
@@ -177,7 +178,7 @@ balancers = st.sampled_from(
 
 
 @given(forwards, st.integers(TOP_K, TOTAL - 1), balancers, st.sampled_from(["lru", "utility"]))
-@settings(max_examples=80, **BUSY)
+@settings(max_examples=examples(80), **BUSY)
 def test_hot_and_cold_are_all_hot(forwards, slots: int, balancer, policy: str) -> None:
     """In float32; of the few terms of an element each sum is rounded at most 16 times, by half an eps of what it adds,
     which is below 100 here."""

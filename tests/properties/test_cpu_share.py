@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import Graph
@@ -201,7 +202,7 @@ def layers(draw) -> dict:
     }
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(layers())
 def test_each_pair_is_the_devices_or_the_CPUs(case: dict) -> None:
     ids, weights, layer, live = case["ids"], case["weights"], case["layer"], case["live"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -52,7 +53,7 @@ def cuts(draw) -> tuple[RoutingRule, BudgetSettings, Static, tuple[Tensor, ...],
     return rule, BudgetSettings(**bound, coverage=coverage), order, routed, votes
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(cuts())
 def test_both_choose_the_same(case: tuple) -> None:
     """The ids are equal; the host's sum that renormalises a row adds the same ``TOP_K`` weights in another order."""

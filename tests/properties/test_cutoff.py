@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ LAYERS = st.lists(
 MANY = 10_000
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(LAYERS, st.integers(0, 40), st.integers(0, 40))
 def test_it_is_the_largest_that_fits_into_memory_and_time(
     layers: list[tuple[int, int]], slots: int, reads: int

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -163,7 +164,7 @@ class Hints(RuleBasedStateMachine):
 
 
 TestHints = Hints.TestCase
-TestHints.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHints.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("policy", ["drop", "lru"])

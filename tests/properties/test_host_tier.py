@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -99,7 +100,7 @@ class World(RuleBasedStateMachine):
 
 
 TestHostTier = World.TestCase
-TestHostTier.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestHostTier.settings = settings(max_examples=examples(300), stateful_step_count=40, deadline=None)
 
 
 def tier(rows: int, slots: int = SLOTS, policy: str = "lru") -> HostTier:
@@ -130,7 +131,7 @@ def test_with_many_rows_an_expert_keeps_its_row() -> None:
 
 @pytest.mark.parametrize("rows", [4, 12])
 @given(keys=st.lists(st.integers(0, KEYS - 1), max_size=80))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_slots_and_rows_together_are_one_cache(rows: int, keys: list[int]) -> None:
     """With one slot and LRU, exclusive rows hold the last different experts before the one in the slot.
 

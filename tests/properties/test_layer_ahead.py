@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison import poison_slots
@@ -168,7 +169,7 @@ def test_nothing_is_read_ahead_where_the_cpu_may_compute_it(make) -> None:
     assert pool.counters.prefetches == 0
 
 
-@settings(max_examples=40, **BUSY)
+@settings(max_examples=examples(40), **BUSY)
 @given(
     slots=st.integers(SHAPE.top_k, SHAPE.total - 1),
     policy=st.sampled_from(components.names("policies")),

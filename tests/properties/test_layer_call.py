@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -211,4 +212,4 @@ class Network(RuleBasedStateMachine):
 
 
 TestNetwork = Network.TestCase
-TestNetwork.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestNetwork.settings = settings(max_examples=examples(120), stateful_step_count=60, deadline=None)

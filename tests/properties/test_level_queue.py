@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def agree(queue: LevelQueue, twin: Twin, operation: tuple) -> None:
 
 
 @given(st.lists(operations, max_size=60))
-@settings(max_examples=150, **BUSY)
+@settings(max_examples=examples(150), **BUSY)
 def test_agrees_with_a_sorted_list(operations: list[tuple]) -> None:
     queue, twin = LevelQueue(), Twin()
     for operation in operations:
@@ -70,7 +71,7 @@ def test_agrees_with_a_sorted_list(operations: list[tuple]) -> None:
 
 @pytest.mark.full
 @given(st.integers(0, 2**32))
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=examples(100), **BUSY)
 def test_agrees_over_many_operations(seed: int) -> None:
     rng, queue, twin = random.Random(seed), LevelQueue(), Twin()
     for _ in range(1000):

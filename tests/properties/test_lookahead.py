@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from driven import Endless, Instant
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_store import MemoryStore
@@ -417,7 +418,7 @@ def test_drafts_are_forgotten_when_the_step_has_prompts() -> None:
 
 
 @given(STEPS, st.integers(TOP, 20), st.sampled_from(POLICIES))
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_nothing_is_evicted_for_what_is_needed_later(steps: list, slots: int, policy: str) -> None:
     """Neither what the running layer uses, nor what is expected in the same layer or in one before it."""
     placed = Residency.admit_unless
@@ -463,7 +464,7 @@ def test_soft_pins_keep_what_is_expected() -> None:
 
 
 @given(STEPS, st.integers(TOP, 20), st.sampled_from(POLICIES), st.booleans(), st.sampled_from([Instant, Endless]))
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_soft_pins_starve_no_forward(steps: list, slots: int, policy: str, limited: bool, background: type) -> None:
     """Also where everything is expected; every row reads its own experts, which the kernel sees."""
     with pool(slots, policy, background=background, extra=0.1 if limited else None) as made:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lookahead import BUSY, EXPERTS, POLICIES, STEPS, TOP, Kernel, Pool, draft, run
@@ -125,7 +126,7 @@ def test_a_predictor_that_fails_there_is_not_asked_again(caplog: pytest.LogCaptu
 
 
 @given(STEPS, st.integers(TOP, 20), st.sampled_from(POLICIES))
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_a_layer_waits_as_often_as_without_a_predictor(steps: list, slots: int, policy: str) -> None:
     """Once, for its routing, and more often only if maps of many waves fill all buffers; rows see their experts."""
     lanes = []
@@ -147,7 +148,7 @@ def test_a_layer_waits_as_often_as_without_a_predictor(steps: list, slots: int, 
 
 
 @given(STEPS, st.integers(TOP, 20))
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_the_same_is_named_as_on_the_host(steps: list, slots: int) -> None:
     """By layers: there the names of the start are known one layer earlier."""
     reads = []

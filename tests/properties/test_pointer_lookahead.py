@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import Graph
@@ -91,7 +92,7 @@ def test_right_guesses_leave_misses_to_the_first_layer(made, slots: int) -> None
     assert found["hits"] + found["misses"] == without["hits"] + without["misses"]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     slots=st.integers(TOP_K, LAYERS * EXPERTS),
     right=st.sampled_from([0.0, 0.5, 1.0]),

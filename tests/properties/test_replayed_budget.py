@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import Graph
@@ -79,7 +80,7 @@ def same_counts(found: BudgetControl, expected: BudgetControl) -> None:
     assert found == pytest.approx(expected) and list(map(type, found.values())) == list(map(type, expected.values()))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     rule=st.sampled_from(RULES),
     bound=st.sampled_from(BOUNDS),
@@ -126,7 +127,7 @@ def cut_steps(draw) -> tuple[Step, torch.Tensor]:
     return step, cut
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     rule=st.sampled_from(RULES),
     bound=st.sampled_from(BOUNDS),
@@ -193,7 +194,7 @@ def test_a_budget_changes_between_steps_after_one_in_which_rows_were_cut() -> No
     same(stepped(), wanted.apply(0, *layer, step))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     rule=st.sampled_from(RULES),
     bound=st.sampled_from(BOUNDS),

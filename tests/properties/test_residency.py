@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -168,7 +169,7 @@ class WithLFU(Machine):
 
 
 for _machine in (WithLRU, WithLFU):
-    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, **BUSY)
+    _machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, **BUSY)
 TestWithLRU = WithLRU.TestCase
 TestWithLFU = WithLFU.TestCase
 
@@ -320,7 +321,7 @@ def test_exchanging_for_what_the_policy_would_rather_keep() -> None:
     needed=st.sets(st.integers(0, SLOTS + 3), min_size=1),
     policy=st.sampled_from([LRU, LFU]),
 )
-@settings(max_examples=300, **BUSY)
+@settings(max_examples=examples(300), **BUSY)
 def test_soft_pins_go_last_and_hinder_nobody(order, held, pinned, soft, needed, policy) -> None:
     """A call succeeds with them if it does without; and none is evicted while another one could be.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from driven import COSTS, Case, Endless, Instant, executed, execution_of, mixed_trace, replay_of, simulated
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ WITHOUT_READS = [f"{name}@admit=False" if name == "waterfill" else name for name
 @pytest.mark.parametrize("balancer", WITHOUT_READS)
 @pytest.mark.parametrize("policy", POLICIES)
 @given(SEEDS, st.integers(2, 6) | st.integers(2, 24))
-@settings(max_examples=8, **BUSY)
+@settings(max_examples=examples(8), **BUSY)
 def test_on_demand(policy: str, balancer: str, seed: int, slots: int) -> None:
     case = Case(mixed_trace(seed), slots, policy, balancer)
     assert_same(simulated(case), executed(case))
@@ -47,7 +48,7 @@ def test_on_demand(policy: str, balancer: str, seed: int, slots: int) -> None:
 @pytest.mark.parametrize("balancer", ["none", "waterfill@admit=False"])
 @pytest.mark.parametrize("policy", POLICIES)
 @given(SEEDS, st.integers(2, 8), st.sampled_from([1, 3, 8, 16, 24]))
-@settings(max_examples=8, **BUSY)
+@settings(max_examples=examples(8), **BUSY)
 def test_with_host_memory_before_the_store(policy: str, balancer: str, seed: int, slots: int, rows: int) -> None:
     case = Case(mixed_trace(seed), slots, policy, balancer, rows=rows)
     found = simulated(case)
@@ -75,7 +76,7 @@ BALANCERS = st.sampled_from(["none", "threshold", "waterfill"])
 
 
 @given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_reads_ahead_that_take_no_time(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
     case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +85,7 @@ def test_reads_ahead_that_take_no_time(seed: int, slots: int, policy: str, balan
 
 
 @given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_reads_ahead_that_never_end_unless_waited_for(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
     case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
     with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +132,7 @@ LOOKING = st.builds(
 
 
 @given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, LOOKING)
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 def test_guesses_about_layers(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
     case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
     for seconds, background in ((0.0, Instant), (1e15, Endless)):
@@ -144,7 +145,7 @@ NEXT_LAYER = PrefetchSettings(next_layer=True, background=1)
 
 
 @given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES))
-@settings(max_examples=30, **BUSY)
+@settings(max_examples=examples(30), **BUSY)
 def test_the_next_layer_of_forwards_with_many_rows(seed: int, slots: int, policy: str) -> None:
     """What counts as many, and as right often enough, is less than in serving: forwards have 5 rows here."""
     case = Case(mixed_trace(seed, 20), slots, policy, "none", NEXT_LAYER, rows=seed % 9)

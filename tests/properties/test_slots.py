@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_store import MemoryStore
@@ -134,7 +135,7 @@ forwards = st.lists(st.tuples(st.integers(0, len(SHAPE.layers) - 1), routings())
 
 
 @given(forwards, st.integers(SHAPE.top_k, SHAPE.total), st.sampled_from(components.names("policies")))
-@settings(max_examples=120, **BUSY)
+@settings(max_examples=examples(120), **BUSY)
 def test_every_row_sees_its_experts(forwards: list[tuple[int, Tensor]], slots: int, policy: str) -> None:
     pool = Pool(slots, policy=policy)
     try:
@@ -156,7 +157,7 @@ def test_slots_are_filled_with_what_the_policy_loads_first(pools: list[Pool]) ->
 
 
 @given(forwards, st.sampled_from(components.names("policies")))
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_as_few_slots_as_one_token_needs(forwards: list[tuple[int, Tensor]], policy: str) -> None:
     pool = Pool(SHAPE.top_k, policy=policy, delay=1e-4)
     try:
@@ -167,7 +168,7 @@ def test_as_few_slots_as_one_token_needs(forwards: list[tuple[int, Tensor]], pol
 
 
 @given(forwards, st.integers(SHAPE.top_k, SHAPE.total), st.data())
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_counters_add_up(forwards: list[tuple[int, Tensor]], slots: int, data: st.DataObject) -> None:
     pool, experts, waves, steps = Pool(slots), 0, 0, 0
     try:
@@ -262,7 +263,7 @@ def test_no_row(pools: list[Pool]) -> None:
     routings(),
     st.integers(SHAPE.top_k, SHAPE.total),
 )
-@settings(max_examples=60, **BUSY)
+@settings(max_examples=examples(60), **BUSY)
 def test_failed_read_is_told_and_can_be_tried_again(bad: set[int], ids: Tensor, slots: int) -> None:
     pool = Pool(slots)
     try:
@@ -350,7 +351,7 @@ def test_slot_and_key_are_the_same_where_all_fit(shape: MoEShape, pools: list[Po
 
 
 @given(st.integers(SHAPE.top_k, SHAPE.total))
-@settings(max_examples=22, **BUSY)
+@settings(max_examples=examples(22), **BUSY)
 def test_filling_shares_the_slots_among_the_layers(slots: int) -> None:
     pool = Pool(slots)
     try:

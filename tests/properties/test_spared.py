@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from routing_rules import rules
@@ -86,7 +87,7 @@ def routed(plane: str, control: BudgetControl, step: Step, given: tuple) -> tupl
     return control.capture(0, *given)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     case=steps(),
     ranking=st.sampled_from(RANKINGS),
@@ -105,7 +106,7 @@ def test_no_more_selected_than_may_run(case, ranking, coverage, votes, more) -> 
         assert (counted["rows"], counted["dropped_weight"], counted["emptied"]) == (len(ids), 0.0, 0), plane
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(case=steps(), ranking=st.sampled_from(RANKINGS), coverage=st.sampled_from(COVERAGES))
 def test_one_fewer_is_cut(case, ranking, coverage) -> None:
     """The bound is one: all planes then run that many."""
@@ -115,7 +116,7 @@ def test_one_fewer_is_cut(case, ranking, coverage) -> None:
         assert len(routed(plane, control, step, given)[1].unique()) <= most - 1, plane
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     case=steps(),
     ranking=st.sampled_from(RANKINGS),

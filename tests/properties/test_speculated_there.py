@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from replay import Graph
@@ -70,7 +71,7 @@ def run(made: BudgetControl, layer: int, step: Step, of: dict[str, torch.Tensor]
     return made.apply(layer, of["logits"], of["weights"], of["ids"], step, hidden=of["hidden"])
 
 
-@settings(max_examples=300, phases=[Phase.generate], report_multiple_bugs=False)
+@settings(max_examples=examples(300), phases=[Phase.generate], report_multiple_bugs=False)
 @given(
     case=st.sampled_from(CASES),
     name=st.sampled_from(ON_DEVICE),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -133,7 +134,7 @@ def check(path: Path, level: str) -> None:
 @example(changes={"knobs": {"cpu_experts": "auto", "store": "host"}}, level="exact")
 @example(changes={"knobs": {"http": "control"}}, level="rounding")
 @example(changes={"speculative_config": {"method": "custom_class", "model": str(TOY)}}, level="rounding")
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_profile_is_used_exactly_or_not_at_all(written: dict, changes: dict, level: str) -> None:
     written["path"].write_text(json.dumps(written["content"] | changes))
     check(written["path"], level)
@@ -142,7 +143,7 @@ def test_any_profile_is_used_exactly_or_not_at_all(written: dict, changes: dict,
 @given(content=st.binary(max_size=64) | JSON.map(lambda value: json.dumps(value).encode()))
 @example(content=b"[" * 100_000)
 @example(content=b'{"knobs":' * 10_000)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_any_file_is_no_profile(written: dict, content: bytes) -> None:
     written["path"].write_bytes(content)
     before, after, drafts = used(written["path"], "exact")

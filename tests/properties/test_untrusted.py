@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -129,7 +130,7 @@ def calibration(folder) -> bytes:
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_traces(folder, trace, data) -> None:
     path, content = folder / "t", data.draw(damaged(trace))
     path.write_bytes(content)
@@ -144,7 +145,7 @@ def test_traces(folder, trace, data) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_calibrations(folder, calibration, data) -> None:
     path, content = folder / "c", data.draw(damaged(calibration))
     path.write_bytes(content)
@@ -167,7 +168,7 @@ def predictors(folder) -> bytes:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_predictors(folder, predictors, data) -> None:
     path, content = folder / "p", data.draw(damaged(predictors))
     path.write_bytes(content)
@@ -187,7 +188,7 @@ JSON = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=4) | st.dicti
 
 
 @given(JSON | st.binary(max_size=64), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_budgets_and_profiles(folder, value, data) -> None:
     path = folder / "j"
     path.write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
@@ -219,7 +220,7 @@ CONFIG = {
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_checkpoints(folder, data) -> None:
     model = folder / "model"
     model.mkdir(exist_ok=True)
@@ -243,7 +244,7 @@ def test_checkpoints(folder, data) -> None:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_packed_experts(folder, data) -> None:
     fingerprint = "0123456789abcdef" * 2
     path = folder / "packed" / fingerprint / "layer-000" / "expert-0000.safetensors"

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def drawn(rows: int, experts: int, top_k: int, seed: int) -> np.ndarray:
     return np.array(chosen, dtype=np.int32).reshape(rows, top_k)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     rows=st.integers(0, 60),
     experts=st.integers(2, 12),

@@ -6,6 +6,7 @@ from itertools import chain, combinations
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +113,7 @@ def test_threshold_refuses_what_the_search_cannot_trust(arrays, named):
     t_row=st.integers(0, 3),
     busy=st.integers(0, 6),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_waterfill_agrees_with_trying_every_subset(rows, t_stream, t_cpu, t_row, busy):
     experts = [3 * i + 1 for i in range(len(rows))][::-1]
 

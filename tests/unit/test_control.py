@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +167,7 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     )
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     mass=st.floats(0.01, 0.999),

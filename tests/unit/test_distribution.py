@@ -223,6 +223,7 @@ def told(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+@pytest.mark.rest
 @on_a_cpu_build
 def test_by_the_readme_alone_a_server_answers(evening: Path, tmp_path: Path) -> None:
     """Its first three lines; what pip left wrong is told in one line, and mended one by one."""

@@ -305,6 +305,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert code == 2 and "--nonsense" in text
 
 
+@pytest.mark.rest
 def test_this_vllm_loads_the_plugin() -> None:
     """In a process of its own, because loading wraps vLLM's methods."""
     code = (
@@ -315,6 +316,7 @@ def test_this_vllm_loads_the_plugin() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.rest
 def test_a_plugin_that_vllm_was_told_to_leave_out() -> None:
     code = "from vllm_spac.tools.machine.installation import installation as i; f = i(); assert not f.active, f"
     subprocess.run([sys.executable, "-c", code], check=True, env={"VLLM_PLUGINS": "other", "PATH": "/usr/bin:/bin"})

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the routes are vLLM's plugin interface")
 
+from effort import examples
 from fastapi import FastAPI, testclient
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -395,7 +396,7 @@ def test_a_request_imports_nothing(open_server, tmp_path, monkeypatch) -> None:
 
 
 @given(st.binary(max_size=64) | st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_body_is_a_budget_or_one_line(open_server, body) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = open_server.post("/spac/budget", content=content, headers=AS_JSON)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ class Served:
 
 
 @given(st.lists(st.tuples(few, few, few), max_size=15), st.integers(0, 2))
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 def test_a_cache_a_layer(steps: list, more: int) -> None:
     """Beside a list of each layer; ``more`` slots than equal shares stay where they were at the start."""
     served = Served(LayerLRU(), LAYERS * SHARE + more)
@@ -62,7 +63,7 @@ def test_a_cache_a_layer(steps: list, more: int) -> None:
 
 
 @given(st.lists(st.tuples(many, many, many), min_size=1, max_size=8), st.integers(EXPERTS, KEYS - 1))
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 def test_what_a_prompt_borrows_comes_back(prompts: list, slots: int) -> None:
     """As soon as each layer misses as much as it has lent."""
     served = Served(LayerLRU(), slots)
@@ -88,7 +89,7 @@ def test_a_layer_does_not_pay_for_another() -> None:
 
 
 @given(st.permutations(range(KEYS)), st.integers(0, LAYERS - 1), st.integers(1, EXPERTS), st.integers(0, KEYS))
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 def test_a_batch_of_misses_evicts_whom_single_misses_would(keys: list[int], layer: int, count: int, held: int) -> None:
     """Each newcomer takes its slot before the next victim is chosen."""
     asking = range(layer * EXPERTS, (layer + 1) * EXPERTS)

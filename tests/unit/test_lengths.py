@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -318,7 +319,7 @@ def test_acceptance_follows_for_shorter_lengths_and_from_batches() -> None:
     assert acceptance.tokens()[4] < 1.2
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     increments=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=8),
     chances=st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),
@@ -336,7 +337,7 @@ def test_never_slower_than_not_speculating(increments, chances, seed, requests) 
     assert set(run.lengths) <= set(range(most + 1))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     most=st.integers(1, 9),
     events=st.lists(

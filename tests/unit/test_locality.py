@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,7 +206,7 @@ def naive(sequences: list[np.ndarray], experts: int, slots: int, rows: int) -> t
 
 
 @given(st.lists(st.integers(1, 25), min_size=1, max_size=5), st.integers(1, 3), st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_against_a_naive_twin(lengths: list[int], top_k: int, seed: int) -> None:
     """Requests one after the other, each with a prompt of two tokens; two layers."""
     rng, experts, slots = np.random.default_rng(seed), 7, 4

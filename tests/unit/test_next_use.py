@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,7 +137,7 @@ def test_many_experts_are_sampled_in_turn() -> None:
     ),
     st.integers(1, 40),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_no_history_breaks_it(steps: list[np.ndarray], times: int) -> None:
     """Also one that was constant for long, which leaves nothing to learn, and then is not."""
     estimate = fitted([counts for counts in steps for _ in range(times)])

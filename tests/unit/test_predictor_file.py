@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -182,7 +183,7 @@ STAGES = 5 + 5 + 3 + 1  # gate, quasi-hidden; networks of all layers but the fir
 
 
 @given(cuts=st.lists(st.integers(0, STAGES), max_size=4).map(sorted))
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_an_interrupted_training_gives_the_same_file(tmp_path_factory, cuts: list[int]) -> None:
     """Stopped after any stages and resumed by another process, which has nothing but the texts and the file."""
     path = tmp_path_factory.mktemp("training") / "progress"

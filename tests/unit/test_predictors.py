@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_gate_ranks_as_the_later_router_on_the_earlier_residual(bias: float) -> 
         torch.testing.assert_close(scores, expected, rtol=0.05, atol=0.1)  # maps are in bf16
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 6), experts=st.integers(2, 12), width=st.integers(2, 16))
 def test_the_quasi_hidden_state_splits_into_residual_and_default_vectors(
     seed: int, rows: int, experts: int, width: int

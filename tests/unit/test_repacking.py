@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -55,7 +56,7 @@ ORDER, AWQ = tuple(range(8)), (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: awq/utils/pac
 SIZES = given(
     st.integers(1, 5), st.integers(1, 5), st.sampled_from([32, 64]), st.sampled_from([torch.bfloat16, torch.float16])
 )
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=examples(15), deadline=None)
 
 
 def int4(rows: int, groups: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -129,7 +130,7 @@ def naive_order(probabilities: np.ndarray, held: list[int], layer: int) -> list[
     st.sets(st.integers(0, KEYS - 1)),
     st.sampled_from([(4, 32), (6,), (1, 2, 3)]),
 )
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 def test_victims_are_those_expected_last(history, held, layer, pinned, half_lives) -> None:
     policy = Reuse(half_lives=half_lives)
     policy.enter(range(EXPERTS))
@@ -152,7 +153,7 @@ def test_victims_are_those_expected_last(history, held, layer, pinned, half_live
 
 
 @given(st.lists(st.integers(0, 2), min_size=KEYS, max_size=KEYS).map(np.array), st.sets(st.integers(0, KEYS - 1)))
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=examples(100), **BUSY)
 def test_a_few_victims_are_the_first_of_many(counts: np.ndarray, pinned: set[int]) -> None:
     """However few are looked at first, pins and ties included."""
     free = KEYS - len(pinned)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ def test_more_experts_than_slots_runs_in_parts():
 
 
 @given(st.integers(2, 16), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_parts_are_the_waves_of_serving(slots, seed):
     trace = synthetic_trace(layers=2, experts=16, top_k=2, steps=3, drafts=7, skew=0, reuse=0, seed=seed)
     for record, found in enumerate(parts(trace, slots)):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def test_share_is_rounded_up(share: float, count: int) -> None:
 
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 512))
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 def test_whole_percentages_are_exact(percent: int, layers: int, experts: int) -> None:
     """7% of 100 experts are 7 slots: the smallest number that is not below the percentage."""
     wanted = shape(layers, experts, top_k=1, expert_bytes=1)
@@ -89,7 +90,7 @@ def test_only_a_number_per_layer_is_checked_before_loading(slots: SlotCount) -> 
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.data())
-@settings(max_examples=200, **BUSY)
+@settings(max_examples=examples(200), **BUSY)
 def test_check_per_layer_suggests_a_number_that_works(per_layer: int, experts: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, experts))
     try:
@@ -109,7 +110,7 @@ SLOTS = st.one_of(
 
 
 @given(SLOTS, st.integers(1, 60), st.integers(1, 256), st.data())
-@settings(max_examples=300, **BUSY)
+@settings(max_examples=examples(300), **BUSY)
 def test_resolve_suggests_a_number_that_works(text: str, layers: int, experts: int, data: st.DataObject) -> None:
     """Whenever one token's experts fit, some setting works; then each one that the message names must."""
     wanted = shape(layers, experts, data.draw(st.integers(1, min(experts, 16))), expert_bytes=1)

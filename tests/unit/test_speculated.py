@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def run(made: BudgetControl, rule: RoutingRule, logits: torch.Tensor, step: Step
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("mode", ["predicted", "restricted"])
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_who_predicts_what_routers_choose_changes_nothing(rule: RoutingRule, mode: str, seed: int) -> None:
     """The oracle's recall is 1: the output is the exact one, to the bit where the router's weights are used."""
     logits = 2 * random(LAYERS, ROWS, EXPERTS, seed=seed)
@@ -106,7 +107,7 @@ def test_who_predicts_what_routers_choose_changes_nothing(rule: RoutingRule, mod
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_predicted_rows_run_what_the_predicted_logits_choose(rule: RoutingRule, seed: int) -> None:
     """With their weights, whatever the router says; other rows and the first layer keep the router's."""
     logits, scores = 2 * random(LAYERS, ROWS, EXPERTS, seed=seed), 2 * random(LAYERS, ROWS, EXPERTS, seed=seed + 5000)
@@ -123,7 +124,7 @@ def test_predicted_rows_run_what_the_predicted_logits_choose(rule: RoutingRule, 
 
 @pytest.mark.parametrize("rule", [*RULES, SIGMOID], ids=str)
 @given(seed=st.integers(0, 1000), held=st.sets(st.integers(0, EXPERTS - 1)))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_restricted_rows_choose_among_what_is_predicted_or_held(rule: RoutingRule, seed: int, held: set[int]) -> None:
     """A twin, row by row: the router's scores, all experts but the admitted ones left out."""
     logits, scores = 2 * random(LAYERS, ROWS, EXPERTS, seed=seed), random(LAYERS, ROWS, EXPERTS, seed=seed + 5000)

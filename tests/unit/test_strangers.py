@@ -21,6 +21,7 @@ import pytest
 import strangers
 import torch
 import zmq
+from effort import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from worker_threads import (
@@ -362,7 +363,7 @@ anything = st.lists(st.binary(max_size=200), min_size=1, max_size=6) | st.just([
         max_size=8,
     ),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_what_strangers_send_never_arrives(places: Threads, begin: bytes, rest: list[bytes]) -> None:
     """Arbitrary bytes, before and in a handshake: no frame of a stranger is ever looked at."""
     worker, arrived = places.running[0].worker, []
@@ -389,7 +390,7 @@ def listens(peer: socket.socket) -> bool:
 
 # No shrinking: an example without an answer takes as long as its waits, and hundreds of them would look like a hang.
 @given(data=st.data(), role=st.sampled_from(["nobody", "engine", "served"]))
-@settings(max_examples=150, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=examples(150), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_what_peers_with_the_secret_send_harms_nobody(
     places: Threads, context: zmq.Context, data: st.DataObject, role: str
 ) -> None:

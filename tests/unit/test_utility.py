@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +71,7 @@ variants = st.sampled_from(["paper", "literal", "released"])
     variant=variants,
     fixed=st.sampled_from([None, None, (3, 1), (1, 2)]),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_agrees_with_the_loop(counts, gamma, upper, forget, variant, fixed):
     boundaries = None if variant == "released" else fixed
     estimator = UtilityEstimator(len(counts[0]), gamma, upper, forget, variant, boundaries=boundaries)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
@@ -66,7 +67,7 @@ def test_weights_of_rows() -> None:
 
 
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 64), alpha=chances, order=st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_products_are_exact_and_their_order_does_not_matter(seed: int, rows: int, alpha: float, order) -> None:
     """Of float32 scores within a factor of 2**17 / rows of one another."""
     generator = torch.Generator().manual_seed(seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -146,7 +147,7 @@ def test_a_prompt_has_no_counts(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_is_written_is_read_back(tmp_path_factory, runs, flush) -> None:
     """Whatever the sizes of steps and buffers; steps that were not ended leave nothing."""
     path = tmp_path_factory.mktemp("trace") / "t"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_layers import EMPTY, bound, truth
@@ -298,7 +299,7 @@ def test_the_twin_multiplies_codes(name):
 SIZES = st.integers(1, 4).map(lambda count: 32 * count)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=examples(5), deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(FORMATS)), st.integers(1, 3), SIZES, SIZES, st.integers(5, 6), st.booleans(), st.data())
 def test_any_layer(device, name, rows, d, ff, experts, bias, data):
     """Padding, weightless pairs and experts that nobody chose, which are poisoned."""
