@@ -50,6 +50,10 @@ test-rest: setup ## what `test` leaves out and CI runs too: more engines and ker
 	@SPAC_TESTS=thorough $(PYTEST) $(PARALLEL) -m "(rest or hypothesis) and not full and not gpu" -rs
 	@SPAC_TESTS=thorough $(V2) $(PYTEST) $(PARALLEL) -m v2 -rs tests/parity
 
+test-full: setup ## all tests that need no GPU, also the slow ones
+	@SPAC_TESTS=thorough $(PYTEST) $(PARALLEL) -m "not gpu" -rs
+	@$(MAKE) --no-print-directory test-v2
+
 test-changed: setup ## only what a change reaches by imports (BASE=commit to compare with, FAR=imports to follow: 3)
 	@files=$$($(BIN)/python tests/unit/changed.py $(if $(BASE),--base $(BASE)) $(if $(FAR),--far $(FAR))) || exit 1; \
 		[ -z "$$files" ] && echo "nothing has changed" || $(PYTEST) $(PARALLEL) -m "not full and not gpu" -rs $$files

@@ -53,9 +53,11 @@ def imported(path: Path) -> frozenset[Path]:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return frozenset(modules()[name] for name in names if name in modules()) - {path}
+            for alias in node.names:  # a module of a package, or a name of a module
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full in modules() else node.module)
+    entry = ROOT / "vllm_spac" / "__init__.py"  # where vLLM enters: by it, all of the product would be imported
+    return frozenset(modules()[name] for name in names if name in modules()) - {path, entry}
 
 
 def reached(test: Path, targets: set[Path], far: int) -> int | None:
@@ -74,6 +76,16 @@ def reached(test: Path, targets: set[Path], far: int) -> int | None:
 
 def tests() -> Iterator[Path]:
     yield from sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+def closure(*starts: Path) -> set[Path]:
+    """Files with all that they import, one through another."""
+    found, left = set(starts), list(starts)
+    while left:
+        new = imported(left.pop()) - found
+        found |= new
+        left += new
+    return found
 
 
 def is_component(path: Path) -> bool:

@@ -40,3 +40,10 @@ def test_a_test_reaches_itself_and_a_helper_its_tests():
 
 def test_what_all_tests_share_reaches_all():
     assert len(names("tests/conftest.py")) == len(list(changed.tests()))
+
+
+@pytest.mark.parametrize("layers", ["host/slots_execution", "device/pointers_execution"])
+def test_the_map_says_how_much_serves(layers: str):
+    serves = changed.closure(*(ROOT / "vllm_spac" / f"{name}.py" for name in ("runtime", f"execution/{layers}")))
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in serves)
+    assert f"{len(serves)} files of {round(lines, -2):,} lines" in (ROOT / "vllm_spac" / "README.md").read_text("utf-8")
