@@ -295,9 +295,9 @@ class Runtime:
         return self.drafts.step is not None
 
     @property
-    def looks_at_drafts(self) -> bool:
+    def observes_drafts(self) -> bool:
         """Whether ``drafting`` is to be called, and ``begin_step`` passed what the drafter computed."""
-        return any(DRAFTING & execution.looks_at for execution in self.executions)
+        return any(DRAFTING & execution.signals for execution in self.executions)
 
     def drafting(self, read: Tensor) -> None:
         """The drafter has read tokens of the next step; called after each of its forwards.
@@ -307,7 +307,7 @@ class Runtime:
                 the layers.
         """
         for execution in self.executions:
-            if DRAFTING & execution.looks_at:
+            if DRAFTING & execution.signals:
                 execution.draft(read)
 
     def drafted(self, drafts: int, seconds: float, forwards: int | None = None) -> None:

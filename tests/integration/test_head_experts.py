@@ -104,7 +104,7 @@ def test_each_forward_of_the_head_is_a_step_of_its_execution() -> None:
 
 @pytest.mark.parametrize("hooks", [draft_loading_v1, runner_v2])
 def test_both_runners_say_whose_head_they_load(hooks: ModuleType) -> None:
-    experts = SimpleNamespace(looks_at=frozenset())
+    experts = SimpleNamespace(signals=frozenset())
     layer = torch.nn.Module()
     layer.spac_kernel, layer.spac = None, experts
     drafter = SimpleNamespace(model=torch.nn.Module(), vllm_config=SimpleNamespace(speculative_config=None))

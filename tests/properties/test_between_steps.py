@@ -59,7 +59,7 @@ class Steps:
             layer = self.choice.randrange(LAYERS)
             self.hot[layer][self.number % PERIOD] = self._few()
         ids = [self._ids(layer, rows) for layer in range(LAYERS)]
-        if pool.looks_at:
+        if pool.signals:
             for count in range(1, min(rows, 4) + 1):
                 named = [
                     each if self.choice.random() < self.right else torch.randint(EXPERTS, each.shape) for each in ids
@@ -99,7 +99,7 @@ def test_the_same_bits_whatever_is_read(slots, right, rows, policy, seed) -> Non
         unused = pool.admission.offering._unused
         assert stats["prefetch_hits"] + stats["prefetch_wasted"] + len(unused) == stats["prefetches"]
         if slots == LAYERS * EXPERTS:
-            assert stats["prefetches"] == 0 and not pool.looks_at
+            assert stats["prefetches"] == 0 and not pool.signals
     finally:
         pool.close()
 

@@ -207,7 +207,7 @@ class Foresight(SimpleNamespace):
     """Names what it is told to."""
 
     @classmethod
-    def looks_at_layers(cls) -> bool:
+    def observes_layers(cls) -> bool:
         return True
 
 

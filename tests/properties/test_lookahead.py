@@ -566,7 +566,7 @@ class OfTheFuture(OfRouters):
 
 def test_a_predictor_of_another_package_may_look_at_layers() -> None:
     settings = PrefetchSettings(prefetch=f"{__name__}:OfRouters")
-    assert settings.looks and isinstance(settings.build(3), OfRouters)
+    assert settings.observes_layers and isinstance(settings.build(3), OfRouters)
     with pytest.raises(ConfigError, match="looks at future, which is not passed on to predictors; use off"):
         PrefetchSettings(prefetch=f"{__name__}:OfTheFuture")
 

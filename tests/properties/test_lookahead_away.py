@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_lookahead import BUSY, EXPERTS, POLICIES, STEPS, TOP, Kernel, Pool, draft, run
 from torch import Tensor
 
-from vllm_spac.cache.named import Named, Ration, named
+from vllm_spac.cache.named import BudgetHint, Named, named
 from vllm_spac.core import RowKind
 from vllm_spac.decisions.predictors.base import START, Guess
 from vllm_spac.execution.exchange import Exchange
@@ -206,10 +206,10 @@ def test_names_are_those_of_the_scores(data) -> None:
         Guess(2 * EXPERTS, scores),
         data.draw(st.lists(st.sampled_from([0.25, 1.0]), min_size=rows, max_size=rows)),
     )
-    ration = Ration(
+    hint = BudgetHint(
         data.draw(st.sampled_from([None, (1, 1, 3, 2, 4)])), data.draw(st.sampled_from([None, np.array(votes)]))
     )
-    ours, theirs = list(Named.of(guess, EXPERTS, top).by_layer(ration)), list(named(guess, EXPERTS, top, ration))
+    ours, theirs = list(Named.of(guess, EXPERTS, top).by_layer(hint)), list(named(guess, EXPERTS, top, hint))
     assert [layer for layer, _ in ours] == [layer for layer, _ in theirs] == [2 + number for number in range(layers)]
     assert [experts.tolist() for _, experts in ours] == [experts.tolist() for _, experts in theirs]
 
@@ -219,18 +219,18 @@ def test_under_a_budget_a_name_counts_as_much_as_its_weight(logits: bool, bounds
     """One row is sure of expert 0, two are in doubt and name 2 before 3; without a budget places alone count."""
     scores = torch.zeros(3, EXPERTS)
     scores[0, 0], scores[1:, 2], scores[1:, 3] = 10.0, 0.2, 0.1
-    guess, ration = Guess(0, scores, logits), Ration(bounds)
-    [(_, ours)] = Named.of(guess, EXPERTS, TOP, ration).by_layer(ration)
-    [(_, theirs)] = named(guess, EXPERTS, TOP, ration)
+    guess, hint = Guess(0, scores, logits), BudgetHint(bounds)
+    [(_, ours)] = Named.of(guess, EXPERTS, TOP, hint).by_layer(hint)
+    [(_, theirs)] = named(guess, EXPERTS, TOP, hint)
     assert ours[0] == theirs[0] == first and (bounds is None or len(ours) == len(theirs) == 1)
 
 
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 2), st.integers(1, EXPERTS))
 def test_weights_of_names_are_the_same_on_both_sides(seed: int, rows: int, layers: int, bound: int) -> None:
     scores = 3 * torch.randn(rows, layers * EXPERTS, generator=torch.Generator().manual_seed(seed))
-    guess, ration = Guess(0, scores, logits=True), Ration((bound,) * layers)
-    ours = [experts.tolist() for _, experts in Named.of(guess, EXPERTS, TOP, ration).by_layer(ration)]
-    assert ours == [experts.tolist() for _, experts in named(guess, EXPERTS, TOP, ration)]
+    guess, hint = Guess(0, scores, logits=True), BudgetHint((bound,) * layers)
+    ours = [experts.tolist() for _, experts in Named.of(guess, EXPERTS, TOP, hint).by_layer(hint)]
+    assert ours == [experts.tolist() for _, experts in named(guess, EXPERTS, TOP, hint)]
 
 
 def test_weights_arrive_beside_the_names() -> None:

@@ -112,7 +112,7 @@ def test_the_same_bits_whatever_is_named(slots: int, right: float, rows: list[in
         assert stats["prefetch_hits"] + stats["prefetch_wasted"] + len(read) == stats["prefetches"]
         assert (pool.residency.slot_of[list(read)] != NOWHERE).all()
         if slots == LAYERS * EXPERTS:
-            assert stats["prefetches"] == 0 and pool.looks_at == frozenset()
+            assert stats["prefetches"] == 0 and pool.signals == frozenset()
     finally:
         pool.close()
 

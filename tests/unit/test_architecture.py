@@ -234,6 +234,20 @@ def test_classes_are_short() -> None:
     }
 
 
+def test_verbs_are_those_of_the_field() -> None:
+    """What becomes of an expert, report or number has a word in vLLM: hit, miss, evict, report, receive, observe."""
+    private = {"tell", "told", "hear", "hears", "heard", "said", "seat", "seated", "look", "looks", "found", "withhold"}
+    assert [
+        f"{module}:{node.lineno} {node.name}"
+        for module, path in modules().items()
+        if ours(module)
+        for body in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(body, ast.Module | ast.ClassDef)
+        for node in body.body
+        if isinstance(node, ast.FunctionDef) and node.name.split("_")[0] in private
+    ] == []
+
+
 def test_parameters_are_typed() -> None:
     """At least 95 % of those of all functions; the share is printed."""
     found = {

@@ -293,7 +293,7 @@ def test_drafting_ends_where_it_does_not_pay(sure, greedy: bool, drafts) -> None
     """A drafter that samples drafts to the end: what it would have sampled is not in its logits."""
     loop, chooser = Loop([[1, 2], [3, 4], [5, 6], [7, 8]], sure), told(0.1, 0.5, making=0.05)
     runtime = SimpleNamespace(
-        drafts=SimpleNamespace(chooser=chooser, length=lambda: 4, in_prompt=False), looks_at_drafts=False,
+        drafts=SimpleNamespace(chooser=chooser, length=lambda: 4, in_prompt=False), observes_drafts=False,
         budget=SimpleNamespace(weighs=False), recorder=SimpleNamespace(timeline=None),
         drafted=lambda drafts, seconds, forwards: None,
     )  # fmt: skip

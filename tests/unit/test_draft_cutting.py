@@ -406,7 +406,7 @@ def test_half_are_cut_now_and_then_while_their_cost_is_unknown() -> None:
 
 def test_the_requests_of_a_large_batch_take_turns_in_teaching(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    monkeypatch.setattr(device_chooser, "hear", lambda odds, request, drafts, said: heard.append(request))
+    monkeypatch.setattr(device_chooser, "observe_answer", lambda odds, request, drafts, said: heard.append(request))
     chooser, names = DeviceChooser(3), [f"r{number}" for number in range(2 * device_chooser.TAUGHT + 1)]
     drafts, kept = {name: Drafted([1], [0.5]) for name in names}, dict.fromkeys(names, 1)
     for _ in range(3):

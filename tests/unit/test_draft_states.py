@@ -114,7 +114,7 @@ class Choices(DraftChoices):
 def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() -> None:
     told: list[list] = []
     runtime = SimpleNamespace(
-        looks_at_drafts=True,
+        observes_drafts=True,
         budget=SimpleNamespace(weighs=False),
         drafts=SimpleNamespace(length=lambda: None, chooser=None),
         recorder=SimpleNamespace(timeline=None),
@@ -142,7 +142,7 @@ def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() ->
     )
     step = runner_v1._step(runner, scheduled)
     assert first(step.draft) == [10, 11, None, 0]
-    runtime.looks_at_drafts = False
+    runtime.observes_drafts = False
     assert runner_v1._step(runner, scheduled).draft is None
 
 

@@ -194,7 +194,7 @@ def test_a_process_that_holds_some_experts_expects_those() -> None:
     made.begin()
     made.name(guess(1, row(3, 0), row(5, 1)))
     assert list(made.ranked()) == [3 + 1, 3 + 2, 3 + 0], "of layer 1, the likeliest first"
-    made.hear(made.names(guess(2, row(2, 5))))
+    made.receive(made.names(guess(2, row(2, 5))))
     assert list(made.ranked()) == [4, 5, 3, 6 + 2]
     made.enter(2, np.array([[1, 2], [4, 5]]))
     assert [key for key in range(LAYERS * 3) if key in made] == [6, 8] and list(made.ranked()) == []

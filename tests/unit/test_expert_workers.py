@@ -664,14 +664,14 @@ def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:
     """A worker that was only cut off goes on counting; one that was started again begins at zero."""
     counts = WorkerCounts()
     said = {"pool": "a", "hits": 3, "misses": 1, "bytes": {"disk": 5}, "memory_bytes": 70, "slots": 2, "steps": {}}
-    counts.told(0, said, 0.0)
+    counts.count(0, said, 0.0)
     counts.lost(0)
     assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"], counts.total()["slots"]) == (3, 0, 0)
-    counts.told(0, {**said, "hits": 4}, 0.0)
+    counts.count(0, {**said, "hits": 4}, 0.0)
     assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"]) == (4, 70)
     counts.lost(0)
-    counts.told(0, {**said, "pool": "b", "hits": 10, "bytes": {"disk": 1, "host": 1}}, 0.0)
-    counts.told(1, {**said, "hits": 100, "misses": "many", "bytes": 7, "unknown": 5}, 0.0)
+    counts.count(0, {**said, "pool": "b", "hits": 10, "bytes": {"disk": 1, "host": 1}}, 0.0)
+    counts.count(1, {**said, "hits": 100, "misses": "many", "bytes": 7, "unknown": 5}, 0.0)
     assert counts.of(0)["hits"] == 14 and counts.of(0)["loaded_bytes"] == 7
     total = counts.total()
     assert (total["hits"], total["misses"], total["bytes"], total["slots"]) == (114, 2, {"disk": 6, "host": 1}, 4)
@@ -684,7 +684,7 @@ def test_counts_are_taken_once_and_only_when_they_were_asked_for() -> None:
     def heard(epoch: int, sequence: int) -> bool:
         header = Header(FrameKind.COUNTS, epoch, sequence=sequence)
         try:
-            counts.hear(0, decode(encode(header, text_payload({"pool": "a", "hits": 3})), Limits()))
+            counts.receive(0, decode(encode(header, text_payload({"pool": "a", "hits": 3})), Limits()))
         except FrameError:
             return False
         return True

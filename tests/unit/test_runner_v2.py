@@ -147,7 +147,7 @@ class Routing:
 def reading() -> tuple[SimpleNamespace, SimpleNamespace, list]:
     """A runner whose predictor looks at the draft model, its experts, and what the predictor was told."""
     told: list[list] = []
-    runtime = SimpleNamespace(looks_at_drafts=True, in_step=True, drafting=lambda read: told.append(read.tolist()))
+    runtime = SimpleNamespace(observes_drafts=True, in_step=True, drafting=lambda read: told.append(read.tolist()))
     serving = SimpleNamespace(draft_states=DraftStates(1, 2))
     experts = SimpleNamespace(runtime=runtime, serving=serving, draft_routing=Routing(), cutter=None)
     return SimpleNamespace(_spac_experts=experts, speculator=Speculator()), experts, told
@@ -191,6 +191,6 @@ def test_dummy_drafts_are_not_read() -> None:
 
 def test_a_runner_whose_predictor_reads_no_drafter_is_left_alone() -> None:
     runner, experts, _ = reading()
-    experts.runtime.looks_at_drafts = False
+    experts.runtime.observes_drafts = False
     assert runner_v2._step(runner, None, drafted_batch()).draft is None
     assert not vars(runner.speculator)

@@ -150,7 +150,7 @@ def test_a_draft_model_is_hooked_when_it_is_loaded_and_looked_at(looks: bool, mo
     target = torch.nn.Sequential(torch.nn.Module())
     runtime = SimpleNamespace(executions=[SimpleNamespace(shape=SHAPE)])
     seen = frozenset({Signal.DRAFT_ROUTING} if looks else ())
-    experts = SimpleNamespace(looks_at=seen, draft_routing=None, runtime=runtime)
+    experts = SimpleNamespace(signals=seen, draft_routing=None, runtime=runtime)
     target[0].spac_kernel, target[0].spac = None, experts
     config = SimpleNamespace(speculative_config=None, model_config=None)
     drafter, router = SimpleNamespace(model=None, vllm_config=config), Router._compute_routing
@@ -170,7 +170,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
     routing, drafter = loaded()
     told: list[list] = []
     runtime = SimpleNamespace(
-        looks_at_drafts=True,
+        observes_drafts=True,
         drafts=SimpleNamespace(chooser=None),
         budget=SimpleNamespace(weighs=False),
         drafting=lambda read: told.append(read[:, 1].tolist()),

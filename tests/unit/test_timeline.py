@@ -455,7 +455,7 @@ def test_the_drafters_time_is_recorded(clock) -> None:
     runtime = SimpleNamespace(
         recorder=SimpleNamespace(timeline=timeline), drafted=lambda *made: told.append(made),
         drafts=SimpleNamespace(length=lambda: None, chooser=None, in_prompt=False),
-        budget=SimpleNamespace(weighs=False), looks_at_drafts=False,
+        budget=SimpleNamespace(weighs=False), observes_drafts=False,
     )  # fmt: skip
     runner = SimpleNamespace(
         _spac_experts=SimpleNamespace(runtime=runtime),

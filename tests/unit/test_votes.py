@@ -197,7 +197,7 @@ def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     budget = SimpleNamespace(weighs=weighs)
     drafts = SimpleNamespace(length=lambda: 2, in_prompt=False, chooser=Chooser(4))
     runtime = SimpleNamespace(budget=budget, drafts=drafts, recorder=SimpleNamespace(timeline=None))
-    runtime.drafted, runtime.looks_at_drafts = lambda drafts, seconds, forwards: None, False
+    runtime.drafted, runtime.observes_drafts = lambda drafts, seconds, forwards: None, False
     experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
     runner = Runner(_spac_experts=experts, drafter=Drafter(list(logits)))

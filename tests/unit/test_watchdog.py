@@ -28,7 +28,7 @@ def told(notes: Notes, until: float, stall: Stall | None = None, begin: float = 
     """When a report is made, of looks once a second."""
     stall = stall or Stall()
     times = [begin + number for number in range(int(until) + 1)]
-    return [now for now in times if stall.look(notes.last[-1], notes.in_step, notes.prompts, now, busy)]
+    return [now for now in times if stall.check(notes.last[-1], notes.in_step, notes.prompts, now, busy)]
 
 
 def begun(prompts: bool = False) -> Notes:
@@ -60,7 +60,7 @@ def test_nothing_is_reported_without_a_step() -> None:
     ended = begun()
     ended.end("end of a step")
     assert told(ended, 500) == []
-    assert not any(Stall().look(None, False, False, now, lambda: True) for now in range(100)), "an idle start"
+    assert not any(Stall().check(None, False, False, now, lambda: True) for now in range(100)), "an idle start"
 
 
 def test_a_device_that_is_busy_long_after_its_step_stands_still() -> None:
@@ -74,7 +74,7 @@ def test_a_device_that_is_busy_long_after_its_step_stands_still() -> None:
 def test_a_process_that_was_stopped_does_not_stand_still() -> None:
     notes, stall = begun(), Stall()
     for now in (0.0, 1.0, 3600.0, 3601.0):
-        assert not stall.look(notes.last[-1], True, False, now, lambda: False)
+        assert not stall.check(notes.last[-1], True, False, now, lambda: False)
     assert told(notes, 100, stall, begin=3602.0), "but what stands still afterwards does"
 
 
@@ -96,7 +96,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def look(dog: Watchdog, times: float = SECONDS) -> None:
     for _ in range(int(times) + 1):
-        dog.look()
+        dog.check()
 
 
 def test_the_report(made, tmp_path, caplog) -> None:

@@ -93,7 +93,7 @@ def layer(execution: WorkerExecution, number: int) -> None:
 
 def test_workers_are_told_before_and_while_others_compute() -> None:
     execution, client = serving(Named())
-    assert execution.looks_at == Named.needs
+    assert execution.signals == Named.needs
     execution.begin_step(step(RowKind.DECODE))
     every = [(1, number, [1, 3]) for number in range(LAYERS)]
     assert client.told == every
@@ -135,7 +135,7 @@ def test_after_a_step_workers_are_told_what_its_counts_are_worth() -> None:
     client = Client()
     estimator = UtilityEstimator(SHAPE.total, gamma=0)
     execution = WorkerExecution(SHAPE, LRU(), SimpleNamespace(client=client), estimator, threshold=2)
-    assert execution.looks_at == frozenset()
+    assert execution.signals == frozenset()
     rising = [[[2, 0]], [[2, 0], [2, 1]], [[2, 0], [2, 1], [2, 3]]]  # f_t of expert 2: 1, 2, 3; of 0: 1, 1, 1
     for number, chosen in enumerate(rising):
         rows = len(chosen)

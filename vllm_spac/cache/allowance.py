@@ -134,7 +134,7 @@ class PauseNotice:
     def __init__(self, prefetch: str) -> None:
         self._prefetch, self._told = prefetch, False
 
-    def tell(self, judged: tuple[int, int] | None) -> None:
+    def report(self, judged: tuple[int, int] | None) -> None:
         """Logs the first pause."""
         if judged is None or self._told:
             return

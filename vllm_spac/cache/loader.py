@@ -81,7 +81,7 @@ class ExpertLoader:
 
     Attributes:
         prefetcher: reads ahead; its caller tells it of steps and layers, where something is to be guessed about them.
-        needs: what its predictor must be passed by ``begin_step`` and ``look``; None: neither needs to be called.
+        needs: what its predictor is passed by ``begin_step`` and ``observe_layer``; None: neither needs to be called.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ExpertLoader:
         shared = residency, transfers, counters, layer_experts, predictor, settings, balancer
         self.needs: frozenset[Signal] | None = None
         self.prefetcher: Prefetcher
-        if settings.looks:
+        if settings.observes_layers:
             of_model = layer_experts if local_of is None else len(local_of)
             guesser = settings.build(keys // layer_experts * of_model)
             self.needs = guesser.needs

@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_spac.cache.allowance import Depths
 from vllm_spac.cache.link import Link
-from vllm_spac.cache.named import UNBOUNDED, Named, Ration, named
+from vllm_spac.cache.named import UNBOUNDED, BudgetHint, Named, named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
@@ -48,7 +48,7 @@ class Expected:
         self._left = False  # the running layer has its output
         self._named: dict[int, list[int]] = {}  # layer that has not run -> keys, the likeliest first
         self._soon = np.zeros(layers * experts, dtype=bool)
-        self.ration = UNBOUNDED
+        self.hint = UNBOUNDED
 
     def begin(self) -> None:
         """A step begins: forgets what was expected of layers that the last one did not run."""
@@ -80,16 +80,16 @@ class Expected:
 
     def name(self, guess: Guess) -> None:
         """Takes ``guess`` in place of earlier ones about the same layers, except about the running layer."""
-        for layer, experts in named(guess, self._of_model, self._top_k, self.ration):
+        for layer, experts in named(guess, self._of_model, self._top_k, self.hint):
             self.expect(layer, self.held(experts))
 
     def names(self, guess: Guess) -> Named:
-        """Returns what ``guess`` names, on its device; for ``hear``."""
-        return Named.of(guess, self._of_model, self._top_k, self.ration)
+        """Returns what ``guess`` names, on its device; for ``receive``."""
+        return Named.of(guess, self._of_model, self._top_k, self.hint)
 
-    def hear(self, names: Named) -> None:
+    def receive(self, names: Named) -> None:
         """As ``name``, of ``names`` that are on the host."""
-        for layer, experts in names.by_layer(self.ration):
+        for layer, experts in names.by_layer(self.hint):
             self.expect(layer, self.held(experts))
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
@@ -205,7 +205,7 @@ class Lookahead(Prefetcher):
     @property
     def _bounded(self) -> bool:
         """Whether a budget bounds the names of the step, so that depths bound the reads."""
-        return self._depths is not None and self.expected.ration.bounds is not None
+        return self._depths is not None and self.expected.hint.bounds is not None
 
     def _worth_reading(self, names: list[int]) -> list[int]:
         """Returns the first of the keys that guesses name of one layer: all, or under a budget down to its depth."""
@@ -243,7 +243,7 @@ class Lookahead(Prefetcher):
         if not self._drafting:
             self._drafting = True
             self.expected.begin()
-            self.expected.ration = Ration(self._bounds)  # other rows, whose votes are not known
+            self.expected.hint = BudgetHint(self._bounds)  # other rows, whose votes are not known
         self._hear(seen, names)
         self._cancel_unexpected()
         if self._bounded:
@@ -255,11 +255,11 @@ class Lookahead(Prefetcher):
             first = cutoff(list(map(len, layers)), missing, self._residency.slots, self._phases.left)
         self._phases.ask(self._read(chain.from_iterable(layers[:first])))
 
-    def begin_step(self, seen: Seen | None, ration: Ration = UNBOUNDED) -> None:
+    def begin_step(self, seen: Seen | None, hint: BudgetHint = UNBOUNDED) -> None:
         self.reap()
-        self.expected.ration = ration
+        self.expected.hint = hint
         if seen is not None:
-            self._bounds = ration.bounds
+            self._bounds = hint.bounds
         self._phases.end(self._ahead.keys)
         drafted, self._drafting = self._drafting, False
         if seen is None or self._broken:
@@ -269,7 +269,7 @@ class Lookahead(Prefetcher):
             self._hear(seen, ())
         self.proceed(0)
 
-    def look(self, seen: Seen, names: Sequence[Named] = ()) -> None:
+    def observe_layer(self, seen: Seen, names: Sequence[Named] = ()) -> None:
         assert seen.ids is not None
         if not self._broken:
             used = seen.ids.numpy()
@@ -333,7 +333,7 @@ class Lookahead(Prefetcher):
         """Takes what the predictor names of ``seen``; where it is away, ``names``, which it has named of it."""
         if self._away:
             for each in names:
-                self.expected.hear(each)
+                self.expected.receive(each)
         else:
             assert seen is not None
             self._guesses(seen, self.expected.name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_spac.decisions.predictors.base import Guess
 
 
-class Ration(NamedTuple):
+class BudgetHint(NamedTuple):
     """What a budget of experts per layer leaves of the names of a step.
 
     Attributes:
@@ -32,10 +32,10 @@ class Ration(NamedTuple):
         return experts if self.bounds is None else experts[: self.bounds[layer]]
 
 
-UNBOUNDED = Ration()
+UNBOUNDED = BudgetHint()
 
 
-def named(guess: Guess, experts: int, top_k: int, ration: Ration = UNBOUNDED) -> Iterator[tuple[int, np.ndarray]]:
+def named(guess: Guess, experts: int, top_k: int, hint: BudgetHint = UNBOUNDED) -> Iterator[tuple[int, np.ndarray]]:
     """Yields each layer that ``guess``, which is on the host, scores, and the experts that it names: int [n].
 
     Those that more rows name, and more highly, come first. Under a budget the names of a row count as much as their
@@ -47,11 +47,11 @@ def named(guess: Guess, experts: int, top_k: int, ration: Ration = UNBOUNDED) ->
         layer = guess.first // experts + number
         if len(best) == 1:  # each call into numpy takes a microsecond or more, in every layer of every token
             likeliest = best[0, number]
-            yield layer, ration.of(layer, likeliest[scores[0, number][likeliest] > -np.inf])
+            yield layer, hint.of(layer, likeliest[scores[0, number][likeliest] > -np.inf])
         else:
             own = np.take_along_axis(scores[:, number], best[:, number], 1)
-            weights = _softmax(scores[:, number], own) if guess.logits and ration.bounds is not None else None
-            yield layer, ration.of(layer, _ranked(best[:, number], own > -np.inf, ration.votes, weights))
+            weights = _softmax(scores[:, number], own) if guess.logits and hint.bounds is not None else None
+            yield layer, hint.of(layer, _ranked(best[:, number], own > -np.inf, hint.votes, weights))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Named:
 
     Attributes:
         ids: int64 [rows, layers, k], experts, the likeliest first, on any device; -1: the row names no more.
-        weights: float32 [rows, layers, k], of the names, for a budget's ration; None: by their place.
+        weights: float32 [rows, layers, k], of the names, for a budget's hint; None: by their place.
     """
 
     first: int
@@ -68,11 +68,11 @@ class Named:
     weights: Tensor | None = None
 
     @classmethod
-    def of(cls, guess: Guess, experts: int, top_k: int, ration: Ration = UNBOUNDED) -> Self:
+    def of(cls, guess: Guess, experts: int, top_k: int, hint: BudgetHint = UNBOUNDED) -> Self:
         """As ``named``, launched on the device of ``guess``; of equal scores any may come first."""
         scores = guess.scores.unflatten(1, (-1, experts))
         best, ids = scores.topk(top_k)
-        weights = scores.softmax(-1).gather(-1, ids) if guess.logits and ration.bounds is not None else None
+        weights = scores.softmax(-1).gather(-1, ids) if guess.logits and hint.bounds is not None else None
         return cls(guess.first // experts, ids.masked_fill_(best == -torch.inf, -1), weights)
 
     @property
@@ -84,13 +84,13 @@ class Named:
         """Returns the same names on the host; takes the copies of ``tensors`` from an iterator."""
         return Named(self.first, next(tensors), None if self.weights is None else next(tensors))
 
-    def by_layer(self, ration: Ration = UNBOUNDED) -> Iterator[tuple[int, np.ndarray]]:
+    def by_layer(self, hint: BudgetHint = UNBOUNDED) -> Iterator[tuple[int, np.ndarray]]:
         """Yields what ``named`` does; ``ids`` are on the host."""
         ids, given = self.ids.numpy(), None if self.weights is None else self.weights.numpy()
         for number in range(ids.shape[1]):
             best, layer = ids[:, number], self.first + number
             weights = None if given is None else given[:, number]
-            yield layer, ration.of(layer, _ranked(np.maximum(best, 0), best >= 0, ration.votes, weights))
+            yield layer, hint.of(layer, _ranked(np.maximum(best, 0), best >= 0, hint.votes, weights))
 
 
 def _ranked(best: np.ndarray, names: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None) -> np.ndarray:

@@ -88,7 +88,7 @@ class PrefetchSettings:
     def _check_needs(self) -> None:
         if self.built is not None:
             return
-        needs, counts = self.build(1).needs, not self.looks
+        needs, counts = self.build(1).needs, not self.observes_layers
         others = needs - {Signal.COUNTS} if counts else needs - PASSED
         if others:
             raise ConfigError(
@@ -125,12 +125,12 @@ class PrefetchSettings:
         return cls.of(spec, built=built, extra=config.prefetch_share, next_layer=True, **more)
 
     @cached_property
-    def looks(self) -> bool:
+    def observes_layers(self) -> bool:
         """Whether the predictor looks at layers; else it counts, or nothing is prefetched."""
         kind = None if self.built is None else type(self.built)
         if kind is None and self.prefetch != "off":
             kind = components.find("predictors", self.prefetch)
-        return kind is not None and kind.looks_at_layers()
+        return kind is not None and kind.observes_layers()
 
     def build(self, experts: int) -> Predictor:
         """Returns a predictor of ``experts`` experts."""
@@ -143,8 +143,8 @@ class PrefetchSettings:
 
         It reads the scores of ``policy`` if that runs the same predictor.
         """
-        name = "utility" if self.looks or self.prefetch == "off" else self.prefetch
-        options: Mapping[str, Any] = {} if self.looks else self.options
+        name = "utility" if self.observes_layers or self.prefetch == "off" else self.prefetch
+        options: Mapping[str, Any] = {} if self.observes_layers else self.options
         if policy.predictor == name and not options:
             return _Lent(policy)
         return self._build(name, experts, options)

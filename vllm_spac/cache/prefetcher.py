@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_spac.cache.allowance import Allowance, PauseNotice
 from vllm_spac.cache.link import Link, Moved
-from vllm_spac.cache.named import UNBOUNDED, Named, Ration
+from vllm_spac.cache.named import UNBOUNDED, BudgetHint, Named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.decisions.balancers.base import Balancer
@@ -123,14 +123,14 @@ class Prefetcher:
         self._predictor.observe_step(counts)
         self.scores = self._predictor.scores
 
-    def begin_step(self, seen: Seen | None, ration: Ration = UNBOUNDED) -> None:
+    def begin_step(self, seen: Seen | None, hint: BudgetHint = UNBOUNDED) -> None:
         """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed.
 
-        ``ration``: of its rows.
+        ``hint``: of its rows.
         """
 
     def ask(self, seen: Seen) -> list[Named]:
-        """Returns what a predictor on a device names of ``seen``, for ``draft`` or ``look``; waits for nothing."""
+        """Returns what a predictor on a device names of ``seen``, for ``draft`` or ``observe_layer``; does not wait."""
         return []
 
     def draft(self, seen: Seen | None, names: Sequence[Named] = ()) -> None:
@@ -139,7 +139,7 @@ class Prefetcher:
         With a predictor on a device: ``names``, what it has named of ``seen``, have arrived on the host.
         """
 
-    def look(self, seen: Seen, names: Sequence[Named] = ()) -> None:
+    def observe_layer(self, seen: Seen, names: Sequence[Named] = ()) -> None:
         """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers.
 
         Args:
@@ -169,7 +169,7 @@ class Prefetcher:
         self.reap()
         self._evicted_for = {victim: key for victim, key in self._evicted_for.items() if key in self._guessed}
         if self._allowance is not None:
-            self._pauses.tell(self._allowance.end_step())
+            self._pauses.report(self._allowance.end_step())
 
     def top_up(self, passed: int) -> None:
         """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""

@@ -106,7 +106,7 @@ def _check_device_prefetch(config: Any, device: str) -> None:
         wrong, of, why = given.keys() - {"extra", components.FILE}, "but extra", "it has no queue of reads"
     elif DRAFTING & kind.needs:
         wrong, of, why = given.keys() & {"threshold", "background"}, "background and threshold", "nothing is queued"
-    elif not kind.looks_at_layers():
+    elif not kind.observes_layers():
         raise _refused(f"{named} names experts after a step, and with {device} no host moves them", *others)
     else:
         raise _refused(f"{named} is asked on the host in each layer, which waits for no host with {device}", *others)
@@ -244,7 +244,7 @@ def _check_speculate(config: Any) -> None:
             drop("speculate"),
             drop("budget"),
         )
-    if config.prefetch == "off" or not components.find("predictors", config.prefetch).looks_ahead():
+    if config.prefetch == "off" or not components.find("predictors", config.prefetch).names_ahead():
         raise _refused(
             f"{named} needs a predictor that looks one layer ahead, and prefetch={config.prefetch} (--spac-prefetch) "
             "names none",

@@ -171,7 +171,7 @@ class Execution(ABC):
         local_of: int64 [experts of the model], the number of each in ``shape``, -1 if another rank holds it; None: this
             process holds all of them.
         balancer: decides which missing experts the CPU computes; None: it computes none.
-        looks_at: what a predictor is passed of steps and layers.
+        signals: what a predictor is passed of steps and layers.
     """
 
     needs_host: ClassVar[bool] = True
@@ -191,7 +191,7 @@ class Execution(ABC):
     host: HostRows | None = None
     local_of: Tensor | None = None
     balancer: Balancer | None = None
-    looks_at: frozenset[Signal] = frozenset()
+    signals: frozenset[Signal] = frozenset()
 
     @classmethod
     @abstractmethod
@@ -236,7 +236,7 @@ class Execution(ABC):
         return self.needs_host
 
     def draft(self, read: Tensor) -> None:
-        """As ``Runtime.drafting``; called if ``looks_at`` has a signal of ``DRAFTING``."""
+        """As ``Runtime.drafting``; called if ``signals`` has a signal of ``DRAFTING``."""
 
     @abstractmethod
     def begin_step(self, step: Step) -> None:

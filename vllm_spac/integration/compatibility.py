@@ -162,7 +162,7 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         f"{what}: policy={config.policy} counts selections, and {each}",
         (use(policy="reuse"), *others),
     )
-    counts = config.prefetch != "off" and not components.find("predictors", config.prefetch).looks_at_layers()
+    counts = config.prefetch != "off" and not components.find("predictors", config.prefetch).observes_layers()
     yield counts, f"{what}: prefetch={config.prefetch} counts selections, and {each}", (drop("prefetch"), *others)
 
 

@@ -145,7 +145,7 @@ def _managed(load_model: Callable):
             device.request_amx()
             patches.require_names("worker", adapter_of(vllm_config).where)
         load_it = partial(load_model, self, vllm_config, model_config, *args, **kwargs)
-        with last_words.told():
+        with last_words.reporting():
             model = _load(self, load_it, model_config, build)
         if not draft:
             managed_load.install(vllm_config, model)

@@ -44,7 +44,7 @@ def expect() -> None:
     shorten("")
 
 
-def tell(error: BaseException) -> None:
+def report(error: BaseException) -> None:
     """Hands the sentence of a ``SpacError`` that ends the engine to the command, if one waits in another process."""
     path = os.environ.get(FILE)
     if isinstance(error, SpacError) and path is not None and os.getpid() != _owner:
@@ -52,12 +52,12 @@ def tell(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def reporting() -> Iterator[None]:
     """Tells of an error that is raised inside, and lets it pass."""
     try:
         yield
     except SpacError as error:
-        tell(error)
+        report(error)
         raise
 
 
@@ -67,7 +67,7 @@ def ending() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        tell(error)
+        report(error)
         if os.getpid() == _owner or not _said(os.environ.get(FILE)):
             raise
         raise SystemExit(1) from None
@@ -91,7 +91,7 @@ def shorten(fatal: str) -> None:
             return record
         reason = _reason(error)
         if reason is not None and record.funcName == fatal:
-            tell(reason)
+            report(reason)
         if sentence := _said(os.environ.get(FILE)) or reason:
             record.msg, record.args = f"{record.getMessage().removesuffix('.')}: {printable(sentence)}", ()
             record.exc_info = None

@@ -91,7 +91,7 @@ class Stall:
         self._at = self._quiet = 0.0
         self._told = True
 
-    def look(self, note: object, in_step: bool, prompts: bool, now: float, busy: Callable[[], bool]) -> bool:
+    def check(self, note: object, in_step: bool, prompts: bool, now: float, busy: Callable[[], bool]) -> bool:
         """Whether to report now.
 
         Args:
@@ -147,17 +147,17 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closed.wait(self.period):
             try:
-                self.look()
+                self.check()
             except Exception:
                 logger.exception("spac: the watchdog of steps has ended; the engine goes on without it")
                 return
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Looks once, and reports a stall."""
         notes = self._notes
         last = notes.last.copy()
         note = last[-1] if last else None
-        if self._stall.look(note, notes.in_step, notes.prompts, self.clock(), self._busy):
+        if self._stall.check(note, notes.in_step, notes.prompts, self.clock(), self._busy):
             self._report([*last], notes.in_step)
 
     def _busy(self) -> bool:

@@ -63,7 +63,7 @@ class _Stakes(NamedTuple):
         return reached * self.saves - (1 - reached) * self.wastes
 
 
-def hear(odds: Odds, request: str, drafts: Drafted, said: Sequence[int]) -> None:
+def observe_answer(odds: Odds, request: str, drafts: Drafted, said: Sequence[int]) -> None:
     """Teaches ``odds`` what became of a request's drafts: the target has ``said`` these tokens in their place."""
     if not said:
         return
@@ -110,7 +110,7 @@ class Chooser:
         """The target has said these tokens where the request's last drafts were drafted, whatever was verified."""
         drafts = self._drafted.pop(request, None)
         if drafts is not None:
-            hear(self._odds, request, drafts, said)
+            observe_answer(self._odds, request, drafts, said)
 
     def took(
         self, drafts: Sequence[int], tokens: Sequence[int], requests: int, seconds: float, drafting: float, misses: int

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_spac.decisions.guard.chooser import Drafted, hear
+from vllm_spac.decisions.guard.chooser import Drafted, observe_answer
 from vllm_spac.decisions.guard.cut_rule import pack
 from vllm_spac.decisions.guard.odds import Odds
 from vllm_spac.decisions.guard.step_cost import StepCost
@@ -91,7 +91,7 @@ class DeviceChooser:
         every = max(1, -(-len(step.drafts) // TAUGHT))
         self._turn += 1
         for request, drafts in list(step.drafts.items())[self._turn % every :: every]:
-            hear(self._odds, request, drafts, said.get(request, ()))
+            observe_answer(self._odds, request, drafts, said.get(request, ()))
         if requests != len(said) or not all(said.values()) or not seconds > 0:
             return
         self._steps += 1

@@ -119,12 +119,12 @@ class Predictor(ABC):
     scores: np.ndarray
 
     @classmethod
-    def looks_at_layers(cls) -> bool:
+    def observes_layers(cls) -> bool:
         """Whether it is asked in steps and layers, rather than told counts after each step."""
         return cls.needs_file or Signal.COUNTS not in cls.needs
 
     @classmethod
-    def looks_ahead(cls) -> bool:
+    def names_ahead(cls) -> bool:
         """Whether it may be asked in each layer for the next one."""
         return Signal.ROUTER_INPUT in cls.needs
 

@@ -68,7 +68,7 @@ class Admission:
         places: int32 [layers, N] on the device; what is named of each layer ahead of need writes the places there, -1
             for experts that are not named.
         residency: which expert has which slot, as last reported to the host.
-        told: called with what each step's report says, if given.
+        on_report: called with what each step's report says, if given.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Admission:
         self._served_pairs = 0  # in ``_served``
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
-        self.told: Callable[[Learned], None] | None = None
+        self.on_report: Callable[[Learned], None] | None = None
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
         self._listed = 0  # slots that the host sent for the step, on offer or not
         # What a step leaves to the drafts after it, beside ``_offers``; None: drafts name nothing.
@@ -125,19 +125,19 @@ class Admission:
         """Returns a report's counts, sources, decided counts, guesses and places [keys], and the owners [slots]."""
         return told.split([*5 * [self.shape.total], len(told) - 5 * self.shape.total])
 
-    def seat(self, key: int) -> int:
+    def assign(self, key: int) -> int:
         """Assigns a free slot to ``key``, which has none, to be filled before any kernel runs; returns it."""
         ((_, slot),) = self.residency.prepare([key]).loads
         self.residency.release([key])
         return slot
 
-    def seated(self, keys: Sequence[int]) -> None:
+    def filled(self, keys: Sequence[int]) -> None:
         """Called when the slots of these experts have been filled."""
         for key in keys:
             self.residency.loaded(key)
-        self._compute.submit(self._seated, keys, self.residency.slot_of[list(keys)].tolist())
+        self._compute.submit(self._write_owners, keys, self.residency.slot_of[list(keys)].tolist())
 
-    def _seated(self, keys: Sequence[int], slots: Sequence[int]) -> None:
+    def _write_owners(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         self.memory.point(keys, slots)
         there = self.memory.sent(torch.tensor([list(keys), list(slots)]))
         self._experts.slot_of.index_copy_(0, there[0], there[1].int())
@@ -373,10 +373,10 @@ class Admission:
         )
         nbytes = self.shape.expert_bytes
         self._counters.moved(self._path, learned.admitted * nbytes)
-        if self.told is not None:
-            self.told(learned)
+        if self.on_report is not None:
+            self.on_report(learned)
         if guessed:
-            self._pauses.tell(learned.judged)
+            self._pauses.report(learned.judged)
             self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)
         return learned.streamed
 

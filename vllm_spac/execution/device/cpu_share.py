@@ -172,7 +172,7 @@ class CpuShare:
         logger.error("spac: the CPU computes no experts any more, the device all of them: %s", what, exc_info=failed)
         return False
 
-    def told(self, computed: int, late: int) -> None:
+    def reported(self, computed: int, late: int) -> None:
         """A step has finished, in which the CPU computed so many experts, and answered too late for so many."""
         self._asked, self._late = self._asked + computed + late, self._late + late
         if late:

@@ -151,7 +151,7 @@ class PointerExecution(Execution):
             self.admission.read_between(extra, ahead.prefetch, ahead.depth)
             k = ahead.k or shape.top_k
             self._drafts = DraftLookahead(predictor, *shared, k, ahead.cutoff, self._numbers)
-            self.looks_at = predictor.needs
+            self.signals = predictor.needs
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
@@ -220,12 +220,12 @@ class PointerExecution(Execution):
         """As in ``Execution``; called before a forward is captured, since the next one compiles further kernels."""
         check = CpuCheck(self.counters, time.monotonic) if checked else None
         self.launches.cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
-        self.balancer, self.admission.told = balancer, self._tell_cpu
+        self.balancer, self.admission.on_report = balancer, self._tell_cpu
         self._compiled.clear()
 
     def _tell_cpu(self, learned: Learned) -> None:
         assert self.launches.cpu is not None
-        self.launches.cpu.told(learned.computed, learned.late)
+        self.launches.cpu.reported(learned.computed, learned.late)
 
     # -- between steps -------------------------------------------------------------------------------------
 
@@ -370,9 +370,9 @@ class PointerExecution(Execution):
             for start in range(0, len(share), _FILL_BATCH):
                 keys = share[start : start + _FILL_BATCH]
                 for key in keys:
-                    slot = self.admission.seat(key)
+                    slot = self.admission.assign(key)
                     self.store.read(key, {name: tensor[slot] for name, tensor in self.tensors.items()})
-                self.admission.seated(keys)
+                self.admission.filled(keys)
                 yield len(keys)
 
     def close(self) -> None:

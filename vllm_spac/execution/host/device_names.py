@@ -34,9 +34,9 @@ class DeviceNames:
             self._layers.loader.prefetcher.draft(drafted)
         elif names := self._layers.loader.prefetcher.ask(drafted):
             self._sent.append((self._exchange.send(_tensors(names)), names))
-            self.hear_of_drafts()
+            self.receive_drafts()
 
-    def hear_of_drafts(self) -> None:
+    def receive_drafts(self) -> None:
         """Passes on the newest names of drafts that have arrived, which include the older ones."""
         newest = None
         while self._sent and self._sent[0][0].arrived.done():
@@ -49,7 +49,7 @@ class DeviceNames:
     def begin_step(self) -> None:
         """Asks what the start of a step names; its layers bring more than drafts that have not arrived."""
         self._sent.clear()
-        self._asked = self._layers.ask(START) if self._exchange is not None and self._layers.looks else []
+        self._asked = self._layers.ask(START) if self._exchange is not None and self._layers.observes_layers else []
 
     def to_host(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Rows, *, asks: bool

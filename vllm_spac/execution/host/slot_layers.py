@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.named import UNBOUNDED, Named, Ration
+from vllm_spac.cache.named import UNBOUNDED, BudgetHint, Named
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.execution.host.cpu_division import CpuDivision
 from vllm_spac.execution.waves import row_waves
@@ -44,18 +44,18 @@ class SlotLayers:
         self.cpu = CpuDivision(loader, experts)
         self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
 
-    def begin_step(self, seen: Seen | None, rows: int = 0, ration: Ration = UNBOUNDED) -> None:
+    def begin_step(self, seen: Seen | None, rows: int = 0, hint: BudgetHint = UNBOUNDED) -> None:
         """A step begins.
 
         Args:
             seen: of its rows, or None if they predict little, as those of prompts.
             rows: its rows, if its duration may be compared with that of others.
-            ration: what a budget leaves of the names of its rows.
+            hint: what a budget leaves of the names of its rows.
         """
         self.cpu.begin_step(rows)
         if self.loader.needs is not None:
             self._seen = seen
-            self.loader.prefetcher.begin_step(seen, ration)
+            self.loader.prefetcher.begin_step(seen, hint)
 
     def end_step(self, counts: np.ndarray | None, prompt: np.ndarray | None = None) -> None:
         """As ``ExpertLoader.end_step``; also decides whether the CPU computes experts in the next step."""
@@ -63,8 +63,8 @@ class SlotLayers:
         self.cpu.end_step()
 
     @property
-    def looks(self) -> bool:
-        """Whether ``look`` is to be called in the layers of the step."""
+    def observes_layers(self) -> bool:
+        """Whether ``observe_layer`` is to be called in the layers of the step."""
         return self._seen is not None
 
     def ask(self, layer: int, *there: Tensor | None) -> list[Named]:
@@ -72,13 +72,13 @@ class SlotLayers:
 
         Args:
             layer: number of the layer.
-            there: hidden, ids and weights, as in ``look``, on the predictor's device; nothing at the start.
+            there: hidden, ids and weights, as in ``observe_layer``, on the predictor's device; nothing at the start.
         """
         assert self._seen is not None, "a step in which nothing is guessed"
         seen = self._seen if layer == START else Seen(layer, *there)
         return self.loader.prefetcher.ask(seen)
 
-    def look(
+    def observe_layer(
         self,
         layer: int,
         hidden: Tensor | None,
@@ -91,10 +91,10 @@ class SlotLayers:
         Args:
             layer: number of the layer.
             hidden, ids, weights: as in ``Seen``; those that the predictor does not need may be None.
-            names: as of ``Prefetcher.look``.
+            names: as of ``Prefetcher.observe_layer``.
         """
         assert self._seen is not None, "a step in which nothing is guessed"
-        self.loader.prefetcher.look(Seen(layer, hidden, ids, weights), names)
+        self.loader.prefetcher.observe_layer(Seen(layer, hidden, ids, weights), names)
 
     def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
         """Loads the keys of each layer into free slots; yields how many were loaded."""

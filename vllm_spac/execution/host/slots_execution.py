@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.named import Ration
+from vllm_spac.cache.named import BudgetHint
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
@@ -102,7 +102,7 @@ class SlotExecution(Execution):
         self._layers = SlotLayers(self._loader, shape.experts)
         self.slots = SlotRunner(self._layers, exchange, local_of, self._elsewhere)
         self._names = DeviceNames(exchange, self._layers)
-        self.looks_at = frozenset() if self.holds_all else self._loader.needs or frozenset()
+        self.signals = frozenset() if self.holds_all else self._loader.needs or frozenset()
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
@@ -127,13 +127,13 @@ class SlotExecution(Execution):
         if not self.waits_for_host(kernel):  # every expert has its slot: vLLM's own routing and kernel
             self._report(layer, ids if self._step is None else self.own(ids), ids, weights, rows)
             return kernel(x, weights, ids)
-        looks = self._step is not None and self._layers.looks
+        looks = self._step is not None and self._layers.observes_layers
         chosen, names = self._names.to_host(layer, x, weights, ids, rows, asks=looks)
         whole = not kernel.takes_slots and self._cpu is None
         here = localise(x, weights, ids, chosen, rows, self.local_of, whole=whole)
         self._report(layer, here.own, here.chosen, here.weights, rows)
         if looks:
-            self._layers.look(layer, x[: rows.real], here.asked, here.weights, names)
+            self._layers.observe_layer(layer, x[: rows.real], here.asked, here.weights, names)
         if here.empty:
             return torch.zeros_like(x)
         if self.holds_all:
@@ -198,11 +198,11 @@ class SlotExecution(Execution):
         alike = bool(step.requests) and not step.prompts
         if alike and self.balancer is not None:
             self.balancer.verifies(sum(request.drafts for request in step.requests) / len(step.requests))
-        self._names.hear_of_drafts()
+        self._names.receive_drafts()
         votes = step.generating_weights if alike else None  # of all rows
-        ration = Ration(step.bounds, None if votes is None else np.array(votes))
+        hint = BudgetHint(step.bounds, None if votes is None else np.array(votes))
         seen = Seen(START, draft_ids=step.draft) if alike else None
-        self._layers.begin_step(seen, step.rows if alike else 0, ration)
+        self._layers.begin_step(seen, step.rows if alike else 0, hint)
         self._names.begin_step()
 
     def end_forward(self) -> None:

@@ -17,7 +17,7 @@ class DraftReading:
     @property
     def wanted(self) -> bool:
         """Whether a predictor looks at drafts of the requests that are served, not of those that vLLM warms up with."""
-        return self._experts.runtime.looks_at_drafts and self._experts.runtime.in_step
+        return self._experts.runtime.observes_drafts and self._experts.runtime.in_step
 
     @property
     def forwards(self) -> int:

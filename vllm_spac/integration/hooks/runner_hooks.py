@@ -93,7 +93,7 @@ def _failed(runner: Any, error: Exception) -> None:
         vars(runner).setdefault(_BROKEN, copy.copy(error))
     if (experts := managed_experts(runner)) is not None:
         experts.runtime.recorder.notes.end("error")
-        last_words.tell(error)
+        last_words.report(error)
         experts.ranks.failed(error)
 
 
@@ -141,7 +141,7 @@ def install() -> None:
 def _warming_up(warm_up: Callable):
     def warmed(self):
         experts = managed_experts(self.model_runner)
-        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext(), last_words.told():
+        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext(), last_words.reporting():
             return warm_up(self)
 
     return warmed

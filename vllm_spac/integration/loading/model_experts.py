@@ -217,10 +217,10 @@ class ModelExperts:
             fast_memory.install()
 
     @property
-    def looks_at(self) -> frozenset[Signal]:
+    def signals(self) -> frozenset[Signal]:
         """What predictors are passed; once the weights are loaded."""
         assert self.serving is not None
-        return frozenset().union(*(execution.looks_at for execution in self.serving.runtime.executions))
+        return frozenset().union(*(execution.signals for execution in self.serving.runtime.executions))
 
     @property
     def fast_bytes(self) -> int:

@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.spac")
 
 def hook(experts: Any, model: torch.nn.Module) -> None:
     """Hooks the layers of a draft ``model``, if a predictor of ``experts``, those of its target, looks at them."""
-    looks = frozenset() if experts is None else experts.looks_at
+    looks = frozenset() if experts is None else experts.signals
     if Signal.DRAFT_ROUTING in looks:
         [execution] = experts.runtime.executions
         experts.draft_routing = DraftRouting.hooked(model, execution.shape)

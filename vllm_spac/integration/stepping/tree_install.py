@@ -37,7 +37,7 @@ def _initializing(adapter: RunnerAdapter, initialize: Callable):
         experts = managed_experts(self)
         if is_profiling or experts is None:
             return result
-        with last_words.told():
+        with last_words.reporting():
             if experts.config.draft_tree is not None:
                 _plant(adapter, self, experts, kv_cache_config)
             adapter.follow_drafts(self, experts)

@@ -360,7 +360,7 @@ class WorkerClient:
         try:
             frame = decode(parts, self.connections.links[worker].limits)
             if frame.header.kind == FrameKind.COUNTS:
-                self._counts.hear(worker, frame)
+                self._counts.receive(worker, frame)
             elif call is not None:
                 call.incoming(worker, frame, time.monotonic())
             else:

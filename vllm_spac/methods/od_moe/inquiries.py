@@ -74,15 +74,15 @@ class WorkerCounts:
         if link.send(encode(Header(FrameKind.STATS, epoch, sequence=sequence))):
             self._asked[worker] = _Question(epoch, sequence, now)
 
-    def hear(self, worker: int, frame: Frame) -> None:
+    def receive(self, worker: int, frame: Frame) -> None:
         """Takes an answer of ``worker``; ``FrameError`` if it is none to what it was asked last."""
         asked = self._asked.get(worker)
         if asked is None or (frame.header.epoch, frame.header.sequence) != (asked.epoch, asked.sequence):
             raise FrameError("spac: an answer to nobody")
-        self.told(worker, frame.text(Counts), asked.at)
+        self.count(worker, frame.text(Counts), asked.at)
         del self._asked[worker]
 
-    def told(self, worker: int, found: Counts, asked: float) -> None:
+    def count(self, worker: int, found: Counts, asked: float) -> None:
         """Takes what ``worker`` says of itself; names that this version does not know are left out.
 
         Args:

@@ -155,10 +155,10 @@ class WorkerExecution(Execution):
         self._filled = False
         self._predictor, self._names = predictor, names or (shape.top_k, len(shape.layers))
         self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
-        self._counting, self._threshold = predictor is not None and not predictor.looks_at_layers(), threshold
+        self._counting, self._threshold = predictor is not None and not predictor.observes_layers(), threshold
         self._step: Step | None = None  # whose selections are counted
         self._routed = StepRouting(shape, partly=True)
-        self.looks_at = frozenset() if predictor is None or self._counting else predictor.needs
+        self.signals = frozenset() if predictor is None or self._counting else predictor.needs
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:

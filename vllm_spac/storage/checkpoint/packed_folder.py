@@ -63,10 +63,10 @@ def scan(root: Path) -> Iterator[Packed]:
     with os.scandir(root) as entries:
         names = sorted(e.name for e in entries if _FINGERPRINT.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
     for name in names:
-        yield look(root / name)
+        yield inspect(root / name)
 
 
-def look(folder: Path) -> Packed:
+def inspect(folder: Path) -> Packed:
     """Returns the content of one folder; ignores anything that packing does not write."""
     experts, leftovers, layers, size, newest = [], [], [], 0, folder.lstat().st_mtime
     for layer in _entries(folder):

@@ -116,8 +116,8 @@ class SlotsReplay(Replay[np.ndarray]):
         hits, loads, cpu = counters.hits, counters.misses - counters.prefetch_late, counters.cpu_experts
         near = counters.host_loads
         self.link.spend(self._between)
-        if self.layers.looks:
-            self.layers.look(layer, None, torch.from_numpy(routed), self._weights())
+        if self.layers.observes_layers:
+            self.layers.observe_layer(layer, None, torch.from_numpy(routed), self._weights())
         self._number += 1
         cold = self.layers.cpu.cold(layer, routed, counters)
         hot, on_cpu, deciding = self._divide(routed, cold)

@@ -43,7 +43,7 @@ def _loading(load_model: Callable):
 def _share(experts: Any, drafter: SpecDecodeBaseProposer, target_model: torch.nn.Module) -> None:
     """Lets the target draft for itself; a predictor is told what its routers choose, whether it runs or not."""
     chose = None
-    if Signal.DRAFT_ROUTING in experts.looks_at:
+    if Signal.DRAFT_ROUTING in experts.signals:
         [execution] = experts.runtime.executions
         shape = execution.shape
         experts.draft_routing = routing = DraftRouting(len(shape.layers), shape.top_k, experts.device)

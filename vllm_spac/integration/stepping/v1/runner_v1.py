@@ -171,7 +171,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
         if experts.runtime.budget.weighs or (chooser is not None and shows_logits(self.speculative_config)):
             logits = DraftLogits(self.drafter)
             observers.append(logits.add)
-        if experts.runtime.looks_at_drafts:
+        if experts.runtime.observes_drafts:
             observers.append(_reading(self, experts, sampled=args[0]))
             routing = draft_loading_v1.reading(experts.draft_routing, self.drafter)
         if chooser is not None and logits is not None:
@@ -291,7 +291,7 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
         requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights, parents))
         start = stop
     draft = None
-    if experts.runtime.looks_at_drafts:
+    if experts.runtime.observes_drafts:
         rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, requests, strict=True)]
         draft = experts.serving.draft_states.take(rows, runner.input_ids.gpu[:start].long())
     return Step(tuple(requests), draft)

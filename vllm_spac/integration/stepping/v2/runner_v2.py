@@ -51,7 +51,7 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch)
     if experts.cutter is not None:
         experts.cutter.begin(scheduled, batch)
     step = step_of(batch)
-    if not experts.runtime.looks_at_drafts:
+    if not experts.runtime.observes_drafts:
         return step
     if not hasattr(runner, "_spac_reader"):
         vars(runner)["_spac_reader"] = SpeculatorReader(runner.speculator, experts)
