@@ -130,7 +130,7 @@ class Watching(SlotsReplay):
 
 def replay_of(case: Case, at_once: int = COSTS.load_at_once) -> Watching:
     costs, outcome = COSTS.model_copy(update={"load_at_once": at_once}), Outcome("", "", case.slots, 0.0)
-    parts = case.build_policy(), case.build_balancer(), case.ahead, False, case.build_tier()
+    parts = case.build_policy(), case.build_balancer(), case.ahead, case.build_tier()
     return Watching(case.trace, costs, 4, outcome, *parts)
 
 

@@ -299,5 +299,5 @@ def test_scores_that_underflowed_give_nothing_rather_than_nan() -> None:
 
 @pytest.mark.parametrize("top_k", [3, 4])
 def test_too_short_a_list_is_refused(top_k: int) -> None:
-    with pytest.raises(ConfigError, match=rf"use --spac-budget {top_k} to 4, or use .*truncation"):
+    with pytest.raises(ConfigError, match=rf"use {top_k} to 4, or use --spac-budget 2@coverage=truncation"):
         validate(2, 4, top_k, "substitution")
