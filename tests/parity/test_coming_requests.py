@@ -10,7 +10,7 @@ import pytest
 from compare import METHODS, TOY
 
 # Eight requests would use 40 blocks at once.
-OPTIONS = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 20}
+OPTIONS = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 14}
 ABORTED = "3"
 
 

@@ -19,6 +19,7 @@ from vllm_spac.cache.loader import LayerUse
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import Rates
 from vllm_spac.decisions.costs import Costs
+from vllm_spac.execution.host.cpu_division import CpuDivision
 from vllm_spac.execution.host.slot_layers import SlotLayers
 from vllm_spac.integration.loading import assembly
 from vllm_spac.recording.trace_file import Trace
@@ -36,17 +37,17 @@ class Uncounted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple] = []
         self.layers: SlotLayers | None = None
-        fill, cold, together, waves = SlotLayers.fill, SlotLayers.cold, SlotLayers.together, SlotLayers.waves
+        fill, cold, together, waves = SlotLayers.fill, CpuDivision.cold, SlotLayers.together, SlotLayers.waves
 
         def kept_fill(layers, keys):
             self.layers = layers
             self.calls.append(("fill", keys))
             return fill(layers, keys)
 
-        def kept_cold(layers, layer, routed, counters, real=None):
+        def kept_cold(division, layer, routed, counters, real=None):
             if counters is None:
                 self.calls.append(("cold", layer, routed.copy(), None, real))
-            return cold(layers, layer, routed, counters, real)
+            return cold(division, layer, routed, counters, real)
 
         def kept_together(layers, layer, routed, counters):
             if counters is None:
@@ -58,13 +59,13 @@ class Uncounted:
                 self.calls.append(("waves", layer, routed.copy(), None))
             return waves(layers, layer, routed, counters)
 
-        kept = {"fill": kept_fill, "cold": kept_cold, "together": kept_together, "waves": kept_waves}
-        for name, function in kept.items():
+        patch.setattr(CpuDivision, "cold", kept_cold)
+        for name, function in {"fill": kept_fill, "together": kept_together, "waves": kept_waves}.items():
             patch.setattr(SlotLayers, name, function)
 
     def repeat(self, layers: SlotLayers) -> None:
         for name, *arguments in self.calls:
-            result = getattr(layers, name)(*arguments)
+            result = getattr(layers.cpu if name == "cold" else layers, name)(*arguments)
             if name in ("fill", "waves"):
                 list(result)
             elif name == "together" and result is not None:
@@ -80,9 +81,7 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
     outcome = Outcome(spac["policy"], balancer, slots, slots / facts.total)
     policy = build_policy(spac["policy"], trace, slots, balancer=balancer)  # which knows the drafts, as an engine's
     costs = Costs.read("rtx4090")
-    replay = SlotsReplay(
-        trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(drafts=gamma), "none"
-    )
+    replay = SlotsReplay(trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(drafts=gamma))
     before.repeat(replay.layers)
     replay.run(rows_of_records(trace))
     return replay
