@@ -338,7 +338,7 @@ class Runtime:
             tokens: number of tokens that each request of the step emitted; None when it is not known on the host.
             paths: numbers of each request's accepted drafts, ascending; None: they are the first of its drafts.
         """
-        self.recorder.end(tokens)
+        self.recorder.end(self.drafts.step, tokens)
         if (said := self.drafts.end(tokens)) is not None:
             logger.info("spac: %s", said)
         saved = self.recordings.timeline

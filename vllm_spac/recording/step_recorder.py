@@ -24,7 +24,6 @@ class StepRecorder:
         self.timeline: Timeline | None = None
         self.notes = Notes()
         self.watchdogs: list[Watchdog] = []
-        self._step: Step | None = None
         self._began = 0  # in the timeline
 
     def watch(self, timeline: Timeline | None) -> None:
@@ -37,7 +36,6 @@ class StepRecorder:
 
     def begin(self, step: Step) -> None:
         """A step begins."""
-        self._step = step
         self.notes.begin(step.rows, step.prompts)
         if self.timeline is not None:
             self._began = now()
@@ -65,9 +63,8 @@ class StepRecorder:
         if timeline is not None:
             timeline.add(Kind.UPDATE, start)
 
-    def end(self, tokens: Sequence[int] | None) -> None:
-        """Ends the step, whose requests emitted some ``tokens``; None: not known on the host."""
-        step, self._step = self._step, None
+    def end(self, step: Step | None, tokens: Sequence[int] | None) -> None:
+        """Ends ``step``, if one has begun, whose requests emitted some ``tokens``; None: not known on the host."""
         self.notes.end("end of a step")
         if self.timeline is not None and self._began and step is not None:
             count = UNKNOWN if tokens is None else sum(tokens)

@@ -125,7 +125,8 @@ class SlotExecution(Execution):
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         if not self.waits_for_host(kernel):  # every expert has its slot: vLLM's own routing and kernel
-            self._report(layer, ids if self._step is None else self.own(ids), ids, weights, rows)
+            real, own = slice(rows.real), ids if self._step is None else self.own(ids)
+            self._report(layer, own[real], ids[real], weights[real], rows)
             return kernel(x, weights, ids)
         looks = self._step is not None and self._layers.observes_layers
         chosen, names = self._names.to_host(layer, x, weights, ids, rows, asks=looks)
@@ -152,10 +153,10 @@ class SlotExecution(Execution):
         return ids if self.local_of is None else numbered_there(ids, self._numbers)
 
     def _report(self, layer: int, own: Tensor, chosen: Tensor, weights: Tensor, rows: Rows) -> None:
-        """Reports what the rows of requests chose; ``own``: as this process numbers experts."""
-        self.observe(layer, own[: rows.real], rows.cut)
+        """Reports what the rows of requests, and no others, chose; ``own``: as this process numbers experts."""
+        self.observe(layer, own, rows.cut)
         if rows.record is not None:
-            rows.record(layer, chosen[: rows.real], weights[: rows.real])
+            rows.record(layer, chosen, weights)
 
     def _divided(self, layer: int, routed: Routed, shares: tuple[Share, Share], kernel: LayerKernel) -> Tensor:
         """Computes the first of ``shares`` on the CPU while the other is loaded and run; returns their sum."""
