@@ -69,56 +69,6 @@ def filled(name: str, uses: Iterable[int] = (3, 1, 4, 1, 5, 2, 6, 5, 3, 5)) -> P
 
 
 @every_policy
-def test_is_empty_at_first(name: str) -> None:
-    policy = components.build("policies", name)
-    assert len(policy) == 0 and 0 not in policy
-    assert policy.evict(0, Pins(())) == []
-    with pytest.raises(LookupError):
-        policy.evict(1, Pins(()))
-
-
-@every_policy
-def test_holds_what_was_inserted(name: str) -> None:
-    policy = filled(name)
-    assert len(policy) == 6
-    assert [key for key in range(KEYS) if key in policy] == [1, 2, 3, 4, 5, 6]
-
-
-@every_policy
-def test_touch_adds_nothing(name: str) -> None:
-    policy = filled(name)
-    for key in (1, 2, 3, 1):
-        policy.touch(key)
-    assert len(policy) == 6
-
-
-@every_policy
-def test_removed_key_is_gone_and_may_come_back(name: str) -> None:
-    policy = filled(name)
-    policy.remove(4)
-    assert 4 not in policy and len(policy) == 5
-    policy.insert(4)
-    assert 4 in policy and len(policy) == 6
-    assert sorted(policy.evict(6, Pins(()))) == [1, 2, 3, 4, 5, 6]
-
-
-@every_policy
-def test_evicting_none_changes_nothing(name: str) -> None:
-    policy = filled(name)
-    assert policy.evict(0, Pins(())) == []
-    assert policy.evict(0, Pins(range(KEYS))) == []
-    assert len(policy) == 6
-    assert policy.evict(6, Pins(())) == filled(name).evict(6, Pins(()))
-
-
-@every_policy
-def test_evicting_all_of_those_that_may_go(name: str) -> None:
-    policy = filled(name)
-    assert sorted(policy.evict(4, Pins({2, 5, 7}))) == [1, 3, 4, 6]
-    assert [key for key in range(KEYS) if key in policy] == [2, 5]
-
-
-@every_policy
 def test_victims_one_by_one_are_the_victims_together(name: str) -> None:
     """ "The first to go first": a batch of misses evicts whom single misses would have evicted."""
     together, single = filled(name), filled(name)
@@ -255,9 +205,13 @@ def test_reuse_evicts_for_a_new_text_what_the_last_one_used() -> None:
     assert set(policy.evict(2, Pins(()))) == {0, 1}
 
 
-def test_which_policies_need_layers() -> None:
-    needing = [name for name in components.names("policies") if components.find("policies", name).needs_layers]
-    assert needing == ["drop", "layer_lru"]
+@pytest.mark.parametrize(
+    ("needs", "which"),
+    [("needs_layers", ["drop", "layer_lru"]), ("needs_calibration", ["pinned"]), ("offline", ["belady"])],
+)
+def test_what_policies_need(needs: str, which: list[str]) -> None:
+    kinds = {name: components.find("policies", name) for name in components.names("policies")}
+    assert [name for name, kind in kinds.items() if getattr(kind, needs)] == which
 
 
 def test_drop_evicts_past_layers_before_later_ones() -> None:
@@ -302,11 +256,6 @@ def test_with_a_context_it_keeps_to_the_contract(name: str, slots: int, counts: 
     assert set(expected) == held and policy.evict(len(held), ()) == expected
 
 
-def test_only_pinned_needs_a_calibration() -> None:
-    needing = [name for name in components.names("policies") if components.find("policies", name).needs_calibration]
-    assert needing == ["pinned"]
-
-
 def test_the_boundaries_of_utility_follow_the_drafts() -> None:
     """Those of the paper's variant; what is given, or not known, is left."""
 
@@ -317,11 +266,6 @@ def test_the_boundaries_of_utility_follow_the_drafts() -> None:
 
     assert [starts(drafts) for drafts in (None, 0, 4, 8, 16)] == [4, 1, 2, 4, 8]
     assert starts(16, gamma=4) == 2 and starts(0, variant="literal") == 4 and starts(16, boundaries=(3, 1)) == 3
-
-
-def test_only_belady_is_offline() -> None:
-    offline = [name for name in components.names("policies") if components.find("policies", name).offline]
-    assert offline == ["belady"]
 
 
 @pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu", "pinned"])
@@ -473,81 +417,10 @@ TestLFU = AgainstDict.TestCase
 TestUtility = AgainstScores.TestCase
 
 
-def test_lfu_remembers_uses_across_evictions() -> None:
-    policy = LFU(half_life=NO_AGEING)
-    for key in (1, 1, 1):
-        use(policy, key)
-    assert policy.evict(1, ()) == [1]
-    for key in (2, 2, 1):  # 1: four uses, 2: two
-        use(policy, key)
-    assert policy.evict(1, ()) == [2]
-
-
-@pytest.mark.parametrize(("half_life", "victim"), [(NO_AGEING, 2), (8, 1)])
-def test_lfu_lets_yesterdays_favourite_go(half_life: int, victim: int) -> None:
-    """16 uses, then none while another has 8. Halved every 8 uses: ((8/2) + 8)/2/2 = 3 for the first, 8/2 = 4."""
-    policy = LFU(half_life=half_life)
-    for key in [1] * 16 + [2] * 8:
-        use(policy, key)
-    assert policy.evict(1, ()) == [victim]
-
-
-def test_lfu_ages_those_outside_too() -> None:
-    """Else an expert evicted in its prime would come back as a favourite for ever."""
-    policy = LFU(half_life=8)
-    for key in [1] * 8:
-        use(policy, key)
-    policy.evict(1, ())
-    for key in [2] * 24:  # 1 falls from 4 to 0.5
-        use(policy, key)
-    for key in (3, 3, 1):
-        use(policy, key)
-    assert policy.evict(1, {2}) == [1]
-
-
-def test_utility_is_lru_until_it_has_seen_a_step() -> None:
-    assert filled("utility").evict(6, Pins(())) == filled("lru").evict(6, Pins(()))
-
-
-def test_utility_keeps_the_hot_and_remembers_scores_of_those_outside() -> None:
-    policy = filled("utility")  # used longest ago first: 4 1 2 6 3 5
-    policy.observe(np.array([9, 0, 0, 0, 9, 0, 0, 0]))
-    use(policy, 0)
-    assert policy.evict(6, Pins(())) == [1, 2, 6, 3, 5, 4]
-
-
-def test_utility_recycles_what_this_step_has_used() -> None:
-    policy = Utility(recycle=True)
-    for key in (1, 2):
-        use(policy, key)
-    policy.observe(np.array([0, 9, 9, 0]))
-    use(policy, 3)
-    use(policy, 1)
-    assert policy.evict(2, ()) == [3, 1]
-    assert 2 in policy
-
-
-def test_utility_ends_recycling_with_the_step_though_no_score_changed() -> None:
-    policy = Utility(recycle=True)
-    use(policy, 1)
-    policy.observe(np.array([0, 9, 0, 0]))
-    use(policy, 1)
-    use(policy, 2)
-    policy.observe(np.array([0, 9, 0, 0]))
-    assert policy.evict(2, ()) == [2, 1]
-
-
 @pytest.mark.parametrize("knobs", [{"upper": 0}, {"variant": "mine"}, {"forget": 2}])
 def test_utility_refuses_wrong_knobs_at_once(knobs: dict) -> None:
     with pytest.raises(ValueError, match="use"):
         Utility(**knobs)
-
-
-def test_belady_looks_ahead() -> None:
-    policy = Belady(future=[1, 2, 3, 2, 1])
-    for key in (1, 2, 3):
-        use(policy, key)
-    assert policy.evict(2, ()) == [3, 1]
 
 
 def test_belady_notices_another_future() -> None:

@@ -5,8 +5,6 @@ A new ranking is tested without a change here.
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from effort import examples
@@ -22,7 +20,7 @@ from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecor
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass
 from vllm_spac.methods.moe_spec.router_ranking import Router
 from vllm_spac.methods.moe_spec.selected_ranking import Selected
-from vllm_spac.methods.moe_spec.settings import check_mass, validate, vote
+from vllm_spac.methods.moe_spec.settings import validate, vote
 from vllm_spac.methods.moe_spec.static_ranking import Static
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -161,17 +159,6 @@ def test_the_scale_of_the_votes_does_not_matter(name: str, seed: int) -> None:
     assert torch.equal(built(name).rank(probs, votes / 4, EXPERTS, context), order)
 
 
-@pytest.mark.parametrize("name", ["router", "selected"])
-def test_a_vote_decides(name: str) -> None:
-    """Two rows want other experts; the first in the shortlist is that of the row with the greater vote."""
-    probs = torch.tensor([[0.8, 0.2] + [0.0] * 6, [0.2, 0.8] + [0.0] * 6])
-    choice = torch.tensor([[0], [1]])
-    context = LayerContext(1, choice)
-    for votes, first in (([1, 0.5], 0), ([0.5, 1], 1), ([1, 2**-12], 0), ([2**-12, 1], 1)):
-        order = built(name).rank(probs, torch.tensor(votes, dtype=torch.float64), 1, context)
-        assert order.tolist() == [first]
-
-
 @every_budget
 @settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds, random=st.randoms(use_true_random=False))
@@ -238,21 +225,6 @@ def test_what_needs_a_calibration_says_so(name: str) -> None:
     assert built(name).to("cpu").rank(*step(1)[:2], 3, step(1)[2]).shape == (3,)
 
 
-def test_which_are_calibrated() -> None:
-    kinds = {name: components.find("rankings", name) for name in components.serving("rankings")}
-    assert {name: kind.needs_calibration for name, kind in kinds.items()} == {
-        "router": False,
-        "selected": False,
-        "static": True,
-    }
-
-
-def test_router_by_hand() -> None:
-    probs = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.0, 0.0, 1.0]])
-    assert Router().rank(probs, torch.tensor([True, True, False]), 3).tolist() == [1, 0, 2]
-    assert Router().rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
-
-
 @settings(max_examples=examples(400), **BUSY)
 @given(seed=seeds, rows=st.integers(1, 12), uniform=st.booleans())
 def test_sums_are_added_row_by_row(seed: int, rows: int, uniform: bool) -> None:
@@ -272,29 +244,6 @@ def test_sums_are_added_row_by_row(seed: int, rows: int, uniform: bool) -> None:
     for name, ranking in (("router", Router()), ("static", Static(counts=counts)), ("selected", Selected())):
         found = ranking.rank(probs, None if uniform else votes, EXPERTS, context).tolist()
         assert found == sorted(range(EXPERTS), key=lambda i: wanted[name][i], reverse=True), name
-
-
-def test_selected_by_hand() -> None:
-    """Expert 2 has most of all scores, and nobody selects it; 3 and 4 are nobody's either."""
-    probs = torch.tensor([[0.4, 0.1, 0.3, 0.2, 0.0], [0.05, 0.4, 0.3, 0.15, 0.1], [0.4, 0.1, 0.3, 0.2, 0.0]])
-    ids, ones = torch.tensor([[0], [1], [0]]), torch.ones(3, dtype=torch.float64)
-    context, few = LayerContext(ids=ids), torch.tensor([0.25, 1, 0.25]).double()
-    assert Selected().rank(probs, ones, 5, context).tolist() == [0, 1, 2, 3, 4]
-    assert Selected().rank(probs, None, 2, context).tolist() == [0, 1]
-    assert Selected().rank(probs, few, 5, context).tolist() == [1, 0, 2, 3, 4]
-    assert Router().rank(probs, ones, 5).tolist() == [2, 0, 1, 3, 4]
-
-
-def test_selected_by_as_much_are_ranked_by_all_scores() -> None:
-    probs = torch.tensor([[0.4, 0.4, 0.2, 0.0], [0.1, 0.3, 0.0, 0.6]])
-    assert Selected().rank(probs, None, 4, LayerContext(ids=torch.tensor([[0, 1], [3, 2]]))).tolist() == [3, 1, 0, 2]
-
-
-def test_static_takes_the_counts_of_its_layer() -> None:
-    budget = Static(counts=torch.tensor([[5, 1, 3], [0, 9, 9]]))
-    probs, votes = torch.eye(3), torch.ones(3, dtype=torch.bool)
-    assert budget.rank(probs, votes, 3).tolist() == [0, 2, 1]
-    assert budget.rank(probs, votes, 3, LayerContext(layer=1)).tolist() == [1, 2, 0]
 
 
 def mass_cut(order: Tensor, held: Tensor, mass: float, least: int = 1) -> int:
@@ -319,12 +268,6 @@ def test_mass_cut_by_hand() -> None:
     assert mass_cut(order, held, 0.1, least=2) == 2
 
 
-@pytest.mark.parametrize("mass", [0.0, -0.1, 1.001, float("nan")])
-def test_a_share_out_of_range_is_refused(mass: float) -> None:
-    with pytest.raises(ConfigError, match="--spac-budget.*above 0 and at most 1"):
-        check_mass(mass)
-
-
 @pytest.mark.parametrize(
     ("budget", "coverage", "says"),
     [
@@ -343,12 +286,3 @@ def test_a_share_out_of_range_is_refused(mass: float) -> None:
 def test_budgets_that_cannot_be_met(budget: int, coverage: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"budget={budget} \(--spac-budget\).*{says}"):
         validate(budget, 8, 2, coverage)
-
-
-@pytest.mark.parametrize(("budget", "coverage"), [(2, "substitution"), (8, "substitution"), (1, "truncation")])
-def test_budgets_that_can_be_met(budget: int, coverage: str) -> None:
-    validate(budget, 8, 2, coverage)
-
-
-def test_the_base_holds_no_component() -> None:
-    assert "base" not in components.names("rankings") and inspect.isabstract(rankings.Ranking)

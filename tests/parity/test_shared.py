@@ -108,13 +108,3 @@ def test_workers_wait_for_the_first(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert processes(tmp_path / "log", "dies", "ends") == ["", "5\n"]
-
-
-def test_the_folder_is_of_this_session(request: pytest.FixtureRequest, tmp_path_factory, monkeypatch) -> None:
-    """And of all its workers."""
-    monkeypatch.undo()
-    import os
-
-    base = tmp_path_factory.getbasetemp()
-    expected = base.parent if base.name.startswith("popen-gw") else base
-    assert Path(os.environ[shared.FOLDER]) == expected / "shared"

@@ -539,17 +539,6 @@ def test_reads_that_nobody_needs_add_a_tenth_and_then_stop(
     assert "prefetch=script pauses: layers used 0 of the last" in said and "--spac-prefetch off" in said
 
 
-def test_reads_that_are_needed_are_not_limited() -> None:
-    rng = np.random.default_rng(0)
-    with pool(8, "reuse", extra=0.1) as made:
-        for _ in range(200):
-            layers = [tuple(rng.permutation(EXPERTS)[:TOP].tolist()) for _ in range(LAYERS)]
-            made.script.says = {layer: [(layer + 1, layers[layer + 1])] for layer in range(LAYERS - 1)}
-            made.step(*layers)
-        counters = made.counters
-    assert counters.prefetch_hits == counters.prefetches > 2 * counters.loads, "all layers but the first"
-
-
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
@@ -569,13 +558,3 @@ def test_a_predictor_of_another_package_may_look_at_layers() -> None:
     assert settings.observes_layers and isinstance(settings.build(3), OfRouters)
     with pytest.raises(ConfigError, match="looks at future, which is not passed on to predictors; use off"):
         PrefetchSettings(prefetch=f"{__name__}:OfTheFuture")
-
-
-def test_a_trained_predictor_needs_its_file() -> None:
-    with pytest.raises(ConfigError, match="prefetch='neural' is trained for a model; use --spac-prefetch neural@file"):
-        PrefetchSettings(prefetch="neural")
-    with pytest.raises(ConfigError, match="neural has no argument 'reach'"):
-        PrefetchSettings.of("neural@reach=2", built=Script())
-    assert PrefetchSettings.of("neural@depth=2", built=Script()).depth == 2
-    with pytest.raises(ConfigError, match="extra of the prefetcher must be from 0 to 1"):
-        PrefetchSettings(extra=1.5)

@@ -259,13 +259,6 @@ def test_never_a_better_one_for_a_worse_one(make) -> None:
     )
 
 
-def test_off_reads_nothing(make) -> None:
-    pool = make(6)
-    pool._loader._fetches = PrefetchSettings().prefetch != "off"
-    pool.want(2, 3)
-    assert not pool.ahead.keys and pool.store.reads.total() == 0
-
-
 def test_a_balancer_says_the_threshold(make) -> None:
     class Second:
         def threshold(self, layer: int) -> int:
@@ -275,12 +268,6 @@ def test_a_balancer_says_the_threshold(make) -> None:
     pool._loader.prefetcher.balancer = Second()
     pool.want(2, 10, 18)
     assert set(pool.ahead.keys) | set(np.flatnonzero(pool.residency.slot_of >= 0).tolist()) == {10, 18}
-
-
-@pytest.mark.parametrize("bad", [{"prefetch": "on"}, {"threshold": 0}, {"depth": 0}, {"background": 0}])
-def test_wrong_knobs_are_refused(bad: dict) -> None:
-    with pytest.raises(ConfigError, match="spac: .*(use|must)"):
-        PrefetchSettings(**bad)
 
 
 class Backwards(UtilityEstimator):
@@ -377,26 +364,6 @@ def test_a_read_that_has_not_begun_is_done_on_demand(make) -> None:
     assert (pool.counters.loads, pool.counters.prefetches) == (3, 0)
     pool.store.gates[2].set()
     pool.check(0, row(2, 3, 4))
-
-
-def test_demand_never_queues_behind_reads_ahead(make) -> None:
-    """One thread of each kind, and the one that reads ahead is stuck: three misses need two threads and get them."""
-    pool = make(12, threads=1, background=1)
-    pool.store.gate(2)
-    pool.want(2, 3, 11, 12)
-    assert pool.store.begun[2].wait(PATIENCE)
-    pool.check(2, row(1, 2, 3))
-    assert pool.residency.is_loading(2)
-
-
-def test_nothing_is_begun_while_a_layer_waits(make) -> None:
-    pool = make(6)
-    with pool.ahead.paused():
-        pool.want(2, 3, 4)
-        assert pool.ahead.cancel([2, 3, 4]) == [2, 3, 4]
-    assert pool.store.reads.total() == 0
-    for key in (2, 3, 4):
-        pool.residency.failed(key)
 
 
 def test_a_thread_that_reads_ahead_stops_while_a_layer_waits_and_goes_on_afterwards(make) -> None:

@@ -156,17 +156,6 @@ def test_slots_are_filled_with_what_the_policy_loads_first(pools: list[Pool]) ->
     assert pool.residency.slot_of[policy.first()].tolist() == list(range(len(policy.first()))) != []
 
 
-@given(forwards, st.sampled_from(components.names("policies")))
-@settings(max_examples=examples(60), **BUSY)
-def test_as_few_slots_as_one_token_needs(forwards: list[tuple[int, Tensor]], policy: str) -> None:
-    pool = Pool(SHAPE.top_k, policy=policy, delay=1e-4)
-    try:
-        for layer, ids in forwards:
-            pool.check(layer, ids)
-    finally:
-        pool.close()
-
-
 @given(forwards, st.integers(SHAPE.top_k, SHAPE.total), st.data())
 @settings(max_examples=examples(60), **BUSY)
 def test_counters_add_up(forwards: list[tuple[int, Tensor]], slots: int, data: st.DataObject) -> None:
@@ -198,30 +187,6 @@ def test_counters_add_up(forwards: list[tuple[int, Tensor]], slots: int, data: s
         pool.close()
 
 
-def test_hits_and_misses_by_hand(pools: list[Pool]) -> None:
-    pools.append(pool := Pool(4))
-    pool.begin_step(DECODE)
-    pool.check(0, torch.tensor([[0, 1, 2]]))
-    assert (pool.counters.hits, pool.counters.misses, pool.counters.waves) == (0, 3, 1)
-    pool.check(0, torch.tensor([[2, 1, 3]]))
-    assert (pool.counters.hits, pool.counters.misses, pool.counters.waves) == (2, 4, 2)
-    pool.check(1, torch.tensor([[0, 1, 2]]))  # other experts of the same numbers
-    assert (pool.counters.hits, pool.counters.misses, pool.counters.waves) == (2, 7, 3)
-    pool.check(1, torch.tensor([[0, 1, 2], [3, 4, 5]]))  # 6 experts in 4 slots
-    assert (pool.counters.hits, pool.counters.misses, pool.counters.waves) == (5, 10, 5)
-    pool.end_forward()
-    assert pool.counters.stall_seconds > 0
-
-
-def test_slow_reads_are_waited_for(pools: list[Pool]) -> None:
-    """Every miss takes milliseconds in its thread; slots change hands all the time."""
-    pools.append(pool := Pool(4, delay=2e-3, threads=4))
-    rng = np.random.default_rng(0)
-    for turn in range(12):
-        ids = np.stack([rng.permutation(SHAPE.experts)[: SHAPE.top_k] for _ in range(4)])
-        pool.check(turn % 3, torch.from_numpy(ids))
-
-
 def test_long_prefill(pools: list[Pool]) -> None:
     """Thousands of rows: one wave where the experts fit, else several."""
     rng = np.random.default_rng(1)
@@ -246,13 +211,6 @@ def test_experts_of_a_held_wave_stay_while_other_layers_run(pools: list[Pool]) -
         pool.assert_resident(0, ids, held.slot_ids)
     assert next(waves, None) is None
     pool.assert_nothing_pinned()
-
-
-def test_no_row(pools: list[Pool]) -> None:
-    pools.append(pool := Pool(4))
-    pool.begin_step(DECODE)
-    assert pool.check(0, torch.empty((0, SHAPE.top_k), dtype=torch.int32)) == []
-    assert replace(pool.counters, steps={}) == Counters()
 
 
 # -- failures ----------------------------------------------------------------------------------------------------
@@ -315,16 +273,6 @@ def test_wave_that_is_given_up_is_unpinned(pools: list[Pool]) -> None:
     waves = pool.waves(0, all_experts())
     next(waves)
     waves.close()
-    pool.residency.check_integrity()
-    pool.assert_nothing_pinned()
-    pool.check(1, all_experts())
-
-
-def test_layer_that_raises_in_a_wave(pools: list[Pool]) -> None:
-    pools.append(pool := Pool(SHAPE.top_k))
-    with pytest.raises(ZeroDivisionError):
-        for wave in pool.waves(0, all_experts()):
-            len(wave.slot_ids) / 0
     pool.residency.check_integrity()
     pool.assert_nothing_pinned()
     pool.check(1, all_experts())
@@ -450,20 +398,6 @@ def test_policy_observes_selections_by_the_votes_of_their_rows(pools: list[Pool]
     pool.observe(0, torch.tensor([[0, 1, 2], [5, 5, 5], [6, 6, 6], [2, 1, 7], [1, 3, 0]]))
     pool.end_forward()
     assert seen == [[1.25, 2.25, 2, 0.25, 0, 0, 0, 1] + [NOT_RUN] * 16]
-
-
-def test_steps_are_counted_by_kind(pools: list[Pool]) -> None:
-    pools.append(pool := Pool(4))
-    for step in (DECODE, Step((RequestRows(0, 4, RowKind.VERIFY, 3),)), DECODE):
-        pool.begin_step(step)
-        pool.end_forward()
-    assert pool.counters.steps == {"decode": 2, "verify": 1}
-
-
-@pytest.mark.parametrize("slots", [SHAPE.top_k - 1, SHAPE.total + 1])
-def test_impossible_numbers_of_slots(slots: int) -> None:
-    with pytest.raises(AssertionError):
-        Pool(slots)
 
 
 def test_close_gives_the_store_back(pools: list[Pool]) -> None:

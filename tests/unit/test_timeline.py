@@ -21,9 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
 from vllm_spac.recording import timeline_recorder
 from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter, check_target
@@ -117,15 +115,6 @@ def test_a_ring_keeps_the_last_events(clock, count: int) -> None:
     assert (threads, set(thread)) == ((["MainThread"], {0}) if count else ([], set()))
     first = count - kept
     assert complete == (10 * first + 3 if first else 0), "the end of the oldest event that is kept"
-
-
-def test_each_thread_has_its_own_ring(clock) -> None:
-    timeline = Timeline(4)
-    for number in range(3):
-        in_thread(f"thread {number}", lambda number=number: clock.add(timeline, Kind.LOAD, 1, 2, number))
-    threads, thread, events, _ = timeline.last()
-    assert threads == ["thread 0", "thread 1", "thread 2"]
-    assert thread.tolist() == events[:, 3].tolist() == [0, 1, 2]
 
 
 def test_what_is_read_while_threads_write_is_whole_and_without_gaps() -> None:
@@ -389,12 +378,6 @@ def test_a_target_is_a_timeline_or_nothing(clock, tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "folder", tmp_path, Path("."), Path("/")):
         with pytest.raises(ConfigError, match="the timeline .*name another file"):
             check_target(path)
-
-
-def test_the_old_command_says_where_a_timeline_is_opened() -> None:
-    given = ["trace", "timeline", "run.timeline", "--output", "run.json"]
-    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
-    assert result.exit_code == 2 and "open the file in https://ui.perfetto.dev" in " ".join(result.output.split())
 
 
 # -- where the time goes ---------------------------------------------------------------------------------------------

@@ -79,14 +79,6 @@ def test_fills_these_slots_and_no_other(either, make) -> None:
     assert values(slots) == [5, 7, 2, None, 0, None, 3, 6]
 
 
-def test_nothing_to_do(make) -> None:
-    transfers, slots = make()
-    counters = Counters()
-    assert transfers.load([], counters) == {}
-    assert (counters.loads, counters.bytes) == (0, {})
-    assert values(slots) == [None] * 8
-
-
 def test_counts(either, make) -> None:
     transfers, _ = make(lambda key: time.sleep(0.01))
     counters = Counters(loads=1, bytes={"somewhere": 5, "else": 7})
@@ -159,15 +151,6 @@ def test_failures_are_told_key_by_key(bad: set[int], either, make) -> None:
     assert (counters.loads, counters.bytes.get("somewhere", 0)) == (good, good * SHAPE.expert_bytes)
 
 
-@pytest.mark.parametrize("error", [OSError("disk"), RuntimeError("cuda"), ValueError("shape")])
-def test_any_exception_is_told(error: Exception, either, make) -> None:
-    def before(key: int) -> None:
-        raise error
-
-    transfers, _ = make(before)
-    assert transfers.load([(0, 0), (1, 1)], None) == {0: error, 1: error}
-
-
 def test_a_failure_does_not_end_the_others_early(beside, make) -> None:
     """A read that goes on after ``load`` would write into a slot that has been given to another expert."""
     finished: list[int] = []
@@ -182,20 +165,6 @@ def test_a_failure_does_not_end_the_others_early(beside, make) -> None:
     assert list(transfers.load([(0, 0), (1, 1), (2, 2)], None)) == [0]
     assert sorted(finished) == [1, 2]
     assert values(slots)[:3] == [None, 1, 2]
-
-
-def test_a_load_that_failed_can_be_tried_again(either, make) -> None:
-    tries: list[int] = []
-
-    def before(key: int) -> None:
-        tries.append(key)
-        if tries.count(key) == 1 and key == 1:
-            raise StoreError("for now")
-
-    transfers, slots = make(before)
-    assert list(transfers.load([(0, 0), (1, 1)], None)) == [1]
-    assert transfers.load([(1, 1)], None) == {}
-    assert values(slots)[:2] == [0, 1]
 
 
 def test_close_stops_the_threads(beside, make) -> None:

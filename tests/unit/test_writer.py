@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -190,17 +189,6 @@ def test_saving_goes_on_and_finishing_leaves_one_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_discarding_leaves_what_was_there(tmp_path: Path) -> None:
-    (tmp_path / "t").write_text("precious")
-    writer = TraceWriter(tmp_path / "t", FACTS)
-    writer.begin_step(decode())
-    observe(writer, 0, *chosen(1))
-    writer.end_step()
-    writer.discard()
-    writer.discard()
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
-
-
 def test_failing_in_mid_save_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "t").write_text("precious")
     writer = TraceWriter(tmp_path / "t", FACTS)
@@ -266,16 +254,6 @@ time.sleep(600)
     assert [path.name for path in tmp_path.iterdir()] == ["t"] and Trace.load(tmp_path / "t").steps == 1
 
 
-def test_what_a_kill_in_mid_save_leaves_goes_at_the_next_start(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        pass
-    kept = [f"t.{os.getpid()}.partial", f"t.{gone.pid}.txt", f"other.{gone.pid}.partial", "t.x.partial"]
-    for name in (f"t.{gone.pid}.partial", *kept):
-        (tmp_path / name).touch()
-    TraceWriter(tmp_path / "t", FACTS).discard()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-
-
 # --- what a recording may replace ------------------------------------------------------------------------------------
 
 
@@ -317,11 +295,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert Trace.load(writer.finish()).records == 900
 
 
-def test_unwritable_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written.*name another file"):
-        TraceWriter(tmp_path / "no" / "t", FACTS)
-
-
 def test_without_weights_and_with_many_experts(tmp_path: Path) -> None:
     facts = TraceFacts(layers=1, experts=300, top_k=2)
     writer = TraceWriter(tmp_path / "t", facts, weights=False)
@@ -347,19 +320,6 @@ def test_saved_trace_is_the_trace(tmp_path: Path) -> None:
     trace.save(tmp_path / "t")
     assert same(Trace.load(tmp_path / "t"), trace)
     assert load_file(tmp_path / "t")["ids"].shape == (2 * 20 * 3, 2), "any safetensors reader opens it"
-
-
-def test_small_enough(tmp_path: Path) -> None:
-    """10^5 token-layers of top-8: 2.4 MB with weights."""
-    facts = TraceFacts(layers=10, experts=64, top_k=8)
-    writer = TraceWriter(tmp_path / "t", facts)
-    ids, weights = chosen(10, facts=facts)
-    for _ in range(1000):
-        writer.begin_step(decode(10))
-        for layer in range(10):
-            observe(writer, layer, ids, weights)
-        writer.end_step()
-    assert writer.finish().stat().st_size < 2.6e6
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -116,13 +116,6 @@ def test_a_changed_body_is_found_and_named(tmp_path: Path) -> None:
     assert f"### `{DRAFTS}`" in text and "collective_call" in text and "Nothing." in text
 
 
-def test_a_change_of_comments_is_none(tmp_path: Path) -> None:
-    row = changed(
-        tmp_path, DRAFTS, "return self.collective_rpc(", "\n        # why\n        return self.collective_rpc("
-    )
-    assert (row.risk, row.diff) == ("none", ())
-
-
 def test_a_removed_name_is_found_with_what_it_is_for(tmp_path: Path) -> None:
     row = changed(tmp_path, DRAFTS, "take_draft_token_ids", "take_drafts")
     assert (row.risk, row.problem, row.given) == ("high", "is missing", None)
@@ -163,15 +156,6 @@ def test_the_rule_of_risk(tmp_path: Path, does, before: str, after: str, risk: s
     assert compat.judged(row, Sources(tmp_path / "a"), Sources(tmp_path / "b")).risk == risk
 
 
-def test_docstrings_are_no_changed_lines(tmp_path: Path) -> None:
-    for name, text in (("a", "One\n    line."), ("b", "Another.")):
-        (tmp_path / name / "made").mkdir(parents=True)
-        body = f'def f(x):\n    """{text}"""\n    # {name}\n    return x + {ord(name)}\n'
-        (tmp_path / name / "made" / "__init__.py").write_text(body)
-    row = compat.judged(Patch("made:f", "a test", "v1"), Sources(tmp_path / "a"), Sources(tmp_path / "b"))
-    assert row.changed == 2 and row.diff[-2:] == ("-    return x + 97", "+    return x + 98")
-
-
 def test_a_row_is_compared_with_what_it_was_run_with() -> None:
     assert [compat.proof(Patch("made:f", "", where), "0.33.0") for where in ("v1", "v2")] == ["0.32.0", "0.33.0"]
     assert [compat.proof(Patch("made:f", "", where), "0.40.0") for where in ("v1", "worker")] == ["0.32.0", "0.33.0"]
@@ -200,51 +184,6 @@ def test_the_command(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (kept / "pages" / "0.34.0.md").read_text(encoding="utf-8").strip() == asked.stdout.strip()
     fine = CliRunner().invoke(app, ["0.32.0", "--brief"])
     assert fine.exit_code == 0 and "0 missing" in fine.stdout and "|" not in fine.stdout
-
-
-def test_the_command_finds_a_changed_body_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel of the installed module, and a copy of it in which one wrapped body is another."""
-    name = "vllm/v1/executor/multiproc_executor.py"
-    text = (VLLM.parent / name).read_text(encoding="utf-8")
-    at = text.index(f"def {DRAFTS.rpartition('.')[2]}(")
-    changed_there = text[:at] + text[at:].replace("return self.collective_rpc(", "return self.collective_call(", 1)
-    for version, source in (("0.32.0", text), ("0.34.0", changed_there)):
-        with zipfile.ZipFile(tmp_path / f"vllm-{version}.whl", "w") as file:
-            for module, code in (("vllm/_C.so", "no source"), ("vllm/__init__.py", ""), (name, source)):
-                file.writestr(module, code)
-    monkeypatch.setattr(
-        wheels, "_resolve", lambda asked: ((v := asked.partition("==")[2]), (tmp_path / f"vllm-{v}.whl").as_uri())
-    )
-    for module, attribute, value in ((wheels, "CACHE", "kept"), (compat, "PAGES", "pages"), (compat, "ROOT", "")):
-        monkeypatch.setattr(module, attribute, tmp_path / value)
-    monkeypatch.setattr(compat, "imported", dict)
-    monkeypatch.setattr(patches, "PATCHES", (ROWS[TOKENS], ROWS[DRAFTS]))
-    app = typer.Typer()
-    app.command()(compat.main)
-    done = CliRunner().invoke(app, ["0.34.0", "--proved", "0.32.0"])
-    assert done.exit_code == 0 and f"### `{DRAFTS}`" in done.stdout and f"### `{TOKENS}`" not in done.stdout
-    assert re.search(r"^\+ +return self\.collective_call\(", done.stdout, re.MULTILINE)
-
-
-NONE = (
-    "ERROR: Could not find a version that satisfies the requirement vllm==0.34.0 (from versions: {})\n"
-    "ERROR: No matching distribution found for vllm==0.34.0"
-)
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (
-            NONE.format("0.9.1, 0.32.0, 0.33.0"),
-            "no wheel of vllm 0.34.0 for this machine; it has 0.33.0, 0.32.0, 0.9.1",
-        ),
-        (NONE.format("none"), "is there a network"),
-        ("", "is there a network"),
-    ],
-)
-def test_a_version_that_the_index_lacks_and_no_index(said: str, reason: str) -> None:
-    assert reason in wheels.refusal("vllm==0.34.0", said)
 
 
 def test_no_sources_end_the_command_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
