@@ -48,6 +48,7 @@ VERDICTS = {
     "unwritten": "no tiny checkpoint is written yet",
     "pending": "not run yet",
 }
+_BRIEFLY = {"served": "served exactly", "stock": "stock cannot", "apart": "not tried", "checkpoint": "no checkpoint"}
 _HEADINGS = {
     "text": "Text",
     "multimodal": "With images, video or sound",
@@ -153,33 +154,46 @@ def document(found: list[Architecture], content: dict) -> str:
     text = [
         "# MoE architectures",
         "",
-        "Written by `python tests/upstream/families.py`: all architectures of vLLM "
-        f"{content['vllm']} whose code can build experts, and MTP heads of such models, {len(found)}.",
-        "Those with a tiny random checkpoint (`tiny_models.py`: the real configuration class and flags, small sizes)",
-        "were served by stock vLLM on a CPU and then by the plugin, in bf16: those for images, video and sound with",
-        "text only, MTP heads together with the models that they draft for.",
+        f"The {len(found)} architectures of vLLM {content['vllm']} that can build experts, and MTP heads of them.",
+        "Where a tiny random checkpoint can be made (`tiny_models.py`: the real configuration class, small sizes),",
+        "stock vLLM serves it on a CPU in bf16, then the plugin with a quarter of the experts in slots. Models for",
+        "images, video and sound get text only. MTP heads run with the models that they draft for.",
+        "`python tests/upstream/families.py` writes this page; loads and whole messages are in `families.json`.",
         "",
         *(f"- {count}" for count in counts if not count.startswith("0 ")),
         "",
-        f"The last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA, {exactly} served exactly. "
-        f"{ran['how']}",
+        f"Last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA, {exactly} served exactly. {ran['how']}",
     ]
-    heads = f"| architecture | verdict | | vLLM {ran['vllm']}, emulated |", "|---|---|---|---|"
+    heads = f"| architectures | on a CPU | why | vLLM {ran['vllm']}, emulated |", "|---|---|---|---|"
     for group, heading in _HEADINGS.items():
-        text += ["", f"## {heading}", "", *heads]
+        alike: dict[tuple[str, ...], list[str]] = {}
         for one, verdict, detail in lines:
             if one.group == group:
-                text.append(_row(one.name, VERDICTS[verdict].partition(":")[0], detail, ran["rows"].get(one.name, "")))
+                why, told = "" if verdict == "served" else _short(detail), _short(ran["rows"].get(one.name, ""))
+                told = told.removesuffix(f": {why}")  # the same reason
+                alike.setdefault((_BRIEFLY.get(verdict, verdict), why, told), []).append(one.name)
+        text += ["", f"## {heading}", "", *heads, *(_row(names, *cells) for cells, names in alike.items())]
     newer = ran["rows"].keys() - {one.name for one in found}
     text += ["", f"## Only in vLLM {ran['vllm']}", "", *heads]
-    text += [_row(name, "", "", ran["rows"][name]) for name in sorted(newer, key=str.lower)]
+    text += [_row([name], "", "", _short(ran["rows"][name])) for name in sorted(newer, key=str.lower)]
     return "\n".join(text) + "\n"
 
 
-def _row(name: str, *cells: str) -> str:
+def _short(detail: str) -> str:
+    """Without numbers of slots and loads, or the name of a draft model's target; of an error its begin."""
+    detail = re.sub(r"(a separate draft model) for [^:]+", r"\1", detail)
+    detail = re.sub(r": \d+ of \d+ experts in slots, \d+ loads(, of the head \d+ of \d+, \d+ loads)?", "", detail)
+    error, says = detail.partition(": ")[::2]
+    if not re.fullmatch(r"\w+Error", error):
+        return detail
+    says = re.sub(r"^1 validation error for \w+: Value error, | \[type=.*", "", says)
+    return says if len(says) <= 90 else f"{says[:90].rpartition(' ')[0]} …"
+
+
+def _row(names: list[str], *cells: str) -> str:
     """A line of a table in Markdown."""
     escaped = (cell.replace("|", chr(92) + "|") for cell in cells)
-    return " | ".join([f"| `{name}`", *escaped]).rstrip() + " |"
+    return " | ".join([f"| {', '.join(f'`{name}`' for name in names)}", *escaped]).rstrip() + " |"
 
 
 def write(found: list[Architecture], content: dict) -> None:
