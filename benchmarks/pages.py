@@ -135,17 +135,14 @@ def _index(*chosen: str) -> str:
 
 
 def _footer(made: Made) -> str:
-    how = ""
-    if made.commands:
-        how = f"About {made.minutes} minutes" + ", with nothing else running on the machine" * made.timed
+    block = "\n".join(["```bash", *made.commands, "```\n\n"]) * bool(made.commands and not made.answered)
+    how = f"About {made.minutes} minutes" + ", on an otherwise idle machine" * made.timed
     if made.answered:
-        how = "The question is answered, and what its commands run has left the tree; it is in the history at "
-        how += f"`{made.answered}`"
-    said = [text[0].upper() + text[1:] for text in (how, made.note, made.stale) if text]
-    block = "\n".join(["```bash", *made.commands, "```\n\n"]) * bool(made.commands)
+        how = f"Answered: its scripts are in the history at `{made.answered}`, where `reproduce.py run` runs them"
+    said = [text[0].upper() + text[1:] for text in (how * bool(made.commands), made.note, made.stale) if text]
     numbers = ", ".join(f"[{file}]({file})" for file in made.files if file.endswith(".json"))
     remarks = f"{'. '.join(said)}.\n" * bool(said)
-    return f"{block}{remarks}" + f"\nNumbers, commit, versions and machine: {numbers}.\n" * bool(numbers)
+    return f"{block}{remarks}" + f"\nNumbers and provenance: {numbers}.\n" * bool(numbers)
 
 
 def _tidy(text: str) -> str:

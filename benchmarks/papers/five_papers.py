@@ -29,11 +29,9 @@ import typer
 
 from benchmarks.common import RESULTS, TRACES, Script, progress, show, write_result
 from benchmarks.pages import result
-from benchmarks.papers import spread
+from benchmarks.papers import recorded
 from benchmarks.papers.moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
-from benchmarks.papers.od_moe import NETWORKS
-from benchmarks.papers.od_moe_clock import cacheless
-from benchmarks.papers.simulated_workers import LayerTimes
+from benchmarks.papers.simulated_workers import LayerTimes, Network, cacheless
 from benchmarks.papers.sp_moe import replayed
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
@@ -43,6 +41,7 @@ from vllm_spac.tools.traces.replayed import Outcome
 from vllm_spac.tools.traces.simulation import simulate
 
 BUDGETS = (24, 16)
+NETWORK = Network(latency=45e-6, bandwidth=1.17e9)  # 10 Gbit/s, with its software: assumed
 app = Script(__doc__)
 
 
@@ -164,8 +163,8 @@ def main(
 ) -> None:
     chosen = recipes()
     wanted = {recipe.trace for recipe in chosen.values()}
-    loaded = {name: one for name, one in spread.load([TRACES / "real"]).items() if name in wanted}
-    known, layers = spread.known(loaded), loaded["none1"].trace.facts.layers
+    loaded = {name: one for name, one in recorded.load([TRACES / "real"]).items() if name in wanted}
+    known, layers = recorded.known(loaded), loaded["none1"].trace.facts.layers
     costs, rows = scaled(Costs.read(machine), layers), []
     sizes = [float(each) / 100 for each in shares.split(",")]
     with progress() as bar:
@@ -180,13 +179,12 @@ def main(
                 rows.append(row | {"gain": row["tokens_per_second"] / base})
                 bar.advance(task)
     times = LayerTimes.of(costs, loaded["none1"].trace.facts, EXPERT_BYTES)
-    net = NETWORKS["10 Gbit/s"]
     workers = {
-        str(count): cacheless(layers, 8, count // 2, net, times, 2 * 2048, shadow_recall(), fan=2).per_second
+        str(count): cacheless(layers, 8, count // 2, NETWORK, times, 2 * 2048, shadow_recall(), fan=2)
         for count in (2, 4, 8, 16)
     }
     how = {"how": "simulated", "profile": costs.model_dump(mode="json"), "expert_bytes": EXPERT_BYTES}
-    write_result(output, spread.nan_to_none(known | how | {"rows": rows, "workers": workers}))
+    write_result(output, recorded.nan_to_none(known | how | {"rows": rows, "workers": workers}))
     show(f"{machine}, simulated", rows, "recipe", "share", "tokens_per_second", "gain", "hit_rate", "read_per_token")
 
 

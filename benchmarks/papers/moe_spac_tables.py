@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.common import RESULTS, Script, show, write_result
-from benchmarks.papers import spread
+from benchmarks.papers import recorded
 from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
@@ -129,11 +129,11 @@ def main(
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,17,25",
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_tables.json",
 ) -> None:
-    loaded = {name: one for name, one in spread.load(traces).items() if name.startswith((PLAIN, DRAFTED))}
+    loaded = {name: one for name, one in recorded.load(traces).items() if name.startswith((PLAIN, DRAFTED))}
     by_kind = {kind: [one.trace for name, one in loaded.items() if name.startswith(kind)] for kind in (PLAIN, DRAFTED)}
     if not all(by_kind.values()):
         raise typer.BadParameter(f"traces whose names begin with {PLAIN} and with {DRAFTED} are needed: record.py")
-    known, facts = spread.known(loaded), by_kind[PLAIN][0].facts
+    known, facts = recorded.known(loaded), by_kind[PLAIN][0].facts
     asked = [float(share) for share in shares.split(",")]
     tables = {name: systems for name, systems in TABLES.items() if name != "table3" or facts.layers >= DEEPSEEK[0]}
     rows = [(table, name, share) for table, systems in tables.items() for name in systems for share in asked]
@@ -153,7 +153,7 @@ def main(
         "shares_percent": asked,
         **found,
     }
-    write_result(output, spread.nan_to_none(result))
+    write_result(output, recorded.nan_to_none(result))
     for table in tables:
         lines = [
             {"system": name, **{f"{share:g} %": cell["tpot_ms"] for share, cell in zip(asked, cells, strict=True)}}

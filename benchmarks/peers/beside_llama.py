@@ -34,8 +34,7 @@ from benchmarks.peers import gguf_model, process_memory
 from benchmarks.serving import prompts
 from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, split
 from benchmarks.serving.processes import LiveEngine, LiveProcess
-from benchmarks.serving.turns import in_turns
-from vllm_spac.decisions.comparison import interval
+from benchmarks.serving.turns import in_turns, ratio_of
 from vllm_spac.storage.checkpoint.headers import Checkpoint, read_checkpoint
 
 LLAMA = Path(__file__).with_name("llama.py")
@@ -300,8 +299,7 @@ def compared(plugin: Measured, peer: Measured, seed: int) -> dict:
     ratios = [theirs / ours for ours, theirs in zip(plugin.tpot, peer.tpot, strict=True)]
     pairs = list(zip(plugin.tokens, peer.tokens, strict=True))
     return {
-        "ratio": statistics.median(ratios),
-        "interval": list(interval(ratios, seed)),
+        **ratio_of(ratios, seed),
         "equal_answers": sum(ours == theirs for ours, theirs in pairs),
         "equal_first_tokens": statistics.median(_agreed(ours, theirs) for ours, theirs in pairs),
     }

@@ -11,8 +11,7 @@ with ``NAME.scale`` (float32) beside each int8 tensor: one scale for a row of a 
 ``right``. A neuron that is seldom active has large entries in ``right``, so neurons cannot share a scale.
 The file's metadata has a JSON object for each model.
 
-``eagle3.safetensors`` has the head's matrices, int8 [out, in] with a scale for each row, and its norms, bfloat16;
-``mtp.safetensors`` has those of a multi-token prediction layer, whose experts are the target's last layer's. The head's
+``eagle3.safetensors`` has the head's matrices, int8 [out, in] with a scale for each row, and its norms, bfloat16. Its
 embeddings are the target's, and so are its output rows, but for ``rows_left @ rows_right``: those of the tokens that
 ``draft_vocabulary.bits`` has a bit for, most significant bit first.
 """
@@ -32,7 +31,6 @@ from safetensors.torch import save_file
 TARGET = "target"  # the model that the artefact makes
 PATH = Path(__file__).with_name("carved.safetensors")
 HEAD = Path(__file__).with_name("eagle3.safetensors")
-MTP = Path(__file__).with_name("mtp.safetensors")  # as ``HEAD``, of a multi-token prediction layer
 VOCABULARY = Path(__file__).with_name("draft_vocabulary.bits")
 
 
@@ -65,7 +63,7 @@ class ModelChange:
 
 @dataclass
 class Head:
-    """A drafter: its matrices and norms by the names of ``fit/eagle.py`` or ``fit/mtp.py``, float32, and numbers."""
+    """A drafter: its matrices and norms by the names of ``fit/eagle.py``, float32, and numbers."""
 
     weights: dict[str, torch.Tensor]
     numbers: dict[str, Any]
@@ -90,27 +88,8 @@ def quantised(values: torch.Tensor, along: int) -> tuple[torch.Tensor, torch.Ten
     return (values.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def save(models: dict[str, ModelChange], path: Path = PATH) -> None:
-    """Writes all models to one file."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def put(name: str, values: torch.Tensor, along: int) -> None:
-        pair = quantised(values, along)
-        tensors[name], tensors[f"{name}.scale"] = (tensor.contiguous() for tensor in pair)
-
-    for model, change in models.items():
-        for number, layer in enumerate(change.layers):
-            prefix = f"{model}.{number}"
-            tensors[f"{prefix}.sets"] = bits(layer.sets, layer.neurons)
-            tensors[f"{prefix}.shared"] = bits(layer.shared, layer.neurons)
-            put(f"{prefix}.router", layer.router, -1)
-            put(f"{prefix}.down.left", layer.left, 0)
-            put(f"{prefix}.down.right", layer.right, 0)
-    save_file(tensors, path, {name: json.dumps(change.numbers) for name, change in models.items()})
-
-
 def load(path: Path = PATH) -> dict[str, ModelChange]:
-    """Reads what ``save`` wrote: the models by name."""
+    """Reads an artefact: the models by name."""
     models = {}
     with safe_open(path, "pt") as file:
         names = set(file.keys())

@@ -22,40 +22,22 @@ HEAD_NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-MTP_NAMES = {
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "project": "eh_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "qkv": "self_attn.qkv_proj",
-    "o": "self_attn.o_proj",
-    "norm": "shared_head.norm",
-}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def write_target(dense: Path, change: ModelChange, folder: Path, predicting: int = 0) -> None:
+def write_target(dense: Path, change: ModelChange, folder: Path) -> None:
     """The MoE for vLLM's ``DeepseekForCausalLM``: Llama's attention, a shared expert, softmax over the top-k.
 
     That class does not tie embeddings, so the checkpoint has them twice; without ``lm_head.weight`` all logits are NaN.
-
-    Args:
-        predicting: layers of multi-token prediction that are beside it (``write_mtp``): vLLM asks its config.
     """
     old = load_file(dense / "model.safetensors")
     new = {name: weight for name, weight in old.items() if ".mlp." not in name}
     new["lm_head.weight"] = old["model.embed_tokens.weight"].clone()
     for number, layer in enumerate(change.layers):
         new |= _moe(old, number, layer, change.numbers["top_k"])
-    numbers = _moe_numbers(change) | {"architectures": ["DeepseekForCausalLM"]}
-    write_checkpoint(new, dense, numbers | ({"num_nextn_predict_layers": predicting} if predicting else {}), folder)
-
-
-def _moe_numbers(change: ModelChange) -> dict[str, Any]:
-    """What a config says of the experts."""
     experts, size = change.layers[0].sets.shape
-    return {
+    numbers = {
+        "architectures": ["DeepseekForCausalLM"],
         "tie_word_embeddings": False,
         "moe_intermediate_size": size,
         "n_routed_experts": experts,
@@ -69,6 +51,7 @@ def _moe_numbers(change: ModelChange) -> dict[str, Any]:
         "scoring_func": "softmax",
         "routed_scaling_factor": 1.0,
     }
+    write_checkpoint(new, dense, numbers, folder)
 
 
 def _moe(old: dict[str, torch.Tensor], number: int, layer: Experts, top_k: int) -> dict[str, torch.Tensor]:
@@ -119,38 +102,6 @@ def write_eagle(dense: Path, head: Head, vocabulary: torch.Tensor, folder: Path)
         "eagle_aux_hidden_state_layer_ids": head.numbers["depths"],
     }
     write_checkpoint(tensors, dense, numbers, folder)
-
-
-def write_mtp(dense: Path, change: ModelChange, head: Head, folder: Path) -> None:
-    """The multi-token prediction layer for vLLM's ``DeepSeekMTPModel``, behind the target's last layer.
-
-    Its experts are that layer's, with the head's own router and correction. vLLM's class has no names for the parts of
-    ``qkv_proj`` where attention is not latent, so they are fused.
-    """
-    shape = json.loads((dense / "config.json").read_text())
-    old, weights = load_file(dense / "model.safetensors"), head.weights
-    number = shape["num_hidden_layers"]
-    last = change.layers[-1]
-    own = Experts(last.shared, last.sets, weights["router"], weights["down_left"], weights["down_right"])
-    prefix = f"model.layers.{number}."
-    before = f"model.layers.{number - 1}."
-    experts = _moe(old, number - 1, own, change.numbers["top_k"])
-    new = {prefix + name.removeprefix(before): weight for name, weight in experts.items()}
-    new |= {f"{prefix}{theirs}.weight": weights[ours] for ours, theirs in MTP_NAMES.items()}
-    for name in ("embed_tokens", "shared_head.head"):
-        new[f"{prefix}{name}.weight"] = old["model.embed_tokens.weight"].clone()
-    numbers = _moe_numbers(change) | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_nextn_predict_layers": 1,
-        "topk_method": "greedy",
-        "kv_lora_rank": 0,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 0,
-        "qk_rope_head_dim": 0,
-        "v_head_dim": shape["hidden_size"] // shape["num_attention_heads"],
-    }
-    write_checkpoint({name: each.to(torch.bfloat16).contiguous() for name, each in new.items()}, dense, numbers, folder)
 
 
 def write_checkpoint(tensors: dict[str, torch.Tensor], dense: Path, numbers: dict[str, Any], folder: Path) -> None:

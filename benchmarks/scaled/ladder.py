@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.scaled.machine import ScaledMachine
 from benchmarks.scaled.scale import RESIDENT
 from benchmarks.serving.cases import Case, Settings
-from benchmarks.serving.turns import Arm, take_turns
+from benchmarks.serving.turns import ratio_of, take_turns
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.decisions.comparison import interval
@@ -126,10 +126,10 @@ def serve(
     """
     engines, rows = [RESIDENT, *cases(ladder, slots)], {}
     for group in groups(len(engines), at_once):
-        arms, turns = [Arm(engines[number]) for number in group], []
-        for answers in take_turns(arms, [[each] for each in ids], settings):
+        mine, turns = [engines[number] for number in group], []
+        for answers in take_turns(mine, [[each] for each in ids], settings):
             turns.append(answers)
-            advance(f"{slots}: {', '.join(arm.case.name for arm in arms)}")
+            advance(f"{slots}: {', '.join(case.name for case in mine)}")
         for place, number in enumerate(group):
             if number not in rows:
                 rows[number] = row(engines[number], turns[warm:], place, settings.seed)
@@ -154,8 +154,7 @@ def row(case: Case, turns: list[list[dict]], which: int, seed: int) -> dict[str,
         "tpot": tpot,
         "tpot_median": statistics.median(tpot),
         "tpot_interval": list(interval(tpot, seed)),
-        "speedup": statistics.median(speedups),
-        "speedup_interval": list(interval(speedups, seed)),
+        **ratio_of(speedups, seed, "speedup"),
         "share_of_resident": statistics.median(of_resident),
         "ttft": statistics.median(answer["ttft"][0] for answer in mine),
         "turns": len(turns),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,13 +23,13 @@ import typer
 from rich.markup import escape
 
 from benchmarks.common import RESULTS, Script, progress, show, wide, write_result
-from benchmarks.papers.arms import Turn, score
 from benchmarks.scaled import ladder as ladders
 from benchmarks.scaled.machine import ScaledMachine
 from benchmarks.scaled.proportions import Proportions, names
 from benchmarks.scaled.scale import Cores, Scale, engines_at_once, head, on
 from benchmarks.serving import prompts
-from benchmarks.serving.cases import PACKED, Drafts, PackedFolder, Settings, slot_counts, split
+from benchmarks.serving.cases import PACKED, STOCK, Case, Drafts, PackedFolder, Settings, slot_counts, split
+from benchmarks.serving.processes import LiveEngine
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 _DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
@@ -137,23 +137,22 @@ def _serve(run: _Run, result: dict, output: Path) -> None:
 
 
 def _judge(rows: list[dict], run: _Run, warm: int) -> None:
-    """Replaces the answers of each row by their quality, where a rung is lossy."""
+    """Replaces the answers of each row by what stock vLLM thinks of them, where a rung is lossy."""
     lossy = {rung.name for rung in run.rungs if rung.lossy}
-    judged = {*lossy, run.rungs[0].name} if lossy else set()
-    turns = [
-        Turn(row["rung"], 0.0, 0, warm + number, {"tokens": tokens})
-        for row in rows
-        for number, tokens in enumerate(row.pop("answers"))
-        if row["rung"] in judged
-    ]
-    if turns:
-        said = score(turns, [[prompt] for prompt in run.ids], run.settings, lambda *_: None)
-        for row in rows:
-            mine = [one for one, turn in zip(said, turns, strict=True) if turn.arm == row["rung"]]
-            if mine:
-                perplexity = math.exp(-statistics.fmean(one.logprob for one in mine))
-                top1 = statistics.fmean(one.best for one in mine)
-                row["quality"] = {"perplexity": perplexity, "top1_agreement": top1}
+    answers = {row["rung"]: (row, row.pop("answers")) for row in rows}
+    judged = [answers[name] for name in (*lossy, run.rungs[0].name) if lossy]
+    if not judged:
+        return
+    with closing(LiveEngine(Case(STOCK, None).job(run.settings), True, run.settings.timeout)) as engine:
+        for row, said in judged:
+            found = [
+                engine.score([*prompt, *tokens[0]], len(prompt))
+                for prompt, tokens in zip(run.ids[warm:], said, strict=True)
+            ]
+            logprobs, best = (
+                statistics.fmean(statistics.fmean(each[part]) for each in found) for part in ("logprobs", "best")
+            )
+            row["quality"] = {"perplexity": math.exp(-logprobs), "top1_agreement": best}
 
 
 def _on_times(result: dict) -> Iterator[str]:

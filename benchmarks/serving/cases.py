@@ -148,26 +148,6 @@ class Case:
         knobs = None if self.knobs is None else {"slots": share, **self.knobs}
         return replace(self, name=f"{self.name} {share}" if self.each_share else self.name, knobs=knobs, share=share)
 
-    def pauses(self, base: Case) -> list[str]:
-        """Returns what an engine of this case must pause to equal one of ``base``.
-
-        Raises:
-            PlanError: pausing cannot make an engine of this case equal ``base``.
-        """
-        parts = ["speculation"] if base.speculation == "none" != self.speculation else []
-        if self.knobs is not None and "record" in self.knobs and "record" not in (base.knobs or {}):
-            parts.append("record")
-        knobs = {name: value for name, value in (self.knobs or {}).items() if name not in parts}
-        drafts = ("none", None) if "speculation" in parts else (self.speculation, self.draft_tokens)
-        of_base = base.knobs, base.speculation, base.draft_tokens
-        if not parts or None in (base.knobs, self.knobs) or of_base != (knobs, *drafts):
-            raise PlanError(
-                f"--one-engine: {self.name!r} must be {base.name!r} and speculation=… or record=…, which can pause"
-            )
-        if "speculation" in parts and (self.knobs or {}).get("guard") == "off":
-            raise PlanError("--one-engine: speculation pauses by the guard, which is off")
-        return parts
-
     def stock_options(self, checkpoint: Checkpoint) -> dict:
         """Returns the engine arguments of stock's offloading: as many bytes of experts on the GPU as in slots.
 

@@ -1,51 +1,26 @@
 """One engine in its own process, controlled by a JSON file; started by ``processes.py``.
 
 ``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
-JOB`` stays and answers each line of its input, ``{"prompts": [[ids]], "tokens": n, "without": []}``, with a line about
-it. The prompts of a turn are served together; ``without`` lists what is paused in it: ``speculation``, ``guard`` (all
-drafts in every step) or ``trace``; a turn may also have a ``budget``, a ``temperature``, a ``seed`` and ``logprobs``:
-the number of candidates whose log-probabilities are returned at each position. ``{"score": [ids], "first": n}`` is
-answered with ``scores``. Counters cover the measured part alone.
+JOB`` stays and answers each line of its input, ``{"prompts": [[ids]], "tokens": n}``, with a line about it. The prompts
+of a turn are served together. ``{"score": [ids], "first": n}`` is answered with ``scores``. Counters cover the measured
+part alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import json
-import math
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 _AHEAD = ("prefetches", "prefetch_hits", "prefetch_wasted")
 _WAITS = ("stall_seconds", "cpu_wait_seconds")
 _COUNTERS = ("hits", "misses", "loads", "host_loads", "cpu_experts", *_AHEAD, "bytes", *_WAITS, "waves", "steps")
 _WARM_TOKENS = 4
-
-
-class _Always:
-    """In place of what chooses drafts: always as many, all of them verified, and nothing learned from such turns."""
-
-    def __init__(self, drafts: int) -> None:
-        self._drafts = drafts
-
-    def allows(self, requests: int | None = None) -> int:
-        return self._drafts
-
-    def keep(self, request: str, drafts: Any) -> int:
-        return len(drafts.tokens)
-
-    def goes_on(self, paths: Any) -> bool:
-        return True
-
-    def _ignores(self, *told: Any) -> None: ...
-
-    answered = took = making = forget = _ignores
 
 
 def run_once(job: dict, result_path: Path) -> None:
@@ -68,12 +43,10 @@ def take_turns(job: dict) -> None:
     for line in sys.stdin:
         turn = json.loads(line)
         if "score" in turn:
-            print(json.dumps(scores(llm, turn["score"], turn["first"], turn.get("beside"))), file=answers)
+            print(json.dumps(scores(llm, turn["score"], turn["first"])), file=answers)
             continue
         asked = {"prompts": turn["prompts"], "output_tokens": turn["tokens"]}
-        asked |= {name: turn[name] for name in ("temperature", "seed", "logprobs") if name in turn}
-        with paused(llm, turn["without"]), budgeted(llm, turn.get("budget")):
-            measured = measure(llm, job | asked, len(turn["prompts"]))
+        measured = measure(llm, job | asked, len(turn["prompts"]))
         print(json.dumps(measured | {"choices": choices(llm, job)}), file=answers)
 
 
@@ -104,83 +77,24 @@ def _select_quantised_kernels() -> None:
         kernel._supports_current_device = staticmethod(lambda: True)
 
 
-@contextlib.contextmanager
-def paused(llm, parts: list[str]):
-    """Runs the block with the ``speculation``, ``guard`` or ``record`` of an engine in this process paused."""
-    if not parts:
-        yield
-        return
-    (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
-    instead = {
-        "speculation": (runtime.drafts, "chooser", _Always(0)),
-        "guard": (runtime.drafts, "chooser", _Always(_drafts(llm))),
-        "record": (runtime.recordings, "trace", None),
-    }
-    quiet = [instead[part] for part in parts]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in quiet]
-    assert all(value is not None for *_, value in before), f"this engine has no {' and '.join(parts)} to pause"
-    for owner, name, value in quiet:
-        setattr(owner, name, value)
-    yield
-    for owner, name, value in before:
-        setattr(owner, name, value)
-
-
-def _drafts(llm) -> int:
-    """Returns the most drafts of a request in a step."""
-    speculative = llm.llm_engine.vllm_config.speculative_config
-    return speculative.num_speculative_tokens if speculative else 0
-
-
-@contextlib.contextmanager
-def budgeted(llm, settings: dict | None):
-    """Runs the block under a budget (see ``BudgetSettings``), and without one afterwards; None changes nothing."""
-    if settings is None:
-        yield
-        return
-    llm.collective_rpc("spac_budget", args=(settings,))
-    yield
-    llm.collective_rpc("spac_budget", args=({},))
-
-
-def scores(llm, ids: list[int], first: int, beside: list | None = None) -> dict[str, list]:
+def scores(llm, ids: list[int], first: int) -> dict[str, list]:
     """Returns what this model thinks of each token from the one with number ``first`` on, given those before it.
 
-    ``logprobs``: log-probability of the token; ``best``: whether no token is likelier; ``kl``: nats by which another
-    model's distribution at that place, as ``candidates`` returns it, differs from this one's; empty without ``beside``.
+    ``logprobs``: log-probability of the token; ``best``: whether no token is likelier.
     """
     from vllm import SamplingParams
 
-    every = {"prompt_logprobs": 0} if beside is None else {"prompt_logprobs": -1, "flat_logprobs": True}
-    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **every)
+    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-    found: dict[str, list] = {"logprobs": [], "best": [], "kl": []}
-    for place, token in enumerate(ids[first:], first):
-        known = output.prompt_logprobs[place]
-        found["logprobs"].append(known[token].logprob)
-        found["best"].append(known[token].rank == 1)
-        if beside is not None:
-            here = {token: one.logprob for token, one in known.items()}
-            found["kl"].append(divergence(here, beside[place - first]))
-    return found
-
-
-def divergence(here: dict[int, float], other: list) -> float:
-    """Returns KL(here || other) in nats, from log-probabilities of all tokens here, and of the likeliest of ``other``.
-
-    The tokens that ``other`` does not name count as one, so this is at most the divergence of the whole distributions.
-    """
-    pairs = [(math.exp(here[token]), math.exp(logprob)) for token, logprob in other]
-    rest = [max(1e-9, 1 - sum(side)) for side in zip(*pairs, strict=True)]
-    return sum(p * math.log(p / max(q, 1e-30)) for p, q in [*pairs, tuple(rest)] if p > 0)
+    known = [output.prompt_logprobs[place][token] for place, token in enumerate(ids[first:], first)]
+    return {"logprobs": [each.logprob for each in known], "best": [each.rank == 1 for each in known]}
 
 
 def measure(llm, job: dict, batch: int) -> dict:
     """Runs all prompts, ``batch`` at a time: seconds, tokens, latencies per request, and increments of the counters."""
     before = counters(llm, job)
     start = time.perf_counter()
-    more = {name: job[name] for name in ("temperature", "logprobs") if name in job}
-    outputs = generate(llm, job["prompts"], batch, job["output_tokens"], job["seed"], **more)
+    outputs = generate(llm, job["prompts"], batch, job["output_tokens"], job["seed"])
     seconds = time.perf_counter() - start
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     return {
@@ -189,21 +103,13 @@ def measure(llm, job: dict, batch: int) -> dict:
         "ttft": [output.metrics.first_token_latency for output in outputs],
         "tpot": [per_token(output.metrics, len(said)) for output, said in zip(outputs, tokens, strict=True)],
         "counters": {name: difference(value, before[name]) for name, value in counters(llm, job).items()},
-    } | ({"candidates": [candidates(output.outputs[0].logprobs) for output in outputs]} if "logprobs" in job else {})
+    }
 
 
-def candidates(positions) -> list[list[tuple[int, float]]]:
-    """Returns the likeliest tokens at each position of an answer, each with its log-probability."""
-    return [[(token, one.logprob) for token, one in position.items()] for position in positions]
-
-
-def generate(
-    llm, prompts: list[list[int]], batch: int, tokens: int, seed: int, temperature: float = 0.0, **more
-) -> list:
+def generate(llm, prompts: list[list[int]], batch: int, tokens: int, seed: int) -> list:
     from vllm import SamplingParams
 
-    more |= {"temperature": temperature, "max_tokens": tokens, "seed": seed}
-    sampling = SamplingParams(ignore_eos=True, detokenize=False, **more)
+    sampling = SamplingParams(ignore_eos=True, detokenize=False, temperature=0, max_tokens=tokens, seed=seed)
     outputs = []
     for start in range(0, len(prompts), batch):
         requests = [{"prompt_token_ids": prompt} for prompt in prompts[start : start + batch]]

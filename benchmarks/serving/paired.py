@@ -8,9 +8,7 @@ depends on the number of rows (see results/batches.md), sides that draft differe
 equal in float32 only (--dtype).
 
 Effects of a particular process, e.g. of its memory placement, last as long as the engine and are in no interval: hence
---starts, and the median of each start in the table. spac against spac shows their size. What can be paused, speculation
-and the trace, is better measured with --one-engine: the same process runs with it and without, in turns. Costs of its
-mere presence, e.g. the memory of a drafter that is held at no drafts, do not show then.
+--starts, and the median of each start in the table. spac against spac shows their size.
 
 Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, by speculation=ngram, eagle3 or
 draft if it speculates, and by draft_tokens=N where --draft-tokens is not its draft length; tree=N is one. The table and
@@ -30,8 +28,7 @@ import typer
 from benchmarks.common import RESULTS, PlanError, Script, is_toy, progress, provenance, show, wide, write_result
 from benchmarks.serving import prompts
 from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, split
-from benchmarks.serving.turns import Arm, take_turns
-from vllm_spac.decisions.comparison import interval
+from benchmarks.serving.turns import ratio_of, take_turns
 
 _DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")
 _SUMMED = ("hits", "misses", "loads", "host_loads", "cpu_experts", "prefetches", "prefetch_hits", "stall_seconds")
@@ -41,12 +38,8 @@ python benchmarks/serving/paired.py .cache/toy/mid stock spac --slots 100%
 
 python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 5%,10%,25%,50%,100%
 
-python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 10%,50% --one-engine --turns 60
-
 python benchmarks/serving/paired.py MODEL "spac guard=off speculation=eagle3 draft_tokens=4" \
     "spac guard=off speculation=eagle3 tree=16" --slots 100% --dtype float32
-
-python benchmarks/serving/paired.py MODEL spac "spac record=trace=.cache/paired.trace" --slots 25%,100% --one-engine
 
 python benchmarks/serving/paired.py MODEL "spac policy=lru" "spac policy=utility prefetch=utility" --slots 25%
 """
@@ -70,7 +63,6 @@ def main(
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
     dtype: Annotated[str, typer.Option(help="Of both engines.")] = "auto",
-    one_engine: Annotated[bool, typer.Option("--one-engine", help="OTHER's runs both, without what it adds.")] = False,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "paired_toy.json",
@@ -81,7 +73,6 @@ def main(
         timeout=timeout, counters="benchmarks.serving.drafting:counters",
     )  # fmt: skip
     pairs = {size: (Case.parse(base, size), Case.parse(other, size)) for size in split(slots)}
-    pauses = {size: other.pauses(base) if one_engine else [] for size, (base, other) in pairs.items()}
     if turns < starts:
         raise PlanError(f"--turns {turns}: each of {starts} starts needs at least one")
     ids = prompts.load(model, warm + turns, prompt_tokens, seed)
@@ -92,7 +83,6 @@ def main(
         "other": other,
         "draft_tokens": draft_tokens,
         "prompts": ids.describe(),
-        "one_engine": one_engine,
         "starts": starts,
         "warm_turns": warm,
         "output_tokens": output_tokens,
@@ -109,7 +99,7 @@ def main(
             for start in range(starts):
                 bar.update(task, description=f"{size}: start {start + 1}")
                 asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
-                for answers in take_turns(_arms(pair, pauses[size]), [[each] for each in asked], settings):
+                for answers in take_turns(pair, [[each] for each in asked], settings):
                     mine.append(answers)
                     bar.advance(task)
                 answered.append(mine)
@@ -123,14 +113,8 @@ def main(
         raise typer.Exit(1)
 
 
-def _arms(pair: tuple[Case, Case], pauses: list[str]) -> list[Arm]:
-    """Returns base and other; ``pauses``: other's engine is the base."""
-    base, other = pair
-    return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)]
-
-
 def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> dict:
-    """Returns the row for the arms' answers: [starts][turns][arms]."""
+    """Returns the row for the sides' answers: [starts][turns][sides]."""
     counted = [start[warm:] for start in answered]
     turns = [turn for start in counted for turn in start]
     sides = []
@@ -190,17 +174,17 @@ def _drafted(answers: list[dict]) -> dict:
 
 
 def _compared(counted: list[list[list[dict]]], seed: int) -> dict:
-    """Compares the second arm with the first, from [starts][turns][arms]."""
+    """Compares the second side with the first, from [starts][turns][sides]."""
     of_starts = [[_rate(turn[1]) / _rate(turn[0]) for turn in start] for start in counted]
     ratios = [ratio for start in of_starts for ratio in start]
     turns = [turn for start in counted for turn in start]
     steps = [(_step_seconds(turn[1]), _step_seconds(turn[0])) for turn in turns]
     of_steps = [other / mine for other, mine in steps if other is not None and mine is not None]
     return {
-        "step_ratio": _of_steps(of_steps) if len(of_steps) == len(turns) else None,
-        "step_interval": list(interval(of_steps, seed)) if len(of_steps) == len(turns) else None,
-        "ratio": statistics.median(ratios),
-        "interval": list(interval(ratios, seed)),
+        "step_ratio": None,
+        "step_interval": None,
+        **(ratio_of(of_steps, seed, "step_ratio") if len(of_steps) == len(turns) else {}),
+        **ratio_of(ratios, seed),
         "ratio_of_starts": list(map(statistics.median, of_starts)),
         "ratio_of_totals": _total_rate([turn[1] for turn in turns]) / _total_rate([turn[0] for turn in turns]),
         "ratios": ratios,

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vllm_spac.tools.tuning.measurer import LiveProcess, end, ending, start
 from vllm_spac.tools.tuning.measurer import MeasuringError as EngineError
@@ -47,25 +46,21 @@ class LiveEngine(LiveProcess):
     def __init__(self, job: dict, is_stock: bool, timeout: float) -> None:
         super().__init__(lambda folder: _engine(job, folder), timeout, _environment(job, is_stock))
 
-    def turn(self, prompt: list[int], tokens: int, without: Sequence[str] = (), **more: Any) -> dict:
+    def turn(self, prompt: list[int], tokens: int) -> dict:
         """Runs one prompt; returns the result of ``engine.measure`` and the plugin's ``choices``.
-
-        Args:
-            without: what is paused meanwhile, see ``engine.paused``.
-            more: ``budget``, ``temperature``, ``seed`` and ``logprobs`` of this turn.
 
         Raises:
             EngineError: the engine ended, or did not answer in time.
         """
-        return self.batch([prompt], tokens, without, **more)
+        return self.batch([prompt], tokens)
 
-    def batch(self, prompts: Sequence[list[int]], tokens: int, without: Sequence[str] = (), **more: Any) -> dict:
+    def batch(self, prompts: Sequence[list[int]], tokens: int) -> dict:
         """Runs prompts together; everything else is as in ``turn``."""
-        return self.ask({"prompts": list(prompts), "tokens": tokens, "without": list(without), **more})
+        return self.ask({"prompts": list(prompts), "tokens": tokens})
 
-    def score(self, ids: list[int], first: int, beside: list | None = None) -> dict[str, list]:
+    def score(self, ids: list[int], first: int) -> dict[str, list]:
         """Returns the result of ``engine.scores``; raises as ``turn`` does."""
-        return self.ask({"score": ids, "first": first, "beside": beside})
+        return self.ask({"score": ids, "first": first})
 
 
 def _engine(job: dict, folder: Path, *arguments: str) -> list[str]:

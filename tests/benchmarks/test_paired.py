@@ -12,6 +12,7 @@ import pytest
 from benchmarks.common import PlanError
 from benchmarks.serving import paired, processes, turns
 from benchmarks.serving.cases import Case, Drafts, Settings
+from vllm_spac.decisions import comparison
 from vllm_spac.decisions.comparison import orders
 from vllm_spac.errors import ConfigError
 
@@ -65,37 +66,6 @@ def test_a_side_that_is_not_understood(text: str, error: type[Exception], says: 
         Case.parse(text, "25%")
 
 
-@pytest.mark.parametrize(
-    ("base", "other", "parts"),
-    [
-        ("spac", "spac speculation=eagle3", ["speculation"]),
-        ("spac policy=lru", "spac policy=lru record=trace=a", ["record"]),
-        ("spac", "spac speculation=ngram record=trace=a", ["speculation", "record"]),
-        ("spac speculation=ngram", "spac speculation=ngram record=trace=a", ["record"]),
-    ],
-)
-def test_what_one_engine_pauses(base: str, other: str, parts: list[str]) -> None:
-    assert Case.parse(other, "25%").pauses(Case.parse(base, "25%")) == parts
-
-
-@pytest.mark.parametrize(
-    ("base", "other"),
-    [
-        ("spac", "spac"),
-        ("stock", "stock speculation=ngram"),
-        ("stock", "spac record=trace=a"),
-        ("spac policy=lru", "spac speculation=ngram"),
-        ("spac speculation=ngram", "spac speculation=eagle3 record=trace=a"),
-        ("spac speculation=ngram", "spac record=trace=a"),
-        ("spac speculation=ngram draft_tokens=3", "spac speculation=ngram draft_tokens=4 record=trace=a"),
-        ("spac", "spac speculation=ngram guard=off"),
-    ],
-)
-def test_what_one_engine_cannot_be(base: str, other: str) -> None:
-    with pytest.raises(PlanError, match="--one-engine"):
-        Case.parse(other, "25%").pauses(Case.parse(base, "25%"))
-
-
 def test_each_is_as_often_first() -> None:
     first = [order[0] for order, _ in zip(orders(1), range(100), strict=False)]
     assert sum(first) == 50 and len({tuple(first[i : i + 2]) for i in range(0, 100, 2)}) == 2
@@ -119,16 +89,6 @@ def test_answers_stay_with_whom_they_are_from() -> None:
     ]
     drawn = orders(1, 3)
     assert asked == [*next(drawn), *next(drawn)] != sorted(asked)
-
-
-def test_one_engine_is_both_where_it_pauses_what_it_adds() -> None:
-    base, other = Case.parse("spac", "25%"), Case.parse("spac speculation=eagle3", "25%")
-    arm, pauses = turns.Arm, other.pauses(base)
-    assert paired._arms((base, other), []) == [arm(base), arm(other)]
-    assert paired._arms((base, other), pauses) == [arm(other, ("speculation",)), arm(other)]
-    drafts = Drafts(4, Path("e"), Path("f"))
-    job = base.job(Settings(Path("m"), drafts, 4, 4))
-    assert job["speculative"] is None, "no drafter is loaded"
 
 
 def answer(tokens: int, seconds: float) -> dict:
@@ -167,10 +127,10 @@ def test_the_interval_of_a_median() -> None:
     rng = random.Random(0)
     covered = 0
     for seed in range(100):
-        low, high = paired.interval([rng.gauss(1, 0.1) for _ in range(25)], seed)
+        low, high = comparison.interval([rng.gauss(1, 0.1) for _ in range(25)], seed)
         covered += low <= 1 <= high
     assert covered >= 90, "an interval of 95 % misses the true median rarely"
-    assert paired.interval([0.9] * 5, 0) == (0.9, 0.9)
+    assert comparison.interval([0.9] * 5, 0) == (0.9, 0.9)
 
 
 @pytest.fixture
@@ -188,12 +148,9 @@ def engine(tmp_path, monkeypatch):
 
 def test_a_live_engine_answers_in_turn_and_goes(engine) -> None:
     with closing(engine("print(line.replace('prompt', 'said'), end='', flush=True)")) as live:
-        assert live.turn([1, 2], 3) == {"saids": [[1, 2]], "tokens": 3, "without": []}
-        assert live.turn([4], 5, ["record"]) == {"saids": [[4]], "tokens": 5, "without": ["record"]}
-        assert live.batch([[4], [5]], 6, budget={}) == {
-            "saids": [[4], [5]], "tokens": 6, "without": [], "budget": {}
-        }  # fmt: skip
-        assert live.score([7, 8, 9], 1) == {"score": [7, 8, 9], "first": 1, "beside": None}
+        assert live.turn([1, 2], 3) == {"saids": [[1, 2]], "tokens": 3}
+        assert live.batch([[4], [5]], 6) == {"saids": [[4], [5]], "tokens": 6}
+        assert live.score([7, 8, 9], 1) == {"score": [7, 8, 9], "first": 1}
     with pytest.raises(ProcessLookupError):
         os.kill(live._child.pid, 0)
 

@@ -2,100 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.papers import moe_spac, moe_spac_tables, moe_spec, od_moe, spread
+from benchmarks.papers import five_papers, moe_spac_tables, recorded
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
-from vllm_spac.tools.traces.trace_text import Text
-
-
-def text(tokens: list[list[int]], experts: int, weights: list[list[float]] | None = None) -> Text:
-    """One sequence of one layer."""
-    given = None if weights is None else np.array(weights, dtype=np.float16)[:, None]
-    ids = np.array(tokens, dtype=np.uint8)[:, None]
-    return Text(experts, ids, given, np.array([0, len(tokens)]), len(tokens))
-
-
-def test_mass_by_hand() -> None:
-    """Windows of two: expert 0 twice, 1 and 2 once; 3 twice, 0 and 1 once."""
-    found = text([[0, 1], [0, 2], [3, 0], [3, 1]], 4, [[0.5, 0.25], [0.5, 0.25], [0.75, 0.25], [0.5, 0]])
-    assert moe_spec.mass(found, 2, weighted=False).tolist() == [[[2, 1, 1, 0]], [[1, 1, 0, 2]]]
-    assert moe_spec.held(moe_spec.mass(found, 2, weighted=False)) == [0.5, 0.75, 1, 1]
-    assert moe_spec.mass(found, 2, weighted=True).tolist() == [[[1, 0.25, 0.25, 0]], [[0.25, 0, 0, 1.25]]]
-
-
-def test_concentration_by_hand() -> None:
-    """Of the six pairs of four experts, one is in two of four tokens, where uniform selection has 4 / 6 for each."""
-    assert moe_spec.concentration(text([[0, 1], [1, 0], [2, 3], [0, 2]], 4)).tolist() == pytest.approx([2 / (4 / 6)])
-
-
-def test_concentration_of_uniform_selections_is_near_one() -> None:
-    rng = np.random.default_rng(0)
-    tokens = np.argsort(rng.random((20000, 8)), axis=1)[:, :3].tolist()
-    assert moe_spec.concentration(text(tokens, 8))[0] == pytest.approx(1, abs=0.1)
-
-
-def test_ratios_are_monotonic() -> None:
-    found = moe_spac.scores(synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=3, reuse=0.8))
-    assert sum(found["experts"]) == pytest.approx(1) and len(found["r_c"]) == moe_spac.UPPER
-    assert all(a <= b for a, b in zip(found["r_c"][:-1], found["r_c"][1:], strict=True)), "rises with tau"
-    assert all(a >= b for a, b in zip(found["r_g"][:-1], found["r_g"][1:], strict=True)), "falls with tau"
-
-
-def test_ratios_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paper's example: 3 is hot at tau = 2, the tokens select 0, 3 and 2, 3: 1 - r_c = 2 / 4, r_g = 1 / 3."""
-    trace = synthetic_trace(layers=1, experts=4, top_k=2, steps=1, drafts=1)
-    trace.ids[:] = np.array([[0, 3], [2, 3]], dtype=np.uint8)
-
-    class Known:
-        scores = np.array([1, 0, 1, 3])
-
-        def __init__(self, *_, **__) -> None: ...
-
-        def observe_step(self, counts: np.ndarray) -> None: ...
-
-    monkeypatch.setattr(moe_spac, "UtilityEstimator", Known)
-    found = moe_spac.scores(trace)
-    assert found["r_c"] == [0, 0.5, 0.5, 1] and found["r_g"] == pytest.approx([1, 1 / 3, 1 / 3, 0])
-    assert found["frequency"] == pytest.approx([0, 1, np.nan, 2, np.nan], nan_ok=True)
-    assert found["median"] == pytest.approx([0, 1, np.nan, 2, np.nan], nan_ok=True)
-    assert found["experts"] == [0.25, 0.5, 0, 0.25, 0]
-
-
-def test_spread() -> None:
-    found = spread.of([[1, np.nan, np.nan], [3, 4, np.nan]])
-    assert found["mean"][:2] == [2, 4] and found["low"][:2] == [1, 4] and found["high"][:2] == [3, 4]
-    assert all(values[2] != values[2] for values in found.values())
-    assert spread.nan_to_none({"a": [1.0, float("nan")]}) == {"a": [1.0, None]}
-
-
-@pytest.mark.parametrize("script", [moe_spac, moe_spec])
-def test_from_a_folder_of_traces(script, tmp_path: Path) -> None:
-    for seed in (1, 2):
-        trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=160, drafts=2, seed=seed)
-        trace.save(tmp_path / f"{seed}.trace")
-    output = tmp_path / "out.json"
-    done = CliRunner().invoke(script.app, [str(tmp_path), "--output", str(output)])
-    assert done.exit_code == 0, done.output
-    content = json.loads(output.read_text())
-    assert set(content["traces"]) == {"1", "2"} and all(len(one["sha256"]) == 64 for one in content["traces"].values())
-    assert content["provenance"] and content["toy_model"] is False
-    for name, values in content["spread"].items():
-        for low, mean, high in zip(values["low"], values["mean"], values["high"], strict=True):
-            assert (low is mean is high is None) or low <= mean <= high, name
-    synthetic_trace(layers=2, experts=16, top_k=4, steps=10).save(tmp_path / "short.trace")
-    refused = CliRunner().invoke(script.app, [str(tmp_path / "short.trace")], env={"COLUMNS": "300"})
-    assert refused.exit_code == 2 and "record" in refused.output
 
 
 def test_the_tables_read_ahead_within_the_limit_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,22 +53,35 @@ def test_traces_of_two_models_are_refused(tmp_path: Path) -> None:
     for experts in (8, 16):
         synthetic_trace(layers=1, experts=experts, top_k=2, steps=3).save(tmp_path / f"{experts}.trace")
     with pytest.raises(Exception, match="different models"):
-        spread.load([tmp_path])
+        recorded.load([tmp_path])
     with pytest.raises(Exception, match="name traces"):
-        spread.load([tmp_path / "8.trace", tmp_path / "8.trace"])
+        recorded.load([tmp_path / "8.trace", tmp_path / "8.trace"])
 
 
-def test_od_moe_of_a_stacked_trace(tmp_path: Path) -> None:
-    """More workers than layers are left out; more memory and a faster network make no step longer."""
-    path, output = tmp_path / "a.trace", tmp_path / "od.json"
-    synthetic_trace(layers=2, experts=16, top_k=2, steps=20).save(path)
-    arguments = [str(path), "--layers", "4", "--share", "0.25", "--output", str(output)]
-    done = CliRunner().invoke(od_moe.app, arguments)
-    assert done.exit_code == 0, done.output
-    found = json.loads(output.read_text())
-    assert found["calculated"] and found["routing"] == {"layers": 4, "experts": 16, "steps": 20}
-    assert found["traces"]["a"]["layers"] == 2
-    for speeds in found["workers"].values():
-        assert list(speeds) == ["1", "2", "4"] and list(speeds.values()) == sorted(speeds.values())
-    by_network = [speeds["4"] for speeds in found["workers"].values()]
-    assert by_network == sorted(by_network) and by_network[0] < by_network[-1]
+def test_results_have_null_for_nan() -> None:
+    assert recorded.nan_to_none({"a": [1.0, float("nan")]}) == {"a": [1.0, None]}
+
+
+def test_a_budgeted_trace_has_at_most_so_many_experts_in_a_layer() -> None:
+    """Rows keep what is in the shortlist; prompts and steps of fewer experts are as they were."""
+    trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=20, drafts=3)
+    cut, few = five_papers.budgeted(trace, 5), five_papers.budgeted(trace, 16)
+    assert (few.ids == trace.ids).all()
+    for first, last in zip(trace.record_start[:-1], trace.record_start[1:], strict=True):
+        ours, theirs = cut.ids[first:last], trace.ids[first:last]
+        used = np.unique(ours)
+        assert len(used) <= 5 and all(len(set(row)) == 4 for row in ours.tolist())
+        assert all(set(a) >= set(b) & set(used.tolist()) for a, b in zip(ours.tolist(), theirs.tolist(), strict=True))
+
+
+def test_what_a_draft_model_names() -> None:
+    """All of what is routed at recall 1, a part below it, and nothing of the last draft."""
+    trace = synthetic_trace(layers=2, experts=64, top_k=4, steps=20, drafts=3)
+    for recall in (1.0, 0.5):
+        found = [each for each in five_papers.named(trace, recall) if each is not None]
+        step = next(number for number, each in enumerate(five_papers.named(trace, recall)) if each is not None)
+        first = trace.record_start[np.searchsorted(trace.record_step, step)]
+        ids = trace.ids[first : first + 8].reshape(2, 4, 4).transpose(1, 0, 2)
+        assert found[0].shape == (4, 2, 4) and (found[0][-1] == -1).all()
+        same = np.mean([(each[:-1, :, :, None] == ids[:-1, :, None]).any(3).mean() for each in found[:1]])
+        assert same == 1.0 if recall == 1.0 else 0.25 < same < 0.8

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from benchmarks.real import artefact, build, dense, export
-from benchmarks.real.fit import carve, chains, drafter, eagle, fit, llama, mtp, rolls
+from benchmarks.real.fit import carved, drafter, eagle, fit, llama, rolls
 from benchmarks.real.fit import learning as learning_by
 
 REAL = Path(__file__).parents[2] / "benchmarks" / "real"
@@ -89,21 +89,6 @@ def experts() -> artefact.Experts:
     return artefact.Experts(order[:SHARED].sort().values, torch.stack(sets), router, *pair)
 
 
-def test_what_is_saved_is_read_back_whatever_the_size_of_a_neuron(tmp_path: Path) -> None:
-    """Corrections of neurons that are seldom active are ten thousand times those of the others."""
-    found = experts()
-    found.right *= torch.logspace(-4, 0, NEURONS)
-    artefact.save({"target": artefact.ModelChange([found], {"top_k": TOP_K})}, tmp_path / "saved")
-    read = artefact.load(tmp_path / "saved")["target"]
-    assert read.numbers == {"top_k": TOP_K}
-    again = read.layers[0]
-    assert torch.equal(again.shared, found.shared) and torch.equal(again.sets, found.sets.sort(1).values)
-    for saved, wanted in zip(
-        (again.router, again.left, again.right), (found.router, found.left, found.right), strict=True
-    ):
-        assert ((saved - wanted).norm(dim=0) <= 0.01 * wanted.norm(dim=0)).all()
-
-
 def test_an_exported_layer_computes_what_was_fitted(tmp_path: Path) -> None:
     """Shared and routed experts as vLLM computes them, against the carved FFN that was fitted."""
     tiny(tmp_path / "dense")
@@ -112,7 +97,7 @@ def test_an_exported_layer_computes_what_was_fitted(tmp_path: Path) -> None:
     export.write_target(tmp_path / "dense", change, tmp_path / "target")
     model = llama.Llama(tmp_path / "dense")
     h = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2)).to(llama.COMPUTE)
-    wanted = carve.CarvedLayer(model.layers[0], found, TOP_K)(h).float()
+    wanted = carved.CarvedLayer(model.layers[0], found, TOP_K)(h).float()
 
     tensors = {name: value.float() for name, value in load_file(tmp_path / "target" / "model.safetensors").items()}
 
@@ -142,18 +127,9 @@ def head_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return model, eagle.Eagle(model, 16)
 
 
-def mtp_of(model: Any, vocabulary: torch.Tensor | None = None) -> Any:
-    return mtp.Mtp(model, experts(), TOP_K, vocabulary)
-
-
-@pytest.mark.parametrize("form", ["eagle3", "mtp"])
-def test_a_chain_of_drafts_attends_as_a_decoder_does(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_of_drafts_attends_as_a_decoder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training unrolls the chains of all bases at once; here one chain is decoded token by token."""
     model, head = head_of(tmp_path, monkeypatch)
-    if form == "mtp":
-        head = mtp_of(model)
     generator = torch.Generator().manual_seed(0)
     streams = torch.randn(2, 10, len(head.depths), HIDDEN, generator=generator).to(torch.bfloat16)
     embedded = torch.randn(2, 9, HIDDEN, generator=generator).to(torch.bfloat16)
@@ -178,7 +154,7 @@ def test_a_chain_of_drafts_attends_as_a_decoder_does(
 
 def target_of(model: Any) -> tuple[list[Any], Callable]:
     """The layers of a carved model of one layer, and its FFN."""
-    layers = [carve.CarvedLayer(model.layers[0], experts(), TOP_K)]
+    layers = [carved.CarvedLayer(model.layers[0], experts(), TOP_K)]
     return layers, lambda number, h: layers[number](h)
 
 
@@ -244,65 +220,11 @@ def learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     ids = [*prompt.tolist(), *rolls.said(model, ffn, [prompt], [rolls.Way(35)])[0].tolist()]
     said = rolls.Rolls.of([(ids[:5], ids[5:]), (ids[:3], ids[3:30])])
 
-    def trainer(form: str = "eagle3") -> Any:
+    def trainer() -> Any:
         known = torch.tensor(sorted(set(ids)))
-        heads = {"eagle3": lambda: eagle.Eagle(model, 16, known, rank=3), "mtp": lambda: mtp_of(model, known)}
-        return learning_by.Trainer(heads[form](), model, ffn, said, 3e-3, 1)
+        return learning_by.Trainer(eagle.Eagle(model, 16, known, rank=3), model, ffn, said, 3e-3, 1)
 
     return trainer
-
-
-def test_a_multi_token_layer_learns_its_router_too(learning: Callable[..., Any]) -> None:
-    trainer = learning("mtp")
-    before = trainer.head.router.detach().clone()
-    losses = [trainer.step()[0] for _ in range(60)]
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    assert not torch.equal(before, trainer.head.router)
-
-
-def test_an_exported_multi_token_layer_computes_what_was_fitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the names and the formulas of vLLM's ``DeepSeekMTPModel``, one position without attention to others."""
-    model, _ = head_of(tmp_path, monkeypatch)
-    layer = mtp_of(model)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight += 0.1 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
-    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
-    change = artefact.ModelChange([experts()], {"top_k": TOP_K})
-    export.write_mtp(tmp_path / "dense", change, artefact.Head(weights, {}), tmp_path / "mtp")
-    found = load_file(tmp_path / "mtp" / "model.safetensors")
-    tensors = {name.removeprefix("model.layers.1."): value.float() for name, value in found.items()}
-    assert all(name.startswith("model.layers.1.") for name in found)
-
-    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * tensors[f"{name}.weight"]
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, tensors[f"{name}.weight"])
-
-    def mlp(x: torch.Tensor, name: str) -> torch.Tensor:
-        active = F.silu(linear(x, f"{name}.gate_proj")) * linear(x, f"{name}.up_proj")
-        return linear(active, f"{name}.down_proj")
-
-    stream, embedded = torch.randn(2, 1, HIDDEN, generator=generator)
-    before = layer.read(stream[None, :, None].to(llama.COMPUTE))
-    row = torch.tensor([3])
-    x, _, _, v = layer.begun(embedded[None].to(llama.COMPUTE), before, row)
-    wanted = layer.left(layer.finished(x, v))[0].detach().float()
-
-    x = linear(torch.cat([normed(embedded, "enorm"), normed(before[0].float(), "hnorm")], -1), "eh_proj")
-    value = linear(normed(x, "input_layernorm"), "self_attn.qkv_proj")[:, 2 * HIDDEN :]
-    x = x + linear(value, "self_attn.o_proj")
-    h = normed(x, "post_attention_layernorm")
-    shares, ids = linear(h, "mlp.gate").softmax(-1).topk(TOP_K, -1)
-    y = mlp(h, "mlp.shared_experts")
-    for share, expert in zip((shares / shares.sum())[0], ids[0].tolist(), strict=True):
-        y = y + share * mlp(h, f"mlp.experts.{expert}")
-    got = normed(x + y, "shared_head.norm")
-    assert float((got - wanted).norm() / wanted.norm()) < 0.03, "up to the rounding of bfloat16"
 
 
 def test_a_head_learns_what_the_target_says(learning: Callable[..., Any]) -> None:
@@ -373,26 +295,6 @@ def test_a_draft_vocabulary_is_kept(data: st.DataObject) -> None:
         assert torch.equal(artefact.load_vocabulary(Path(folder) / "bits"), ids)
 
 
-def test_a_head_drafts_its_best_token_of_a_draft_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a head of all tokens does whose other tokens are masked; chains name the target's tokens."""
-    model, head = head_of(tmp_path, monkeypatch)
-    vocabulary = torch.arange(3, len(model.embedding), 2)
-    some = eagle.Eagle(model, 16, vocabulary)
-    some.load_state_dict(head.state_dict())
-    ids = torch.randint(0, 20, (1, 14), generator=torch.Generator().manual_seed(1))
-    streams = torch.randn(1, 14, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    whole = head.logits
-
-    def masked(x: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(whole(x), -torch.inf).index_copy(-1, vocabulary, whole(x)[..., vocabulary])
-
-    monkeypatch.setattr(head, "logits", masked)
-    places = torch.arange(4, 9)
-    wanted, ours = (chains._by_head(each, model, ids, streams, places, 3) for each in (head, some))
-    assert torch.equal(wanted[0], ours[0]) and torch.allclose(wanted[1], ours[1])
-    assert torch.isin(ours[0], vocabulary).all() and len(ours[0].unique()) > 1
-
-
 def test_the_most_frequent_tokens_of_texts_that_count_the_same() -> None:
     texts = [torch.tensor([3, 3, 3, 1]), torch.tensor([2] * 90 + [4] * 10)]
     assert fit.by_frequency(texts, 6).tolist() == [2, 3, 1, 4, 0, 5]
@@ -415,7 +317,7 @@ def test_the_artefact_is_small_and_its_experts_are_all_different() -> None:
 
 def test_no_expert_is_half_of_another() -> None:
     for layer in artefact.load()["target"].layers:
-        holders = carve.holders_of(layer.sets, layer.neurons)
+        holders = carved.holders_of(layer.sets, layer.neurons)
         shared = holders @ holders.T
         assert shared.fill_diagonal_(0).max() <= layer.sets.shape[1] // 2
 

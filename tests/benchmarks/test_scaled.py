@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.scaled import executors, ladder, machine, pacing, probe, proportions, scale, tiers
 from benchmarks.scaled import run as scaled_run
+from benchmarks.serving.cases import Drafts, Settings
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.costs import Costs
@@ -296,17 +297,28 @@ def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch)
     """With each turn's own prompt: warm ones are not among the answers."""
     asked = []
 
-    def score(turns, batches, settings, advance) -> list:
-        asked.extend((turn.arm, batches[turn.batch], turn.answer["tokens"]) for turn in turns)
-        return [types.SimpleNamespace(logprob=-1.0 if turn.arm == "tree" else 0.0, best=0.5) for turn in turns]
+    class Judge:
+        """In place of an engine of stock vLLM."""
 
-    monkeypatch.setattr(scaled_run, "score", score)
+        def __init__(self, job: dict, is_stock: bool, timeout: float) -> None:
+            assert is_stock and job["spac"] is None
+
+        def score(self, ids: list[int], first: int) -> dict[str, list]:
+            asked.append((ids, first))
+            return {"logprobs": [-1.0 if ids[-1] > 2 else 0.0] * 2, "best": [True, False]}
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(scaled_run, "LiveEngine", Judge)
     run = types.SimpleNamespace(
-        rungs=ladder.rungs(["reuse", "drafts", "tree"], "off"), ids=[[7], [8], [9]], settings=None
+        rungs=ladder.rungs(["reuse", "drafts", "tree"], "off"),
+        ids=[[7], [8], [9]],
+        settings=Settings(Path("m"), Drafts(4, Path("e"), Path("d")), 1, 1),
     )
-    rows = [{"rung": name, "answers": [[[1]], [[2]]]} for name in ("resident", "reuse", "drafts", "tree")]
+    said = {"resident": [[[5]], [[5]]], "reuse": [[[1]], [[2]]], "drafts": [[[5]], [[5]]], "tree": [[[3]], [[4]]]}
+    rows = [{"rung": name, "answers": each} for name, each in said.items()]
     scaled_run._judge(rows, run, warm=1)
-    assert asked == [(name, [prompt], [[n]]) for name in ("reuse", "tree") for n, prompt in ((1, [8]), (2, [9]))]
+    assert sorted(asked) == [([8, 1], 1), ([8, 3], 1), ([9, 2], 1), ([9, 4], 1)]
     assert [row.get("quality") for row in rows] == [
         None,
         {"perplexity": 1.0, "top1_agreement": 0.5},

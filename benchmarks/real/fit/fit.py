@@ -1,22 +1,16 @@
-"""Fits the artefact that ``build.py`` makes the MoE of. Nobody needs to run it again.
+"""Trains the carved model's EAGLE-3 head, chooses the tokens that it drafts, and judges the model.
 
     python benchmarks/real/fit/texts.py --dense DIR/dense --output texts.safetensors
     python benchmarks/real/fit/chats.py --dense DIR/dense --output chats.safetensors
-    python benchmarks/real/fit/fit.py carve --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
-    python benchmarks/real/fit/fit.py correct --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
-    python benchmarks/real/fit/fit.py distil --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/rolls.py --dense DIR/dense --texts … --output rolls.safetensors
     python benchmarks/real/fit/rolls.py --dense DIR/dense --texts … --output held.safetensors --side held --windows 60
     python benchmarks/real/fit/fit.py head --dense DIR/dense --rolls rolls.safetensors --held held.safetensors --state S
     python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
-    python benchmarks/real/fit/fit.py chains --dense DIR/dense --output chains.safetensors
 
-``carve``, ``correct`` and ``distil`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file),
-in twenty minutes of one core. ``judge`` prints the perplexity beside the dense model's on held-out sources.
-``rolls.py`` lets the carved model speak, and ``head`` trains the EAGLE-3 head on what it said; with ``--resume`` it
-goes on. ``vocabulary`` chooses the tokens that the head drafts. ``chains`` records what each drafter would draft behind
-every token (for ``benchmarks/replay/drafts.py``).
+``judge`` prints the perplexity beside the dense model's on held-out sources. ``rolls.py`` lets the carved model speak,
+and ``head`` trains on what it said; with ``--resume`` it goes on. How the model itself was carved is in the history,
+see ``benchmarks/real/README.md``.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -36,22 +29,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from benchmarks.common import provenance, write_result
-from benchmarks.real import artefact, held
-from benchmarks.real.artefact import ModelChange
-from benchmarks.real.fit import chains, drafter, eagle, mtp
-from benchmarks.real.fit.carve import CarvedLayer, Plan, carved, carved_layers, corrected
-from benchmarks.real.fit.distill import Student, distilled
+from benchmarks.real import artefact
+from benchmarks.real.fit import drafter, eagle
+from benchmarks.real.fit.carved import CarvedLayer, carved_layers
 from benchmarks.real.fit.learning import Trainer
 from benchmarks.real.fit.llama import Llama, windows
 from benchmarks.real.fit.rolls import Rolls
 
 LENGTH = 256
-PROMPT = 48  # tokens, of chains
 SIZES = (8192, 16384, 24576)  # of draft vocabularies that are compared
-FORMS = {"eagle3": artefact.HEAD, "mtp": artefact.MTP}  # of drafters, and their artefacts
 SAVED = 600.0  # seconds from one time that what is learned so far is saved to the next
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -80,95 +68,6 @@ def by_frequency(texts: list[torch.Tensor], tokens: int) -> torch.Tensor:
     return torch.stack(counts).sum(0).argsort(descending=True, stable=True)
 
 
-def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int, length: int = LENGTH) -> torch.Tensor:
-    """Windows of all kinds, as many of each, in random order: int64 [windows, length]."""
-    share = -(-count // len(texts))
-    ids = torch.cat([windows(text, share, length, seed + i) for i, text in enumerate(texts.values())])
-    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
-
-
-@app.command()
-def carve(
-    dense: Dense,
-    texts: Texts,
-    artefact_path: Artefact = artefact.PATH,
-    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 80,
-) -> None:
-    """Makes experts of the dense FFNs, layer by layer: their neurons, and routers."""
-    model, plan = Llama(dense), Plan()
-    layers = carved(model, shuffled(read_texts(texts, "fit"), count, 0), plan, progress())
-    numbers = {"top_k": plan.top_k, "carved": asdict(plan) | {"windows": count}}
-    artefact.save({artefact.TARGET: ModelChange(layers, numbers)}, artefact_path)
-
-
-@app.command()
-def correct(
-    dense: Dense,
-    texts: Texts,
-    artefact_path: Artefact = artefact.PATH,
-    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
-    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 160,
-    rank: Annotated[
-        int, typer.Option(help="of the correction to a down projection; in layer 0 three times as much")
-    ] = 64,
-    early: Annotated[int, typer.Option(help="the same in layers 1 to 5")] = 96,
-    ridge: Annotated[float, typer.Option(help="how much corrections are held back")] = 0.03,
-) -> None:
-    """Fits corrections to the down projections of a carved model."""
-    model, target = Llama(dense), artefact.load(artefact_path)[artefact.TARGET]
-    ids = shuffled(read_texts(texts, "fit"), count, 1)
-    ranks = [3 * rank, *[early] * 5, *[rank] * (len(target.layers) - 6)]
-    layers = corrected(model, target.layers, ids, target.numbers["top_k"], ranks, ridge, progress())
-    numbers = target.numbers | {"corrected": {"windows": count, "ranks": ranks, "ridge": ridge}}
-    artefact.save({artefact.TARGET: ModelChange(layers, numbers)}, output or artefact_path)
-
-
-@app.command()
-def distil(
-    dense: Dense,
-    texts: Texts,
-    artefact_path: Artefact = artefact.PATH,
-    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
-    minutes: Annotated[float, typer.Option(help="how long to learn")] = 10.0,
-    rate: Annotated[float, typer.Option(help="learning rate: of the size of a correction's columns")] = 0.02,
-    batch: Annotated[int, typer.Option(help=f"windows of {LENGTH} tokens of a step")] = 4,
-    balance: Annotated[float, typer.Option(help="how much an even load of the experts counts")] = 0.3,
-    seed: Annotated[int, typer.Option(help="which windows: another one to go on with an artefact")] = 1000,
-) -> None:
-    """Trains the corrections and routers end to end, to the dense model's distribution."""
-    model, target = Llama(dense), artefact.load(artefact_path)[artefact.TARGET]
-    student = Student(model, target.layers, target.numbers["top_k"])
-    begun = time.monotonic()
-    run = {"minutes": minutes, "rate": rate, "batch": batch, "balance": balance, "seed": seed}
-
-    def save(**ended: float) -> None:
-        numbers = target.numbers | {"distilled": [*target.numbers.get("distilled", []), run | ended]}
-        artefact.save({artefact.TARGET: ModelChange(student.result(), numbers)}, output or artefact_path)
-
-    saved = begun
-
-    def said(step: int, divergence: float, mean: float) -> None:
-        nonlocal saved
-        now = time.monotonic()
-        console.print(f"step {step:4}  KL {divergence:.3f}  mean {mean:.3f}  {now - begun:.0f} s")
-        if now - saved > SAVED:
-            save(ended=(now - begun) / 60)
-            saved = now
-
-    distilled(student, shuffled(read_texts(texts, "fit"), 40_000, seed), minutes * 60, rate, batch, balance, said)
-    save()
-
-
-def progress() -> Callable[[int, float], None]:
-    """Prints a line for each layer, with the seconds so far."""
-    begun = time.monotonic()
-
-    def said(number: int, error: float) -> None:
-        console.print(f"layer {number:2}  relative error {error:.3f}  {time.monotonic() - begun:.0f} s")
-
-    return said
-
-
 @app.command()
 def head(
     dense: Dense,
@@ -176,10 +75,7 @@ def head(
     held_rolls: Annotated[Path, typer.Option("--held", help="a file of rolls.py on held texts, to judge by")],
     state: Annotated[Path, typer.Option(help="what a later run goes on from; written every ten minutes")],
     resume: Annotated[bool, typer.Option("--resume", help="go on from the state")] = False,
-    form: Annotated[
-        str, typer.Option(help="eagle3, or mtp: a multi-token prediction layer in DeepSeek's form")
-    ] = "eagle3",
-    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
+    output: Annotated[Path, typer.Option(help="the file for the result")] = artefact.HEAD,
     artefact_path: Artefact = artefact.PATH,
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 60.0,
     rate: Annotated[float, typer.Option(help="learning rate")] = 8e-4,
@@ -187,8 +83,6 @@ def head(
     neurons: Annotated[int, typer.Option(help="of an EAGLE-3 head's FFN")] = 1024,
 ) -> None:
     """Trains a drafter on what the target said, and judges it every ten minutes."""
-    if form not in FORMS:
-        raise typer.BadParameter(f"{form} is none of {', '.join(FORMS)}", param_hint="--form")
     if state.exists() and not resume:
         raise typer.BadParameter(f"{state} is there already; --resume goes on from it", param_hint="--state")
     model = Llama(dense)
@@ -198,12 +92,7 @@ def head(
     def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
         return layers[number](h)
 
-    known, last = artefact.load_vocabulary(), layers[-1]
-    makers = {
-        "eagle3": lambda: eagle.Eagle(model, neurons, known, eagle.RANK),
-        "mtp": lambda: mtp.Mtp(model, last.experts, last.top_k, known),
-    }
-    trainee = makers[form]()
+    trainee = eagle.Eagle(model, neurons, artefact.load_vocabulary(), eagle.RANK)
     trainer = Trainer(trainee, model, ffn, said, rate, batch)
     if resume:
         trainer.resume(state)
@@ -217,7 +106,7 @@ def head(
         tokens = sum(each) / len(each)
         trainer.learned.curve.append((trainer.learned.tokens, round(tokens, 3)))
         numbers = {"depths": list(trainee.depths), "rate": rate, "batch": batch, **asdict(trainer.learned)}
-        artefact.save_head(artefact.Head(weights, numbers), output or FORMS[form])
+        artefact.save_head(artefact.Head(weights, numbers), output)
         trainer.save(state)
         console.print(f"{trainer.learned.tokens:,} tokens: {tokens:.3f} tokens a step on {len(each)} held prompts")
 
@@ -254,29 +143,6 @@ def vocabulary(
         shares = (float(torch.isin(text, ids).float().mean()) for text in judged_by.values())
         table.add_row(f"{drafted:,}", *(f"{share:.3f}" for share in shares))
     console.print(table)
-
-
-@app.command("chains")
-def record(
-    dense: Dense,
-    output: Annotated[Path, typer.Option(help="the safetensors file to write")],
-    count: Annotated[int, typer.Option(help="prompts, of all kinds in turn; texts lie beside the dense model")] = 20,
-    tokens: Annotated[int, typer.Option(help="that the target says after each")] = 110,
-    most: Annotated[int, typer.Option(help="drafts of a chain")] = 4,
-    shares: Annotated[str, typer.Option(help="slots of a target that drafts for itself, percent")] = "25,50",
-    seed: Annotated[int, typer.Option(help="which prompts")] = 5,
-) -> None:
-    """Records the chains of each drafter behind every token of what the carved model says to held prompts."""
-    model = Llama(dense)
-    layers = carved_layers(model, artefact.PATH)
-    trained = eagle.Eagle.of(model, artefact.load_head().weights, artefact.load_vocabulary())
-    tensors: dict[str, torch.Tensor] = {}
-    slots = tuple(int(share) for share in shares.split(","))
-    for number, prompt in enumerate(held.prompts(dense, held.beside(dense), count, PROMPT, seed)):
-        for name, found in chains.chains(model, layers, trained, torch.tensor(prompt), tokens, most, slots).items():
-            tensors |= {f"{number}.{name}.{part}": tensor for part, tensor in found._asdict().items()}
-        console.print(f"{number + 1} of {count} prompts")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output)
 
 
 @app.command()

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.real import artefact, held
-from benchmarks.real.fit.carve import carved_layers
+from benchmarks.real.fit.carved import carved_layers
 from benchmarks.real.fit.llama import FFN, Kept, Llama
 from benchmarks.real.held import chats
 

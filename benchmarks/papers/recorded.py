@@ -1,15 +1,10 @@
-"""Shared by the papers' figures: several traces of one model, and the spread of a curve over them.
-
-Those of benchmarks/traces are of the same prompts: their spread is that of drafts and batches, not of texts.
-"""
+"""Shared by the papers' figures: several traces of one model, and where a result is from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from benchmarks.common import ROOT, TRACES, is_toy, provenance, sha256, trace_files
 from vllm_spac.errors import ConfigError
@@ -55,20 +50,6 @@ def known(loaded: Mapping[str, Recorded]) -> dict[str, Any]:
     }
 
 
-def result(loaded: Mapping[str, Recorded], found: Mapping[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Returns the result of a figure: where it is from, its curves by trace, and their spread.
-
-    Args:
-        found: name of the trace -> curves by name; traces that are missing were left out.
-    """
-    names = next(iter(found.values()))
-    return known({name: loaded[name] for name in found}) | {
-        "left_out": sorted(set(loaded) - set(found)),
-        "traces": {name: {"sha256": loaded[name].sha256, **curves} for name, curves in found.items()},
-        "spread": {name: of([curves[name] for curves in found.values()]) for name in names},
-    }
-
-
 def nan_to_none(value: Any) -> Any:
     """Returns ``value`` with null for nan, which JSON lacks."""
     if isinstance(value, dict):
@@ -76,17 +57,3 @@ def nan_to_none(value: Any) -> Any:
     if isinstance(value, list):
         return [nan_to_none(item) for item in value]
     return None if isinstance(value, float) and value != value else value
-
-
-def of(curves: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """Returns mean, least and most of each point over the curves; a point that is nan in all of them is left nan."""
-    stacked = np.array(curves, dtype=np.float64)
-    with np.errstate(invalid="ignore"):
-        missing = np.isnan(stacked).all(axis=0)
-        filled = np.where(missing, 0.0, stacked)
-        points = {
-            "mean": np.nanmean(filled, axis=0),
-            "low": np.nanmin(filled, axis=0),
-            "high": np.nanmax(filled, axis=0),
-        }
-    return {name: [round(float(x), 5) for x in np.where(missing, np.nan, values)] for name, values in points.items()}
