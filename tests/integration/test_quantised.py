@@ -242,22 +242,6 @@ def test_a_few_experts_are_converted_as_the_whole_layer(name):
     assert same(together, {n: getattr(stock, n).data for n in specs})
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_it_is_packed_when_the_last_tensor_has_come(name):
-    tensors = checkpoint(METHODS[name])
-    layer = build(METHODS[name])
-    packed = stand_in(layer)
-    layer.probe()
-    waited = [n for n in tensors if not is_unread(n, name)]
-    random.Random(0).shuffle(waited)
-    load(layer, tensors, waited[:-1])
-    assert packed == []
-    load(layer, tensors, waited[-1:])
-    layer.forget()
-    load(layer, tensors, [n for n in tensors if is_unread(n, name)])  # nobody waits for these
-    assert packed == [0]
-
-
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("name", [*METHODS, "none"])
 def test_a_rank_packs_its_part_when_its_last_tensor_has_come(name, number, monkeypatch):

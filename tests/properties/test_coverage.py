@@ -156,27 +156,6 @@ def test_truncation_is_its_twin(case: Case, dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=examples(200), **BUSY)
-@given(cases())
-def test_no_id_is_outside_the_shortlist(case: Case) -> None:
-    for weights, ids in (case.substitute(), case.truncate()):
-        assert ids.shape == weights.shape == (len(case.probs), case.top_k)
-        assert torch.isin(ids, case.shortlist).all()
-    weights, ids = case.substitute()
-    assert all(len(set(row)) == case.top_k for row in ids.tolist())
-    assert (weights > 0).all()
-
-
-@settings(max_examples=examples(200), **BUSY)
-@given(cases())
-def test_all_experts_change_nothing(case: Case) -> None:
-    """Whatever the order of the shortlist: the natural choice, to the bit."""
-    natural = case.natural()
-    everyone = torch.arange(case.experts).flip(0)
-    for found in (case.substitute(everyone), truncate(case.probs, natural[1], natural[0], everyone)):
-        assert torch.equal(found[0], natural[0]) and torch.equal(found[1], natural[1])
-
-
-@settings(max_examples=examples(200), **BUSY)
 @given(cases(), st.randoms(use_true_random=False))
 def test_rows_that_lose_nothing_keep_the_router_s_own_result(case: Case, random) -> None:
     """Its order of ids, its rounding; and the dtype of its ids."""
@@ -189,36 +168,6 @@ def test_rows_that_lose_nothing_keep_the_router_s_own_result(case: Case, random)
     for row in range(len(ids)):
         source = (weights, ids) if set(ids[row].tolist()) <= set(case.shortlist.tolist()) else other
         assert torch.equal(found[0][row], source[0][row]) and torch.equal(found[1][row].long(), source[1][row])
-
-
-@settings(max_examples=examples(200), **BUSY)
-@given(cases(kinds=("softmax", "softmax+bias", "sigmoid+bias"), ties=False), st.randoms(use_true_random=False))
-def test_experts_have_no_order(case: Case, random) -> None:
-    order = torch.tensor(random.sample(range(case.experts), case.experts))
-    place = order.argsort()
-    selection = None if case.selection is None else case.selection[:, order]
-    moved = replace(case, probs=case.probs[:, order], shortlist=place[case.shortlist], selection=selection)
-    for a, b in ((case.substitute(), moved.substitute()), (case.truncate(), moved.truncate())):
-        assert torch.equal(a[1], order[b[1]])
-        assert torch.equal(a[0], b[0])
-
-
-@settings(max_examples=examples(200), **BUSY)
-@given(cases(), st.randoms(use_true_random=False))
-def test_rows_do_not_see_one_another(case: Case, random) -> None:
-    rows = torch.tensor(random.choices(range(len(case.probs)), k=5))
-    selection = None if case.selection is None else case.selection[rows]
-    moved = replace(case, probs=case.probs[rows], selection=selection)
-    for a, b in ((case.substitute(), moved.substitute()), (case.truncate(), moved.truncate())):
-        assert torch.equal(a[0][rows], b[0]) and torch.equal(a[1][rows], b[1])
-
-
-@settings(max_examples=examples(100), **BUSY)
-@given(cases(ties=True), st.randoms(use_true_random=False))
-def test_the_order_of_the_shortlist_does_not_matter(case: Case, random) -> None:
-    order = torch.tensor(random.sample(range(len(case.shortlist)), len(case.shortlist)))
-    a, b = case.substitute(), case.substitute(case.shortlist[order])
-    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
 def vllm_grouped(logits: Tensor, bias: Tensor | None, case: Case) -> tuple[Tensor, Tensor]:
@@ -252,20 +201,6 @@ def test_groups_are_vllm_s(case: Case, biased: bool, seed: int) -> None:
     found = case.natural()
     assert torch.equal(found[1], ids)
     torch.testing.assert_close(found[0], weights, rtol=1e-6, atol=0)
-
-
-def test_by_hand() -> None:
-    """Two rows, the first loses its best expert, the second both."""
-    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.4, 0.1, 0.3, 0.2]])
-    ids = torch.tensor([[0, 1], [0, 2]])
-    natural = torch.tensor([[2 / 3, 1 / 3], [4 / 7, 3 / 7]])
-    weights, chosen = truncate(probs, ids, natural, torch.tensor([3, 1]))
-    assert chosen.tolist() == [[1, 1], [3, 3]]
-    torch.testing.assert_close(weights, torch.tensor([[0, 1 / 3], [0, 0]]), rtol=0, atol=0)
-    weights, chosen = substitute(probs, 2, torch.tensor([3, 1]), True)
-    assert chosen.tolist() == [[1, 3], [3, 1]]
-    torch.testing.assert_close(weights, torch.tensor([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
-    assert substitute(probs, 2, torch.tensor([3, 1]), False)[0].tolist() == probs.gather(1, chosen).tolist()
 
 
 def test_nothing_kept_is_an_exact_zero() -> None:

@@ -29,7 +29,6 @@ from vllm_spac.decisions.guard import payback
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution import cpu_check
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.host.localised import Routed
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.host import HostStore
 
@@ -201,17 +200,6 @@ def test_hot_and_cold_are_all_hot(forwards, slots: int, balancer, policy: str) -
         assert counters.cpu_rows >= counters.cpu_experts and (counters.cpu_experts == 0 or balancer[0] != "none")
     finally:
         layers.pool.close()
-
-
-def test_all_hot_all_cold_and_some(make) -> None:
-    layers = make(TOTAL - 1, count=2)
-    x, weights, _ = routed(2, 0)
-    ids = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
-    cold = layers.cold(0, ids)
-    assert cold.tolist() == [[True, False], [False, True]], "the two with the fewest rows, of three that are missing"
-    layers.pool.slots.run(0, Routed(x, weights, ids), layers, None)
-    assert layers.cold(0, ids) is None, "nothing is missing"
-    assert layers.cold(1, ids[:1]).all() and layers.pool.residency.resident == 3
 
 
 def test_padding_does_not_weigh(make) -> None:

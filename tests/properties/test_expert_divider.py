@@ -103,13 +103,6 @@ def test_one_worker_where_the_greedy_list_is_slower() -> None:
     assert len(set(greedy(compute, zeros, 2.0))) == 1
 
 
-@given(count=st.integers(1, EXPERTS), workers=st.integers(1, WORKERS))
-def test_equal_workers_get_as_many_experts_each(count: int, workers: int) -> None:
-    parts = divider().divide(0, np.arange(count)[None], list(range(workers)))
-    sizes = [len(part.experts) for part in parts]
-    assert sum(sizes) == count and max(sizes) == -(-count // workers)
-
-
 def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> None:
     found = divider(workers=2)
     found.sees(0, has(0, 1, 2, 3))

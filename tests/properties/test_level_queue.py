@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
-import pytest
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -67,43 +64,3 @@ def test_agrees_with_a_sorted_list(operations: list[tuple]) -> None:
     queue, twin = LevelQueue(), Twin()
     for operation in operations:
         agree(queue, twin, operation)
-
-
-@pytest.mark.full
-@given(st.integers(0, 2**32))
-@settings(max_examples=examples(100), **BUSY)
-def test_agrees_over_many_operations(seed: int) -> None:
-    rng, queue, twin = random.Random(seed), LevelQueue(), Twin()
-    for _ in range(1000):
-        name = rng.choices(["put", "pop", "discard"], [6, 4, 1])[0]
-        key, score = rng.randrange(8), rng.randint(1, 4)
-        agree(queue, twin, {"put": (name, key, score), "discard": (name, key)}.get(name, (name, score)))
-
-
-def test_highest_level_first_then_first_in_first_out() -> None:
-    queue = LevelQueue()
-    for key, score in ((5, 1), (3, 4), (9, 2), (1, 4), (2, 1)):
-        queue.put(key, score)
-    assert list(queue) == [3, 1, 9, 5, 2]
-    assert [queue.pop(2) for _ in range(4)] == [3, 1, 9, None], "served from K down to tau"
-    assert list(queue) == [5, 2]
-
-
-def test_moving_goes_to_the_end_of_the_new_level_and_staying_keeps_the_place() -> None:
-    queue = LevelQueue()
-    for key, score in ((1, 2), (2, 2), (3, 3), (1, 2), (3, 2), (1, 3)):
-        queue.put(key, score)
-    assert list(queue) == [1, 2, 3]
-
-
-def test_clear_and_empty() -> None:
-    queue = LevelQueue()
-    assert queue.pop() is None and not queue.discard(1) and list(queue) == []
-    queue.put(1, 1)
-    queue.clear()
-    assert len(queue) == 0 and 1 not in queue and queue.pop() is None
-
-
-def test_a_score_below_one_is_refused() -> None:
-    with pytest.raises(AssertionError, match="worth"):
-        LevelQueue().put(1, 0)

@@ -182,39 +182,6 @@ def ready(residency: Residency, *keys: int) -> Placement:
     return placement
 
 
-def test_slots_are_given_in_order_at_first() -> None:
-    """A pool with a slot for each expert relies on it: slot and key are the same number there."""
-    residency = Residency(6, 6, LRU())
-    assert ready(residency, 0, 1, 2).loads == ((0, 0), (1, 1), (2, 2))
-    assert ready(residency, 3, 4, 5).loads == ((3, 3), (4, 4), (5, 5))
-    assert ready(residency, *range(6)) == Placement(6, ())
-
-
-def test_preparing_nothing() -> None:
-    residency = Residency(3, 1, LRU())
-    assert residency.prepare([]) == Placement(0, ())
-    ready(residency, 2)
-    assert residency.prepare([]) == Placement(0, ())
-
-
-def test_keys_that_are_needed_are_no_victims_though_they_were_used_longest_ago() -> None:
-    residency = Residency(4, 3, LRU())
-    for key in (0, 1, 2):
-        ready(residency, key)
-    residency.prepare([0, 3])
-    assert residency.slot_of[0] == 0 and residency.slot_of[1] == NOWHERE and residency.slot_of[3] == 1
-
-
-def test_failed_load_leaves_a_free_slot() -> None:
-    residency = Residency(4, 1, LRU())
-    residency.prepare([2])
-    residency.failed(2)
-    residency.check_integrity()
-    residency.release([2])
-    assert residency.slot_of[2] == NOWHERE and residency.state[0] == SlotState.FREE
-    assert ready(residency, 3).loads == ((3, 0),)
-
-
 @pytest.mark.parametrize("call", ["loaded", "failed"])
 def test_answer_for_a_key_that_is_nowhere(call: str) -> None:
     """``slot_of`` says -1, which numpy takes for the last slot: that one must not become ready by mistake."""
@@ -281,16 +248,6 @@ def test_what_loads_is_no_victim_and_what_is_pinned_neither() -> None:
     assert snapshot(residency) == before
     residency.loaded(1)
     assert residency.prepare([4]) == Placement(0, ((4, 1),), victims=(1,))
-
-
-def test_needing_what_is_on_its_way() -> None:
-    residency = Residency(6, 3, LRU())
-    ready(residency, 0)
-    residency.admit(1, SCORES)
-    assert residency.prepare([0, 1, 2]) == Placement(1, ((2, 2),), waits=((1, 1),))
-    residency.failed(1)
-    residency.check_integrity()
-    assert residency.prepare([1]) == Placement(0, ((1, 1),)), "its slot is free and it is not pinned"
 
 
 def test_admitting_what_has_a_slot() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_spac import components
 from vllm_spac.core import Rates
 from vllm_spac.decisions.balancers import waterfill
-from vllm_spac.decisions.balancers.base import LayerState, Plan
+from vllm_spac.decisions.balancers.base import LayerState
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spac import threshold_balancer
 
@@ -76,20 +76,6 @@ def test_threshold_agrees_with_trying_every_tau():
     assert answers == set(range(1, 9)) and holes > 1000 and fallbacks > 1000
 
 
-def test_threshold_balances():
-    """16 activations on the CPU cost 1 each; at tau = 2 both have 4 seconds of work."""
-    assert threshold_balancer.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS) == 2
-
-
-def test_threshold_without_a_feasible_tau_is_the_highest():
-    assert threshold_balancer.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS | {"free_bytes": 9}) == 3
-
-
-def test_threshold_takes_arrays():
-    arrays = (np.array([0.0, 0.25]), np.array([1.0, 0.5]), np.array([3, 2]))
-    assert threshold_balancer.solve(*arrays, **COSTS) == 2
-
-
 @pytest.mark.parametrize(
     ("arrays", "named"),
     [
@@ -130,12 +116,6 @@ def test_waterfill_agrees_with_trying_every_subset(rows, t_stream, t_cpu, t_row,
     assert finish(set(cpu)) == min(finish(set(subset)) for subset in subsets)
 
 
-def test_waterfill_adds_the_bandwidths_up():
-    """Streaming twice as fast as the CPU: two thirds are streamed, and the busiest experts among them."""
-    streamed, cpu = waterfill.solve(list(range(9)), [5, 1, 5, 5, 1, 5, 5, 1, 5], t_stream=1.0, t_cpu=2.0)
-    assert cpu == [1, 4, 7] and len(streamed) == 6
-
-
 def test_waterfill_streams_what_is_likely_to_be_selected_again():
     """One row each: half of them are streamed, those with the highest estimates."""
     rows, likely = np.ones(EXPERTS, dtype=int), np.random.default_rng(3).random(EXPERTS)
@@ -170,14 +150,6 @@ def test_every_active_expert_runs_once(name):
         assert all(list(part) == sorted(part) for part in (plan.hit, plan.stream, plan.cpu))
         assert all(type(expert) is int for expert in plan.hit + plan.stream + plan.cpu)
         assert 1 <= balancer.threshold(known.layer) <= 4
-
-
-@pytest.mark.parametrize("name", components.names("balancers"))
-def test_nothing_to_do(name):
-    rng = np.random.default_rng(0)
-    assert build(name).plan(state(rng, rows=np.zeros(EXPERTS, dtype=int))) == Plan()
-    idle = build(name).plan(state(rng, rows=np.ones(EXPERTS, dtype=int), resident=np.ones(EXPERTS, dtype=bool)))
-    assert idle == Plan(hit=tuple(range(EXPERTS)))
 
 
 @pytest.mark.parametrize("name", components.names("balancers"))

@@ -34,13 +34,6 @@ def calibration(tmp_path: Path) -> Path:
     return tmp_path / "c.safetensors"
 
 
-def test_help_has_examples() -> None:
-    for name in ("calibrate", "budgets", "sweep"):
-        assert f"Examples vllm-spac quality {name}" in run("quality", name, "--help") and name in run(
-            "quality", "--help"
-        )
-
-
 def test_budgets_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
     output = tmp_path / "budgets.json"
     text = run("quality", "budgets", calibration, "--mass", "0.9", "--output", output)
@@ -87,11 +80,6 @@ def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> Non
 )
 def test_budgets_refuses(calibration: Path, options: tuple, says: str) -> None:
     assert says in run("quality", "budgets", calibration, *options, code=1)
-
-
-def test_budgets_refuses_what_is_no_calibration(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("nothing")
-    assert "vllm-spac quality calibrate" in run("quality", "budgets", tmp_path / "x", code=1)
 
 
 def test_calibrate_refuses_before_an_engine_starts(tmp_path: Path) -> None:

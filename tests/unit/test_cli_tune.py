@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -285,13 +284,6 @@ def test_bad_options(tmp_path: Path, options: tuple, says: str) -> None:
     assert says in text and "error:" in text and Imagined.started == []
 
 
-def test_bad_models(tmp_path: Path) -> None:
-    (bare := tmp_path / "bare").mkdir()
-    shutil.copy(TOY / "config.json", bare)
-    assert "has no weights to measure" in run(tmp_path, code=1, model=bare)
-    assert "is not a folder" in run(tmp_path, code=1, model=tmp_path / "absent")
-
-
 def test_prompts_of_the_user_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     answer = imagined_engines._Imagined.answer
@@ -300,8 +292,3 @@ def test_prompts_of_the_user_are_measured(tmp_path: Path, monkeypatch: pytest.Mo
     (file := tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": [1, 2, 3]}) + "\n")
     run(folder, "--prompts", file)
     assert asked and all(prompt == [1, 2, 3] for prompt in asked)
-
-
-def test_help_has_examples() -> None:
-    text = " ".join(CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"}).output.split())
-    assert "Examples vllm-spac tune" in text

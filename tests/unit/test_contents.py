@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -173,13 +172,6 @@ def test_which_files_are_weights(tmp_path: Path, load_format: str, names: list[s
     assert [path.name for path in contents.weight_files(tmp_path, load_format)] == names
 
 
-def test_weights_without_safetensors(tmp_path: Path) -> None:
-    for name in ("pytorch_model-2.bin", "pytorch_model-1.bin", "pytorch_model.bin.index.json"):
-        (tmp_path / name).touch()
-    names = [path.name for path in contents.weight_files(tmp_path, "auto")]
-    assert names == ["pytorch_model-1.bin", "pytorch_model-2.bin", "pytorch_model.bin.index.json"]
-
-
 @pytest.mark.parametrize("content", ["", "[]", '{"format": "spac-checkpoint-0", "files": {}}', '{"files": {"a": 1}}'])
 def test_a_record_that_is_none(model: Path, content: str, opened: list[str], caplog: pytest.LogCaptureFixture) -> None:
     first = facts(model)
@@ -299,14 +291,3 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 def test_a_folder_is_its_files(model: Path, home: Path, opened: list[str]) -> None:
     assert content(model) == content(model) and len(opened) == 3
     assert [path.name[:11] for path in (home / "packed").iterdir()] == ["checkpoint-"]
-
-
-def test_a_folder_is_its_files_without_a_home_folder_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(uid: int):
-        raise KeyError(uid)
-
-    packed = model.parent / "packed"
-    there = fingerprint.content_of(config(model), packed).facts
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    monkeypatch.delenv("HOME")
-    assert fingerprint.content_of(config(model), packed).facts == there

@@ -46,10 +46,6 @@ def test_elements_have_the_dtype_of_the_config(dtype: str | None, size: int) -> 
     assert described(MIXTRAL | {"torch_dtype": dtype}, HERE).expert_bytes == [3 * 4096 * 14336 * size]
 
 
-def test_a_name_that_transformers_lacks_is_found_by_its_type() -> None:
-    assert described(MIXTRAL | {"architectures": ["OtherForCausalLM", "pipeline"]}, HERE) == described(MIXTRAL, HERE)
-
-
 @pytest.mark.parametrize(
     ("settings", "nbytes"),
     [

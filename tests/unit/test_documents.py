@@ -312,14 +312,6 @@ no sentence
     assert _words("**A third: x – a fourth?") == 5
 
 
-def test_hooks_of_commits_are_what_make_check_runs() -> None:
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
-    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ncheck: ")[2].partition("\n\n")[0]
-    commands = re.findall(r"\$\(BIN\)/(.+)", recipe)
-    assert len(commands) == 3
-    assert [command for command in commands if f"entry: .venv/bin/{command}\n" not in hooks] == []
-
-
 def _sentences(text: str) -> Iterator[str]:
     """Yields the sentences of paragraphs, of lists, and of cells of tables that are no mere words.
 

@@ -29,34 +29,23 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def test_no_container(cgroup) -> None:
-    assert host_memory.available_host_bytes() == 10 * GIB
-
-
-def test_container_without_a_limit(cgroup) -> None:
-    cgroup(max="max", current=3 * GIB)
-    assert host_memory.available_host_bytes() == 10 * GIB
-
-
-def test_container_with_a_limit(cgroup) -> None:
-    cgroup(max=4 * GIB, current=GIB)
-    assert host_memory.available_host_bytes() == 3 * GIB
-
-
-def test_machine_has_less_than_the_container_may_use(cgroup) -> None:
-    cgroup(max=64 * GIB, current=GIB)
-    assert host_memory.available_host_bytes() == 10 * GIB
-
-
-def test_container_above_its_limit(cgroup) -> None:
-    cgroup(max=4 * GIB, current=5 * GIB)
-    assert host_memory.available_host_bytes() == 0
-
-
-@pytest.mark.parametrize("files", [{"max": 4 * GIB}, {"current": GIB}, {"max": "", "current": ""}])
-def test_half_a_container_is_none(cgroup, files: dict) -> None:
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 10 * GIB),
+        ({"max": "max", "current": 3 * GIB}, 10 * GIB),
+        ({"max": 4 * GIB, "current": GIB}, 3 * GIB),
+        ({"max": 64 * GIB, "current": GIB}, 10 * GIB),
+        ({"max": 4 * GIB, "current": 5 * GIB}, 0),
+        ({"max": 4 * GIB}, 10 * GIB),
+        ({"current": GIB}, 10 * GIB),
+        ({"max": "", "current": ""}, 10 * GIB),
+    ],
+)
+def test_a_container_has_the_less_of_its_limit_and_the_machine_s(cgroup, files: dict, available: int) -> None:
+    """Half a container, without a limit or a use, is none."""
     cgroup(**files)
-    assert host_memory.available_host_bytes() == 10 * GIB
+    assert host_memory.available_host_bytes() == available
 
 
 def test_page_cache_of_the_container_can_be_used(cgroup) -> None:

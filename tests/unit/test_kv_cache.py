@@ -316,17 +316,6 @@ def test_the_cache_takes_no_memory_until_it_is_used_and_one_line_says_what_does(
     assert str(fast_memory.usable(config(), layers())) in line
 
 
-def test_the_line_names_no_smaller_size_where_all_can_be_used(said, monkeypatch) -> None:
-    settled(monkeypatch, config(requests=128))
-    (line,) = said
-    assert line.endswith("64.0 MiB more for their KV cache")
-
-
-def test_one_rank_says_it(said, monkeypatch) -> None:
-    settled(monkeypatch, config(), rank=1)
-    assert said == []
-
-
 def test_pages_that_a_connector_knows_stay(said, monkeypatch) -> None:
     given = config()
     given.kv_transfer_config = object()

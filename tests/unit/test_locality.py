@@ -123,34 +123,10 @@ def test_a_step_that_lacks_a_layer_ends_the_text() -> None:
     assert sequences([("d", 1)] * 4, drop=1) == [[0], [2, 3]]
 
 
-def test_overlap_by_hand() -> None:
-    trace = decoding([[0, 1], [1, 0], [1, 2], [3, 4]], 8)
-    assert locality.overlap(Text.of(trace)).tolist() == [(2 + 1 + 0) / 6]
-
-
 def test_overlap_does_not_cross_requests() -> None:
     steps = [("pp", 1), ("d", 1), ("pp", 1), ("d", 1)]
     ids = np.array([[[e]] for e in (0, 1, 2, 2, 3, 4)])
     assert locality.overlap(Text.of(trace_of(steps, ids, 8))).tolist() == [0]
-
-
-def test_lru_by_hand() -> None:
-    """Two slots, full from the third token on: 0 evicts 1, 2 stays, 1 evicts 0."""
-    trace = decoding([[1], [2], [0], [2], [2], [1]], 4)
-    assert locality.lru_hits(Text.of(trace), [2, 3, 4])[0].tolist() == [2 / 4]
-    assert locality.lru_hits(Text.of(trace), [2, 3, 4])[1].tolist() == [1]
-    assert np.isnan(locality.lru_hits(Text.of(trace), [2, 3, 4])[2]).all(), "never full"
-
-
-def test_windows_by_hand() -> None:
-    tokens = [[0, 1], [0, 2], [3, 0], [3, 1], [2, 1]]
-    weights = [[0.5, 0.25], [0.5, 0.25], [0.25, 0.5], [0.75, 0.25], [1, 1]]
-    text = Text.of(decoding(tokens, 4, weights))
-    assert text.windows(2).tolist() == [0, 2]
-    assert locality.distinct(text, 2).tolist() == [3]
-    assert locality.top_half(text, 2).tolist() == [(1.25 / 1.5 + 1.5 / 1.75) / 2]
-    assert np.isnan(locality.top_half(text, 6)).all() and np.isnan(locality.distinct(text, 6)).all()
-    assert np.isnan(locality.top_half(Text.of(decoding(tokens, 4)), 2)).all()
 
 
 def test_use_by_hand() -> None:

@@ -64,11 +64,6 @@ def test_tuning_for_an_unknown_coverage_is_refused() -> None:
         choose(with_curves(*CURVES), 0.9, mass_of="softmax")
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_budgets(tmp_path / "no" / "a", FINGERPRINT, {"a": 1}, {})
-
-
 def test_budgets_are_read_back(tmp_path: Path) -> None:
     budgets = {LAYERS[1]: 5, LAYERS[0]: 2}
     asked = {"mass": 0.9, "mass_of": "scores", "coverage": "truncation"}

@@ -165,18 +165,6 @@ def test_a_file_of_an_older_version_is_refused(path: Path) -> None:
         PredictorFile.load(path, IDENTITY, made.EXPERTS)
 
 
-@pytest.mark.parametrize("size", [0, 100, 5000, -1])
-def test_a_truncated_file_is_refused(path: Path, size: int) -> None:
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ConfigError, match=f"cannot be read as a file of predictors.*{AGAIN}"):
-        PredictorFile.load(path, IDENTITY, made.EXPERTS)
-
-
-def test_a_folder_that_is_not_there(file: PredictorFile, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        file.save(tmp_path / "no" / "p")
-
-
 # -- training that is interrupted --------------------------------------------------------------------------------------
 
 STAGES = 5 + 5 + 3 + 1  # gate, quasi-hidden; networks of all layers but the first; hybrid

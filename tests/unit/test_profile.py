@@ -69,11 +69,6 @@ def test_sizes_are_near(nbytes: int) -> None:
     assert size.intermediate <= size.hidden <= 8 * size.intermediate
 
 
-def test_too_small_an_expert() -> None:
-    with pytest.raises(ConfigError, match="at least 6144"):
-        ExpertSize.of(6143)
-
-
 def test_loads_are_fitted() -> None:
     rate = fit_load({n: 0.5 + n * 100 / 50 for n in (1, 2, 3)}, 100)
     assert (rate.fixed, rate.bytes_per_second) == pytest.approx((0.5, 50))
@@ -279,11 +274,6 @@ def test_rates_are_measured_in_the_engine_that_serves() -> None:
         group.close()
     assert min(rates.fast, rates.stream, rates.cpu) > 0 and rates.cpu_row >= 0 and rates.draft == 0
     assert calls
-
-
-def test_machine_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    assert Machine.here(tmp_path / "a" / "b") == Machine.here(tmp_path)
-    assert str(Machine(cpu="x", cores=2)) == "x (2 cores)"
 
 
 @pytest.mark.parametrize(

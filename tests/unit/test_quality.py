@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 from vllm_spac.cli.main import app
 from vllm_spac.cli.quality import _rankings, quality_table, sentences
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.machine import provenance
 from vllm_spac.tools.evaluation import points as quality
 from vllm_spac.tools.evaluation.points import Point
 
@@ -204,20 +202,3 @@ def test_report_of_speculated_execution(results: dict) -> None:
     assert "restricted: 1.0 MiB per token at 50% hits (exact: 3.0 MiB per token at 50% hits)" in text
     assert "2.4% of the routing weight dropped, 75% of the tokens" in text and "verify step; " not in text
     assert "acceptance length 2.500 " in text, "without drafts there is no verify step to count experts of"
-
-
-def test_report_without_a_budget_that_keeps_the_quality(results: dict) -> None:
-    results["points"] = results["points"][:1]
-    results |= {"verdict": None, "generation": []}
-    assert "no budget of this sweep keeps" in printed(results) and "router, truncation, B=8" in printed(results)
-
-
-def test_without_generation_the_table_has_no_columns_of_it(results: dict) -> None:
-    assert [column.header for column in quality_table(results).columns][-4:] == ["accepted", "tokens/s", "hits", "read"]
-    results["generation"].clear()
-    assert quality_table(results).columns[-1].header == "bytes saved"
-
-
-def test_provenance_is_plain_data() -> None:
-    found = provenance()
-    assert {"command", "git", "versions", "machine", "date"} == set(found) and json.dumps(found)

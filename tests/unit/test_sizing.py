@@ -52,13 +52,6 @@ def test_auto_takes_what_fits(free: int, count: int) -> None:
     assert resolve(SlotCount(), shape(), free) == count
 
 
-@pytest.mark.parametrize("slots", [SlotCount(), SlotCount(share=0.25), SlotCount(per_layer=2)])
-@pytest.mark.parametrize("free", [-(10**12), 0, 2 * MIB - 1])
-def test_nothing_fits(slots: SlotCount, free: int) -> None:
-    with pytest.raises(ConfigError, match="--spac-slots"):
-        resolve(slots, shape(), free)
-
-
 @pytest.mark.parametrize("slots", [SlotCount(), SlotCount(share=0.25), SlotCount(share=0.01), SlotCount(per_layer=2)])
 def test_when_not_even_one_token_fits_the_remedy_is_memory(slots: SlotCount) -> None:
     """No value of the knob helps here, so none may be suggested."""
@@ -67,26 +60,11 @@ def test_when_not_even_one_token_fits_the_remedy_is_memory(slots: SlotCount) -> 
     assert not suggestions(error.value)
 
 
-def test_exactly_top_k_is_enough() -> None:
-    assert resolve(SlotCount(), shape(), 2 * MIB) == 2
-
-
 @pytest.mark.parametrize("slots", [SlotCount(share=0.25), SlotCount(per_layer=4)])
 def test_one_slot_more_than_fits_is_refused(slots: SlotCount) -> None:
     assert resolve(slots, shape(), 16 * MIB) == 16
     with pytest.raises(ConfigError, match="16 slots"):
         resolve(slots, shape(), 16 * MIB - 1)
-
-
-def test_too_many_for_the_memory_says_how_much() -> None:
-    with pytest.raises(ConfigError, match=r"32 slots.*32\.0 MiB.*20\.0 MiB") as error:
-        resolve(SlotCount(share=0.5), shape(), 20 * MIB)
-    assert suggestions(error.value)
-
-
-@pytest.mark.parametrize("slots", [SlotCount(), SlotCount(share=0.01)])
-def test_only_a_number_per_layer_is_checked_before_loading(slots: SlotCount) -> None:
-    check_per_layer(slots, experts=16, top_k=8)
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.data())

@@ -36,12 +36,6 @@ def test_a_vote_is_a_multiple_of_the_step_and_never_none(chance: float, alpha: f
     assert vote(chance, 0.0) == 1.0 == vote(1.0, alpha) == vote(1.0000002, alpha)
 
 
-@given(one=chances, other=chances, alpha=chances)
-def test_a_row_that_is_likelier_counts_as_much_or_more(one: float, other: float, alpha: float) -> None:
-    low, high = sorted((one, other))
-    assert vote(low, alpha) <= vote(high, alpha)
-
-
 def test_a_step_of_votes() -> None:
     found = voted(STEP, 0.5)
     assert [request.weights for request in found.requests] == [None, None, (1.0, 0.5, 1 / STEPS), None]
@@ -80,11 +74,6 @@ def test_products_are_exact_and_their_order_does_not_matter(seed: int, rows: int
     other = torch.tensor(order.sample(range(rows), rows))
     assert torch.equal(found.sum(0), found[other].sum(0))
     assert found.sum(0).tolist() == [math.fsum(column) for column in found.T.tolist()]
-
-
-def test_rows_without_a_vote_may_hold_anything() -> None:
-    found = weighted(torch.tensor([[math.nan, math.inf], [0.5, 0.25]]), torch.tensor([0.0, 0.5]).double())
-    assert found.tolist() == [[0, 0], [0.25, 0.125]] and found.dtype == torch.float64
 
 
 # --- probabilities ----------------------------------------------------------------------------------------------------
