@@ -64,17 +64,6 @@ def test_whatever_matters_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert once() == 7
 
 
-def test_an_error_is_not_kept() -> None:
-    def fail() -> None:
-        raise RuntimeError("out of memory")
-
-    compute = Counted()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            shared.once("x", 1, fail)
-    assert shared.once("x", 1, compute) == [1]
-
-
 PROGRAM = """
 import pathlib, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -104,7 +93,3 @@ def processes(log: Path, *ends: str) -> list[str]:
 def test_workers_wait_for_the_first(tmp_path: Path) -> None:
     assert processes(tmp_path / "log", "ends", "ends", "ends") == ["5\n"] * 3
     assert (tmp_path / "log").read_text() == "computed "
-
-
-def test_a_worker_that_dies_keeps_nobody_waiting(tmp_path: Path) -> None:
-    assert processes(tmp_path / "log", "dies", "ends") == ["", "5\n"]

@@ -59,31 +59,6 @@ def refused(server) -> str:
     return "\n".join(server.messages())
 
 
-@pytest.mark.parametrize("size", [64 << 10, 8 << 20], ids=["64K", "8M"])
-def test_too_little_room(starting, disk, size):
-    """With 64 KiB not even the folder's first file fits."""
-    disk.mount(size, MS_REMOUNT)
-    try:
-        text = refused(starting(disk.folder / "small"))
-    finally:
-        disk.mount(ROOM, MS_REMOUNT)
-    assert re.search(r"spac: packing 384 experts needs .*\b37\.5 MiB .* are free.*--spac-disk-dir", text), text
-    assert serving.packed(disk.folder) == []
-
-
-def test_a_disk_without_any_room(starting, disk):
-    filler = disk.folder / "filler"
-    filler.write_bytes(bytes(1 << 20))
-    disk.fill_up()
-    try:
-        text = refused(starting(disk.folder / "full"))
-    finally:
-        disk.mount(ROOM, MS_REMOUNT)
-        filler.unlink()
-    assert re.search(r"spac: .*(No space left on device|are free).*--spac-disk-dir", text), text
-    assert serving.packed(disk.folder) == []
-
-
 def test_full_while_packing_then_read_only(starting, disk, answers):
     server = starting(disk.folder)
     serving.freeze_while_packing(server, disk.folder)
@@ -112,14 +87,3 @@ def test_read_only(starting, disk, answers):
         assert exchange.tokens(starting(disk.folder).wait().url) == answers
     finally:
         disk.mount(ROOM, MS_REMOUNT)
-
-
-def test_read_only_and_not_packed(starting, disk):
-    victim, *_ = serving.packed(disk.folder)
-    victim.unlink()
-    disk.mount(ROOM, MS_REMOUNT | MS_RDONLY)
-    try:
-        text = refused(starting(disk.folder))
-    finally:
-        disk.mount(ROOM, MS_REMOUNT)
-    assert re.search(r"spac: .*Read-only file system.*--spac-disk-dir", text), text

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import pwd
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -120,11 +118,6 @@ def test_nothing_is_cut_at_80_columns(command, parts):
     result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "80", "NO_COLOR": "1"})
     assert result.exit_code == 0 and "…" not in result.output, result.output
     assert [part for part in parts if part not in result.output] == []
-
-
-def test_starts_without_torch_and_vllm():
-    code = "import sys, vllm_spac.cli.main; sys.exit(bool({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def write_model(folder: Path, names: dict[str, tuple[int, ...]], **config) -> Path:
@@ -280,13 +273,6 @@ def test_a_user_without_a_home_folder_can_name_the_others(homeless, tmp_path: Pa
     assert SpacConfig(disk_dir=tmp_path).folder == tmp_path
     assert machine.command(["plan", f"{tmp_path}/a"], tmp_path) == "plan a"
     assert "tokens/s" in run("plan", TOY, "--machine", "rtx4090", "--fast-memory", "1GiB")
-
-
-@pytest.mark.parametrize("name", ["packed", "check"])
-@pytest.mark.parametrize("folder", ["~nouser", "x" * 5000])
-def test_a_folder_that_no_machine_has(name, folder):
-    options = ["--measure", "--expert-bytes", "10000"] if name == "check" else []
-    assert "--disk-dir" in run(name, "--disk-dir", folder, *options, code=1)
 
 
 # -- stats --
@@ -503,12 +489,6 @@ def store(tmp_path) -> disk.DiskStore:
     for key in range(shape.total):
         store.put(key, {"w": torch.full((40, 64), key, dtype=torch.bfloat16)})
     return store
-
-
-def test_packed_lists(store):
-    (store.folder.parent / "something-else").mkdir()
-    text = run("packed", "--disk-dir", store.folder.parent)
-    assert f"{FINGERPRINT} ? 2 (3..5) 4 36.0 KiB" in text and "something-else" not in text
 
 
 def test_packed_names_models(store):

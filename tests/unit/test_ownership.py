@@ -46,13 +46,6 @@ def rights(path: Path) -> int:
 # --- who may write ----------------------------------------------------------------------------------------------------
 
 
-def test_own_files_in_own_folders_are_used(tmp_path: Path) -> None:
-    (file := tmp_path / "file").touch(0o644)
-    assert [files.refusal(path) for path in (file, tmp_path, tmp_path / "absent", tmp_path / "no" / "way")] == [
-        None
-    ] * 4
-
-
 @pytest.mark.parametrize("mode", [0o666, 0o646, 0o602])
 @pytest.mark.parametrize("what", ["file", "folder", "its folder"])
 def test_what_every_user_may_write_is_refused_until_the_command_was_run(tmp_path: Path, mode: int, what: str) -> None:

@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.replay.routing_locality import PUBLISHED, Locality
-from vllm_spac.cli import plan as cli_plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published
-from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
@@ -35,7 +33,7 @@ from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, 
 from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_percent, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel, executions
 from vllm_spac.tools.planning.planned_serving import make_plan
-from vllm_spac.tools.planning.predict import PROMPT, Prediction, first_token, predict
+from vllm_spac.tools.planning.predict import PROMPT, first_token, predict
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
@@ -402,23 +400,6 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 @pytest.mark.usefixtures("quick")
-def test_output(model: ServedModel) -> None:
-    text = run(model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--host-memory", "8GiB")
-    for part in (
-        "calculated",
-        "KV cache, 1 x 4,096 tokens",
-        "does not fit: stock vLLM",
-        "run: vllm serve",
-        "data sheets",
-        "range: from routing with no locality at all",
-    ):
-        assert part in text
-    assert "Examples vllm-spac plan" in run("--help")
-    other = "host" if "--spac-decisions device" in text.split("run:")[1] else "device"
-    assert f"with --decisions {other}: " in text, "both were compared"
-
-
-@pytest.mark.usefixtures("quick")
 def test_json_has_what_is_printed(model: ServedModel) -> None:
     options = (model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--context", 1024, "--concurrency", 2)
     found = json.loads(run(*options, "--json"))
@@ -733,16 +714,3 @@ def test_a_plan_with_pointers(tmp_path: Path) -> None:
     for part in (said, "decisions=device, calculated", "timed on one H100", "--spac-decisions device"):
         assert part in text
     assert "'tables' is not one of 'host', 'device'" in run(folder, "--decisions", "tables", code=2)
-
-
-def test_flags_of_quantised_experts_are_separate_words(model: ServedModel) -> None:
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
-    checkpoint: Checkpoint = replace(model.checkpoint, quantisation=settings)
-    line = command(Choice(25, "host"), replace(model, checkpoint=checkpoint), machine(GIB, GIB), ONE)
-    assert line.endswith(" --quantization moe_wna16 --moe-backend triton")
-
-
-@pytest.mark.parametrize(("speed", "said"), [(3.456, "3.46"), (456.7, "457"), (4567.0, "4,567"), (168_789.0, "169k")])
-def test_speeds_are_as_short_as_their_column(speed: float, said: str) -> None:
-    """Of a toy model on a large machine, too: ranges that are longer are cut off."""
-    assert cli_plan._speed(Prediction("even", speed, 1.0, "compute")) == said

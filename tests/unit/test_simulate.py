@@ -70,12 +70,6 @@ def test_on_demand_by_hand():
     assert outcome.ratio == pytest.approx(outcome.seconds / outcome.bound_seconds)
 
 
-def test_filled_slots_are_hits():
-    trace = decoding([[[[0, 1]], [[0, 1]]]])
-    outcome = simulate(trace, 4, COSTS)
-    assert (outcome.hits, outcome.misses, outcome.stall_seconds) == (4, 0, 0.0)
-
-
 def test_the_host_s_own_work_by_hand():
     """Layers that load, whatever their number of loads, that hit, and none where every expert has its slot."""
     trace = decoding([[[[0, 1]]], [[[1, 2]]], [[[2, 1]]]])
@@ -430,28 +424,11 @@ def test_uses_and_skew_by_hand():
     assert trace_statistics.skew(trace, 0.25).tolist() == [0.5, 0.5]
 
 
-def test_distances_by_hand():
-    """0 1 | 2 3 | 0 2: when 0 comes back, three others were used; when 2 does, one was since (3)."""
-    trace = decoding([[[[0, 1]]], [[[2, 3]]], [[[0, 2]]]])
-    stack, steps = trace_statistics.distances(trace)
-    assert stack.tolist() == [-1, -1, -1, -1, 3, 1]
-    assert steps.tolist() == [-1, -1, -1, -1, 2, 1]
-    assert trace_statistics.lru_curve(stack, 4).tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 2 / 6])
-
-
 @pytest.mark.parametrize("slots", [24, 48, 72, 96])
 def test_curve_agrees_with_simulating_lru(slots):
     trace = synthetic_trace(layers=3, experts=32, top_k=4, steps=300, drafts=1, skew=0.8, reuse=0.8)
     curve = trace_statistics.lru_curve(trace_statistics.distances(trace)[0], trace.facts.total)
     assert curve[slots] == pytest.approx(simulate(trace, slots, COSTS, fill=False).hit_rate, abs=0.01)
-
-
-def test_distances_within_a_layer_by_hand():
-    """Layer 0: 0 1 | 2 3 | 0 2, whatever layer 1 does in between."""
-    trace = decoding([[[[0, 1]], [[0, 1]]], [[[2, 3]], [[0, 2]]], [[[0, 2]], [[1, 3]]]])
-    stack, steps = trace_statistics.distances(trace, by_layer=True)
-    assert stack.tolist() == [-1, -1, -1, -1, -1, -1, 1, -1, 3, 1, 2, -1]
-    assert steps.tolist() == trace_statistics.distances(trace)[1].tolist()
 
 
 @pytest.mark.parametrize("slots", [36, 48, 72])

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import resource
-import signal
-import subprocess
-import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -329,34 +326,6 @@ def test_on_a_full_disk_the_file_stays(clock, tmp_path: Path) -> None:
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     writer.save()
     assert len(read(path)[0]) == 14
-
-
-def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
-    """Killed while it saves again and again; the part of the file that it was writing goes at the next start."""
-    code = """
-import sys
-from pathlib import Path
-from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
-from vllm_spac.recording.timeline_recorder import Kind, now
-writer = TimelineWriter(Path(sys.argv[1]), TimelineFacts("toy", "disk", ("layers.0",), (4,)), 1000)
-while True:
-    for _ in range(1000):
-        writer.timeline.add(Kind.STEP, now(), 2, 1)
-    writer.save()
-    print("saved", flush=True)
-"""
-    path = tmp_path / "run.timeline"
-    for saves in range(1, 4):
-        with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE) as process:
-            for _ in range(saves):
-                assert process.stdout.readline() == b"saved\n"
-            process.send_signal(signal.SIGKILL)
-        events, _ = read(path)
-        assert len(events) == 1000
-        assert_nested(events)
-    (tmp_path / f"run.timeline.{process.pid}.partial").touch()  # whenever the kill came
-    TimelineWriter(path, FACTS, 5)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_target_is_a_timeline_or_nothing(clock, tmp_path: Path) -> None:

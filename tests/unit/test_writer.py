@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -228,30 +225,6 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     record(writer)
     writer.finish()
     assert (tmp_path / "t").is_symlink() and Trace.load(tmp_path / "real" / "t").steps == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_process_leaves_only_the_trace(tmp_path: Path, number: signal.Signals) -> None:
-    code = """
-import sys, time
-import numpy as np
-from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.recording.trace_writer import TraceFacts, TraceWriter
-writer = TraceWriter(sys.argv[1], TraceFacts(layers=1, experts=8, top_k=2))
-for turn in range(2):
-    writer.begin_step(Step((RequestRows(0, 1, RowKind.DECODE),)))
-    writer.observe([0], np.array([[[1, 2]]]), np.ones((1, 1, 2)))
-    writer.end_step()
-    if turn == 0:
-        writer.save()
-    writer._flush()
-print("ready", flush=True)
-time.sleep(600)
-"""
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "t"], stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(number)
-    assert [path.name for path in tmp_path.iterdir()] == ["t"] and Trace.load(tmp_path / "t").steps == 1
 
 
 # --- what a recording may replace ------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import pytest
 import tiny_models
 import untried
 import zoo
-from moe_architectures import Architecture, builds_experts
-from sources import Sources
+from moe_architectures import Architecture
 
 BUGS = ("differs", "fails")
 
@@ -57,29 +56,6 @@ def test_families_with_parity_tests_are_served(found: list[Architecture]) -> Non
     tested = {name for name, tiny in tiny_models.TINY.items() if tiny.family}
     verdicts = {one.name: verdict for one, verdict, _ in families.rows(found, families.read()) if one.name in tested}
     assert set(verdicts) == tested and set(verdicts.values()) <= {"served", "pending"}
-
-
-def test_experts_are_found_through_imports_bases_and_branches(tmp_path) -> None:
-    folder = tmp_path / "vllm" / "models" / "fast"
-    folder.mkdir(parents=True)
-    (folder / "layers.py").write_text(
-        "from vllm.model_executor.layers.fused_moe import FusedMoEFactory\n"
-        "class Experts:\n    def __init__(self):\n        self.run = FusedMoEFactory(8)\n"
-        "class Dense:\n    pass\n"
-    )
-    (folder / "model.py").write_text(
-        "from .layers import Dense, Experts as Sparse\n"
-        "class Base:\n    layer = Sparse\n"
-        "class Model(Base):\n    pass\n"
-        "class Small:\n    layer = Dense\n"
-    )
-    (folder / "__init__.py").write_text(
-        "import platform\nif platform.gpu:\n    from .model import Model\nelse:\n    from .other import Model\n"
-        "from .model import Small\n"
-    )
-    sources = Sources(tmp_path)
-    assert builds_experts(sources, "vllm.models.fast", "Model")
-    assert not builds_experts(sources, "vllm.models.fast", "Small")
 
 
 @pytest.mark.parametrize(
