@@ -154,11 +154,13 @@ def test_failures_are_told_key_by_key(bad: set[int], either, make) -> None:
 def test_a_failure_does_not_end_the_others_early(beside, make) -> None:
     """A read that goes on after ``load`` would write into a slot that has been given to another expert."""
     finished: list[int] = []
+    failed = threading.Event()
 
     def before(key: int) -> None:
         if key == 0:
+            failed.set()
             raise StoreError("at once")
-        time.sleep(0.02)
+        assert failed.wait(30)
         finished.append(key)
 
     transfers, slots = make(before)

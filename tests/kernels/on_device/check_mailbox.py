@@ -123,29 +123,23 @@ def test_a_wait_ends_with_the_number_or_with_its_patience(device, case):
         begun.wait()
     # in the interpreter a poll takes a tenth of a millisecond and more: a right answer is there long before the end
     patience = (2_000_000_000 if right else 30_000_000) if device == "cuda" else (200_000 if right else 100) * POLL
-    start = time.monotonic()
     await_answer(ids, 0, sources, division, mail, min(patience, 2**31 - 1))
     if device == "cuda":
         torch.cuda.synchronize()
-    waited = time.monotonic() - start
     writer.join()
     assert division.state.tolist() == [1, int(right)]
     assert division.again.tolist() == ([[0.0, 0.0]] if right else [[0.0, 0.5]])
     assert sources.tolist() == [HIT, COMPUTED if right else LATE, COMPUTED, COMPUTED], "of its own layer"
     assert division.pairs.item() == (2 if right else 0), "after a late answer nobody asks in this step"
-    assert waited < 60
 
 
 def test_a_layer_that_asked_nothing_does_not_wait(device):
     division, mail, sources, ids = asking(device)
     division.state.zero_()
     division.left.zero_()
-    start = time.monotonic()
-    await_answer(ids, 0, sources, division, mail, 2**31 - 1)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    assert time.monotonic() - start < 2.0
-    assert division.state.tolist() == [0, 0] and not division.again.any() and division.pairs.item() == 2
+    await_answer(ids, 0, sources, division, mail, 100 * POLL)
+    assert division.state.tolist() == [0, 0] and not division.again.any()
+    assert division.pairs.item() == 2, "a wait would have ended late, after which nobody asks"
 
 
 def test_a_wait_of_nothing_looks_once(device):
