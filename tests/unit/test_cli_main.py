@@ -282,14 +282,23 @@ WORKER |= {"bytes": {"disk": 3 << 20}, "steps": {"prefill": 1, "decode": 1234}}
 
 
 @pytest.fixture
-def serve():
-    """``serve(status, body)`` -> URL of a server that always gives this answer."""
+def asked() -> list[str | None]:
+    """The keys that servers of ``serve`` were sent."""
+    return []
+
+
+@pytest.fixture
+def serve(asked):
+    """``serve(status, body, headers)`` -> URL of a server that always gives this answer."""
     servers = []
 
-    def start(status: int, body: str) -> str:
+    def start(status: int, body: str = json.dumps({"workers": [WORKER]}), headers: dict[str, str] | None = None) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
+                asked.append(self.headers["Authorization"])
                 self.send_response(status if self.path == "/spac/stats" else 500)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body.encode())
 
@@ -440,42 +449,14 @@ def test_stats_prints_what_a_server_says_and_does_not_obey_it(serve):
         assert part in text
 
 
-@pytest.fixture
-def guarded():
-    """``guarded(status, headers)`` -> URL of a server, and the keys that it was sent."""
-    servers, keys = [], []
-
-    def start(status: int, headers: dict[str, str]) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                keys.append(self.headers["Authorization"])
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(json.dumps({"workers": [WORKER]}).encode())
-
-            log_message = lambda *args: None  # noqa: E731
-
-        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
-
-    yield start, keys
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(serve, asked):
+    second = f"http://{serve(200)}/spac/stats"
+    assert "75.0%" in run("stats", serve(302, headers={"Location": second}), "--api-key", "secret")
+    assert asked == ["Bearer secret", None]
 
 
-def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(guarded):
-    start, keys = guarded
-    second = start(200, {})
-    assert "75.0%" in run("stats", start(302, {"Location": f"{second}/spac/stats"}), "--api-key", "secret")
-    assert keys == ["Bearer secret", None]
-
-
-def test_stats_says_that_a_key_is_wanted(guarded):
-    url = guarded[0](401, {})
+def test_stats_says_that_a_key_is_wanted(serve):
+    url = serve(401)
     assert "wants a key; name its own with --api-key or VLLM_API_KEY" in run("stats", url, code=1)
     assert "refuses this key" in run("stats", url, "--api-key", "x", code=1)
     assert "no HTTP header can carry" in run("stats", url, "--api-key", "x\ny", code=1)

@@ -467,22 +467,19 @@ def test_an_engine_that_was_killed_gives_way_to_the_next() -> None:
     second.close()
 
 
-def test_a_worker_of_another_cluster_is_found_out() -> None:
+@pytest.mark.parametrize(
+    ("secret", "changed", "says"),
+    [
+        (ANOTHER, {}, "has another secret"),
+        (SECRET, {"vllm": "0.1"}, r"could differ in bits: vllm .* here and '0\.1' there"),
+    ],
+    ids=["another cluster", "another version"],
+)
+def test_workers_that_are_not_ours_are_found_out(secret: bytes, changed: dict, says: str) -> None:
     places = Threads(1)
     context = zmq.Context()
-    link = WorkerLink(context, places.addresses()[0], ANOTHER, facts(), "engine")
-    with pytest.raises(SpacError, match="has another secret"):
-        link.join(20)
-    link.drop()
-    context.destroy(linger=0)
-    places.close()
-
-
-def test_other_versions_are_refused() -> None:
-    places = Threads(1)
-    context = zmq.Context()
-    link = WorkerLink(context, places.addresses()[0], SECRET, facts() | {"vllm": "0.1"}, "engine")
-    with pytest.raises(Lost, match=r"could differ in bits: vllm .* here and '0\.1' there"):
+    link = WorkerLink(context, places.addresses()[0], secret, facts() | changed, "engine")
+    with pytest.raises(SpacError, match=says):
         link.join(20)
     link.drop()
     context.destroy(linger=0)
