@@ -35,9 +35,7 @@ NOT_RUN = {
     "vllm-spac tune MODEL": "it takes ten minutes; test_tune.py measures real engines, for a minute",
 }
 WATCHED = "vllm-spac stats http://localhost:8000 --watch"  # of the first server below
-SAID = {
-    "vllm-spac plan MODEL --machine rtx4090": "vllm serve",
-}
+SAID = {"vllm-spac plan MODEL --machine rtx4090": "vllm serve"}
 
 # Run in this order, in a home of their own: a plan for this machine reads what --measure writes.
 MEASURED = {

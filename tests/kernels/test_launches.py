@@ -66,9 +66,7 @@ def captured(most: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("modes", "most"),
-    [(("PIECEWISE", "FULL"), 256), (("FULL",), 512)],
-    ids=["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"],
+    ("modes", "most"), [(("PIECEWISE", "FULL"), 256), (("FULL",), 512)], ids=["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"]
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, most):

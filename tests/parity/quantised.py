@@ -225,10 +225,7 @@ WHOLE = {
         "qwen3_moe", _gptq_entry(128) | {"dynamic": {r"-:.*mlp\.gate$": {}}}, partial(gptq, size=128), True
     ),
     "awq, whole": Scheme(
-        "qwen3_moe",
-        _awq_entry(128) | {"modules_to_not_convert": ["mlp.gate", "lm_head"]},
-        partial(awq, size=128),
-        True,
+        "qwen3_moe", _awq_entry(128) | {"modules_to_not_convert": ["mlp.gate", "lm_head"]}, partial(awq, size=128), True
     ),
 }
 

@@ -92,11 +92,7 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
     [
         ({"policy": "reuse"}, "none", None),
         # What the CPU computed is admitted when a read has ended, and reads of an engine end when they do.
-        (
-            {"policy": "utility", "cpu_experts": "waterfill@admit=False"},
-            "waterfill@admit=False",
-            None,
-        ),
+        ({"policy": "utility", "cpu_experts": "waterfill@admit=False"}, "waterfill@admit=False", None),
         pytest.param({"policy": "layer_lru", "slots": "6%"}, "none", None, marks=pytest.mark.full),
         pytest.param({"policy": "lru", "cpu_experts": 3}, "fixed", "eagle3", marks=pytest.mark.full),
         *(

@@ -72,12 +72,7 @@ class World:
     """Host, compute stream and copy stream; ``actions`` are what may happen next, ``act`` lets one happen."""
 
     def __init__(
-        self,
-        scenario: Scenario,
-        compute=ModelStream,
-        copying=ModelStream,
-        make_offering=Offering,
-        joins: bool = True,
+        self, scenario: Scenario, compute=ModelStream, copying=ModelStream, make_offering=Offering, joins: bool = True
     ):
         self.scenario, self.step = scenario, 0
         self.joins, self.arrives = joins, None  # when what drafts were given is there

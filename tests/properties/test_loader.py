@@ -286,10 +286,7 @@ class Machine(RuleBasedStateMachine):
         self.world.hold(layer, experts, failing, interrupt)
         self.world.check()
 
-    @rule(
-        layer=st.integers(0, LAYERS - 1),
-        experts=st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=TOP),
-    )
+    @rule(layer=st.integers(0, LAYERS - 1), experts=st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=TOP))
     def use(self, layer: int, experts: list[int]) -> None:
         self.world.use(layer, experts)
         self.world.check()

@@ -315,8 +315,7 @@ def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made,
 
 
 @pytest.mark.parametrize(
-    ("slots", "name"),
-    [(TOP_K, "gate"), (10, "gate"), (LAYERS * EXPERTS - 1, "gate"), (10, "hybrid"), (10, "neural")],
+    ("slots", "name"), [(TOP_K, "gate"), (10, "gate"), (LAYERS * EXPERTS - 1, "gate"), (10, "hybrid"), (10, "neural")]
 )
 def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int, name: str) -> None:
     pool, choice, rng = (

@@ -144,10 +144,7 @@ def test_the_file_is_as_documented(tmp_path: Path) -> None:
     assert metadata["format"] == "spac-calibration-4" and json.loads(metadata["layers"]) == list(LAYERS)
     assert (metadata["tokens"], metadata["window"], metadata["top_k"], metadata["experts"]) == ("33", "4", "2", "6")
     tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in load_file(tmp_path / "a").items()}
-    assert tensors == {
-        "counts": ("torch.int64", (2, 6)),
-        "curves": ("torch.float32", (2, 2, 6)),
-    }
+    assert tensors == {"counts": ("torch.int64", (2, 6)), "curves": ("torch.float32", (2, 2, 6))}
 
 
 @pytest.mark.parametrize(

@@ -302,10 +302,7 @@ def test_drafting_ends_where_it_does_not_pay(sure, greedy: bool, drafts) -> None
         method="eagle3", parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
     )
     runner = SimpleNamespace(
-        _spac_experts=SimpleNamespace(runtime=runtime),
-        drafter=loop,
-        input_batch=batch,
-        speculative_config=speculation,
+        _spac_experts=SimpleNamespace(runtime=runtime), drafter=loop, input_batch=batch, speculative_config=speculation
     )
     plan = SimpleNamespace(num_spec_tokens_to_schedule=4)
     propose = runner_v1._proposing(lambda runner, plan, sampled: loop.propose(plan.num_spec_tokens_to_schedule))

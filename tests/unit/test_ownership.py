@@ -124,8 +124,7 @@ def test_a_group_of_one_is_nobody_else(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "read",
-    [Calibration.read, PredictorFile.read, lambda path: read_budgets(path, None, None, 4), ClusterFile.read],
+    "read", [Calibration.read, PredictorFile.read, lambda path: read_budgets(path, None, None, 4), ClusterFile.read]
 )
 @pytest.mark.parametrize("change", [pytest.param("owner", marks=as_root), "mode", "folder"])
 def test_files_that_decide_what_is_computed_are_refused_in_one_line(tmp_path: Path, read, change: str) -> None:

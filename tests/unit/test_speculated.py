@@ -20,14 +20,10 @@ from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
 
 LAYERS, EXPERTS, TOP_K, WIDTH, ROWS = 3, 12, 2, 5, 7  # the last row is padding
 STEP = Step(
-    (RequestRows(0, 2, RowKind.DECODE), RequestRows(2, 4, RowKind.PREFILL), RequestRows(4, 6, RowKind.VERIFY, 1)),
+    (RequestRows(0, 2, RowKind.DECODE), RequestRows(2, 4, RowKind.PREFILL), RequestRows(4, 6, RowKind.VERIFY, 1))
 )
 DECODING = [0, 1, 4, 5]
-RULES = [
-    RoutingRule(),
-    RoutingRule(renormalize=False, scale=2.5),
-    RoutingRule(groups=3, top_groups=2),
-]
+RULES = [RoutingRule(), RoutingRule(renormalize=False, scale=2.5), RoutingRule(groups=3, top_groups=2)]
 SIGMOID = RoutingRule("sigmoid", bias=torch.linspace(-0.3, 0.3, EXPERTS))
 
 
@@ -221,12 +217,7 @@ def test_it_is_lossy_and_says_so() -> None:
 def test_what_cannot_be_speculated_is_refused_and_nothing_changes() -> None:
     predictor = Told(random(LAYERS, ROWS, EXPERTS))
     for made, mode, error, says in (
-        (
-            control(None),
-            "restricted",
-            ConfigError,
-            "a predictor that looks one layer ahead; add --spac-prefetch gate",
-        ),
+        (control(None), "restricted", ConfigError, "a predictor that looks one layer ahead; add --spac-prefetch gate"),
         (
             control(predictor, SIGMOID),
             "predicted",

@@ -220,8 +220,7 @@ TINY = {
         | dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
     ),
     "Lfm2MoeForCausalLM": Tiny(
-        "lfm2_moe",
-        _MOE | dict(num_experts=16, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
+        "lfm2_moe", _MOE | dict(num_experts=16, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"])
     ),
     "Llama4ForCausalLM": Tiny(
         "llama4_text",
