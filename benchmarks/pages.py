@@ -1,8 +1,8 @@
 """Renders the page of each result, ``results/NAME.md``, and their index from the JSON beside them.
 
 The source of a page is ``pages/NAME.md.jinja``: between two lines ``+++`` how the result is made (TOML, the fields of
-``Made``), below it text with numbers as Jinja expressions. It sets ``figure``, the one number of the index, and
-``verdict``, its one sentence. The index is ``pages/README.md.jinja``.
+``Made``), below it text with numbers as Jinja expressions. It sets ``verdict``, its one sentence, and
+unless it is answered ``figure``, the one number of the index. The index is ``pages/README.md.jinja``.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _page(name: str) -> tuple[str, str]:
     said = f"{made.title} {module.verdict} {body}"
     about = f"{expression(CLUSTERED if made.clustered else CARVED)}\n\n" if "carved" in said else ""
     page = f"# {made.title}\n\n> {module.verdict}\n\n{about}{body.strip()}\n\n{pictures}## Made by\n\n{_footer(made)}"
-    return _tidy(page), f"| [{made.title}](results/{name}.md) | {module.figure} | {module.verdict} |"
+    figure = "" if made.answered else module.figure
+    return _tidy(page), f"| [{made.title}](results/{name}.md) | {figure} | {module.verdict} |"
 
 
 def _index(*chosen: str) -> str:
@@ -138,7 +139,7 @@ def _footer(made: Made) -> str:
     block = "\n".join(["```bash", *made.commands, "```\n\n"]) * bool(made.commands and not made.answered)
     how = f"About {made.minutes} minutes" + ", on an otherwise idle machine" * made.timed
     if made.answered:
-        how = f"Answered: its scripts are in the history at `{made.answered}`, where `reproduce.py run` runs them"
+        how = f"Answered; its scripts are at `{made.answered}`, where `reproduce.py run` runs them"
     said = [text[0].upper() + text[1:] for text in (how * bool(made.commands), made.note, made.stale) if text]
     numbers = ", ".join(f"[{file}]({file})" for file in made.files if file.endswith(".json"))
     remarks = f"{'. '.join(said)}.\n" * bool(said)
