@@ -32,6 +32,13 @@ from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, plan_mode
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
 DOCUMENT = ROOT / "vllm_spac" / "RECIPES.md"
+_HEAD = """# Recipes
+
+Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan MODEL` does for your
+machine, context and requests: from `config.json`, data sheets, and the host's work that an H100's machine had.
+Real speeds are mostly lower. *Low* and *high* assume the locality that is published of Qwen3-30B-A3B, *no locality*
+that every token chooses anew. **CPU experts, too, are of data sheets: on an H100 they never paid.** Models in bf16
+come first, each on one machine; quantised ones on four, with the second one's command."""
 _STORES = {"host": "host memory", "disk": "the disk", "tiers": "host memory, the rest of them on the disk"}
 _LIMITS = {
     "compute": "reading the weights in GPU memory",
@@ -88,22 +95,7 @@ def written(recipe: dict[str, Any]) -> list[str]:
 
 def document(sections: list[list[str]]) -> str:
     """Returns the document in Markdown."""
-    head = [
-        "# Recipes",
-        "",
-        "Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan` does: from the "
-        "sizes in the model's",
-        "`config.json` and data sheets of the machine, with PCIe's share of its peak, launches and the host's work",
-        "that an H100's machine had. Real speeds are mostly lower. How local",
-        "the routing is decides the speed: *low* and *high* assume what is published of Qwen3-30B-A3B, *no locality* "
-        "that every token chooses",
-        "anew. `vllm-spac plan MODEL` with your own machine, context and requests gives your own recipe.",
-        "**CPU experts, too, are of data sheets: on an H100 they never paid.** Measure with `--spac-cpu-experts`, and "
-        "without.",
-        "Models in bf16 come first, each on one machine. Quantised ones follow, each on four, with the second one's "
-        "command.",
-    ]
-    return "\n".join([*head, *(line for lines in sections for line in lines)]) + "\n"
+    return "\n".join([_HEAD, *(line for lines in sections for line in lines)]) + "\n"
 
 
 def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
@@ -158,14 +150,13 @@ def _requests(load: Load) -> str:
 def reasons(plan: ServingPlan) -> Iterator[str]:
     """Yields why this command: what fits, where the rest is, and what the alternatives would give."""
     choice, parts = plan.best.choice, plan.split
-    beside = gib(parts.fast - parts.room)
+    beside = f"{gib(parts.fast - parts.room)} of {gib(parts.fast)}"
     slots = choice.slots.replace("%", " %")
+    others = f" The other experts are in {_STORES[choice.store]}." if choice.store in _STORES else ""
     yield (
-        f"- The experts take {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers take {beside} of the "
-        f"{gib(parts.fast)} that vLLM may use; slots for {slots} of the experts fit into the rest."
+        f"- Experts: {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers: {beside}; slots for {slots} fit "
+        f"into the rest.{others}"
     )
-    if choice.store in _STORES:
-        yield f"- The other experts are in {_STORES[choice.store]}."
     if plan.beside is not None:
         found = plan.beside.best
         speeds = f"{found.low.tokens_per_second:.3g} - {found.high.tokens_per_second:.3g}"
