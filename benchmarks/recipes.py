@@ -154,8 +154,8 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     slots = choice.slots.replace("%", " %")
     others = f" The other experts are in {_STORES[choice.store]}." if choice.store in _STORES else ""
     yield (
-        f"- Experts: {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers: {beside}; slots for {slots} fit "
-        f"into the rest.{others}"
+        f"- Experts: {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers: {beside}; "
+        f"slots for {slots} fit into the rest.{others}"
     )
     if plan.beside is not None:
         found = plan.beside.best
