@@ -93,7 +93,7 @@ docs: setup ## the pages as a searchable site, links checked: .cache/docs/site (
 	@$(BIN)/python .ci/docs.py $(DOCS)
 
 bench: setup ## the plugin and stock vLLM on the toy model: tokens first, then speed
-	@$(BIN)/python benchmarks/serving/run.py
+	@$(BIN)/python benchmarks/serving/on_gpu.py --batch 1,4 --side spac --side 'spac policy=lru' --side 'spac speculation=eagle3'
 
 bench-gpu: GPU_KERNELS = --short
 bench-gpu: GPU_ENGINES = --minutes 15

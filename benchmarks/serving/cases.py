@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -16,13 +16,9 @@ from vllm_spac.storage.checkpoint.headers import Checkpoint, read_checkpoint
 
 FULL = "100%"
 STOCK = "stock"
-POINTERS = "+pointers"  # after a policy's name: decisions=device, which sums in another order than stock
-OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
 SPECULATIONS = ("none", "ngram", "eagle3", "draft")
 PACKED = ROOT / ".cache" / "serving"
 PackedFolder = Annotated[Path, typer.Option(help="Folder of the packed experts.", show_default=".cache/serving")]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Case:
     Attributes:
         knobs: of the plugin; None: stock vLLM.
         draft_tokens: None: as many as the settings say.
-        offload: a backend of stock's own offloading, of ``OFFLOADS``, which keeps ``share`` of the experts on the GPU.
+        offload: stock's own offloading, ``uva`` or ``prefetch``, which keeps ``share`` of the experts on the GPU.
         exact: whether its tokens must be stock's, apart from rounding.
         each_share: whether it is run for each share of experts in fast memory that is asked for, not for the first.
     """
@@ -120,28 +116,20 @@ class Case:
                 raise PlanError(f"{text!r}: stock vLLM has no knob {next(iter(given))}")
             return cls(text, None, speculation, drafted)
         knobs = {"slots": slots} | given
-        tree = SpacConfig.parse(knobs).tree
+        config = SpacConfig.parse(knobs)
+        tree = config.tree
         if tree and drafted not in (None, tree):
             raise PlanError(f"{text!r}: tree={tree} and draft_tokens={drafted} are two draft lengths; drop one")
-        return cls(text, knobs, speculation, tree or drafted)
+        return cls(text, knobs, speculation, tree or drafted, exact=not config.lossy)
 
     @property
     def is_stock(self) -> bool:
         return self.knobs is None
 
     @property
-    def label(self) -> str:
-        return self.name if self.speculation == "none" else f"{self.name}, {self.speculation}"
-
-    @property
     def has_share(self) -> bool:
         """Whether a share of the experts that is asked for is in fast memory."""
         return self.offload is not None or (self.knobs is not None and "slots" not in self.knobs)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether its tokens equal stock's only up to rounding."""
-        return (self.knobs or {}).get("decisions") == "device"
 
     def at(self, share: str) -> Case:
         """Returns the case with ``share`` of the experts in fast memory, unless its knobs say how many."""
@@ -244,52 +232,3 @@ def known_speculations(names: Sequence[str]) -> None:
     """Raises PlanError if one of ``names`` is no speculation."""
     if unknown := set(names) - set(SPECULATIONS):
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
-
-
-def beside_stock(
-    slots: Sequence[str],
-    policies: Sequence[str],
-    speculations: Sequence[str],
-    offloads: Sequence[str] = (),
-    knobs: Mapping[str, str] | None = None,
-    guard: str = "on",
-) -> list[Case]:
-    """Returns, for each speculation: stock, all experts resident, and each number of slots under each policy.
-
-    Each size also for stock with each of ``offloads``.
-
-    Args:
-        knobs: further ones of the plugin; ``guard``: that of cases with drafts.
-
-    Raises:
-        PlanError: a speculation is unknown, or a list is empty.
-    """
-    known_speculations(speculations)
-    if odd := [name for name in policies if "+" in name.removesuffix(POINTERS)]:
-        raise PlanError(f"--policy {odd[0]}: a policy's name can be followed by {POINTERS}")
-    if not policies or not speculations:
-        raise PlanError("--policy and --speculation must each name at least one")
-    if unknown := set(offloads) - set(OFFLOADS):
-        raise PlanError(f"stock offloads by {' or '.join(OFFLOADS)}, not by {', '.join(sorted(unknown))}")
-    if odd := [size for size in slots if offloads and SlotCount.parse(size).share is None]:
-        raise PlanError(f"--offload keeps a share of the experts: --slots {odd[0]} is none, use e.g. 25%")
-    fewer = [count for count in slots if count != FULL]
-    found = []
-    for speculation in speculations:
-        more = dict(knobs or {}) | ({"guard": guard} if speculation != "none" else {})
-        found.append(Case(STOCK, None, speculation))
-        for size, policy in [(FULL, policies[0]), *((count, policy) for count in fewer for policy in policies)]:
-            name = f"spac {size}" + (f" {policy}" if size != FULL else "")
-            decided = {"decisions": "device" if policy.endswith(POINTERS) else "host"}
-            found.append(
-                Case(name, {"slots": size, "policy": policy.removesuffix(POINTERS), **decided, **more}, speculation)
-            )
-        for count in fewer:
-            found += [Case(f"stock {by} {count}", None, speculation, offload=by, share=count) for by in offloads]
-    return found
-
-
-def rotated(cases: list[T], repeat: int, repeats: int) -> list[T]:
-    """Returns the order of one repeat, rotated so that drift of the machine affects all alike."""
-    start = repeat * len(cases) // max(1, repeats)
-    return cases[start:] + cases[:start]

@@ -1,4 +1,4 @@
-"""Makes the figures of results/gpu.md on the GPU of this machine, each engine in its own process.
+"""Compares the plugin with stock vLLM, and makes the figures of results/gpu.md; each engine has its own process.
 
 [bold]tokens[/]: what the plugin answers to eight prompts, and how many tokens equal stock vLLM's until the first
 difference of each answer. [bold]serving[/]: ms per token of each request at each batch size, ms for a long prompt, and
@@ -57,6 +57,8 @@ python benchmarks/serving/on_gpu.py --part tokens --at-once 4 --minutes 6
 python benchmarks/serving/on_gpu.py --part serving --only stock --only "stock uva" --only ptr --slots 20% --minutes 6
 
 python benchmarks/serving/on_gpu.py MODEL --eagle3 HEAD --output mine.json
+
+python benchmarks/serving/on_gpu.py MODEL --side "spac policy=lru" --side "spac slots=10% speculation=ngram"
 
 python benchmarks/serving/on_gpu.py --option attention_backend=TRITON_ATTN --plugin my_attention --list
 """
@@ -195,15 +197,19 @@ class Asked:
         return found
 
 
-def runs(part: Sequence[str], only: Sequence[str], shares: Sequence[str]) -> list[Run]:
+def runs(part: Sequence[str], only: Sequence[str], shares: Sequence[str], sides: Sequence[str] = ()) -> list[Run]:
     """Returns the engines of these parts, in the order of the table; stock, which others are compared with, always.
 
+    Args:
+        sides: in place of the table's, as of ``Case.parse``.
+
     Raises:
-        PlanError: a part, a name or a share is unknown.
+        PlanError: a part, a name, a share or a side is not understood.
     """
     if unknown := set(part) - set(PARTS):
         raise PlanError(f"--part {', '.join(sorted(unknown))}: use {' or '.join(PARTS)}")
-    of_parts = [(name, case) for name in PARTS if name in part for case in CASES[name]]
+    given = [Case(STOCK, None), *(Case.parse(side, shares[0]) for side in sides)]
+    of_parts = [(name, case) for name in PARTS if name in part for case in (given if sides else CASES[name])]
     if unknown := set(only) - {case.name for _, case in of_parts}:
         raise PlanError(f"--only {', '.join(sorted(unknown))}: --list names those that there are")
     if odd := [share for share in shares if not share.endswith("%")]:
@@ -446,6 +452,7 @@ def main(
     ] = None,
     part: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}.")] = ",".join(PARTS),
     only: Annotated[list[str] | None, typer.Option(help="These engines and stock's. Can be repeated.")] = None,
+    side: Annotated[list[str] | None, typer.Option(help="An engine in place of the table's, as of paired.py.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Show the engines, run none.")] = False,
     minutes: Annotated[float, typer.Option(min=0.1, help="For everything: what does not fit is left out.")] = 60.0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one engine may take.")] = 180.0,
@@ -467,7 +474,7 @@ def main(
 ) -> None:
     begin = time.monotonic()
     console, gpu = wide(), torch.cuda.is_available()
-    todo = runs(split(part), only or [], slot_counts(slots))
+    todo = runs(split(part), only or [], slot_counts(slots), side or [])
     batches, options = sizes(batch), parsed_options(option or [])
     if listed:
         rows = [

@@ -110,6 +110,33 @@ def test_other_plugins_and_options_reach_every_engine(asked) -> None:
         assert (job["options"]["attention_backend"], job["options"]["seed"]) == ("X", 3)
 
 
+def test_stocks_offloading_keeps_as_many_bytes() -> None:
+    """Six layers of 1 GiB, a quarter of it on the GPU: 4.5 GiB outside, or three layers of four."""
+    checkpoint = Checkpoint("toy", 64, 8, dict.fromkeys(range(6), 2**30), 0)
+    uva, prefetch = (cases.Case(STOCK, None, offload=by, share="25%") for by in ("uva", "prefetch"))
+    assert uva.stock_options(checkpoint)["cpu_offload_gb"] == 4.5
+    options = prefetch.stock_options(checkpoint)
+    assert (options["offload_group_size"], options["offload_num_in_group"]) == (4, 3)
+
+
+def test_sides_take_the_place_of_the_table() -> None:
+    """In each part, beside stock; what is lossy need not give its tokens."""
+    found = on_gpu.runs(on_gpu.PARTS, [], ["20%"], ["spac policy=lru", "spac slots=10% budget=16@when=decode"])
+    assert [(run.part, run.name) for run in found[:3]] == [
+        ("tokens", STOCK), ("tokens", "spac policy=lru"), ("tokens", "spac slots=10% budget=16@when=decode")
+    ]  # fmt: skip
+    assert [run.case.knobs["slots"] for run in found[1:3]] == ["20%", "10%"] and len(found) == 6
+    assert [run.case.exact for run in found[:3]] == [True, True, False]
+    with pytest.raises(PlanError, match="use stock or spac"):
+        on_gpu.runs(on_gpu.PARTS, [], ["20%"], ["vllm"])
+
+
+@pytest.mark.parametrize("text", ["", "25%,many"])
+def test_slots_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="--slots"):
+        cases.slot_counts(text)
+
+
 def test_engines_are_chosen_by_name() -> None:
     assert [run.name for run in on_gpu.runs(["serving"], ["ptr"], ["25%", "20%"])] == ["stock", "ptr 25%", "ptr 20%"]
     for part, only, shares in (
