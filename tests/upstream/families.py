@@ -182,6 +182,7 @@ def document(found: list[Architecture], content: dict) -> str:
 def _short(detail: str) -> str:
     """Without numbers of slots and loads, or the name of a draft model's target; of an error its begin."""
     detail = re.sub(r"(a separate draft model) for [^:]+", r"\1", detail)
+    detail = re.sub(r"drafts for \w+(?=, (which stock|whose MoE))", "as its target", detail)
     detail = re.sub(r": \d+ of \d+ experts in slots, \d+ loads(, of the head \d+ of \d+, \d+ loads)?", "", detail)
     error, says = detail.partition(": ")[::2]
     if not re.fullmatch(r"\w+Error", error):
