@@ -42,6 +42,7 @@ from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import mixing
 from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.evaluation import collection, engine
+from vllm_spac.tools.evaluation.evaluated_model import EvaluatedModel
 from vllm_spac.tools.evaluation.points import SPECULATED, Point
 from vllm_spac.tools.evaluation.quality_run import Sweep
 from vllm_spac.tools.traces.simulation import simulate
@@ -349,7 +350,8 @@ class Run:
         self.llm, self.texts = llm, texts
         llm.collective_rpc(_observe)
         [self.observed] = _observed
-        facts = engine.ask(llm, "facts")
+        self.evaluated = EvaluatedModel(llm)
+        facts = self.evaluated.facts()
         found, sizes, _ = self._read([*fit, *others], len(fit))
         gates = collection.gates_of(str(TARGET), facts["layers"], found.samples)
         assert not isinstance(gates, str), gates
@@ -364,7 +366,7 @@ class Run:
 
     def _read(self, texts: list[list[int]], fitted: int) -> tuple[collection.Collected, Tensor, list[Tensor]]:
         self.observed.clear()
-        found = collection.collect(self.llm, texts, fitted, lambda rows: None)
+        found = self.evaluated.collect(texts, fitted, lambda rows: None)
         return found, self.observed.sizes(), [torch.cat(each) for each in self.observed.after if each]
 
     def _held(self, texts: list[list[int]]) -> tuple[Samples, Tensor, list[Tensor]]:
@@ -452,12 +454,13 @@ class Run:
         """Quality of the held texts when each of ``ways`` decides what is executed."""
         executing = Executing()
         self.llm.collective_rpc(installed(executing))
-        sweep = Sweep(self.llm, self.texts, 1, self.observed.clear)
-        found: dict[str, Any] = {"exact": sweep.reference(), "points": []}
+        sweep = Sweep(self.llm, self.texts, self.observed.clear)
+        found: dict[str, Any] = {"exact": sweep.score({}, reference=True), "points": []}
         for name, way in ways.items():
             executing.way = way
             for mode in ("predicted", "restricted"):
-                found["points"].append({"way": name, "mode": mode} | sweep.score(Point(SPECULATED, mode)))
+                settings = Point(SPECULATED, mode).settings("all", window=1)
+                found["points"].append({"way": name, "mode": mode} | sweep.score(settings))
                 print(found["points"][-1], flush=True)
         return found
 

@@ -51,7 +51,7 @@ def collected(texts: int, with_outputs: int) -> tuple[Collection, list]:
         text = every.texts(number, number + 1)
         for layer in range(made.LAYERS):
             found.route(layer, text.hidden[layer], text.logits[layer], text.weights[layer], text.ids[layer])
-        assert found.end_text([0] * text.rows, number < with_outputs) == (number + 1) * text.rows
+        assert found.end_text(text.rows, number < with_outputs) == (number + 1) * text.rows
     return found, [every, every.texts(0, with_outputs)]
 
 

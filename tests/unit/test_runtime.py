@@ -15,10 +15,10 @@ from vllm_spac.components import build
 from vllm_spac.core import Rates, RequestRows, RowKind, Step
 from vllm_spac.decisions.balancers.base import LayerState
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration.serving.worker_extension import SpacWorker
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 from vllm_spac.runtime import Runtime
-from vllm_spac.tools.evaluation.actions import EvaluatedWorker
 
 VERIFY = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 6, RowKind.VERIFY, 2)))
 MIXED = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 9, RowKind.PREFILL)))
@@ -175,11 +175,10 @@ def test_nothing_looks_into_a_graph_that_is_there() -> None:
     run.captured()
     with pytest.raises(UnsupportedError, match="a budget .*--enforce-eager"):
         run.require_host("a budget")
-    worker = EvaluatedWorker()
+    worker = SpacWorker()
     worker._spac_experts = lambda: SimpleNamespace(runtime=run)
-    for asked in (lambda: worker.spac_budget({"budget": 2}), lambda: worker.spac_evaluate("facts")):
-        with pytest.raises(UnsupportedError, match="--enforce-eager"):
-            asked()
+    with pytest.raises(UnsupportedError, match="--enforce-eager"):
+        worker.spac_budget({"budget": 2})
     assert not run.budget.active
     worker.spac_budget({})  # exact is what a graph is
 

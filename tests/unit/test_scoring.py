@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import RoutingRule
-from vllm_spac.tools.evaluation.actions import Calibrating, Evaluation
+from vllm_spac.tools.evaluation.evaluated_model import Calibrating
 from vllm_spac.tools.evaluation.scoring import Scoring
 
 VOCABULARY, EXPERTS, TOP_K = 11, 8, 2
@@ -96,10 +94,3 @@ def test_calibrating_records_scores_and_not_logits() -> None:
     for name, whole in (("scores", scores), ("selected", selected)):
         curve = (whole.gather(1, order).cumsum(1) / whole.sum(1, keepdim=True)).mean(0)
         torch.testing.assert_close(recorder.result().curve(name)[0], curve.float())
-
-
-@pytest.mark.parametrize("action", ["call", "_keep", "__init__", "nothing", "_model"])
-def test_only_actions_can_be_called(action: str) -> None:
-    experts = SimpleNamespace(serving=SimpleNamespace(runtime=None, budget=None), drafted=None)
-    with pytest.raises(SpacError, match="no evaluation"):
-        Evaluation(experts, Parrot()).call(action)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training
     from vllm_spac.decisions.predictors._samples import Samples
     from vllm_spac.tools.evaluation.collection import Collected
+    from vllm_spac.tools.evaluation.evaluated_model import EvaluatedModel
 
 TRAIN_EXAMPLES = examples("""
 vllm-spac predictors train allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
@@ -59,6 +60,7 @@ def train(
     """Train predictors of the next layers' experts on texts."""
     from vllm_spac.decisions.predictor_file import closure
     from vllm_spac.tools.evaluation import engine as offline
+    from vllm_spac.tools.evaluation.evaluated_model import EvaluatedModel
     from vllm_spac.tools.evaluation.prompts import checksum, read
 
     check_target(output)
@@ -71,9 +73,10 @@ def train(
         bar(_console()) as progress,
     ):
         pieces, others = _split(_limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens))
-        identity = _identity(offline.ask(llm, "facts"))
+        evaluated = EvaluatedModel(llm)
+        identity = _identity(evaluated.facts())
         _check_reach(reach, len(identity.layers))
-        found = _collect(llm, pieces + others, len(pieces), progress)
+        found = _collect(evaluated, pieces + others, len(pieces), progress)
     training = _training(
         model, identity, found, fitted=len(pieces), reach=reach, source=checksum(pieces + others), only=wanted
     )
@@ -103,6 +106,7 @@ def measure(
     """Measure how many of the experts that routers choose each predictor names before, on other texts."""
     from vllm_spac.decisions.predictor_file import PredictorFile
     from vllm_spac.tools.evaluation import engine as offline
+    from vllm_spac.tools.evaluation.evaluated_model import EvaluatedModel
     from vllm_spac.tools.evaluation.prompts import read
 
     check_target(json_output, "--json")
@@ -114,21 +118,20 @@ def measure(
         offline.engine(model, spac, length, _encodes(texts), **options) as llm,
         bar(_console()) as progress,
     ):
-        facts = offline.ask(llm, "facts")
+        evaluated = EvaluatedModel(llm)
+        facts = evaluated.facts()
         file = PredictorFile.load(predictor, _identity(facts), facts["experts"])
         pieces = _limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens)
-        found = _collect(llm, pieces, 0, progress)
+        found = _collect(evaluated, pieces, 0, progress)
     results = _measured(file, found.samples, size)
     _write_json(json_output, results)
     title = f"{file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
     _show(results, file, title)
 
 
-def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) -> Collected:
-    from vllm_spac.tools.evaluation.collection import collect
-
+def _collect(evaluated: EvaluatedModel, texts: list[list[int]], fitted: int, progress: Progress) -> Collected:
     task = progress.add_task("reading texts", total=sum(map(len, texts)))
-    return collect(llm, texts, fitted, lambda rows: progress.update(task, completed=rows))
+    return evaluated.collect(texts, fitted, lambda rows: progress.update(task, completed=rows))
 
 
 def _training(

@@ -364,28 +364,36 @@ def calibrate(
 
 
 def _run_calibration(llm: Any, pieces: list[list[int]], window: int, source: str, output: Path) -> None:
-    from vllm_spac.tools.evaluation.engine import Interruptible, ask, read
+    from vllm_spac.tools.evaluation.engine import Interruptible, read
+    from vllm_spac.tools.evaluation.evaluated_model import EvaluatedModel
 
-    progress_file, console = output.with_name(f"{output.name}.progress"), Console(stderr=True)
-    done = ask(llm, "calibrate", window, source, str(progress_file))
-    if done:
-        console.print(f"resuming after {done} of {len(pieces)} texts", highlight=False)
-    tokens, saved = sum(map(len, pieces[:done])), time.monotonic()
-    with Interruptible() as interruption, bar(console) as progress:
+    progress_file, console, saved = output.with_name(f"{output.name}.progress"), Console(stderr=True), time.monotonic()
+    with (
+        EvaluatedModel(llm).calibrating(window, source) as recorder,
+        Interruptible() as interruption,
+        bar(console) as progress,
+    ):
+        if progress_file.exists():
+            recorder.resume(progress_file)
+        if done := recorder.texts:
+            console.print(f"resuming after {done} of {len(pieces)} texts", highlight=False)
+        tokens = sum(map(len, pieces[:done]))
         task = progress.add_task("calibrating", total=sum(map(len, pieces)), completed=tokens)
         for number, ids in enumerate(pieces[done:], done + 1):
             read(llm, ids)
-            progress.update(task, completed=ask(llm, "calibrated_text"))
+            recorder.end_text()
+            progress.update(task, completed=recorder.tokens)
             if interruption.asked or time.monotonic() - saved > _SAVE_SECONDS:
-                ask(llm, "save_progress", str(progress_file))
+                recorder.save_progress(progress_file)
                 saved = time.monotonic()
             if interruption.asked and number < len(pieces):
                 progress.stop()
                 console.print(f"stopped after {number} of {len(pieces)} texts; the same command continues")
                 raise typer.Exit(130)
-    count = ask(llm, "save_calibration", str(output.absolute()))
+    calibration = recorder.result()
+    calibration.save(output)
     progress_file.unlink(missing_ok=True)
-    say(Console(), f"{shown(output)}: {count:,} tokens of {len(pieces)} texts")
+    say(Console(), f"{shown(output)}: {calibration.tokens:,} tokens of {len(pieces)} texts")
 
 
 def bar(console: Console) -> Progress:

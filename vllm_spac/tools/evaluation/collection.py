@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from vllm_spac.methods.moe_spec.settings import RoutingRule
 from vllm_spac.storage.checkpoint import router_weights
 from vllm_spac.storage.checkpoint.headers import find_folder
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.tools.evaluation import engine
 
 
 def run_layer(vllm_config: Any, module: Any, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -70,9 +69,9 @@ class Collection:
         self._recorder.observe(layer, hidden, chosen_by(self._layers[layer].rule, logits), weights, ids)
 
     @torch.inference_mode()
-    def end_text(self, ids: list[int], outputs: bool) -> int:
-        """Ends the text ``ids``; with ``outputs``, runs its experts one by one. Returns the rows of all texts."""
-        text = self._recorder.end_text(len(ids))
+    def end_text(self, tokens: int, outputs: bool) -> int:
+        """Ends a text; with ``outputs``, runs its experts one by one. Returns the rows of all texts."""
+        text = self._recorder.end_text(tokens)
         for layer in range(len(self._layers)) if outputs else ():
             self._add_outputs(layer, text)
         return self._recorder.rows
@@ -87,8 +86,8 @@ class Collection:
         hidden = text.hidden[layer].repeat_interleave(text.top_k, 0).to(module.spac.device)
         ids = text.ids[layer].flatten()
         ones = torch.ones(len(ids), 1, device=hidden.device)
-        found = run_layer(self._vllm_config, module, hidden, ones, ids[:, None].to(hidden.device))
-        self._sums[layer].index_add_(0, ids.long(), found.float().cpu())
+        outputs = run_layer(self._vllm_config, module, hidden, ones, ids[:, None].to(hidden.device))
+        self._sums[layer].index_add_(0, ids.long(), outputs.float().cpu())
         self._counts[layer] += torch.bincount(ids.long(), minlength=text.experts)
 
 
@@ -97,20 +96,6 @@ def chosen_by(rule: RoutingRule, logits: Tensor) -> Tensor:
     if rule.bias is None:
         return logits
     return (rule.probs(logits) + rule.bias).clamp(min=_LEAST).log()
-
-
-def collect(llm: Any, texts: Sequence[list[int]], fitted: int, step: Callable[[int], None]) -> Collected:
-    """Runs the model on texts and returns what its routers read and chose.
-
-    Args:
-        fitted: number of texts, the first ones, whose experts' outputs are averaged.
-        step: called with the number of rows after each text.
-    """
-    engine.ask(llm, "collect", sum(map(len, texts)))
-    for number, ids in enumerate(texts):
-        engine.read(llm, ids)
-        step(engine.ask(llm, "collected_text", list(ids), number < fitted))
-    return engine.ask(llm, "collected")
 
 
 def gates_of(model: str, layers: Sequence[str], samples: Samples) -> Gates | str:

@@ -20,11 +20,7 @@ from vllm_spac.tools.evaluation import prompts
 def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **options: Any) -> Iterator[Any]:
     """Context with a ``vllm.LLM`` that runs the plugin and forwards a text of ``length`` tokens in one step.
 
-    Args:
-        length: maximum tokens of a text, including generated ones.
-
-    Raises:
-        SpacError: vLLM refuses the model or the options.
+    ``length`` includes generated tokens; ``SpacError`` if vLLM refuses the model or the options.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -44,28 +40,18 @@ def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **option
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "additional_config": {"spac": spac},
-        "worker_extension_cls": "vllm_spac.tools.evaluation.actions.EvaluatedWorker",
     }
     llm = None
     try:
-        with _refusals(model):
+        try:
             llm = LLM(model=model, **settings)
+        except ValueError as error:  # pydantic's among them; commands print ours as one line
+            raise error if isinstance(error, SpacError) else SpacError(f"vLLM refuses {model}: {error}") from error
         yield llm
     finally:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
-
-
-@contextlib.contextmanager
-def _refusals(model: str) -> Iterator[None]:
-    """Context in which vLLM's errors about options become the package's, which commands print as one line."""
-    try:
-        yield
-    except SpacError:
-        raise
-    except ValueError as error:  # pydantic's among them
-        raise SpacError(f"vLLM refuses {model}: {error}") from error
 
 
 def tokens(llm: Any, texts: Sequence[str | list[int]], length: int, limit: int | None) -> list[list[int]]:
@@ -90,11 +76,6 @@ def generate(llm: Any, texts: Sequence[Sequence[int]], new_tokens: int) -> list[
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": list(ids)} for ids in texts]
     return [list(output.outputs[0].token_ids) for output in llm.generate(requests, sampling, use_tqdm=False)]
-
-
-def ask(llm: Any, action: str, *arguments: Any) -> Any:
-    """Calls ``Evaluation.<action>`` in the only worker."""
-    return llm.collective_rpc("spac_evaluate", args=(action, *arguments))[0]
 
 
 def options_of(text: str | None, name: str) -> dict:

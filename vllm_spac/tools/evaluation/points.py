@@ -82,7 +82,7 @@ def points(
         validate(budget, facts["experts"], facts["top_k"], "truncation")
     for mass in masses:
         check_mass(mass)
-    found, skipped = [], []
+    kept, skipped = [], []
     for coverage in coverages:
         if coverage == "substitution" and facts["custom"]:
             skipped.append("substitution: the model routes by a function of its own")
@@ -90,12 +90,12 @@ def points(
         few = [b for b in budgets if coverage == "substitution" and b < facts["top_k"]]
         skipped += [f"substitution with B={b}: every token gets {facts['top_k']} experts" for b in few]
         for ranking in rankings:
-            found += [Point(ranking, coverage, budget=b) for b in budgets if b not in few]
-            found += [Point(ranking, coverage, None, mass, mass_of) for mass in masses]
-    found += [Point(SPECULATED, mode) for mode in speculate]
-    if not found:
+            kept += [Point(ranking, coverage, budget=b) for b in budgets if b not in few]
+            kept += [Point(ranking, coverage, None, mass, mass_of) for mass in masses]
+    kept += [Point(SPECULATED, mode) for mode in speculate]
+    if not kept:
         raise ConfigError(f"no budget is left to evaluate; {'; '.join(skipped) or 'name some with --budgets'}")
-    return found, skipped
+    return kept, skipped
 
 
 def loads(point: Mapping, generation: Sequence[Mapping]) -> float | None:

@@ -53,12 +53,12 @@ def microseconds(predictor: Predictor, samples: Samples) -> float:
 
 def history(samples: Samples) -> dict[str, Predictor]:
     """Returns the predictors that look at counts alone and are not trained, by name."""
-    found: dict[str, Predictor] = {}
+    predictors: dict[str, Predictor] = {}
     for name in components.names("predictors"):
         kind = components.find("predictors", name)
         if not issubclass(kind, Trained) and kind.needs == {Signal.COUNTS}:
-            found[name] = kind(num_experts=samples.layers * samples.experts)
-    return found
+            predictors[name] = kind(num_experts=samples.layers * samples.experts)
+    return predictors
 
 
 def misses(samples: Samples, slots: int) -> Tensor:
@@ -90,13 +90,13 @@ def cache_of(slots: SlotCount, experts: int) -> int:
     return math.ceil(slots.share * experts)
 
 
-def table(found: Mapping[str, dict], title: str, caption: str) -> Table:
+def table(measured: Mapping[str, dict], title: str, caption: str) -> Table:
     """Returns a table of all predictors, and under each its recall by horizon if it has several."""
     columns = ("predictor", "horizon", "R@k", "R@2k", "R@k on misses", "layers", "us per layer", "bytes")
     made = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
     for column in columns:
         made.add_column(column, justify="left" if column in ("predictor", "horizon") else "right")
-    for name, one in ranked(found):
+    for name, one in ranked(measured):
         horizons = list(one["by_horizon"])
         known = sum(layer is not None for layer in one["by_layer"])
         costs = (f"{known} of {len(one['by_layer'])}", f"{one['us_per_layer']:.0f}", gib(one["bytes"]))
@@ -106,9 +106,9 @@ def table(found: Mapping[str, dict], title: str, caption: str) -> Table:
     return made
 
 
-def ranked(found: Mapping[str, dict]) -> list[tuple[str, dict]]:
+def ranked(measured: Mapping[str, dict]) -> list[tuple[str, dict]]:
     """Returns the predictors in the order of their recall, the lowest first."""
-    return sorted(found.items(), key=lambda item: item[1]["recall_at_k"])
+    return sorted(measured.items(), key=lambda item: item[1]["recall_at_k"])
 
 
 def cells(recalls: Mapping) -> list[str]:

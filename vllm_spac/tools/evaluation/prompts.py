@@ -100,14 +100,14 @@ def _of_line(line: str, where: str) -> str | list[int]:
         item: Any = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON: {error}; {_HELP}") from error
-    found = [key for key in _KEYS if isinstance(item, dict) and key in item]
-    if len(found) != 1:
+    keys = [key for key in _KEYS if isinstance(item, dict) and key in item]
+    if len(keys) != 1:
         raise ConfigError(f"{where} must have exactly one of {', '.join(_KEYS)}; {_HELP}")
-    value = item[found[0]]
-    if found[0] == "prompt_token_ids":
+    value = item[keys[0]]
+    if keys[0] == "prompt_token_ids":
         if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
             return value
         raise ConfigError(f"{where}: prompt_token_ids must be a list of integers from 0")
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: {found[0]} must be a string; {_HELP}")
+        raise ConfigError(f"{where}: {keys[0]} must be a string; {_HELP}")
     return value

@@ -1,7 +1,4 @@
-"""A quality sweep: reads earlier results, runs the missing points in one engine, and writes each result immediately.
-
-The budget is changed between two points by RPC.
-"""
+"""A quality sweep: reads earlier results, runs the missing points in one engine, and writes each result immediately."""
 
 from __future__ import annotations
 
@@ -20,39 +17,33 @@ from vllm_spac.system.files import write_text, writing
 from vllm_spac.system.machine import provenance
 from vllm_spac.system.untrusted import parse_json, read_text
 from vllm_spac.tools.evaluation import engine, points
+from vllm_spac.tools.evaluation.evaluated_model import EvaluatedModel
 from vllm_spac.tools.evaluation.points import Point
 from vllm_spac.tools.evaluation.prompts import checksum
 
 
 class Sweep:
-    """One model and its texts.
+    """One model and its texts; ``step`` is called after each text."""
 
-    Args:
-        window: rows of a verify step, by which whole texts are cut.
-        step: called after each text.
-    """
-
-    def __init__(self, llm: Any, texts: Sequence[list[int]], window: int, step: Callable[[], None]) -> None:
-        self.llm, self.texts, self.window, self.step = llm, texts, window, step
-        self.facts = engine.ask(llm, "facts")
+    def __init__(self, llm: Any, texts: Sequence[list[int]], step: Callable[[], None]) -> None:
+        self.llm, self.texts, self.step, self.model = llm, texts, step, EvaluatedModel(llm)
+        self.facts = self.model.facts()
+        self.everything = Point("selected", "truncation", budget=self.facts["experts"])  # exact, but counts experts
         self._exact: list[list[int]] = []
 
-    def reference(self) -> dict:
-        """Scores of the unbudgeted model, the reference for all others."""
-        return self._scored({}, reference=True)
-
-    def natural(self) -> dict:
-        """Scores with a budget of all experts: exact, but distinct experts are counted."""
-        return self._scored(self._everything("all", self.window))
-
-    def score(self, point: Point) -> dict:
-        """Scores of one point."""
-        return self._scored(point.settings("all", self.window))
-
-    def check(self, point: Point) -> None:
-        """Raises what the engine refuses of a point before anything is run."""
-        self._set_budget(point.settings("all", self.window))
-        self._set_budget({})
+    def score(self, settings: dict, reference: bool = False) -> dict:
+        """Returns the scores of all texts under a budget, beside those of the ``reference``, which comes first."""
+        with self.model.under(settings):
+            self.model.counters.reset()
+            self.model.scoring.begin(reference)
+            for ids in self.texts:
+                engine.read(self.llm, ids)
+                self.model.scoring.end_text(ids)
+                self.step()
+            scores, counted = self.model.scoring.end(), self.model.counters.snapshot()
+        if counted["shortlists"]:
+            scores |= {"distinct": counted["experts"] / counted["shortlists"], "dropped": counted["dropped_share"]}
+        return scores
 
     def generate(self, point: Point | None, prompts: Sequence[list[int]], new_tokens: int) -> dict:
         """Generates after each prompt, one at a time; ``point`` None is the unbudgeted model and must come first.
@@ -62,31 +53,16 @@ class Sweep:
             ``distinct`` experts per layer and verify step, ``dropped`` routing weight, and ``equal``: the share of the
             tokens before the first that differs.
         """
-        self._set_budget({} if point is None else point.settings("verify"))
-        if point is None:
-            engine.generate(self.llm, prompts[:1], new_tokens)  # warm-up
-        outputs, measured = self._timed(prompts, new_tokens)
+        with self.model.under({} if point is None else point.settings("verify")):
+            if point is None:
+                engine.generate(self.llm, prompts[:1], new_tokens)  # warm-up
+            outputs, measured = self._timed(prompts, new_tokens)
         if point is None:
             self._exact = outputs
-            self._set_budget(self._everything("verify", None))
-            measured["distinct"] = self._timed(prompts, new_tokens)[1]["distinct"]
-        self._set_budget({})
+            with self.model.under(self.everything.settings("verify")):
+                measured["distinct"] = self._timed(prompts, new_tokens)[1]["distinct"]
         same = sum(_common(ours, theirs) for ours, theirs in zip(outputs, self._exact, strict=True))
         return measured | {"equal": same / (len(prompts) * new_tokens)}
-
-    def _scored(self, settings: dict, reference: bool = False) -> dict:
-        self._set_budget(settings)
-        engine.ask(self.llm, "score", reference)
-        for ids in self.texts:
-            engine.read(self.llm, ids)
-            engine.ask(self.llm, "scored_text", ids)
-            self.step()
-        scores = engine.ask(self.llm, "scores")
-        self._set_budget({})
-        counted = scores.pop("budget")
-        if counted["shortlists"]:
-            scores |= {"distinct": counted["experts"] / counted["shortlists"], "dropped": counted["dropped_share"]}
-        return scores
 
     def _timed(self, prompts: Sequence[list[int]], new_tokens: int) -> tuple[list[list[int]], dict]:
         before, begin = self._counts(), time.perf_counter()
@@ -117,12 +93,6 @@ class Sweep:
         counts |= {"hits": stats["hits"], "misses": stats["misses"], "bytes": sum(stats["bytes"].values())}
         return counts | {name: stats["budget"][name] for name in ("shortlists", "experts", "rows", "dropped_weight")}
 
-    def _set_budget(self, settings: dict) -> None:
-        self.llm.collective_rpc("spac_budget", args=(settings,))
-
-    def _everything(self, when: str, window: int | None) -> dict:
-        return Point("selected", "truncation", budget=self.facts["experts"]).settings(when, window)
-
 
 def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
     pairs = zip(ours, theirs, strict=True)
@@ -146,15 +116,16 @@ class QualityRun:
 
     def __init__(self, llm: Any, texts: list, run: dict, asked: dict, path: Path, progress: Progress) -> None:
         self._texts, self._path, self._progress = texts, path, progress
-        self._sweep = Sweep(llm, texts, run["window"], lambda: progress.advance(self._task))
+        self._sweep = Sweep(llm, texts, lambda: progress.advance(self._task))
         self._task: Any = None
         facts = self._sweep.facts
         sizes = {"count": len(texts), "tokens": sum(map(len, texts)), "checksum": checksum(texts)}
         self._run = run | {"fingerprint": facts["fingerprint"], "texts": sizes}
         self._points, skipped = points.points(**asked, facts=facts)
         for point in self._points:
-            if point.speculated:
-                self._sweep.check(point)
+            if point.speculated:  # what the engine refuses is refused before anything is run
+                with self._sweep.model.under(self._cutting(point)):
+                    pass
         self._results = self._earlier() | {
             "format": FORMAT,
             "run": self._run,
@@ -186,11 +157,11 @@ class QualityRun:
     def _scores(self) -> None:
         results, missing = self._results, self._missing("points")
         self._show("quality", (1 + ("natural" not in results) + len(missing)) * len(self._texts))
-        results["reference"] = self._sweep.reference()
+        results["reference"] = self._sweep.score({}, reference=True)
         if "natural" not in results:
-            results["natural"] = self._sweep.natural()
+            results["natural"] = self._sweep.score(self._cutting(self._sweep.everything))
         for point in missing:
-            results["points"].append(asdict(point) | self._sweep.score(point))
+            results["points"].append(asdict(point) | self._sweep.score(self._cutting(point)))
             self._write()
 
     def _generation(self) -> None:
@@ -205,6 +176,10 @@ class QualityRun:
             results["generation"].append(asdict(point) | self._sweep.generate(point, prompts, new_tokens))
             self._write()
 
+    def _cutting(self, point: Point) -> dict:
+        """Returns the settings of a point for whole texts, which are cut by as many rows as a verify step has."""
+        return point.settings("all", self._run["window"])
+
     def _missing(self, part: str) -> list[Point]:
         known = {Point.of(item) for item in self._results[part]}
         return [point for point in self._points if point not in known]
@@ -217,15 +192,15 @@ class QualityRun:
         if not self._path.exists():
             return {"points": [], "generation": []}
         try:
-            found = parse_json(read_text(self._path))
+            earlier = parse_json(read_text(self._path))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._path} cannot be read: {error}; name another folder with --output") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("run") != self._run:
+        if not isinstance(earlier, dict) or earlier.get("format") != FORMAT or earlier.get("run") != self._run:
             raise ConfigError(
                 f"{self._path} holds results of another model, texts, window, slots or drafts; name another folder "
                 "with --output, or delete it"
             )
-        return found
+        return earlier
 
     def _write(self) -> None:
         text = json.dumps(self._results, indent=1, allow_nan=False) + "\n"

@@ -15,9 +15,7 @@ class Scores:
     """Accumulates scores over rows that each predict a known next token."""
 
     def __init__(self) -> None:
-        self._rows = 0
-        self._loss = self._difference = self._difference_squares = self._divergence = self._divergence_squares = 0.0
-        self._agreed = self._right = 0
+        self._parts: list[Tensor] = []  # float64 [rows, 5] each
 
     def add(self, logits: Tensor, reference: Tensor, following: Tensor) -> None:
         """Adds some rows.
@@ -28,18 +26,12 @@ class Scores:
         """
         assert logits.shape == reference.shape and len(following) == len(logits)
         ours, theirs = (each.to(torch.float32).log_softmax(-1) for each in (logits, reference))
-        columns = following[:, None]
-        loss, other = (-each.gather(1, columns)[:, 0].double() for each in (ours, theirs))
-        self._rows += len(following)
-        self._loss += float(loss.sum())
-        self._difference += float((loss - other).sum())
-        self._difference_squares += float((loss - other).square().sum())
+        loss, other = (-each.gather(1, following[:, None])[:, 0].double() for each in (ours, theirs))
         divergence = (theirs.exp() * (theirs - ours)).sum(-1, dtype=torch.float64)
-        self._divergence += float(divergence.sum())
-        self._divergence_squares += float(divergence.square().sum())
         best = logits.argmax(-1)
-        self._agreed += int((best == reference.argmax(-1)).sum())
-        self._right += int((best == following).sum())
+        agreed, right = best == reference.argmax(-1), best == following
+        columns = loss, loss - other, divergence, agreed.double(), right.double()
+        self._parts.append(torch.stack(columns, 1).cpu())
 
     def snapshot(self) -> dict:
         """Returns the scores as plain data.
@@ -49,22 +41,20 @@ class Scores:
             losses) - 1, ``accuracy``: share of rows whose best token is the next one, ``agreement``: the reference's,
             ``kl``: mean KL(reference || this) in nats. All but the perplexity with their standard error over tokens.
         """
-        assert self._rows, "no row was scored"
-        rows, mean, agreed = self._rows, self._difference / self._rows, self._agreed / self._rows
-        spread = max(0.0, self._difference_squares / rows - mean**2)
-        right, divergence = self._right / rows, self._divergence / rows
-        divergence_spread = max(0.0, self._divergence_squares / rows - divergence**2)
+        rows = torch.cat(self._parts)
+        loss, difference, divergence, agreement, accuracy = rows.mean(0).tolist()
+        errors = rows.std(0, correction=0).div(math.sqrt(len(rows))).tolist()
         return {
-            "tokens": rows,
-            "perplexity": math.exp(self._loss / rows),
-            "perplexity_change": math.expm1(mean),
-            "perplexity_change_error": math.exp(mean) * math.sqrt(spread / rows),
-            "accuracy": right,
-            "accuracy_error": math.sqrt(right * (1 - right) / rows),
-            "agreement": agreed,
-            "agreement_error": math.sqrt(agreed * (1 - agreed) / rows),
+            "tokens": len(rows),
+            "perplexity": math.exp(loss),
+            "perplexity_change": math.expm1(difference),
+            "perplexity_change_error": math.exp(difference) * errors[1],
+            "accuracy": accuracy,
+            "accuracy_error": errors[4],
+            "agreement": agreement,
+            "agreement_error": errors[3],
             "kl": max(0.0, divergence),
-            "kl_error": math.sqrt(divergence_spread / rows),
+            "kl_error": errors[2],
         }
 
 
