@@ -11,7 +11,7 @@ from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from vllm_spac.kernels.reference.shortlist import mass_count
+from vllm_spac.kernels.reference.shortlist import mass_count, sorted_by
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
@@ -67,12 +67,10 @@ def moved(context: LayerContext, rows: Tensor) -> LayerContext:
 @every_budget
 @settings(max_examples=examples(30), **BUSY)
 @given(seed=seeds, rows=st.integers(1, 6))
-def test_a_shortlist_is_distinct_experts_and_a_prefix(name: str, seed: int, rows: int) -> None:
+def test_an_order_has_each_expert_once(name: str, seed: int, rows: int) -> None:
     probs, votes, context = step(seed, rows, voting=max(1, rows // 2))
-    everyone = built(name).rank(probs, votes, EXPERTS, context)
+    everyone = built(name).rank(probs, votes, context)
     assert everyone.dtype == torch.int64 and sorted(everyone.tolist()) == list(range(EXPERTS))
-    for budget in range(1, EXPERTS + 1):
-        assert torch.equal(built(name).rank(probs, votes, budget, context), everyone[:budget])
 
 
 @every_budget
@@ -81,11 +79,11 @@ def test_a_shortlist_is_distinct_experts_and_a_prefix(name: str, seed: int, rows
 def test_only_votes_count(name: str, seed: int) -> None:
     """Rows that do not vote may be anything: padding is not initialised."""
     probs, votes, context = step(seed)
-    order = built(name).rank(probs, votes, EXPERTS, context)
+    order = built(name).rank(probs, votes, context)
     other = moved(context, torch.arange(5))
     probs[3:] = float("nan")
     other.ids[3:] = EXPERTS - 1
-    assert torch.equal(built(name).rank(probs, votes, EXPERTS, other), order)
+    assert torch.equal(built(name).rank(probs, votes, other), order)
 
 
 @every_budget
@@ -98,7 +96,7 @@ def test_a_rank_is_sorted_by_its_scores(name: str, seed: int) -> None:
     ranking, silent = built(name), rankings.weighted(probs, votes)
     found = ranking.scores(silent, context)
     assert found.shape in ((EXPERTS,), (2, EXPERTS)) and found.dtype in (torch.float64, torch.int64)
-    assert torch.equal(rankings.best(found, EXPERTS), ranking.rank(probs, votes, EXPERTS, context))
+    assert torch.equal(sorted_by(found), ranking.rank(probs, votes, context))
     assert ranking.scores(torch.zeros_like(probs), context).shape == found.shape
 
 
@@ -108,9 +106,7 @@ def test_a_rank_is_sorted_by_its_scores(name: str, seed: int) -> None:
 def test_by_default_all_rows_vote(name: str, seed: int) -> None:
     probs, _, context = step(seed)
     everyone = torch.ones(5, dtype=torch.float64)
-    assert torch.equal(
-        built(name).rank(probs, None, EXPERTS, context), built(name).rank(probs, everyone, EXPERTS, context)
-    )
+    assert torch.equal(built(name).rank(probs, None, context), built(name).rank(probs, everyone, context))
 
 
 def votes_of(seed: int, rows: int = 5) -> Tensor:
@@ -130,8 +126,8 @@ def test_without_weights_votes_are_what_they_were(name: str, seed: int, alpha: f
     mass = router_mass(rankings.weighted(probs, weighed))
     assert torch.equal(mass, router_mass(rankings.weighted(probs, voting != 0)))
     assert torch.equal(mass, probs[:3].sum(0, dtype=torch.float64))
-    alone = built(name).rank(probs[:3], None, EXPERTS, moved(context, torch.arange(3)))
-    assert torch.equal(built(name).rank(probs, weighed, EXPERTS, context), alone)
+    alone = built(name).rank(probs[:3], None, moved(context, torch.arange(3)))
+    assert torch.equal(built(name).rank(probs, weighed, context), alone)
 
 
 @every_budget
@@ -145,8 +141,8 @@ def test_a_row_with_half_a_vote_twice_is_one_row(name: str, seed: int) -> None:
     votes, twice = votes_of(seed), torch.tensor([0, 1, 2, 3, 4, 2])
     halved = votes[twice].clone()
     halved[[2, 5]] /= 2
-    order = built(name).rank(probs, votes, EXPERTS, context)
-    assert torch.equal(built(name).rank(probs[twice], halved, EXPERTS, moved(context, twice)), order)
+    order = built(name).rank(probs, votes, context)
+    assert torch.equal(built(name).rank(probs[twice], halved, moved(context, twice)), order)
 
 
 @every_budget
@@ -155,8 +151,8 @@ def test_a_row_with_half_a_vote_twice_is_one_row(name: str, seed: int) -> None:
 def test_the_scale_of_the_votes_does_not_matter(name: str, seed: int) -> None:
     probs, _, context = step(seed)
     votes = votes_of(seed)
-    order = built(name).rank(probs, votes, EXPERTS, context)
-    assert torch.equal(built(name).rank(probs, votes / 4, EXPERTS, context), order)
+    order = built(name).rank(probs, votes, context)
+    assert torch.equal(built(name).rank(probs, votes / 4, context), order)
 
 
 @every_budget
@@ -165,8 +161,8 @@ def test_the_scale_of_the_votes_does_not_matter(name: str, seed: int) -> None:
 def test_rows_have_no_order(name: str, seed: int, random) -> None:
     probs, votes, context = step(seed)
     rows = torch.tensor(random.sample(range(5), 5))
-    order = built(name).rank(probs, votes, EXPERTS, context)
-    assert torch.equal(built(name).rank(probs[rows], votes[rows], EXPERTS, moved(context, rows)), order)
+    order = built(name).rank(probs, votes, context)
+    assert torch.equal(built(name).rank(probs[rows], votes[rows], moved(context, rows)), order)
 
 
 @every_budget
@@ -182,8 +178,8 @@ def test_experts_have_no_order(name: str, seed: int, random) -> None:
     place = torch.empty_like(new)
     place[new] = torch.arange(EXPERTS)
     there = LayerContext(1, place[context.ids])
-    order = budget.rank(probs, votes, EXPERTS, context)
-    assert torch.equal(new[other.rank(probs[:, new], votes, EXPERTS, there)], order)
+    order = budget.rank(probs, votes, context)
+    assert torch.equal(new[other.rank(probs[:, new], votes, there)], order)
 
 
 @every_budget
@@ -196,22 +192,14 @@ def test_ties_go_by_the_lowest_id_and_nothing_is_changed(name: str) -> None:
         if isinstance(value, Tensor):
             setattr(budget, attribute, torch.ones(1, *[300] * (value.ndim - 1), dtype=value.dtype))
     for _ in range(2):
-        assert budget.rank(probs, votes, 300, context).tolist() == list(range(300))
+        assert budget.rank(probs, votes, context).tolist() == list(range(300))
 
 
 @every_budget
 def test_nobody_votes(name: str) -> None:
     probs, votes, context = step(0)
     with pytest.raises(AssertionError, match="no row votes"):
-        built(name).rank(probs, torch.zeros_like(votes), 3, context)
-
-
-@every_budget
-@pytest.mark.parametrize("budget", [0, EXPERTS + 1])
-def test_no_list_of_no_or_more_than_all_experts(name: str, budget: int) -> None:
-    probs, votes, context = step(0)
-    with pytest.raises(AssertionError, match="a budget of"):
-        built(name).rank(probs, votes, budget, context)
+        built(name).rank(probs, torch.zeros_like(votes), context)
 
 
 @every_budget
@@ -222,7 +210,7 @@ def test_what_needs_a_calibration_says_so(name: str) -> None:
             kind.of(None)
     else:
         assert isinstance(kind.of(None), kind)
-    assert built(name).to("cpu").rank(*step(1)[:2], 3, step(1)[2]).shape == (3,)
+    assert built(name).to("cpu").rank(*step(1)).shape == (EXPERTS,)
 
 
 @settings(max_examples=examples(400), **BUSY)
@@ -242,7 +230,7 @@ def test_sums_are_added_row_by_row(seed: int, rows: int, uniform: bool) -> None:
             own[expert] += weight * score * (expert in chosen)
     wanted = {"router": every, "static": counts[1].tolist(), "selected": list(zip(own, every, strict=True))}
     for name, ranking in (("router", Router()), ("static", Static(counts=counts)), ("selected", Selected())):
-        found = ranking.rank(probs, None if uniform else votes, EXPERTS, context).tolist()
+        found = ranking.rank(probs, None if uniform else votes, context).tolist()
         assert found == sorted(range(EXPERTS), key=lambda i: wanted[name][i], reverse=True), name
 
 

@@ -17,10 +17,10 @@ from routing_rules import rules
 from vllm_spac import components, runtime
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration.serving.worker_extension import SpacWorker
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 from vllm_spac.runtime import Runtime
-from vllm_spac.tools.evaluation.actions import EvaluatedWorker
 
 # A row is a multiple of the vectors that a CPU computes sigmoids in: what is left over, torch rounds otherwise.
 EXPERTS, TOP_K, ROWS, LAYERS = 32, 3, 12, 2
@@ -355,7 +355,7 @@ def test_a_runtime_in_a_graph_follows_what_is_asked_while_it_serves(monkeypatch,
     with graph:
         found = run.route(0, logits, logits, weights, ids)
         run.captured()
-    worker = EvaluatedWorker()
+    worker = SpacWorker()
     worker._spac_experts = lambda: SimpleNamespace(runtime=run)
     step = Step((RequestRows(0, ROWS, RowKind.DECODE),))
     for asked in ({"budget": 5, "when": "all"}, {"budget": TOP_K, "when": "decode"}, {"budget": 4}, {}):

@@ -158,7 +158,7 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    order = Selected().rank(probs, None, EXPERTS, LayerContext(0, routed[1])).numpy()
+    order = Selected().rank(probs, None, LayerContext(0, routed[1])).numpy()
     held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
     shortlist = leading(order, held, 0.85, 1).tolist()
     assert set(shortlist) == kept and shortlist[0] == 0

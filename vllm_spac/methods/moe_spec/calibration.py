@@ -39,22 +39,15 @@ _AGAIN = "write it again with `vllm-spac quality calibrate`"
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """A calibration in memory; the module's docstring describes the format.
+    """A calibration in memory; the module's docstring describes the format."""
 
-    Attributes:
-        fingerprint: identifies the model, its revision and its weights.
-        layers: names of the MoE layers, in the order of execution.
-        window: tokens per window of ``curves``; 1 + the draft tokens of a step.
-        counts: int64 [L, N], selections of each expert.
-    """
-
-    fingerprint: str
+    fingerprint: str  # identifies the model, its revision and its weights
     model: str
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # names of the MoE layers, in the order of execution
     top_k: int
-    window: int
+    window: int  # tokens per window of ``curves``; 1 + the draft tokens of a step
     tokens: int
-    counts: Tensor
+    counts: Tensor  # int64 [L, N], selections of each expert
     curves: Tensor
 
     @property
@@ -72,9 +65,9 @@ class Calibration:
         Raises:
             ConfigError: the file cannot be read, is damaged or no calibration, or belongs to another model or revision.
         """
-        found = cls.read(path)
-        found.check_model(path, fingerprint, layers, experts)
-        return found
+        calibration = cls.read(path)
+        calibration.check_model(path, fingerprint, layers, experts)
+        return calibration
 
     def check_model(self, path: str | Path, fingerprint: str, layers: Sequence[str] | None, experts: int) -> None:
         """Raises ``ConfigError`` if this calibration, read from ``path``, is of another model or revision."""
@@ -101,7 +94,7 @@ class Calibration:
         counts, curves = tensors["counts"], tensors["curves"]
         check(counts.shape == (len(layers), experts) and counts.dtype == torch.int64, "counts has another type")
         check(curves.shape == (len(MASSES), *counts.shape) and curves.dtype == torch.float32, "curves has another type")
-        found = cls(
+        calibration = cls(
             fingerprint=metadata["fingerprint"],
             model=metadata["model"],
             layers=layers,
@@ -111,10 +104,13 @@ class Calibration:
             counts=counts,
             curves=curves,
         )
-        check(0 < found.top_k <= experts and found.window > 0, "impossible model")
-        check(bool((found.counts.sum(1) == found.tokens * found.top_k).all()), "counts and tokens differ")
+        check(0 < calibration.top_k <= experts and calibration.window > 0, "impossible model")
+        check(
+            bool((counts.sum(1) == calibration.tokens * calibration.top_k).all()),
+            "counts and tokens differ",
+        )
         check(bool(curves.isfinite().all()), "a curve is not a number")
-        return found
+        return calibration
 
     def save(self, path: str | Path) -> None:
         """Writes the file atomically; ``ConfigError`` when it cannot be written."""

@@ -16,7 +16,6 @@ from vllm_spac.execution.rerouting import Rerouting
 from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.host_cut import HostCut
 from vllm_spac.methods.moe_spec.launches import BudgetLaunches, SpeculationLaunches
-from vllm_spac.methods.moe_spec.rankings import Ranking
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
 from vllm_spac.methods.moe_spec.settings import (
     BudgetedLayer,
@@ -58,54 +57,6 @@ class Speculation(Protocol):
         """What takes the place of ``apply`` where the device decides."""
 
 
-class BudgetRules:
-    """What an engine can bound: its layers, and what of ``BudgetSettings`` cannot work in it.
-
-    Args:
-        unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
-        weighed_there: the probabilities by which they are weighted are known on the device alone.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[BudgetedLayer],
-        calibration: Calibration | None,
-        device: torch.device | str,
-        unweighted: str | None,
-        weighed_there: bool,
-    ) -> None:
-        self._layers, self._calibration, self._device = layers, calibration, device
-        self._unweighted, self._weighed_there = unweighted, weighed_there
-
-    def check(self, settings: BudgetSettings, speculation: Speculation | None) -> None:
-        """Raises as ``BudgetControl.change``."""
-        no_votes = "spac: votes=path (--spac-budget) cannot work here: "
-        if settings.votes == "path" and self._unweighted is not None:
-            raise UnsupportedError(f"{no_votes}{self._unweighted}, or use uniform votes")
-        if settings.speculate != "off":
-            if speculation is None:
-                raise ConfigError(
-                    f"spac: speculate={settings.speculate} (--spac-speculate) needs a predictor that looks one layer "
-                    "ahead; add --spac-prefetch gate"
-                )
-            speculation.check(settings)
-        elif settings.active:
-            if self._weighed_there and settings.votes == "path" and settings.window is not None:
-                raise UnsupportedError(
-                    f"{no_votes}window={settings.window} ranks rows apart, and only the device knows how likely rows "
-                    "are reached; use uniform votes"
-                )
-            if settings.mass is not None:
-                check_mass(settings.mass)
-            for layer in self._layers:
-                check_layer(layer, settings)
-
-    def ranking(self, name: str) -> Ranking:
-        """Builds a ranking; ``ConfigError`` if there is none of that name, or it lacks its calibration."""
-        found: Ranking = components.find("rankings", name).of(self._calibration)
-        return found.to(self._device)
-
-
 class BudgetControl(Rerouting):
     """The budget of one model; ``change`` may be called between any two steps.
 
@@ -115,7 +66,8 @@ class BudgetControl(Rerouting):
     and the same coverage, in NumPy where routing is in host memory (``HostCut``), else by ``BudgetLaunches``.
 
     Args:
-        calibration, unweighted, weighed_there: as of ``BudgetRules``.
+        unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
+        weighed_there: the probabilities by which they are weighted are known on the device alone.
         speculation: runs experts by prediction, where the settings ask for that.
         drafts: the engine verifies drafts; without them a budget of verify steps cuts nothing.
     """
@@ -134,8 +86,8 @@ class BudgetControl(Rerouting):
         self.layers = list(layers)
         self.counters = counters or BudgetCounters()
         self.settings = BudgetSettings()
-        self._rules = BudgetRules(self.layers, calibration, device, unweighted, weighed_there)
-        self._device, self._drafts, self._speculation = device, drafts, speculation
+        self._device, self._calibration, self._drafts, self._speculation = device, calibration, drafts, speculation
+        self._unweighted, self._weighed_there = unweighted, weighed_there
         self._parts: tuple[Step | None, list[Group]] = (None, [])
         self._launches = BudgetLaunches(self.layers, device, self.counters)
         self._on_host = HostCut(self.layers, self.counters) if torch.device(device).type == "cpu" else None
@@ -196,13 +148,37 @@ class BudgetControl(Rerouting):
         if settings.active and self._launches.kind is not None:
             self._launches.kind.check_settings(settings)
         ranks = settings.speculate == "off" and (settings.active or self._launches.held)
-        ranking = self._rules.ranking(settings.ranking) if ranks else None
-        self._rules.check(settings, self._speculation)
+        ranking = components.find("rankings", settings.ranking).of(self._calibration) if ranks else None
+        self._check(settings)
         speculation = None if settings.speculate == "off" else self._speculation
+        ranking = None if ranking is None else ranking.to(self._device)
         self._launches.use(settings, ranking, None if speculation is None else speculation.launches)
         if self._on_host is not None:
             self._on_host.use(settings, ranking)
         self.settings, self._parts = settings, (None, [])
+
+    def _check(self, settings: BudgetSettings) -> None:
+        """Refuses what cannot work in this engine; raises as ``change``."""
+        no_votes = "spac: votes=path (--spac-budget) cannot work here: "
+        if settings.votes == "path" and self._unweighted is not None:
+            raise UnsupportedError(f"{no_votes}{self._unweighted}, or use uniform votes")
+        if settings.speculate != "off":
+            if self._speculation is None:
+                raise ConfigError(
+                    f"spac: speculate={settings.speculate} (--spac-speculate) needs a predictor that looks one layer "
+                    "ahead; add --spac-prefetch gate"
+                )
+            self._speculation.check(settings)
+        elif settings.active:
+            if self._weighed_there and settings.votes == "path" and settings.window is not None:
+                raise UnsupportedError(
+                    f"{no_votes}window={settings.window} ranks rows apart, and only the device knows how likely rows "
+                    "are reached; use uniform votes"
+                )
+            if settings.mass is not None:
+                check_mass(settings.mass)
+            for layer in self.layers:
+                check_layer(layer, settings)
 
     # -- steps ---------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class HostCut:
             return None
         assert ranking is not None, "no budget is in force"
         probs = layer.rule.probs(logits)
-        order = ranking.rank(probs, votes, layer.experts, LayerContext(index, ids.long()))
+        order = ranking.rank(probs, votes, LayerContext(index, ids.long()))
         covered = cut(probs, order, (weights, ids), votes, layer, self._settings)
         self._counters.add(weights, covered[2], covered[0], covered[1])
         return None if covered[0] is weights else covered[:2]
@@ -121,9 +121,9 @@ def cut(
 
 def selected(ids: NDArray[np.integer], experts: int) -> _Bools:
     """bool [N]: the experts that rows with this choice, int [rows, k], selected."""
-    found = np.zeros(experts, dtype=np.bool_)
-    found[ids] = True
-    return found
+    mask = np.zeros(experts, dtype=np.bool_)
+    mask[ids] = True
+    return mask
 
 
 def leading(order: _Ids, held: NDArray[np.float64], share: float, least: int) -> _Ids:
@@ -135,8 +135,8 @@ def leading(order: _Ids, held: NDArray[np.float64], share: float, least: int) ->
     """
     if share >= 1:
         return order
-    found = held[order].cumsum()
-    return order[: max(least, 1 + int((found < share * found[-1]).sum()))]
+    mass = held[order].cumsum()
+    return order[: max(least, 1 + int((mass < share * mass[-1]).sum()))]
 
 
 def _held(scores: _Floats, weights: _Floats, ids: _Ids, votes: Tensor | None, mass_of: str) -> NDArray[np.float64]:
@@ -144,12 +144,12 @@ def _held(scores: _Floats, weights: _Floats, ids: _Ids, votes: Tensor | None, ma
     if mass_of == "scores":
         if votes is None:
             return scores.sum(axis=0, dtype=np.float64)
-        heard = votes.numpy()
-        return (scores[heard != 0] * heard[heard != 0, None]).sum(axis=0)
+        counts = votes.numpy()
+        return (scores[counts != 0] * counts[counts != 0, None]).sum(axis=0)
     parts = weights.astype(np.float64)
     if votes is not None:
-        heard = votes.numpy()
-        ids, parts = ids[heard != 0], parts[heard != 0] * heard[heard != 0, None]
+        counts = votes.numpy()
+        ids, parts = ids[counts != 0], parts[counts != 0] * counts[counts != 0, None]
     return np.bincount(ids.ravel(), parts.ravel(), scores.shape[1]).astype(np.float64, copy=False)
 
 

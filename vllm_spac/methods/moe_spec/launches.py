@@ -147,7 +147,7 @@ class BudgetLaunches:
     def hold(self, rows: int) -> None:
         """Allocates what CUDA graphs of up to ``rows`` rows read."""
         self._graphs = ReplayBuffers(rows, len(self._layers), self._device)
-        self._counters.count_on(self._device)
+        self._counters.on(self._device)
 
     def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None) -> None:
         """Launches in a dummy forward what will be captured, once per layer: no row votes, and nothing is changed.
@@ -194,7 +194,7 @@ class BudgetLaunches:
         votes = buffers.votes[: len(ids)]
         if self.speculated is not None:
             assert hidden is not None
-            natural, counted = (weights, ids), self._counters.there(self._device)
+            natural, counted = (weights, ids), self._counters.on(self._device)
             return self.speculated.apply(index, hidden, logits, natural, votes, self._settings, counted)
         limit = buffers.bounds[index] if self._settings.mass is None else None
         return self._launch(index, logits, weights, ids, votes, limit)
@@ -208,9 +208,9 @@ class BudgetLaunches:
         layer, settings = self._layers[index], self._settings
         silent, counts, experts = (votes == 0)[:, None], votes[:, None], layer.experts
         probs = layer.rule.probs(logits).masked_fill_(silent, 0)
-        weighted, heard = probs * counts, ids.masked_fill(silent, experts).long()
-        selected = members(heard, experts + 1)[:experts]
-        chosen = heard.clamp_(max=experts - 1)  # rows that do not vote have no weight there
+        weighted, voted = probs * counts, ids.masked_fill(silent, experts).long()
+        selected = members(voted, experts + 1)[:experts]
+        chosen = voted.clamp_(max=experts - 1)  # rows that do not vote have no weight there
         scores = self._ranking.scores(weighted, LayerContext(index, chosen))
         if limit is not None:
             inside, best = kernels.shortlist(scores, selected, limit)
@@ -221,6 +221,8 @@ class BudgetLaunches:
                 held = router_mass(weighted)
             inside, best = kernels.shortlist(scores, selected, None, held, self._mass, settings.least(layer))
         natural = weights.float().contiguous(), ids.contiguous()
-        covered = kernels.covered(probs, natural, votes, inside, best, layer.rule, settings.coverage == "substitution")
-        kernels.tally(self._counters.there(self._device), votes, natural, inside, covered)
+        covered = kernels.cover(
+            probs, *natural, votes, inside, best, settings.coverage == "substitution", **layer.rule.weighing
+        )
+        kernels.tally(self._counters.on(self._device), votes, natural, inside, covered)
         return covered

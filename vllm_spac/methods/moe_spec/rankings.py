@@ -16,15 +16,10 @@ from vllm_spac.methods.moe_spec.calibration import Calibration
 
 @dataclass(frozen=True, eq=False)
 class LayerContext:
-    """Inputs of a ranking in addition to the router's scores; each ranking uses some of them and ignores the rest.
+    """Inputs of a ranking in addition to the router's scores; each ranking uses some of them and ignores the rest."""
 
-    Attributes:
-        layer: number of the MoE layer in the order of execution.
-        ids: int64 [rows, k], the natural choice; of rows that do not vote, any experts.
-    """
-
-    layer: int = 0
-    ids: Tensor | None = None
+    layer: int = 0  # number of the MoE layer in the order of execution
+    ids: Tensor | None = None  # int64 [rows, k], the natural choice; of rows that do not vote, any experts
 
 
 class Ranking(ABC):
@@ -78,22 +73,15 @@ class Ranking(ABC):
             float64 [N], or int64 below 2**53; or [2, N], of which the second decide where the first are equal.
         """
 
-    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
-        """The best experts of a layer for one forward.
+    def rank(self, probs: Tensor, votes: Tensor | None, context: LayerContext) -> Tensor:
+        """int64 [N]: the experts of a layer for one forward, the most important first, ties by the lowest id.
 
         Args:
             probs: float [rows, N], as for ``scores``, not yet multiplied by the votes.
-            votes: float64 [rows], how much each row counts, at least one above 0; None: all count 1. The values of
-                rows with 0 are ignored, even NaN.
-            budget: number of experts, from 1 to N.
-
-        Returns:
-            int64 [budget], distinct experts, the most important first; on the device of ``probs``. A smaller budget
-            gives a prefix of it.
+            votes: float64 [rows], at least one above 0; None: all are 1. Rows with 0 are ignored, even NaN.
         """
         assert votes is None or bool(votes.any()), "no row votes: such a step has no shortlist"
-        weighed = probs.double() if votes is None else weighted(probs, votes)
-        return best(self.scores(weighed, context or LayerContext()), budget)
+        return sorted_by(self.scores(probs.double() if votes is None else weighted(probs, votes), context))
 
 
 def router_mass(probs: Tensor) -> Tensor:
@@ -114,21 +102,8 @@ def selected_mass(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
     """float64 [N]: the sum over rows of the routing weights of the experts selected for them.
 
     Args:
-        weights: float [rows, k], as the router returns them: after top-k, renormalised and scaled if the model does
-            so; times the rows' votes, if these differ.
+        weights: float [rows, k], as the router returns them, times the rows' votes.
         ids: int [rows, k], the natural choice.
-        experts: N.
     """
     zeros = torch.zeros(experts, dtype=torch.float64, device=ids.device)
     return zeros.index_add_(0, ids.flatten().long(), weights.flatten().double())
-
-
-def best(scores: Tensor, budget: int) -> Tensor:
-    """int64 [budget]: the experts with the highest ``scores``, the best first, ties by the lowest id.
-
-    Args:
-        scores: [N] or [2, N], see ``Ranking.scores``.
-        budget: from 1 to N.
-    """
-    assert 1 <= budget <= scores.shape[-1], f"a budget of {budget} for {scores.shape[-1]} experts"
-    return sorted_by(scores)[:budget]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.methods.moe_spec.settings import STEPS, BudgetSettings, RoutingRule
+from vllm_spac.methods.moe_spec.settings import STEPS, BudgetSettings
 
 _PENDING = 64  # shortlists that are counted together
 
@@ -34,7 +34,7 @@ class BudgetCounters:
     which ``snapshot`` reads.
 
     Attributes:
-        on_device: float64 [5], counts of the launches, in the order of ``snapshot``; None until ``count_on``.
+        on_device: float64 [5], counts of the launches, in the order of ``snapshot``; None until ``on``.
         unweighted: verified requests that voted as if every row were reached, though votes are weighted: the draft's
             probabilities were not known. Counted once per step.
     """
@@ -57,15 +57,10 @@ class BudgetCounters:
             self._count()
         self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
 
-    def count_on(self, device: torch.device | str) -> None:
-        """Allocates the counters of launches on ``device``, at a fixed address."""
-        self.on_device = _lasting(len(self._counted), torch.float64, device)
-
-    def there(self, device: torch.device | str) -> Tensor:
-        """The counters on ``device``, which are allocated if they are not yet."""
+    def on(self, device: torch.device | str) -> Tensor:
+        """The counters of launches on ``device``, at a fixed address; allocated by the first call."""
         if self.on_device is None:
-            self.count_on(device)
-        assert self.on_device is not None
+            self.on_device = _lasting(len(self._counted), torch.float64, device)
         return self.on_device
 
     def reset(self) -> None:
@@ -86,12 +81,13 @@ class BudgetCounters:
             ``dropped_weight`` per row.
         """
         self._count()
-        found = self._counted
+        counts = dict(self._counted)
         if self.on_device is not None:
-            told = self.on_device.tolist()  # waits for the steps that were launched
-            found = {name: type(found[name])(found[name] + more) for name, more in zip(found, told, strict=True)}
-        found = {**found, "unweighted": self.unweighted}
-        return {**found, "dropped_share": found["dropped_weight"] / found["rows"] if found["rows"] else 0.0}
+            launched = self.on_device.tolist()  # waits for the steps that were launched
+            both = zip(counts.items(), launched, strict=True)
+            counts = {name: type(count)(count + more) for (name, count), more in both}
+        share = counts["dropped_weight"] / counts["rows"] if counts["rows"] else 0.0
+        return {**counts, "unweighted": self.unweighted, "dropped_share": share}
 
     def _count(self) -> None:
         if not self._pending:
@@ -101,13 +97,13 @@ class BudgetCounters:
         lost = natural.masked_fill(kept, 0).sum(1) / natural.sum(1).clamp_min(1e-30)
         used, chosen = (weights != 0).cpu().numpy(), ids.cpu().numpy()
         shortlist = np.repeat(np.arange(len(pending)), [len(part[0]) for part in pending])
-        seen = np.zeros((len(pending), int(chosen.max()) + 1), dtype=bool)
-        seen[np.broadcast_to(shortlist[:, None], chosen.shape)[used], chosen[used]] = True
+        run = np.zeros((len(pending), int(chosen.max()) + 1), dtype=bool)
+        run[np.broadcast_to(shortlist[:, None], chosen.shape)[used], chosen[used]] = True
         counted = self._counted
         counted["rows"] += len(natural)
         counted["dropped_weight"] += float(lost.sum(dtype=torch.float64))
         counted["shortlists"] += len(pending)
-        counted["experts"] += int(seen.sum())
+        counted["experts"] += int(run.sum())
         counted["emptied"] += int((~kept.any(1)).sum())
 
 
@@ -135,50 +131,20 @@ class BudgetKernels(NamedTuple):
             from vllm_spac.kernels.tally import tally
         return cls(shortlist, cover, tally)
 
-    def covered(
-        self,
-        probs: Tensor,
-        natural: tuple[Tensor, Tensor],
-        votes: Tensor,
-        inside: Tensor,
-        best: Tensor,
-        rule: RoutingRule,
-        substitute: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Weights and ids of rows within the shortlist ``inside`` (bool [N]); arguments as of ``kernels.cover``."""
-        return self.cover(
-            probs,
-            *natural,
-            votes,
-            inside,
-            best,
-            substitute,
-            renormalize=rule.renormalize,
-            bias=None if rule.bias is None else rule.bias.float(),
-            scale=rule.scale,
-            groups=rule.groups,
-            top_groups=rule.top_groups,
-        )
 
-
-def members(found: Tensor, experts: int) -> Tensor:
-    """bool [N]: whether each expert is among those ``found``, int of any shape, any number of times."""
-    return torch.zeros(experts, dtype=torch.bool, device=found.device).index_fill_(0, found.flatten().long(), True)
+def members(ids: Tensor, experts: int) -> Tensor:
+    """bool [N]: whether each expert is among ``ids``, int of any shape, any number of times."""
+    return torch.zeros(experts, dtype=torch.bool, device=ids.device).index_fill_(0, ids.flatten().long(), True)
 
 
 @dataclass(frozen=True)
 class Launches:
-    """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay.
-
-    Attributes:
-        mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
-        speculate: as in ``BudgetSettings``; if it is not off, nothing else counts.
-    """
+    """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay."""
 
     ranking: str
     coverage: str
-    mass_of: str | None
-    speculate: str = "off"
+    mass_of: str | None  # as in ``BudgetSettings`` for a budget by mass; None for one by number of experts
+    speculate: str = "off"  # as in ``BudgetSettings``; if it is not off, nothing else counts
 
     @classmethod
     def of(cls, settings: BudgetSettings) -> Launches:
@@ -195,11 +161,11 @@ class Launches:
 
     def check_settings(self, settings: BudgetSettings) -> None:
         """Raises ``UnsupportedError`` if ``settings`` need other launches than these."""
-        asked = self.of(settings)
-        if asked != self:
+        needed = self.of(settings)
+        if needed != self:
             raise UnsupportedError(
                 f"spac: the full CUDA graphs of this engine hold a budget of the kind ({self.describe()}), whose "
-                f"number and rows can be changed; one of the kind ({asked.describe()}) needs a restart with its "
+                f"number and rows can be changed; one of the kind ({needed.describe()}) needs a restart with its "
                 """--spac-budget flags, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
             )
         if settings.window is not None:

@@ -65,29 +65,28 @@ def validate(budget: int, experts: int, top_k: int, coverage: str, knob: BudgetK
 
 @dataclass(frozen=True, eq=False)
 class RoutingRule:
-    """How a checkpoint turns router logits into weights, as vLLM configured it.
+    """How a checkpoint turns router logits into weights, as vLLM configured it."""
 
-    Attributes:
-        scoring: ``softmax`` or ``sigmoid``.
-        renormalize: whether the weights of a row are divided by their sum.
-        scale: factor of the weights (``routed_scaling_factor``).
-        bias: float [N], added to the scores for the choice of experts, not for their weights.
-        groups, top_groups: experts are chosen from the ``top_groups`` best of ``groups`` equal groups; None: from all.
-        custom: the model has its own routing function, which substitution cannot reproduce.
-    """
-
-    scoring: str = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    bias: Tensor | None = None
+    scoring: str = "softmax"  # ``softmax`` or ``sigmoid``
+    renormalize: bool = True  # whether the weights of a row are divided by their sum
+    scale: float = 1.0  # factor of the weights (``routed_scaling_factor``)
+    bias: Tensor | None = None  # float [N], added to the scores for the choice of experts, not for their weights
+    # groups, top_groups: experts are chosen from the ``top_groups`` best of ``groups`` equal groups; None: from all
     groups: int | None = None
     top_groups: int | None = None
-    custom: bool = False
+    custom: bool = False  # the model has its own routing function, which substitution cannot reproduce
 
     def probs(self, logits: Tensor) -> Tensor:
         """float32 [rows, N], the scores of all experts."""
         logits = logits.float()
         return logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+
+    @property
+    def weighing(self) -> dict[str, Any]:
+        """Arguments of ``kernels.cover`` that say how the checkpoint chooses and weighs experts."""
+        bias = None if self.bias is None else self.bias.float()
+        groups = {"groups": self.groups, "top_groups": self.top_groups}
+        return {"renormalize": self.renormalize, "bias": bias, "scale": self.scale, **groups}
 
 
 _KINDS = {
@@ -183,13 +182,13 @@ class BudgetSettings(BaseModel):
         try:
             return cls(**raw)
         except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False, include_input=False)
+            errors = error.errors(include_url=False, include_context=False, include_input=False)
             problems = "; ".join(
                 f"{shortened('.'.join(map(str, item['loc']))) or 'budget'}: {item['msg'].removeprefix('Value error, ')}"
-                for item in found[:_MOST_PROBLEMS]
+                for item in errors[:_MOST_PROBLEMS]
             )
-            if len(found) > _MOST_PROBLEMS:
-                problems += f"; and {len(found) - _MOST_PROBLEMS} more"
+            if len(errors) > _MOST_PROBLEMS:
+                problems += f"; and {len(errors) - _MOST_PROBLEMS} more"
             raise ConfigError(f"spac: {problems}; known: {', '.join(cls.model_fields)}") from None
         except TypeError:
             raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
@@ -245,16 +244,13 @@ class BudgetSettings(BaseModel):
 
 @dataclass(frozen=True)
 class BudgetedLayer:
-    """A MoE layer under a budget.
-
-    Attributes:
-        resident: returns bool [N], which experts are in fast memory; None if no ranking uses it.
-    """
+    """A MoE layer under a budget."""
 
     name: str
     experts: int
     top_k: int
     rule: RoutingRule
+    # returns bool [N], which experts are in fast memory; None if no ranking uses it
     resident: Callable[[], Tensor] | None = field(default=None, compare=False)
 
 
@@ -299,15 +295,10 @@ def voted(step: Step, alpha: float | None) -> Step:
 
 
 class Group(NamedTuple):
-    """Rows that are ranked together.
+    """Rows that are ranked together."""
 
-    Attributes:
-        rows: a slice, or int64 row numbers.
-        votes: float64 [rows]; None: all are 1.
-    """
-
-    rows: slice | Tensor
-    votes: Tensor | None
+    rows: slice | Tensor  # a slice, or int64 row numbers
+    votes: Tensor | None  # float64 [rows]; None: all are 1
 
 
 def groups(step: Step, kinds: Sequence[RowKind], window: int | None, device: torch.device | str) -> list[Group]:
@@ -316,8 +307,8 @@ def groups(step: Step, kinds: Sequence[RowKind], window: int | None, device: tor
     Args:
         window: number of consecutive rows of a request that are ranked at a time; None: all rows of the step.
     """
-    asked = [request for request in step.requests if request.kind in kinds]
-    parts = [asked] if window is None else [[part] for request in asked for part in request.windows(window)]
+    voting = [request for request in step.requests if request.kind in kinds]
+    parts = [voting] if window is None else [[part] for request in voting for part in request.windows(window)]
     return [_group(part, device) for part in parts if part]
 
 

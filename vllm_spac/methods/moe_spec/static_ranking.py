@@ -13,13 +13,9 @@ from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
 
 @dataclass(kw_only=True, eq=False)
 class Static(Ranking):
-    """The same experts in every step.
+    """The same experts in every step."""
 
-    Attributes:
-        counts: int64 [L, N], selections of each expert.
-    """
-
-    counts: Tensor
+    counts: Tensor  # int64 [L, N], selections of each expert
     needs_calibration: ClassVar[bool] = True
 
     @classmethod
