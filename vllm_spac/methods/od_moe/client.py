@@ -54,20 +54,15 @@ class Connections:
         places: where the workers are; owned.
         services: what each of them is to serve.
         kernel: computes a row here, with which each worker is tested.
-        dtype: of rows.
         exact: ``kernel`` gives the same bits in every process; else results may differ by rounding.
-
-    Attributes:
-        links: of the workers that are connected.
-        ended: set when the engine ends: whatever is waited for is given up.
     """
 
     def __init__(
         self, places: Places, services: Sequence[Service], kernel: Kernel, dtype: torch.dtype, exact: bool = True
     ) -> None:
         self.places, self.services, self.dtype = places, list(services), dtype
-        self.links: dict[int, WorkerLink] = {}
-        self.ended = threading.Event()
+        self.links: dict[int, WorkerLink] = {}  # of the workers that are connected
+        self.ended = threading.Event()  # set when the engine ends: whatever is waited for is given up
         self._kernel, self._exact = kernel, exact
         self._context = zmq.Context()
         self._engine, self._facts = secrets.token_hex(16), facts()
@@ -85,9 +80,7 @@ class Connections:
     def fill(self) -> list[ReadyWorker]:
         """Has all workers fill their slots, and tests each.
 
-        Raises:
-            StoreError: an expert could not be read, or the slots do not fit.
-            ConfigError: a worker computes other bits than this process.
+        Raises ``StoreError`` where they cannot, and ``ConfigError`` for one that computes other bits than this process.
         """
         with ThreadPoolExecutor(len(self.links), thread_name_prefix="spac-fill") as pool:
             jobs = [pool.submit(link.ask, FrameKind.FILL, _FILL) for link in self.links.values()]
@@ -95,9 +88,8 @@ class Connections:
         for (worker, link), job in zip(self.links.items(), jobs, strict=True):
             if (error := job.exception()) is not None:
                 raise StoreError(f"spac: {name(worker)} cannot fill its slots: {error}") from error
-            ready = self._ready(worker, job.result())
             self._samples[worker] = inquiries.sample(link, self.services[worker], worker, self._kernel, self.dtype)
-            tested.append(ReadyWorker(worker, link, ready, self._check(worker, link)))
+            tested.append(self._tested(worker, link, job.result()))
         return tested
 
     def bring(self, worker: int) -> ReadyWorker:
@@ -112,8 +104,7 @@ class Connections:
                     f"spac: {name(worker)} has {len(held)} of its {len(service.keys)} experts; restart the engine to "
                     "pack the others"
                 )
-            ready = self._ready(worker, link.ask(FrameKind.FILL, _FILL))
-            return ReadyWorker(worker, link, ready, self._check(worker, link))
+            return self._tested(worker, link, link.ask(FrameKind.FILL, _FILL))
         except BaseException:
             link.drop()
             raise
@@ -147,40 +138,33 @@ class Connections:
                     raise
             time.sleep(_AGAIN)
 
-    def _ready(self, worker: int, frame: Frame) -> Ready:
-        """Returns what a worker says when its slots are filled."""
-        ready = frame.text(Ready)
-        if self.services[worker].divides and ready.speed is None:
+    def _tested(self, worker: int, link: WorkerLink, frame: Frame) -> ReadyWorker:
+        """Tests a worker whose slots are filled, as ``frame`` says."""
+        service, ready = self.services[worker], frame.text(Ready)
+        if service.divides and ready.speed is None:
             raise SpacError(f"spac: {name(worker)} does not say how fast it is")
-        return ready
-
-    def _check(self, worker: int, link: WorkerLink) -> np.ndarray:
-        digest = self.services[worker].digest
-        return inquiries.check(link, worker, self._samples[worker], digest, self._exact)
+        resident = inquiries.check(link, worker, self._samples[worker], service.digest, self._exact)
+        return ReadyWorker(worker, link, ready, resident)
 
 
 class OwnCopy:
     """All experts on this machine's disk, from which rows of lost workers are computed in this process.
 
     Args:
-        opened: opens the store, once workers of this machine have packed in its folder.
+        open_store: called once workers of this machine have packed in its folder.
         service: of any worker; its layers and slots count for nothing here.
     """
 
-    def __init__(self, opened: Callable[[], ExpertStore], service: Service, kernel: Kernel) -> None:
-        self._opened, self._kernel = opened, kernel
+    def __init__(self, open_store: Callable[[], ExpertStore], service: Service, kernel: Kernel) -> None:
+        self._open_store, self._kernel = open_store, kernel
         every = tuple(range(len(service.layers)))
         self._service = replace(service, mine=every, slots="auto", hints=False)
         self._store: ExpertStore | None = None
         self._pool: ExpertPool | None = None  # once it was needed
 
     def complete(self, experts: ExpertStore) -> None:
-        """Opens the store, and packs what it lacks: nothing, where workers pack on this machine's disk.
-
-        Raises:
-            StoreError: there is no room for them.
-        """
-        self._store = store = self._opened() if self._store is None else self._store
+        """Opens the store, and packs what it lacks, for which there must be room; nothing, where workers pack here."""
+        self._store = store = self._open_store() if self._store is None else self._store
         missing = [key for key in range(store.shape.total) if not store.holds(key)]
         store.reserve(len(missing))
         tensors = {name: rows[0] for name, rows in allocate(store.shape.tensors, 1, "cpu").items()}
@@ -236,7 +220,7 @@ class WorkerClient:
             self._admit(each)
 
     def hint(self, step: int, layer: int, experts: np.ndarray) -> None:
-        """Tells the workers that will be asked for a layer which experts they will probably need; there is no answer.
+        """Names experts that a layer will probably need to the workers that will be asked for it; there is no answer.
 
         Args:
             step: number of the forward in which the layer runs next.
@@ -291,28 +275,34 @@ class WorkerClient:
             if not call.done:
                 self._wait(call)
                 call.expire(time.monotonic())
-                self._let_go()
+                self._drop_lost()
         return call.out
 
     def counts(self) -> dict[str, Any]:
         """Returns counters as plain data, and does not wait for a worker, since layers of running requests would.
 
-        The workers' counters and sizes, summed, and under ``expert_workers`` those of each worker, with its ``Share``
-        of the rows and whether it is ``present`` (0 or 1). They are what each said last; it is asked to say it again,
-        for the next call (see ``metrics.settled``). One that does not answer stays in; one whose connection ended is
-        out, as it is for the next layer.
+        The workers' counters and sizes, summed, and under ``expert_workers`` those of each worker, with its share of
+        the rows and whether it is ``present`` (0 or 1). They are what each answered last; it is asked again, for the
+        next call (see ``metrics.settled``). One that does not answer stays in; one whose connection ended is out.
         """
         for worker, link in self.connections.links.items():
             for _ in range(_MOST_WAITING):
                 if not link.socket.poll(0):
                     break
-                self._hear(worker, link.receive())
+                self._receive(worker, link.receive())
             if why := link.broken():
                 self.roster.remove(worker, why)
             else:
                 self._ask(worker, link)
-        self._let_go()
-        each = {name(worker): self._of(worker) for worker in range(self.roster.workers)}
+        self._drop_lost()
+        each = {
+            name(worker): {
+                "present": int(self.roster.epoch(worker) is not None),
+                **self._counts.of(worker),
+                **asdict(share),
+            }
+            for worker, share in enumerate(self.shares.workers)
+        }
         return {**self._counts.total(), "expert_workers": each}
 
     @property
@@ -327,15 +317,14 @@ class WorkerClient:
 
     def describe(self) -> str:
         """Returns which layers are where, for the start-up line."""
-        first: dict[int, list[int]] = {}
+        size, first = self.roster.size, dict[int, list[int]]()
         for layer in range(len(self.shape.layers)):
             first.setdefault(self.roster.having(layer)[0], []).append(layer)
-        ends = {worker: worker + self.roster.size - 1 for worker in first}
-        named = {worker: name(worker) if end == worker else f"{name(worker)} to {end}" for worker, end in ends.items()}
-        where = "; ".join(f"{named[worker]}: layers {_numbers(layers)}" for worker, layers in sorted(first.items()))
+        to = {worker: f" to {worker + size - 1}" if size > 1 else "" for worker in first}
+        where = "; ".join(f"{name(each)}{to[each]}: layers {_numbers(own)}" for each, own in sorted(first.items()))
         lost = "this process, from its disk"
-        if self.roster.size > 1:
-            where += f"; each layer's experts divided among {self.roster.size}"
+        if size > 1:
+            where += f"; each layer's experts divided among {size}"
             lost = f"the others of its group, then {lost}"
         return f"{self.connections.places.describe()} ({where}; if one is lost: {lost})"
 
@@ -346,16 +335,11 @@ class WorkerClient:
         self.copy.close()
         self.connections.close()
 
-    def _of(self, worker: int) -> dict[str, Any]:
-        """Returns what is known of a worker."""
-        present = int(self.roster.epoch(worker) is not None)
-        return {"present": present, **self._counts.of(worker), **asdict(self.shares.workers[worker])}
-
     def _ask(self, worker: int, link: WorkerLink) -> None:
         if (epoch := self.roster.epoch(worker)) is not None:
             self._counts.ask(worker, link, epoch, self.roster.sequence())
 
-    def _hear(self, worker: int, parts: Sequence[Any], call: LayerCall | None = None) -> None:
+    def _receive(self, worker: int, parts: Sequence[Any], call: LayerCall | None = None) -> None:
         """Takes a message of a worker: what it counts, or else an answer of ``call``."""
         try:
             frame = decode(parts, self.connections.links[worker].limits)
@@ -380,7 +364,7 @@ class WorkerClient:
         self.roster.admit(worker, link.epoch)
         self._ask(worker, link)
 
-    def _let_go(self) -> None:
+    def _drop_lost(self) -> None:
         """Drops the links of workers that are out, and has them brought back."""
         for worker, link in list(self.connections.links.items()):
             if self.roster.epoch(worker) is None:
@@ -399,7 +383,7 @@ class WorkerClient:
         ready = {socket for socket, _ in self._poller.poll(int(1000 * left) + 1)}
         for worker, link in self.connections.links.items():
             if link.socket in ready:
-                self._hear(worker, link.receive(), call)
+                self._receive(worker, link.receive(), call)
             if link.monitor in ready and (why := link.broken()):
                 call.gone(worker, why)
 

@@ -31,12 +31,7 @@ WINDOW = 2  # parts that one worker has at a time
 
 
 def owners(layer: int, workers: int, size: int = 1) -> tuple[int, ...]:
-    """Returns the workers that have ``layer``: its group.
-
-    Args:
-        workers: number of workers, a multiple of ``size``.
-        size: workers of a group.
-    """
+    """Returns the group that has ``layer``, of ``size`` workers; their number is a multiple of it."""
     assert size > 0 and workers % size == 0
     return tuple((size * layer + place) % workers for place in range(size))
 
@@ -71,8 +66,8 @@ class ExpertDivider:
     def __init__(self, layers: int, experts: int, mine: Sequence[Sequence[int]], message: float = 0.0) -> None:
         self._mine = [np.asarray(each, dtype=np.int64) for each in mine]
         self._experts, self._message = experts, message
-        self._there = np.zeros((len(mine), layers, experts), dtype=bool)
-        self._told = np.zeros_like(self._there)  # hints since the layer ran
+        self._resident = np.zeros((len(mine), layers, experts), dtype=bool)
+        self._hinted = np.zeros_like(self._resident)  # hints since the layer ran
         self._speed: dict[int, Speed] = {}
 
     def served(self, worker: int) -> int:
@@ -82,31 +77,31 @@ class ExpertDivider:
     def admit(self, worker: int, speed: Speed) -> None:
         """``worker`` is asked from now on; what ``sees`` says next is all that is known of its slots."""
         self._speed[worker] = speed
-        self._there[worker] = self._told[worker] = False
+        self._resident[worker] = self._hinted[worker] = False
 
     def sees(self, worker: int, resident: np.ndarray) -> None:
         """An answer of ``worker`` says which experts have a slot there: bool [``served``]."""
-        self._there[worker, self._mine[worker]] = resident.reshape(-1, self._experts)
+        self._resident[worker, self._mine[worker]] = resident.reshape(-1, self._experts)
 
     def divide(self, layer: int, ids: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
-        """Returns what each worker computes of a layer: every expert of ``ids`` once, and no worker without one.
+        """Returns what each of ``workers`` computes of a layer: every expert of ``ids`` once, and none without one.
 
         Args:
             ids: int [rows, top_k], its experts.
-            workers: those among which they are divided, at least one, each admitted.
+            workers: at least one, each admitted.
         """
         active, rows = np.unique(ids, return_counts=True)
         where = self._where(layer, active, rows, workers)
-        self._told[:, layer] = False
+        self._hinted[:, layer] = False
         return _assigned(active.astype(np.int64), where, workers)
 
     def expect(self, layer: int, experts: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
         """Returns what each worker is to load ahead; ``experts``: int [n], distinct, likeliest first, as the result."""
         experts = np.asarray(experts, dtype=np.int64)
-        found = _assigned(experts, self._where(layer, experts, np.ones(len(experts)), workers), workers)
-        for worker, told in found:
-            self._told[worker, layer, told] = True
-        return found
+        assigned = _assigned(experts, self._where(layer, experts, np.ones(len(experts)), workers), workers)
+        for worker, named in assigned:
+            self._hinted[worker, layer, named] = True
+        return assigned
 
     def _where(self, layer: int, experts: np.ndarray, rows: np.ndarray, workers: Sequence[int]) -> np.ndarray:
         """Returns the place in ``workers`` of each expert, int64."""
@@ -114,9 +109,9 @@ class ExpertDivider:
             return np.zeros(len(experts), dtype=np.int64)
         speeds = [self._speed[worker] for worker in workers]
         compute = np.stack([np.maximum(speed.expert, rows * speed.row) for speed in speeds])
-        told, there = (known[list(workers), layer][:, experts] for known in (self._told, self._there))
-        there = np.where(told.any(axis=0), told, there)  # a hint is newer than the answers before it
-        load = np.where(there, 0.0, np.asarray([[speed.load] for speed in speeds]))
+        hinted, resident = (known[list(workers), layer][:, experts] for known in (self._hinted, self._resident))
+        resident = np.where(hinted.any(axis=0), hinted, resident)  # a hint is newer than the answers before it
+        load = np.where(resident, 0.0, np.asarray([[speed.load] for speed in speeds]))
         return np.asarray(greedy(compute, load, self._message), dtype=np.int64)
 
 
@@ -171,5 +166,5 @@ def _dealt(
 
 
 def _assigned(experts: np.ndarray, where: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
-    found = (Assigned(worker, experts[where == place]) for place, worker in enumerate(workers))
-    return [each for each in found if len(each.experts)]
+    shares = (Assigned(worker, experts[where == place]) for place, worker in enumerate(workers))
+    return [share for share in shares if len(share.experts)]

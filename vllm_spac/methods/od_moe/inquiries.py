@@ -43,8 +43,6 @@ _COUNTERS = tuple(field.name for field in fields(Counters))
 _BY_KEY = ("bytes", "steps")  # counters of which there is one per store, or per kind
 _OWN = ("compute_seconds", "hints")
 _SHOWN = ("hits", "misses", "loads", "stall_seconds", "prefetches", "prefetch_hits", "prefetch_wasted")
-
-
 _ASK_AGAIN = 30.0  # seconds after which a worker that did not answer is asked once more
 _ANSWER = 60.0  # seconds to wait for one
 _MEASURED = 0.005  # seconds
@@ -69,28 +67,24 @@ class WorkerCounts:
     def ask(self, worker: int, link: WorkerLink, epoch: int, sequence: int) -> None:
         """Asks ``worker`` what it counts, unless it is to say so already."""
         now = time.monotonic()
-        if (asked := self._asked.get(worker)) is not None and now - asked.at < _ASK_AGAIN:
+        if (question := self._asked.get(worker)) is not None and now - question.at < _ASK_AGAIN:
             return
         if link.send(encode(Header(FrameKind.STATS, epoch, sequence=sequence))):
             self._asked[worker] = _Question(epoch, sequence, now)
 
     def receive(self, worker: int, frame: Frame) -> None:
         """Takes an answer of ``worker``; ``FrameError`` if it is none to what it was asked last."""
-        asked = self._asked.get(worker)
-        if asked is None or (frame.header.epoch, frame.header.sequence) != (asked.epoch, asked.sequence):
+        question = self._asked.get(worker)
+        if question is None or (frame.header.epoch, frame.header.sequence) != (question.epoch, question.sequence):
             raise FrameError("spac: an answer to nobody")
-        self.count(worker, frame.text(Counts), asked.at)
+        self.count(worker, frame.text(Counts), question.at)
         del self._asked[worker]
 
-    def count(self, worker: int, found: Counts, asked: float) -> None:
-        """Takes what ``worker`` says of itself; names that this version does not know are left out.
-
-        Args:
-            asked: when it was asked, as of ``time.monotonic``.
-        """
-        self._at[worker] = asked
-        pool = str(found.get("pool"))[:64]
-        counts = {name: value for name in (*_COUNTERS, *_OWN, *SIZES) if _is_count(name, value := found.get(name))}
+    def count(self, worker: int, answer: Counts, at: float) -> None:
+        """Takes what ``worker``, asked at a time, counts; names that this version does not know are left out."""
+        self._at[worker] = at
+        pool = str(answer.get("pool"))[:64]
+        counts = {name: value for name in (*_COUNTERS, *_OWN, *SIZES) if _is_count(name, value := answer.get(name))}
         self._last.setdefault(worker, {})[pool] = counts
         self._pool[worker] = pool
 
@@ -104,10 +98,10 @@ class WorkerCounts:
 
         ``counts_age_seconds``: since it was asked for them, or if it never answered since this object was made.
         """
-        found = self._all(worker)
-        shown = {name: found.get(name, 0) for name in (*_SHOWN, *_OWN, *SIZES)}
+        counts = self._all(worker)
+        shown = {name: counts.get(name, 0) for name in (*_SHOWN, *_OWN, *SIZES)}
         age = time.monotonic() - self._at.get(worker, self._began)
-        return {**shown, "loaded_bytes": sum(found.get("bytes", {}).values()), "counts_age_seconds": age}
+        return {**shown, "loaded_bytes": sum(counts.get("bytes", {}).values()), "counts_age_seconds": age}
 
     def total(self) -> dict[str, Any]:
         """Returns the counters and sizes of all workers, summed, as those of one engine."""
@@ -120,10 +114,10 @@ class WorkerCounts:
         return {**_sum(pools.values()), **{name: now.get(name, 0) for name in SIZES}}
 
 
-def _sum(all_of_them: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _sum(counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     total: Counter[str] = Counter()
     inner: dict[str, Counter[str]] = {}
-    for counts in all_of_them:
+    for counts in counted:
         for key, value in counts.items():
             if isinstance(value, Mapping):
                 inner.setdefault(key, Counter()).update(value)
@@ -139,28 +133,17 @@ def _is_count(name: str, value: Any) -> bool:
 
 
 class Sample(NamedTuple):
-    """A row of a layer, with as many of its experts as a token uses, and its output.
-
-    Attributes:
-        x: [1, hidden].
-        weights: float32 [1, top_k].
-        ids: int32 [1, top_k].
-        out: [1, hidden] like ``x``.
-    """
+    """A row of a layer, with as many of its experts as a token uses, and its output."""
 
     layer: int
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-    out: Tensor
+    x: Tensor  # [1, hidden]
+    weights: Tensor  # float32 [1, top_k]
+    ids: Tensor  # int32 [1, top_k]
+    out: Tensor  # [1, hidden] like ``x``
 
 
 def sample(link: WorkerLink, service: Service, worker: int, kernel: Kernel, dtype: torch.dtype) -> Sample:
-    """Computes a row here, with experts that the worker gives: they and its kernel are tested by it.
-
-    Args:
-        worker: its number, which seeds the row.
-    """
+    """Computes a row, which ``worker`` seeds, with experts that it gives: they and its kernel are tested by it."""
     top_k, layer, shape = service.top_k, service.mine[0], service.shape
     experts = allocate(shape.tensors, top_k, "cpu")
     for expert in range(top_k):
@@ -175,21 +158,21 @@ def sample(link: WorkerLink, service: Service, worker: int, kernel: Kernel, dtyp
     return Sample(layer, x, weights, ids, kernel(x, weights, ids, experts).to(x.dtype))
 
 
-def check(link: WorkerLink, worker: int, given: Sample, fingerprint: bytes, exact: bool = True) -> np.ndarray:
+def check(link: WorkerLink, worker: int, row: Sample, fingerprint: bytes, exact: bool = True) -> np.ndarray:
     """Returns which experts have a slot at the worker afterwards, as ``Frame.resident``.
 
     Raises:
         ConfigError: the worker's output for its sample has other bits than this process's, or, unless ``exact``,
             differs by more than rounding.
     """
-    sizes = {"rows": 1, "hidden": given.x.shape[1], "top_k": given.ids.shape[1], "dtype": given.x.dtype}
-    payload = run_payload(given.x, given.weights, given.ids)
-    frame = link.ask(FrameKind.RUN, _ANSWER, payload, layer=given.layer, fingerprint=fingerprint, **sizes)
+    sizes = {"rows": 1, "hidden": row.x.shape[1], "top_k": row.ids.shape[1], "dtype": row.x.dtype}
+    payload = run_payload(row.x, row.weights, row.ids)
+    frame = link.ask(FrameKind.RUN, _ANSWER, payload, layer=row.layer, fingerprint=fingerprint, **sizes)
     same = frame.header.kind == FrameKind.ROWS
     if same and not exact:
         where = f"spac: {name(worker)} at {link.address}, compared with this process"
-        check_same(frame.rows(), given.out, given.x.dtype, given.x.shape[1], where)
-    elif not same or not torch.equal(frame.rows(), given.out):
+        check_same(frame.rows(), row.out, row.x.dtype, row.x.shape[1], where)
+    elif not same or not torch.equal(frame.rows(), row.out):
         raise ConfigError(
             f"spac: {name(worker)} at {link.address} computes other bits than this process for the same experts; "
             "use machines with the same processors, and the same vLLM"

@@ -31,27 +31,16 @@ from vllm_spac.methods.od_moe.wire import (
 
 @dataclass(eq=False)
 class _Part:
-    """Rows of the layer and their experts, all or those of one worker.
+    """Rows of the layer and their experts, all or those of one worker."""
 
-    Attributes:
-        rows: those of the layer: consecutive, or int64 [n], ascending.
-        x: [n, hidden].
-        weights: [n, experts per row].
-        ids: int like ``weights``; -1, with weight 0, where a row has fewer than others.
-        first: the worker to ask first; None: the first one of the layer's group.
-        tried: workers that were asked and lost it.
-        request: the sequence of its open request, if any.
-        out: [n, hidden] like ``x``; None until it was computed.
-    """
-
-    rows: slice | Tensor
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-    first: int | None = None
-    tried: set[int] = field(default_factory=set)
-    request: int | None = None
-    out: Tensor | None = None
+    rows: slice | Tensor  # those of the layer: consecutive, or int64 [n], ascending
+    x: Tensor  # [n, hidden]
+    weights: Tensor  # [n, experts per row]
+    ids: Tensor  # int like ``weights``; -1, with weight 0, where a row has fewer than others
+    first: int | None = None  # the worker to ask first; None: the first one of the layer's group
+    tried: set[int] = field(default_factory=set)  # workers that were asked and lost it
+    request: int | None = None  # the sequence of its open request, if any
+    out: Tensor | None = None  # [n, hidden] like ``x``; None until it was computed
 
     @property
     def count(self) -> int:
@@ -83,14 +72,9 @@ class Forward(NamedTuple):
 
 
 class LayerCall:
-    """The rows of one layer in one forward.
+    """The rows of one layer in one forward, as of ``WorkerClient.compute``, in parts of at most ``part_rows`` rows.
 
-    Args:
-        x: [rows, hidden] on the CPU.
-        weights: [rows, top_k] float32.
-        ids: int [rows, top_k], experts of the layer.
-        part_rows: most rows per part.
-        divider: divides the experts among the workers of the layer's group; None: rows are computed whole.
+    ``divider`` divides the experts among the workers of the layer's group; None: rows are computed whole.
     """
 
     def __init__(
@@ -111,7 +95,7 @@ class LayerCall:
         if divider is not None and (group := roster.owners(layer)):
             self._parts = _shared(self._parts, divider.divide(layer, ids.numpy(), group), ids)
         self._open: dict[int, _Request] = {}  # by sequence
-        self._heard: dict[int, float] = {}  # when a worker with open requests was sent the first or answered last
+        self._active: dict[int, float] = {}  # when a worker with open requests was sent the first or answered last
 
     @property
     def done(self) -> bool:
@@ -135,7 +119,7 @@ class LayerCall:
 
     def outgoing(self, now: float) -> list[tuple[int, tuple[bytes, bytes]]]:
         """Returns (worker, message) to send now; the requests are open from here on."""
-        found = []
+        messages = []
         waiting = [part for part in self._parts if not part.done and part.request is None]
         requests = Counter(request.worker for request in self._open.values())
         for part in waiting:
@@ -145,14 +129,14 @@ class LayerCall:
             epoch, sequence = self.roster.epoch(worker), self.roster.sequence()
             assert epoch is not None
             if not requests[worker]:
-                self._heard[worker] = now
+                self._active[worker] = now
             requests[worker] += 1
             self._open[sequence] = _Request(part, worker, epoch, now)
             part.request = sequence
             message = self._message(part, epoch, sequence)
-            self.roster.asked(worker, sum(map(len, message)))
-            found.append((worker, message))
-        return found
+            self.roster.shares.workers[worker].sent_bytes += sum(map(len, message))
+            messages.append((worker, message))
+        return messages
 
     def incoming(self, worker: int, frame: Frame, now: float) -> bool:
         """Takes an answer of ``worker``; returns whether it counted."""
@@ -176,7 +160,7 @@ class LayerCall:
         """Gives up requests whose deadline is over."""
         for worker in {request.worker for request in self._open.values()}:
             if now >= self._deadline(worker):
-                why = f"no answer for {now - self._heard[worker]:.2f} s"
+                why = f"no answer for {now - self._active[worker]:.2f} s"
                 self._lose_all(worker)
                 self.roster.failed(worker, why)
 
@@ -203,8 +187,8 @@ class LayerCall:
 
     def _may(self, part: _Part) -> list[int]:
         """The workers that may compute ``part``, the one to ask first in front."""
-        found = [worker for worker in self.roster.owners(self.layer) if worker not in part.tried]
-        return [part.first, *(w for w in found if w != part.first)] if part.first in found else found
+        owners = [worker for worker in self.roster.owners(self.layer) if worker not in part.tried]
+        return sorted(owners, key=lambda worker: worker != part.first)
 
     def _message(self, part: _Part, epoch: int, sequence: int) -> tuple[bytes, bytes]:
         x, top_k = part.x, part.ids.shape[1]
@@ -236,7 +220,7 @@ class LayerCall:
         part.request, part.out = None, rows
         if self._divider is not None:
             self._divider.sees(worker, frame.resident())
-        self._heard[worker] = now
+        self._active[worker] = now
         self.roster.answered(worker, part.count, now - request.sent, frame.nbytes)
         return True
 
@@ -244,7 +228,8 @@ class LayerCall:
         del self._open[sequence]
         request.part.request = None
         request.part.tried.add(request.worker)
-        self.roster.lost(request.worker, request.part.count)
+        share = self.roster.shares.workers[request.worker]
+        share.losses, share.rows_lost = share.losses + 1, share.rows_lost + request.part.count
 
     def _lose_all(self, worker: int) -> None:
         for sequence, request in list(self._open.items()):
@@ -254,8 +239,8 @@ class LayerCall:
     def _deadline(self, worker: int) -> float:
         rows = max(request.part.count for request in self._open.values() if request.worker == worker)
         if self.roster.epoch(worker) is None:  # removed by another part's failure
-            return self._heard[worker]
-        return self._heard[worker] + self.roster.patience(worker, rows)
+            return self._active[worker]
+        return self._active[worker] + self.roster.patience(worker, rows)
 
 
 def _shared(parts: list[_Part], shares: list[Assigned], ids: Tensor) -> list[_Part]:
@@ -264,13 +249,8 @@ def _shared(parts: list[_Part], shares: list[Assigned], ids: Tensor) -> list[_Pa
         for part in parts:
             part.first = shares[0].worker
         return parts
-    own = [torch.isin(ids, torch.from_numpy(share.experts)) for share in shares]
-    return [
-        _pairs(part, share.worker, mask[part.rows])
-        for part in parts
-        for share, mask in zip(shares, own, strict=True)
-        if mask[part.rows].any()
-    ]
+    masks = [(share.worker, torch.isin(ids, torch.from_numpy(share.experts))) for share in shares]
+    return [_pairs(part, worker, mask[part.rows]) for part in parts for worker, mask in masks if mask[part.rows].any()]
 
 
 def _pairs(part: _Part, worker: int, own: Tensor) -> _Part:
@@ -279,7 +259,7 @@ def _pairs(part: _Part, worker: int, own: Tensor) -> _Part:
     rows = own.any(dim=1).nonzero().flatten()
     own = own[rows]
     order = own.int().argsort(dim=1, descending=True, stable=True)[:, : int(own.sum(dim=1).max())]
-    there = own.gather(1, order)
-    ids = part.ids[rows].gather(1, order).masked_fill(~there, -1)
-    weights = part.weights[rows].gather(1, order).masked_fill(~there, 0)
+    absent = ~own.gather(1, order)
+    ids = part.ids[rows].gather(1, order).masked_fill(absent, -1)
+    weights = part.weights[rows].gather(1, order).masked_fill(absent, 0)
     return _Part(part.rows.start + rows, part.x[rows], weights, ids, worker)

@@ -38,29 +38,17 @@ _PATIENCE = 3  # attempts to reach a process that lives and does not answer, bef
 
 
 class Places(ABC):
-    """The workers of one engine.
+    """The workers of one engine."""
 
-    Attributes:
-        secret: what engines and workers prove to each other that they know.
-    """
-
-    secret: bytes
+    secret: bytes  # what engines and workers prove to each other that they know
 
     @abstractmethod
     def addresses(self) -> list[str]:
-        """Returns the address of each worker; those that this object starts are started now.
-
-        Raises:
-            SpacError: one cannot be started.
-        """
+        """Returns the address of each worker; those that this object starts are started now, or ``SpacError``."""
 
     @abstractmethod
     def again(self, worker: int) -> str:
-        """Returns the present address of a worker that was lost, started again if its process ended.
-
-        Raises:
-            SpacError: it cannot be started.
-        """
+        """Returns the address of a worker that was lost, started again if its process ended, or ``SpacError``."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -114,20 +102,16 @@ class ClusterFile(BaseModel):
 class RunningWorkers(Places):
     """Workers that run already, from a cluster's file, which is read again when one is lost.
 
-    Args:
-        count: number of workers to use; None: all.
-
-    Raises:
-        ConfigError: the file cannot be used, or has fewer workers.
+    ``count`` are used, None: all; ``ConfigError`` if the file cannot be used, or has fewer.
     """
 
     def __init__(self, path: Path, count: int | None) -> None:
         self._path, self._count = path, count
-        found = ClusterFile.read(path)
-        self.secret = bytes.fromhex(found.secret)
-        if not found.workers or (count is not None and len(found.workers) < count):
+        cluster = ClusterFile.read(path)
+        self.secret = bytes.fromhex(cluster.secret)
+        if not cluster.workers or (count is not None and len(cluster.workers) < count):
             raise ConfigError(
-                f"spac: {count or 1} workers (--spac-executor) are asked for, and {path} has {len(found.workers)} of "
+                f"spac: {count or 1} workers (--spac-executor) are asked for, and {path} has {len(cluster.workers)} of "
                 "them; start more with vllm-spac cluster start"
             )
 
@@ -149,9 +133,6 @@ class StartedWorker:
         secret: of the cluster; passed through a pipe, not on the command line.
         log: receives what it logs, and it outlives this process; None: it logs as this process does, and ends when this
             object's pipe is closed.
-
-    Raises:
-        SpacError: it cannot be started.
     """
 
     def __init__(self, secret: bytes, arguments: Sequence[str], log: BinaryIO | None = None) -> None:
@@ -177,11 +158,7 @@ class StartedWorker:
             self.process.stdin.close()
 
     def address(self) -> str:
-        """Waits until the worker serves; returns its address.
-
-        Raises:
-            SpacError: it ended, or says nothing in time.
-        """
+        """Waits until the worker serves; returns its address. ``SpacError`` if it ended, or says nothing in time."""
         assert self.process.stdout is not None
         end, line = time.monotonic() + _START, b""
         with contextlib.suppress(OSError, ValueError):  # ``kill`` closed the pipe meanwhile, in another thread

@@ -74,7 +74,7 @@ class SomeLayers(ExpertStore):
 
 
 class _PoolKernel:
-    """The kernel of one layer as a ``LayerKernel``: it reads ``tensors``, the slots or the layer's own experts."""
+    """The kernel of one layer as a ``LayerKernel``, over ``tensors``: the slots, or the layer's own experts."""
 
     takes_slots, by_expert = True, False
 
@@ -152,7 +152,7 @@ class ExpertPool:
         self._hidden = service.hidden
         self._step = 0
         self._ran = 0, -1  # step and layer of the last rows
-        self._told: dict[int, int] = {}  # layer -> sequence of the last hint about it
+        self._hinted: dict[int, int] = {}  # layer -> sequence of the last hint about it
         self._hints = 0
         self._name, self._calls, self._rows, self._seconds = secrets.token_hex(8), 0, 0, 0.0
         start = time.perf_counter()
@@ -191,14 +191,11 @@ class ExpertPool:
 
         Args:
             forward: the step; one with another number than the last begins a step.
-            layer: number of the layer in the model, one of ``service.mine``.
+            layer: number of the layer in the model, one of ``service.mine``; of others, ``SpacError``.
             x: [rows, hidden].
             weights: [rows, top_k] float32.
             ids: int32 [rows, top_k], experts of the layer. Where a group divides experts: up to ``top_k`` of them, and
                 -1 where a row has fewer than others.
-
-        Raises:
-            SpacError: the rows are none of a layer of this pool, or an expert could not be loaded.
         """
         number = self._number.get(layer)
         if number is None:
@@ -221,21 +218,18 @@ class ExpertPool:
 
         Args:
             step: number of the forward in which the layer runs next.
-            layer: number of the layer in the model, one of ``service.mine``.
+            layer: number of the layer in the model, one of ``service.mine``; of others, ``SpacError``.
             sequence: greater than those of earlier hints.
             experts: int64 [n], experts of the layer, the likeliest first.
-
-        Raises:
-            SpacError: it is none about a layer of this pool.
         """
         number = self._number.get(layer)
         if number is None:
             raise SpacError(f"spac: a hint about layer {layer}, which is not served here")
         if experts.min() < 0 or experts.max() >= self.shape.experts or len(set(experts.tolist())) < len(experts):
             raise SpacError(f"spac: a hint with experts that layer {layer} does not have, or twice")
-        if (step, layer) <= self._ran or sequence <= self._told.get(layer, 0):
+        if (step, layer) <= self._ran or sequence <= self._hinted.get(layer, 0):
             return False
-        self._told[layer] = sequence
+        self._hinted[layer] = sequence
         self._hints += 1
         self._execution.expect(number, experts)
         return True

@@ -53,41 +53,27 @@ class Patience:
 
 @dataclass
 class WorkerShare:
-    """What became of the calls of one worker; rows are counted once per layer, and per worker of a group.
+    """What became of the calls of one worker; rows are counted once per layer, and per worker of a group."""
 
-    Attributes:
-        calls: requests whose answer counted.
-        rows: their rows.
-        losses: requests whose answer did not count: late, wrong, or of a worker that ended.
-        rows_lost: their rows, which were computed elsewhere.
-        sent_bytes, received_bytes: of requests, and of answers that counted.
-        round_trip_seconds: from sending a request to its answer, of those that counted; a worker has up to two at once.
-        readmissions: times that it returned after it was lost.
-    """
-
-    calls: int = 0
-    rows: int = 0
-    losses: int = 0
-    rows_lost: int = 0
+    calls: int = 0  # requests whose answer counted
+    rows: int = 0  # their rows
+    losses: int = 0  # requests whose answer did not count: late, wrong, or of a worker that ended
+    rows_lost: int = 0  # their rows, which were computed elsewhere
+    # sent_bytes, received_bytes: of requests, and of answers that counted
     sent_bytes: int = 0
     received_bytes: int = 0
+    # from sending a request to its answer, of those that counted; a worker has up to two at once
     round_trip_seconds: float = 0.0
-    readmissions: int = 0
+    readmissions: int = 0  # times that it returned after it was lost
 
 
 @dataclass
 class Shares:
-    """What became of the rows of all layers since the start.
+    """What became of the rows of all layers since the start."""
 
-    Attributes:
-        workers: of each worker, by its number.
-        elsewhere: rows that this process computed, because no worker could.
-        dropped: answers that did not count: late, repeated, damaged, or of another session.
-    """
-
-    workers: tuple[WorkerShare, ...]
-    elsewhere: int = 0
-    dropped: int = 0
+    workers: tuple[WorkerShare, ...]  # of each worker, by its number
+    elsewhere: int = 0  # rows that this process computed, because no worker could
+    dropped: int = 0  # answers that did not count: late, repeated, damaged, or of another session
 
 
 class Roster:
@@ -137,10 +123,6 @@ class Roster:
             if self._failures[worker] >= _MOST_FAILURES:
                 self.remove(worker, why)
 
-    def asked(self, worker: int, nbytes: int) -> None:
-        """``worker`` was sent a request of ``nbytes``."""
-        self.shares.workers[worker].sent_bytes += nbytes
-
     def answered(self, worker: int, rows: int, seconds: float, nbytes: int) -> None:
         """An answer of ``worker`` counted: ``nbytes`` for so many rows, so long after the request."""
         self._failures[worker] = 0
@@ -150,11 +132,6 @@ class Roster:
         share.rows += rows
         share.round_trip_seconds += seconds
         share.received_bytes += nbytes
-
-    def lost(self, worker: int, rows: int) -> None:
-        """Counts a request of so many rows whose answer by ``worker`` does not count."""
-        self.shares.workers[worker].losses += 1
-        self.shares.workers[worker].rows_lost += rows
 
     def epoch(self, worker: int) -> int | None:
         """The epoch of ``worker``; None if it is out."""
@@ -184,24 +161,18 @@ def name(worker: int) -> str:
 
 
 class ReadyWorker(NamedTuple):
-    """A worker that may be asked for rows: its slots are filled, and it was tested.
-
-    Attributes:
-        resident: which experts have a slot there, as ``Frame.resident``.
-    """
+    """A worker that may be asked for rows: its slots are filled, and it was tested."""
 
     worker: int
     link: WorkerLink
     ready: Ready
-    resident: np.ndarray
+    resident: np.ndarray  # which experts have a slot there, as ``Frame.resident``
 
 
 class Recovery:
-    """Tries to reach lost workers until they are back, each in a thread of its own.
+    """Tries to reach lost workers until they are back, each in a thread of its own, or until ``ended`` is set.
 
-    Args:
-        bring: returns a worker that serves again and was tested.
-        ended: set when the engine ends.
+    ``bring`` returns a worker that serves again and was tested.
     """
 
     def __init__(self, bring: Callable[[int], ReadyWorker], ended: threading.Event) -> None:
@@ -227,7 +198,7 @@ class Recovery:
             back.link.drop()
 
     def _run(self, worker: int) -> None:
-        said, pause = "", 1.0
+        logged, pause = "", 1.0
         while not self._ended.is_set():
             try:
                 self._back.put(self._bring(worker))
@@ -235,8 +206,8 @@ class Recovery:
             except Exception as error:  # also of what a worker answered: were the thread to end, it never came back
                 known = isinstance(error, (SpacError, zmq.ZMQError, OSError))
                 problem = str(error) if known else f"{type(error).__name__}: {error}"
-                if problem != said:
+                if problem != logged:
                     logger.warning("spac: %s is not back yet: %s", name(worker), problem, exc_info=not known)
-                said = problem
+                logged = problem
             self._ended.wait(pause)
             pause = min(_LONGEST, 2 * pause)

@@ -61,72 +61,54 @@ class FrameKind(IntEnum):
     DROPPED = 20
     LEAVE = 21  # the session ends; has no answer
     PROBE = 22  # sent by a worker to learn whether its engine is connected; has no answer
-    ECHO = 23  # rows to be sent back as ``ROWS``, unchanged: what the network takes
     HINT = 24  # experts that a layer will probably need, to be loaded ahead; has no answer
 
+    @property
+    def is_text(self) -> bool:
+        """Whether its payload is JSON."""
+        return self.name in ("HELLO", "REFUSED", "SERVE", "HELD", "READY", "FAILED", "COUNTS")
 
-_TEXTS = {
-    *(FrameKind.HELLO, FrameKind.REFUSED, FrameKind.SERVE, FrameKind.HELD, FrameKind.READY, FrameKind.FAILED),
-    FrameKind.COUNTS,
-}
+
 _Number = Annotated[int, Meta(ge=0)]
 
 
 class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a frame states of itself.
 
-    Attributes:
-        epoch: session between one engine and one start of a worker; 0 before there is one.
-        step: number of the forward, from 1; 0 outside of steps. Of ``HINT``, that of the layer's next run.
-        sequence: number of the request; an answer repeats it.
-        layer: number of the layer; of ``PUT``, ``FETCH``, ``EXPERT`` and ``DROP``, the key of the expert.
-        rows, hidden, top_k: sizes of the tensors; 0 where there are none. ``HINT`` has ``top_k`` experts. ``ROWS`` of
-            a worker whose group divides experts says of ``top_k`` experts, all that it serves, which have a slot.
-        dtype: of the rows; None where there are none.
-        fingerprint: 16 bytes, of the experts.
+    ``rows``, ``hidden`` and ``top_k`` are sizes of its tensors, 0 where there are none. ``HINT`` has ``top_k`` experts;
+    ``ROWS`` of a worker whose group divides experts says of ``top_k`` experts, all that it serves, which have a slot.
     """
 
     kind: FrameKind
-    epoch: _Number = 0
-    step: _Number = 0
-    sequence: _Number = 0
-    layer: _Number = 0
+    epoch: _Number = 0  # session between one engine and one start of a worker; 0 before there is one
+    step: _Number = 0  # number of the forward, from 1; 0 outside of steps. Of ``HINT``, that of the layer's next run
+    sequence: _Number = 0  # number of the request; an answer repeats it
+    layer: _Number = 0  # number of the layer; of ``PUT``, ``FETCH``, ``EXPERT`` and ``DROP``, the key of the expert
     rows: _Number = 0
     hidden: _Number = 0
     top_k: _Number = 0
-    dtype: torch.dtype | None = None
-    fingerprint: Annotated[bytes, Meta(min_length=16, max_length=16)] = NO_FINGERPRINT
+    dtype: torch.dtype | None = None  # of the rows
+    fingerprint: Annotated[bytes, Meta(min_length=16, max_length=16)] = NO_FINGERPRINT  # of the experts
     prompts: bool = False
 
 
 class Limits(Struct, frozen=True):
-    """The greatest sizes that a frame may state.
+    """The greatest sizes that a frame may state."""
 
-    Attributes:
-        rows, hidden, top_k: of ``RUN``, ``ROWS`` and ``ECHO``.
-        expert_bytes: exact size of an expert; 0 while it is not known, and no expert is accepted.
-        experts: of a layer, of which a hint has at most all; 0 while it is not known, and no hint is accepted.
-        served: most experts of which ``ROWS`` may say whether they have a slot.
-    """
-
+    # rows, hidden, top_k: of ``RUN`` and ``ROWS``
     rows: int = 1 << 12
     hidden: int = 1 << 17
     top_k: int = 1 << 10
-    expert_bytes: int = 0
-    experts: int = 0
-    served: int = 0
+    expert_bytes: int = 0  # exact size of an expert; 0 while it is not known, and no expert is accepted
+    experts: int = 0  # of a layer, of which a hint has at most all; 0 while it is not known, and no hint is accepted
+    served: int = 0  # most experts of which ``ROWS`` may say whether they have a slot
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True):
-    """``HELLO``.
+    """``HELLO``."""
 
-    Attributes:
-        facts: of the engine, as of ``worker_link.facts``.
-        engine: its own name, by which it returns with a new connection.
-    """
-
-    facts: dict[str, str]
-    engine: Annotated[str, Meta(max_length=64)]
+    facts: dict[str, str]  # of the engine, as of ``worker_link.facts``
+    engine: Annotated[str, Meta(max_length=64)]  # its own name, by which it returns with a new connection
 
 
 class Refusal(Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,17 +128,11 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Speed(Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds that a worker takes.
+    """Seconds that a worker takes."""
 
-    Attributes:
-        expert: one expert in a slot, for few rows.
-        row: one row of an expert, where its rows are many: an expert takes ``max(expert, rows * row)``.
-        load: one expert into a slot.
-    """
-
-    expert: _Seconds
-    row: _Seconds
-    load: _Seconds
+    expert: _Seconds  # one expert in a slot, for few rows
+    row: _Seconds  # one row of an expert, where its rows are many: an expert takes ``max(expert, rows * row)``
+    load: _Seconds  # one expert into a slot
 
 
 class Ready(Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,20 +149,11 @@ _MOST_AXIS, _MOST_AXES = 1 << 24, 8
 
 
 class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``SERVE``: the layers that one worker serves, and how.
+    """``SERVE``: the layers that one worker serves, and how."""
 
-    Attributes:
-        fingerprint: of the packed experts, 32 hexadecimal digits.
-        mine: numbers of those that this worker has, ascending.
-        divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
-            says which experts have a slot.
-        hints: the engine says which experts layers will probably need, and they are loaded ahead.
-        extra, depth, background: of these loads, as in ``PrefetchSettings``.
-    """
-
-    fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]  # of the packed experts
     layers: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(min_length=1, max_length=4096)]
-    mine: Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=4096)]
+    mine: Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=4096)]  # numbers of this worker's, ascending
     experts: _Count
     top_k: _Count
     tensors: Annotated[dict[str, TensorSpec], Meta(min_length=1, max_length=16)]
@@ -196,8 +163,9 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 4
     activation: str = "silu"
     isa: str = ""
-    divides: bool = False
-    hints: bool = False
+    divides: bool = False  # experts are divided among workers: rows have some, answers say which have a slot
+    hints: bool = False  # the engine says which experts layers will probably need, and they are loaded ahead
+    # extra, depth, background: of these loads, as in ``PrefetchSettings``
     extra: Annotated[float, Meta(ge=0, le=1)] | None = None
     depth: _Count = 16
     background: Annotated[int, Meta(ge=1, le=64)] | None = None
@@ -287,7 +255,7 @@ class Frame(Struct, frozen=True):
         return self.text(Refusal).why
 
     def rows(self) -> Tensor:
-        """Returns a copy of the rows of ``RUN``, ``ROWS`` or ``ECHO``: [rows, hidden] in ``header.dtype``."""
+        """Returns a copy of the rows of ``RUN`` or ``ROWS``: [rows, hidden] in ``header.dtype``."""
         head = self.header
         assert head.dtype is not None
         return self._tensor(0, (head.rows, head.hidden), head.dtype)
@@ -309,12 +277,12 @@ class Frame(Struct, frozen=True):
 
     def expert(self, shape: MoEShape) -> dict[str, Tensor]:
         """Returns copies of the tensors of one expert of ``shape``; the frame's size is that of an expert."""
-        found, start = {}, 0
+        tensors, start = {}, 0
         for name, spec in shape.tensors.items():
-            found[name] = self._tensor(start, spec.shape, spec.dtype)
+            tensors[name] = self._tensor(start, spec.shape, spec.dtype)
             start += spec.nbytes
         assert start == len(self.payload)
-        return found
+        return tensors
 
     def _tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = torch.Size(shape).numel()
@@ -328,9 +296,9 @@ def encode(header: Header, payload: bytes = b"") -> tuple[bytes, bytes]:
     return head + _checksum(head, payload), payload
 
 
-def text_payload(said: Struct | Counts) -> bytes:
+def text_payload(text: Struct | Counts) -> bytes:
     """Returns the payload of a frame with text."""
-    return msgspec.json.encode(said, enc_hook=_encoded)
+    return msgspec.json.encode(text, enc_hook=_encoded)
 
 
 def run_payload(x: Tensor, weights: Tensor, ids: Tensor) -> bytes:
@@ -359,14 +327,7 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def decode(parts: Sequence[Any], limits: Limits) -> Frame:
-    """Checks a received message and returns it.
-
-    Args:
-        parts: what arrived, buffers of bytes.
-
-    Raises:
-        FrameError: it is not a frame, or not as it was sent.
-    """
+    """Returns a received message, buffers of bytes; ``FrameError`` if it is no frame, or not as it was sent."""
     if len(parts) != 2:
         raise FrameError(f"spac: a message of {len(parts)} parts, not 2")
     head, payload = (memoryview(part).cast("B") for part in parts)
@@ -384,32 +345,25 @@ def decode(parts: Sequence[Any], limits: Limits) -> Frame:
 
 def _check_sizes(header: Header, size: int, limits: Limits) -> None:
     """Raises ``FrameError`` if a frame states more than ``limits``, or has a payload of another ``size``."""
-    kind, name = header.kind, header.kind.name
-    stated = (
-        f"spac: a {name} frame states {header.rows} rows x {header.hidden} of {header.dtype}, {header.top_k} experts"
-    )
-    least, most = {
-        FrameKind.RUN: (1, limits.top_k),
-        FrameKind.ROWS: (0, limits.served),
-        FrameKind.HINT: (1, limits.experts),
-    }.get(kind, (0, 0))
-    if kind in (FrameKind.RUN, FrameKind.ROWS, FrameKind.ECHO):
-        right = header.dtype is not None and 0 < header.rows <= limits.rows and 0 < header.hidden <= limits.hidden
+    kind, rows, top_k = header.kind, header.rows, header.top_k
+    stated = f"spac: a {kind.name} frame states {rows} rows x {header.hidden} of {header.dtype}, {top_k} experts"
+    least, most, experts_bytes = {
+        FrameKind.RUN: (1, limits.top_k, rows * top_k * _PAIR),
+        FrameKind.ROWS: (0, limits.served, -(-top_k // 8)),
+        FrameKind.HINT: (1, limits.experts, top_k * _ID),
+    }.get(kind, (0, 0, 0))
+    if kind in (FrameKind.RUN, FrameKind.ROWS):
+        right = header.dtype is not None and 0 < rows <= limits.rows and 0 < header.hidden <= limits.hidden
     else:
-        right = (header.rows, header.hidden, header.dtype) == (0, 0, None)
-    if not right or not least <= header.top_k <= most:
+        right = (rows, header.hidden, header.dtype) == (0, 0, None)
+    if not right or not least <= top_k <= most:
         raise FrameError(f"{stated}, and at most {most} are known")
-    if kind in _TEXTS:
+    if kind.is_text:
         fits = size <= MOST_TEXT
     elif kind in (FrameKind.PUT, FrameKind.EXPERT):
         fits = 0 < size == limits.expert_bytes
     else:
-        of_experts = {
-            FrameKind.RUN: header.rows * header.top_k * _PAIR,
-            FrameKind.ROWS: -(-header.top_k // 8),
-            FrameKind.HINT: header.top_k * _ID,
-        }.get(kind, 0)
-        fits = size == _row_bytes(header) + of_experts
+        fits = size == _row_bytes(header) + experts_bytes
     if not fits:
         raise FrameError(f"{stated}, and has {size} bytes; an expert has {limits.expert_bytes}")
 

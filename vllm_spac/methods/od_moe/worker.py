@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import zmq
 from msgspec.structs import replace
-from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels.base import Kernel
@@ -79,13 +78,11 @@ class HostedLayers:
         kind = frame.header.kind
         if kind == FrameKind.SERVE:
             return self._serve(frame.text(Service))
-        if kind == FrameKind.ECHO and self.service is None:
-            return _rows(frame.rows())
-        if kind not in _ASKED:
+        if kind not in _HANDLERS:
             raise SpacError(f"spac: a worker is asked for {kind.name}")
         if self.service is None or self.store is None:
             raise SpacError("spac: a worker is asked before it was told what to serve")
-        return _ASKED[kind](self, self.service, self.store, frame)
+        return _HANDLERS[kind](self, self.service, self.store, frame)
 
     def hint(self, frame: Frame) -> None:
         """Reads ahead what the engine expects to need. It does not wait: a hint that cannot be used is dropped."""
@@ -141,13 +138,14 @@ class HostedLayers:
             raise SpacError("spac: a worker is asked for rows of experts that it does not serve")
         weights, ids = frame.pairs()
         out = self.pool.run(Forward(header.step, header.prompts), header.layer, frame.rows(), weights, ids)
+        sizes = {"rows": len(out), "hidden": out.shape[1], "dtype": out.dtype}
         if not service.divides:
-            return _rows(out)
+            return WorkerAnswer(FrameKind.ROWS, raw(out), sizes)
         resident = self.pool.resident()
-        return _rows(out, len(resident), resident_payload(resident))
+        return WorkerAnswer(FrameKind.ROWS, raw(out) + resident_payload(resident), {**sizes, "top_k": len(resident)})
 
 
-_ASKED: dict[FrameKind, Callable[[HostedLayers, Service, ExpertStore, Frame], WorkerAnswer]] = {
+_HANDLERS: dict[FrameKind, Callable[[HostedLayers, Service, ExpertStore, Frame], WorkerAnswer]] = {
     FrameKind.PUT: HostedLayers._put,
     FrameKind.DROP: HostedLayers._drop,
     FrameKind.FILL: HostedLayers._fill,
@@ -156,21 +154,12 @@ _ASKED: dict[FrameKind, Callable[[HostedLayers, Service, ExpertStore, Frame], Wo
 }
 
 
-def _rows(out: Tensor, top_k: int = 0, more: bytes = b"") -> WorkerAnswer:
-    sizes = {"rows": len(out), "hidden": out.shape[1], "dtype": out.dtype, "top_k": top_k}
-    return WorkerAnswer(FrameKind.ROWS, raw(out) + more, sizes)
-
-
 class _Session(NamedTuple):
-    """One engine.
-
-    Attributes:
-        engine: its own name, by which it returns with a new connection.
-    """
+    """One engine."""
 
     peer: bytes
     epoch: int
-    engine: str
+    engine: str  # its own name, by which it returns with a new connection
     hosted: HostedLayers
 
 
@@ -181,11 +170,7 @@ class Worker:
         secret: of the cluster, 32 bytes; nobody else's frames arrive.
         store: opens the store of a shape under a fingerprint.
         memory: bytes that slots may take.
-        host: address to bind; other machines reach only one that is not a loopback address.
-        port: 0 for any that is free.
-
-    Raises:
-        SpacError: the address cannot be bound.
+        host: address to bind, ``SpacError`` if it cannot be; port: 0 for any that is free.
     """
 
     def __init__(
@@ -203,7 +188,9 @@ class Worker:
         self._listener = worker_link.WorkerListener(secret)
         self._socket = self._listener.socket
         try:
-            self.port = self._bind(host, port)
+            if port:
+                self._socket.bind(f"tcp://{host}:{port}")
+            self.port = port or self._socket.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
             self._listener.close()
             raise SpacError(
@@ -234,27 +221,19 @@ class Worker:
         except FrameError as error:
             logger.warning("%s; dropped", error)
 
-    # -- who asks ------------------------------------------------------------------------------------------
-
     def _meet(self, peer: bytes, header: Header, hello: Hello) -> None:
+        other = self._session if self._session is not None and self._session.engine != hello.engine else None
         if (unlike := difference(self._facts, hello.facts)) is not None:
             self._refuse(peer, header, Refusal(f"results could differ in bits: {unlike}"))
-        elif self._busy(hello.engine):
+        elif other is not None and self._send(other.peer, encode(Header(FrameKind.PROBE, other.epoch))):
             why = "it serves another engine; stop that, or start further workers"
             self._refuse(peer, header, Refusal(why, busy=True))
         else:
             self._welcome(peer, header, hello.engine)
 
-    def _busy(self, engine: str) -> bool:
-        """Whether another engine has the worker, and is still connected."""
-        session = self._session
-        if session is None or session.engine == engine:
-            return False
-        return self._send(session.peer, encode(Header(FrameKind.PROBE, session.epoch)))
-
     def _refuse(self, peer: bytes, header: Header, refusal: Refusal) -> None:
         logger.warning("spac: an engine was refused: %s", refusal.why)
-        self._say(peer, header, WorkerAnswer(FrameKind.REFUSED, text_payload(refusal)))
+        self._answer(peer, header, WorkerAnswer(FrameKind.REFUSED, text_payload(refusal)))
 
     def _welcome(self, peer: bytes, header: Header, engine: str) -> None:
         before, epoch = self._session, 1 + secrets.randbits(63)
@@ -263,14 +242,12 @@ class Worker:
         else:
             self._end_session()
             self._session = _Session(peer, epoch, engine, self._hosted())
-        self._say(peer, replace(header, epoch=epoch), WorkerAnswer(FrameKind.WELCOME))
+        self._answer(peer, replace(header, epoch=epoch), WorkerAnswer(FrameKind.WELCOME))
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             session.hosted.close()
-
-    # -- what it asks --------------------------------------------------------------------------------------
 
     def _serve(self, session: _Session, frame: Frame) -> None:
         kind = frame.header.kind
@@ -286,27 +263,24 @@ class Worker:
                     logger.exception("spac: a worker failed")
                 why = str(error) if isinstance(error, SpacError) else f"{type(error).__name__}: {error}"
                 answer = WorkerAnswer(FrameKind.FAILED, text_payload(Refusal(why)))
-            self._say(session.peer, frame.header, answer)
+            self._answer(session.peer, frame.header, answer)
 
     def _count(self, session: _Session) -> WorkerAnswer:
         """What this worker counts for an engine; see ``ExpertPool.counts``."""
-        found: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
+        counts: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
         if session.hosted.pool is not None:
-            found |= session.hosted.pool.counts()
-        return WorkerAnswer(FrameKind.COUNTS, text_payload(found))
+            counts |= session.hosted.pool.counts()
+        return WorkerAnswer(FrameKind.COUNTS, text_payload(counts))
 
-    # -- frames --------------------------------------------------------------------------------------------
-
-    def _say(self, peer: bytes, asked: Header, answer: WorkerAnswer) -> None:
-        """Answers ``asked``: the same session, step, layer, sequence and fingerprint."""
+    def _answer(self, peer: bytes, to: Header, answer: WorkerAnswer) -> None:
+        """Answers ``to``: the same session, step, layer, sequence and fingerprint."""
         header = Header(
-            answer.kind, asked.epoch, asked.step, asked.sequence, asked.layer, fingerprint=asked.fingerprint,
-            **answer.sizes,
-        )  # fmt: skip
+            answer.kind, to.epoch, to.step, to.sequence, to.layer, fingerprint=to.fingerprint, **answer.sizes
+        )
         self._send(peer, encode(header, answer.payload))
 
     def _send(self, peer: bytes, message: tuple[bytes, bytes]) -> bool:
-        """Sends a frame; returns whether the peer is connected. One that leaves its answers unread gets no more."""
+        """Sends a frame; returns whether the peer is connected. One that reads no answers gets no more."""
         try:
             worker_link.send(self._socket, message, peer)
         except zmq.Again:
@@ -316,9 +290,3 @@ class Worker:
                 raise
             return False
         return True
-
-    def _bind(self, host: str, port: int) -> int:
-        if port:
-            self._socket.bind(f"tcp://{host}:{port}")
-            return port
-        return self._socket.bind_to_random_port(f"tcp://{host}")

@@ -61,10 +61,10 @@ _REFUSAL = "it has another secret or is of another release; use its cluster's fi
 
 def facts() -> dict[str, str]:
     """Returns what both sides must have in common for equal bits: versions, and what the processor can do."""
-    found = versions()
+    facts = versions()
     tiles = "+AMX" if torch.cpu._is_amx_tile_supported() else ""
-    found["cpu"] = f"{torch.backends.cpu.get_cpu_capability()}{tiles}"
-    return {name: str(found.get(name)) for name in _SAME}
+    facts["cpu"] = f"{torch.backends.cpu.get_cpu_capability()}{tiles}"
+    return {name: str(facts.get(name)) for name in _SAME}
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

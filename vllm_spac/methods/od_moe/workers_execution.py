@@ -214,14 +214,14 @@ class WorkerExecution(Execution):
             self._forget_predictor()
             return
         for layer, own in enumerate(scores):
-            order = np.argsort(-own, kind="stable")
-            self._tell(self._steps + 1, layer, order[: np.count_nonzero(own >= self._threshold)])
+            if count := np.count_nonzero(own >= self._threshold):
+                self._client.hint(self._steps + 1, layer, np.argsort(-own, kind="stable")[:count])
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         real = slice(0, rows.real)
         if rows.real == 0:
             return torch.zeros_like(x)
-        there = x
+        on_device = x
         if self._exchange is not None:
             x, weights, ids = self._exchange.all_to_host([x[real], weights[real], ids[real]])
         if rows.record is not None:
@@ -235,13 +235,13 @@ class WorkerExecution(Execution):
         if self._seen is not None and self._predictor is not None and self._predictor.reach:
             seen = Seen(layer, x[real], ids[real], weights[real])
             meanwhile = partial(self._hint, seen, self._steps)
-        found = self._computed(layer, x[real], weights[real], ids[real], runs, meanwhile)
+        results = self._computed(layer, x[real], weights[real], ids[real], runs, meanwhile)
         if self._exchange is not None:
-            found = self._exchange.to_device(found)
-        if rows.real == len(there):
-            return found
-        out = torch.zeros_like(there)  # padding is not used
-        out[real] = found
+            results = self._exchange.to_device(results)
+        if rows.real == len(on_device):
+            return results
+        out = torch.zeros_like(on_device)  # padding is not used
+        out[real] = results
         return out
 
     def _computed(
@@ -250,9 +250,9 @@ class WorkerExecution(Execution):
         """Returns the workers' results; only rows of ``runs``, bool [rows], go to them, if given."""
         if runs is None or runs.all():
             return self._client.compute(self._forward, layer, x, weights, ids, meanwhile)
-        found = torch.zeros_like(x)
-        found[runs] = self._client.compute(self._forward, layer, x[runs], weights[runs], ids[runs], meanwhile)
-        return found
+        out = torch.zeros_like(x)
+        out[runs] = self._client.compute(self._forward, layer, x[runs], weights[runs], ids[runs], meanwhile)
+        return out
 
     def _at_start(self, read: Tensor | None) -> Seen:
         """What is known of a step before its layers, on the host, where the predictor is; waits for the device."""
@@ -271,12 +271,8 @@ class WorkerExecution(Execution):
             return
         for guess in guesses:
             for layer, experts in named(guess, self.shape.experts, self._names[0]):
-                if layer != seen.layer and layer < self._names[1]:
-                    self._tell(step + (layer < seen.layer), layer, experts)
-
-    def _tell(self, step: int, layer: int, experts: np.ndarray) -> None:
-        if len(experts):
-            self._client.hint(step, layer, experts)
+                if len(experts) and layer != seen.layer and layer < self._names[1]:
+                    self._client.hint(step + (layer < seen.layer), layer, experts)
 
     def _forget_predictor(self) -> None:
         """After an error of any predictor, also of another package: it moves experts ahead of need, and no more."""
