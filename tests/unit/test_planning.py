@@ -30,7 +30,7 @@ from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
 from vllm_spac.tools.planning.architecture import Architecture
 from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_percent, slot_bytes, split
+from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_slots, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel, executions
 from vllm_spac.tools.planning.planned_serving import make_plan
 from vllm_spac.tools.planning.predict import PROMPT, first_token, predict
@@ -103,10 +103,13 @@ def test_memory_adds_up_and_one_more_percent_would_not_fit(
     assert found.weights + found.kv + found.working + found.room == found.fast
     assert found.kv >= concurrency * context * 8 * 2 * 2 * 128 * 2
     try:
-        percent = largest_percent(model, found)
+        percent, tokens = largest_slots(model, found)
     except ConfigError as error:
-        assert "nothing fits" in str(error)
-        assert slot_bytes(model, model.checkpoint.smallest_percent()) > found.room
+        assert "nothing fits" in str(error) and slot_bytes(model, 0, tokens=1) > found.room
+        return
+    if tokens:
+        assert slot_bytes(model, 0, tokens) <= found.room < slot_bytes(model, 0, tokens + 1)
+        assert percent == 0 and slot_bytes(model, model.checkpoint.smallest_percent()) > found.room
         return
     assert slot_bytes(model, percent) <= found.room
     assert percent == 100 or slot_bytes(model, percent + 1) > found.room

@@ -29,23 +29,14 @@ Store = Literal["none", "host", "disk", "tiers"]
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """A machine.
-
-    Attributes:
-        costs: its profile; of data sheets, what a machine is assumed to attain of them.
-        gpu: bytes of GPU memory; 0: there is none.
-        host: bytes of host memory that may be used.
-        disk_free: bytes free where experts are packed, or taken by the largest packed folder, which may be this
-            model's; None: unknown.
-        memory: where its sizes of memory are from, in sentences.
-    """
+    """A machine."""
 
     name: str
-    costs: Costs
-    gpu: int
-    host: int
-    disk_free: int | None = None
-    memory: tuple[str, ...] = ()
+    costs: Costs  # its profile; of data sheets, what a machine is assumed to attain of them
+    gpu: int  # bytes of GPU memory; 0: there is none
+    host: int  # bytes of host memory that may be used
+    disk_free: int | None = None  # where experts are packed, with the largest packed folder: it may be this model's
+    memory: tuple[str, ...] = ()  # where its sizes of memory are from, in sentences
 
     @classmethod
     def of(

@@ -39,21 +39,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Split:
-    """Bytes of fast memory.
+    """Bytes of fast memory."""
 
-    Attributes:
-        fast: that vLLM may use.
-        weights: everything but experts.
-        kv: KV cache of the load.
-        working: run-time buffers.
-        staging: with pointers, buffers of two layers of experts, if they take at most a quarter of the rest.
-    """
-
-    fast: int
-    weights: int
-    kv: int
-    working: int
-    staging: int = 0
+    fast: int  # that vLLM may use
+    weights: int  # everything but experts
+    kv: int  # KV cache of the load
+    working: int  # run-time buffers
+    staging: int = 0  # with pointers, buffers of two layers of experts, if they take at most a quarter of the rest
 
     @property
     def room(self) -> int:
@@ -69,10 +61,10 @@ def rows(machine: PlannedMachine) -> int:
 def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
     """Divides the fast memory of ``machine``."""
     working = _working(model, machine, load.concurrency * (1 + load.drafts))
-    found = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, machine, load), working)
+    parts = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, machine, load), working)
     staging = BUFFERS * max(model.checkpoint.layer_bytes.values()) if model.execution == "pointers" else 0
-    held = model.experts_bytes <= found.room or 4 * staging > found.room
-    return found if held else replace(found, staging=staging)
+    held = model.experts_bytes <= parts.room or 4 * staging > parts.room
+    return parts if held else replace(parts, staging=staging)
 
 
 def _working(model: ServedModel, machine: PlannedMachine, sampled: int) -> int:
@@ -138,34 +130,18 @@ def largest_slots(model: ServedModel, room: Split) -> tuple[int, int]:
     Raises:
         ConfigError: not even the slots of one token fit.
     """
-    if slot_bytes(model, model.checkpoint.smallest_percent()) <= room.room:
-        return largest_percent(model, room), 0
-    tokens = max(0, room.room) // slot_bytes(model, 0, tokens=1)
-    if tokens:
+    shares = range(model.checkpoint.smallest_percent(), 101)
+    if fitting := [percent for percent in shares if slot_bytes(model, percent) <= room.room]:
+        return max(fitting), 0
+    fewest = slot_bytes(model, 0, tokens=1)
+    if tokens := max(0, room.room) // fewest:
         return 0, tokens
-    raise _too_small(model, room, "1k", slot_bytes(model, 0, tokens=1))
-
-
-def largest_percent(model: ServedModel, room: Split) -> int:
-    """Returns the largest share of slots that fits, in whole percent.
-
-    Raises:
-        ConfigError: not even the fewest slots fit.
-    """
-    smallest = model.checkpoint.smallest_percent()
-    fitting = [percent for percent in range(smallest, 101) if slot_bytes(model, percent) <= room.room]
-    if fitting:
-        return max(fitting)
-    raise _too_small(model, room, f"{smallest}%", slot_bytes(model, smallest))
-
-
-def _too_small(model: ServedModel, room: Split, slots: str, held: int) -> ConfigError:
-    needed = room.weights + room.kv + room.working + held
+    needed = room.weights + room.kv + room.working + fewest
     smaller = "" if model.quantised else "use a quantised checkpoint, "
-    return ConfigError(
+    raise ConfigError(
         f"nothing fits: {gib(room.weights)} of weights that are no experts, {gib(room.kv)} of KV cache, "
-        f"{gib(room.working)} of run-time buffers and {gib(held)} of the fewest slots "
-        f"({slots}) need {gib(needed)} of fast memory, and {gib(room.fast)} may be used; lower --context or "
+        f"{gib(room.working)} of run-time buffers and {gib(fewest)} of the fewest slots "
+        f"(1k) need {gib(needed)} of fast memory, and {gib(room.fast)} may be used; lower --context or "
         f"--concurrency, {smaller}or name a machine with more memory"
     )
 
@@ -176,22 +152,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to serve.
+    """One way to serve."""
 
-    Attributes:
-        percent: ``--spac-slots``, in percent of all experts.
-        store: where the other experts are; ``none``: there are no others; ``tiers``: host memory before a disk.
-        host_bytes: with ``tiers``, host memory between slots and disk.
-        cpu: the CPU computes a share of the missing experts.
-        tokens: instead of ``percent``, which is 0: slots for so many tokens, where not one percent fits.
-    """
-
-    percent: int
-    store: Store
-    host_bytes: int = 0
-    cpu: bool = False
+    percent: int  # ``--spac-slots``, in percent of all experts
+    store: Store  # where the other experts are; ``none``: there are no others; ``tiers``: host memory before a disk
+    host_bytes: int = 0  # with ``tiers``, host memory between slots and disk
+    cpu: bool = False  # the CPU computes a share of the missing experts
     drafts: int = 0
-    tokens: int = 0
+    tokens: int = 0  # instead of ``percent``, which is 0: slots for so many tokens, where not one percent fits
 
     @property
     def slots(self) -> str:

@@ -22,26 +22,17 @@ PLANES = {name: f"decisions={decided}" + (", kernel=table" * (name == "table")) 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as it is served: in 16 bits if its weights are in float32.
+    """A model as it is served: in 16 bits if its weights are in float32."""
 
-    Attributes:
-        name: what ``vllm serve`` is given.
-        checkpoint: sizes of its weights; ``architecture``: everything else.
-        kernels: of quantised experts, which decide how large one is.
-        halved: the weights are in float32, and the sizes half of theirs.
-        remark: about sizes that are not from headers, a sentence.
-        revision: of a name on the hub; None: the newest.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    architecture: Architecture
+    name: str  # what ``vllm serve`` is given
+    checkpoint: Checkpoint  # sizes of its weights
+    architecture: Architecture  # everything else
     source: Literal["headers", "config.json"]
-    halved: bool = False
+    halved: bool = False  # the weights are in float32, and the sizes half of theirs
     execution: Execution = "slots"
-    kernels: FormatKernels = FormatKernels.GPU
-    remark: str = ""
-    revision: str | None = None
+    kernels: FormatKernels = FormatKernels.GPU  # of quantised experts, which decide how large one is
+    remark: str = ""  # about sizes that are not from headers, a sentence
+    revision: str | None = None  # of a name on the hub; None: the newest
 
     @classmethod
     def of(

@@ -21,20 +21,14 @@ FEWEST = 40
 
 @dataclass(frozen=True)
 class Routing:
-    """An assumption on routing and drafts.
+    """An assumption on routing and drafts."""
 
-    Attributes:
-        name: ``even``, ``low``, ``high`` or ``trace``.
-        skew, reuse: of ``synthetic_trace``.
-        acceptance: probability that a draft is accepted when those before it were; assumed, not published.
-        trace: recorded routing, in place of ``skew`` and ``reuse``.
-    """
-
-    name: str
+    name: str  # ``even``, ``low``, ``high`` or ``trace``
+    # skew, reuse: of ``synthetic_trace``
     skew: float
     reuse: float
-    acceptance: float
-    trace: Trace | None = None
+    acceptance: float  # probability that a draft is accepted when those before it were; assumed, not published
+    trace: Trace | None = None  # recorded routing, in place of ``skew`` and ``reuse``
 
 
 # With 128 experts and top-8, ``LOW`` has the overlap that was published of Qwen3-30B-A3B and nothing else (45 %; LRU of

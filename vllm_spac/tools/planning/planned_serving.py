@@ -35,25 +35,19 @@ _FEWER = (50, 25, 10)  # further shares of slots
 _TIER_STEP = 1 << 28  # bytes: host memory between slots and disk is a multiple of it
 
 
-def _speed(found: Prediction) -> float:
-    return found.tokens_per_second
+def _speed(prediction: Prediction) -> float:
+    return prediction.tokens_per_second
 
 
 @dataclass(frozen=True)
 class Row:
-    """A choice with what it would achieve.
-
-    Attributes:
-        command: the line that serves so.
-        predictions: one for each routing that was assumed.
-        first_token: least and most seconds to the first token of a prompt.
-    """
+    """A choice with what it would achieve."""
 
     choice: Choice
     load: Load
-    command: str
-    predictions: tuple[Prediction, ...]
-    first_token: tuple[float, float]
+    command: str  # the line that serves so
+    predictions: tuple[Prediction, ...]  # one for each routing that was assumed
+    first_token: tuple[float, float]  # least and most seconds to the first token of a prompt
 
     @property
     def low(self) -> Prediction:
@@ -63,7 +57,7 @@ class Row:
     @property
     def compared(self) -> Prediction:
         """The slowest with any locality, by which choices are compared: without any, a model would be the first."""
-        return min((found for found in self.predictions if found.routing != "even"), key=_speed)
+        return min((each for each in self.predictions if each.routing != "even"), key=_speed)
 
     @property
     def high(self) -> Prediction:
@@ -73,28 +67,22 @@ class Row:
     @property
     def even(self) -> Prediction | None:
         """The prediction without any locality; None with a trace."""
-        return next((found for found in self.predictions if found.routing == "even"), None)
+        return next((each for each in self.predictions if each.routing == "even"), None)
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A plan, with all that is printed of it.
-
-    Attributes:
-        split: of fast memory for ``best``.
-        rows: every choice, ``best`` first.
-        problems, assumptions: what does not fit, and what is taken for granted, in sentences.
-        beside: the plan with the other execution, if that was compared.
-    """
+    """A plan, with all that is printed of it."""
 
     model: ServedModel
     machine: PlannedMachine
     load: Load
-    split: Split
-    rows: tuple[Row, ...]
+    split: Split  # of fast memory for ``best``
+    rows: tuple[Row, ...]  # every choice, ``best`` first
+    # problems, assumptions: what does not fit, and what is taken for granted, in sentences
     problems: tuple[str, ...]
     assumptions: tuple[str, ...] = ()
-    beside: ServingPlan | None = None
+    beside: ServingPlan | None = None  # the plan with the other execution, if that was compared
 
     @property
     def best(self) -> Row:
@@ -177,12 +165,7 @@ def plan_model(
     return best_plan(ways, machine, Load(context, concurrency), routings(trace, ways[0]))
 
 
-def make_plan(
-    model: ServedModel,
-    machine: PlannedMachine,
-    load: Load,
-    routings: Sequence[Routing],
-) -> ServingPlan:
+def make_plan(model: ServedModel, machine: PlannedMachine, load: Load, routings: Sequence[Routing]) -> ServingPlan:
     """Plans how to serve ``model`` on ``machine``.
 
     The best choice is the one with the most tokens per second with little locality (``Row.compared``). All stores, CPU
@@ -214,17 +197,14 @@ def make_plan(
             choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
             rows.append(row_of(choice, model, machine, load, routings))
     rows.sort(key=lambda row: (row is not best, -row.compared.tokens_per_second))
-    found = ServingPlan(
+    plan = ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
     )
-    return replace(found, assumptions=tuple(_assumptions(found)))
+    return replace(plan, assumptions=tuple(_assumptions(plan)))
 
 
 def best_plan(
-    models: Sequence[ServedModel],
-    machine: PlannedMachine,
-    load: Load,
-    routings: Sequence[Routing],
+    models: Sequence[ServedModel], machine: PlannedMachine, load: Load, routings: Sequence[Routing]
 ) -> ServingPlan:
     """Plans each of ``models``, which differ in their execution, and returns the plan that serves fastest.
 
@@ -276,11 +256,11 @@ def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterato
 
 def problems(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[str]:
     """Yields what does not fit, in sentences."""
-    found = split(model, machine, load)
-    everything = found.fast - found.room + model.experts_bytes
+    parts = split(model, machine, load)
+    everything = parts.fast - parts.room + model.experts_bytes
     memory = "GPU memory" if machine.gpu else "memory"
-    if everything > found.fast:
-        yield f"stock vLLM would need {gib(everything)} of {memory}, and {gib(found.fast)} may be used"
+    if everything > parts.fast:
+        yield f"stock vLLM would need {gib(everything)} of {memory}, and {gib(parts.fast)} may be used"
     if machine.gpu and model.experts_bytes > machine.spare:
         yield f"store=host needs {gib(model.experts_bytes)} of host memory, and {gib(machine.spare)} are to spare"
     if machine.disk_free is not None and model.experts_bytes > machine.disk_free:
@@ -341,22 +321,18 @@ def _attained(assumed: Attained, stock: bool) -> Iterator[str]:
 
 def row_of(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load, routings: Sequence[Routing]) -> Row:
     """Predicts one choice, for each of ``routings``."""
-    asked = replace(load, drafts=choice.drafts)
-    found = tuple(predict(choice, model, machine, asked, routing) for routing in routings)
-    line = command(choice, model, machine, asked)
-    return Row(choice, asked, line, found, first_token(choice, model, machine, asked))
-
-
-def tier_bytes(model: ServedModel, machine: PlannedMachine, percent: int, tokens: int = 0) -> int:
-    """Returns the bytes of host memory between slots and disk that the experts without a slot can use."""
-    outside = model.experts_bytes - slot_bytes(model, percent, tokens)
-    return min(machine.spare, outside) // _TIER_STEP * _TIER_STEP
+    drafting = replace(load, drafts=choice.drafts)
+    predictions = tuple(predict(choice, model, machine, drafting, routing) for routing in routings)
+    line = command(choice, model, machine, drafting)
+    return Row(choice, drafting, line, predictions, first_token(choice, model, machine, drafting))
 
 
 def _with_host_memory(choice: Choice, model: ServedModel, machine: PlannedMachine) -> Choice:
     """Returns the choice, with ``tiers`` with the host memory that the experts without a slot can use."""
-    host = tier_bytes(model, machine, choice.percent, choice.tokens) if choice.store == "tiers" else 0
-    return replace(choice, host_bytes=host)
+    if choice.store != "tiers":
+        return choice
+    outside = model.experts_bytes - slot_bytes(model, choice.percent, choice.tokens)
+    return replace(choice, host_bytes=min(machine.spare, outside) // _TIER_STEP * _TIER_STEP)
 
 
 def _no_store(model: ServedModel, machine: PlannedMachine) -> str:

@@ -20,25 +20,19 @@ from vllm_spac.tools.planning.planned_routing import Routing, routed
 from vllm_spac.tools.traces.replayed import Outcome
 from vllm_spac.tools.traces.simulation import simulate
 
+# Reading weights in fast memory, loads over the link to the GPU, from disk, experts on the CPU, work between steps.
 Limit = Literal["compute", "link", "disk", "CPU", "host"]
 PROMPT = 1024  # tokens of the prompt whose time is calculated
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Calculated, not measured.
-
-    Attributes:
-        tokens_per_second: of all requests together.
-        hit_rate: share of the experts that were in a slot.
-        limit: what takes most of the time: reading weights in fast memory (``compute``), loads over the link to the
-            GPU, loads from disk, experts on the CPU, or the host's work between the steps of a GPU.
-    """
+    """Calculated, not measured."""
 
     routing: str
-    tokens_per_second: float
-    hit_rate: float
-    limit: Limit
+    tokens_per_second: float  # of all requests together
+    hit_rate: float  # share of the experts that were in a slot
+    limit: Limit  # what takes most of the time
 
 
 def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load, routing: Routing) -> Prediction:
