@@ -45,22 +45,13 @@ _PER_WORD = 4  # scales are padded to multiples of 4 words, 16 bytes
 
 @dataclass(frozen=True)
 class Format:
-    """The layout of an expert's weights.
+    """The layout of an expert's weights; see the module."""
 
-    Attributes:
-        codes: what a weight is; see the module.
-        group: columns that share a scale, 0 for all.
-        rows: rows that share a scale.
-        zeros: each scale has a zero point, only with ``int4``.
-        activations: columns of a row of x, and of h, that share a scale, 0 for all: the row is rounded to e4m3 before
-            it is multiplied, as vLLM's kernels for FP8 do; only with ``e4m3``. None: rows stay as they are.
-    """
-
-    codes: Codes
-    group: int = 0
-    rows: int = 1
-    zeros: bool = False
-    activations: int | None = None
+    codes: Codes  # what a weight is
+    group: int = 0  # columns that share a scale, 0 for all
+    rows: int = 1  # rows that share a scale
+    zeros: bool = False  # each scale has a zero point, only with ``int4``
+    activations: int | None = None  # with ``e4m3``: columns of a row of x that share a scale, 0 for all; None: no codes
 
     def __post_init__(self) -> None:
         assert self.codes in ("e2m1", "int4", "int8", "e4m3") and self.group >= 0 and self.rows >= 1

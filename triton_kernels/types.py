@@ -13,66 +13,40 @@ COMPUTED, LATE = 3, 4  # by the CPU, see ``mailbox``; was to be, and the device 
 
 
 class Blocks(NamedTuple):
-    """The work list of a grouped GEMM over pairs, pair = row * k + slot; all int32.
+    """The work list of a grouped GEMM over pairs, pair = row * k + slot; all int32."""
 
-    Attributes:
-        pairs: [blocks * block_m], the pair of each GEMM row; ``topk_ids.numel()`` for an empty row.
-        experts: [blocks], the expert of each block; -1 after the last.
-        counts: [experts], pairs of each expert.
-    """
-
-    pairs: Tensor
-    experts: Tensor
-    counts: Tensor
+    pairs: Tensor  # [blocks * block_m], the pair of each GEMM row; ``topk_ids.numel()`` for an empty row
+    experts: Tensor  # [blocks], the expert of each block; -1 after the last
+    counts: Tensor  # [experts], pairs of each expert
 
 
 class Experts(NamedTuple):
-    """The locations of experts. Keys number the experts of all layers; names, the tensors of an expert.
+    """The locations of experts. Keys number the experts of all layers; names, the tensors of an expert."""
 
-    Attributes:
-        slot_of: [keys] int32, the slot of each expert; -1: none.
-        owner: [slots] int32, the expert of each slot.
-        table: [names, keys] int64, the address that each tensor is read from: in the slot, or in host memory.
-        hosts: [names, keys] int64, the addresses in host memory.
-        places: [names, slots] int64, the addresses of the slots.
-    """
-
-    slot_of: Tensor
-    owner: Tensor
-    table: Tensor
-    hosts: Tensor
-    places: Tensor
+    slot_of: Tensor  # [keys] int32, the slot of each expert; -1: none
+    owner: Tensor  # [slots] int32, the expert of each slot
+    table: Tensor  # [names, keys] int64, the address that each tensor is read from: in the slot, or in host memory
+    hosts: Tensor  # [names, keys] int64, the addresses in host memory
+    places: Tensor  # [names, slots] int64, the addresses of the slots
 
 
 class Quantised(NamedTuple):
-    """Quantised experts of a layer, beside the tables of their codes.
+    """Quantised experts of a layer, beside the tables of their codes."""
 
-    Attributes:
-        format: how they are stored.
-        s13, s2: [experts] int64, the addresses of the scales.
-    """
-
-    format: Format
+    format: Format  # how they are stored
+    # s13, s2: [experts] int64, the addresses of the scales
     s13: Tensor
     s2: Tensor
 
 
 class Offers(NamedTuple):
-    """Slots that the layers of a step may take, lowest worth to their owners first.
+    """Slots that the layers of a step may take, lowest worth to their owners first."""
 
-    Attributes:
-        state: [2] int32, the next offer and the end of the offers.
-        slots: int32, the slots offered.
-        owners: int32, the experts in them.
-        kept: float32, ascending, what each slot is worth to its owner.
-        used: [keys] float32, what a slot is worth to each expert if the step uses it.
-    """
-
-    state: Tensor
-    slots: Tensor
-    owners: Tensor
-    kept: Tensor
-    used: Tensor
+    state: Tensor  # [2] int32, the next offer and the end of the offers
+    slots: Tensor  # int32, the slots offered
+    owners: Tensor  # int32, the experts in them
+    kept: Tensor  # float32, ascending, what each slot is worth to its owner
+    used: Tensor  # [keys] float32, what a slot is worth to each expert if the step uses it
 
 
 class Mail(NamedTuple):

@@ -155,20 +155,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MoEShape:
-    """A group of MoE layers whose experts are interchangeable in memory: the same tensors, the same kernel layout.
+    """A group of MoE layers whose experts are interchangeable in memory: the same tensors, the same kernel layout."""
 
-    Attributes:
-        layers: names of the MoE layers, in the order of execution.
-        experts: routed experts per layer (N).
-        top_k: experts per token (k).
-        tensors: name -> spec of each tensor of one expert.
-        packed: how quantised weights are stored for ``vllm_spac.kernels``; None: plain, or as vLLM's kernel reads them.
-    """
-
-    layers: tuple[str, ...]
-    experts: int
-    top_k: int
-    tensors: dict[str, TensorSpec] = field(hash=False)
+    layers: tuple[str, ...]  # names of the MoE layers, in the order of execution
+    experts: int  # routed experts per layer (N)
+    top_k: int  # experts per token (k)
+    tensors: dict[str, TensorSpec] = field(hash=False)  # name -> spec of each tensor of one expert
+    # how quantised weights are stored for ``vllm_spac.kernels``; None: plain, or as vLLM's kernel reads them
     packed: Format | None = None
 
     @property
@@ -192,19 +185,11 @@ class MoEShape:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Costs in seconds, measured on this machine or taken from a profile; never literals.
+    """Costs in seconds, measured on this machine or taken from a profile; never literals."""
 
-    Attributes:
-        fast: computing one expert in fast memory (t_gpu), also for several rows.
-        stream: copying one expert into fast memory (t_io).
-        cpu: computing one expert on the CPU for one row (t_cpu): its weights are read once.
-        cpu_row: time per row of an expert on the CPU when arithmetic is the limit: an expert takes
-            max(cpu, rows * cpu_row).
-        draft: computing one draft token (t_draft).
-    """
-
-    fast: float
-    stream: float
-    cpu: float
+    fast: float  # computing one expert in fast memory (t_gpu), also for several rows
+    stream: float  # copying one expert into fast memory (t_io)
+    cpu: float  # computing one expert on the CPU for one row (t_cpu): its weights are read once
+    # time per row of an expert on the CPU when arithmetic is the limit: an expert takes max(cpu, rows * cpu_row)
     cpu_row: float = 0.0
-    draft: float = 0.0
+    draft: float = 0.0  # computing one draft token (t_draft)

@@ -127,19 +127,14 @@ def capacity_of(steps: int, layers: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The events of some consecutive steps, sorted by their start, and those that contain others before these.
+    """The events of some consecutive steps, sorted by their start, and those that contain others before these."""
 
-    Attributes:
-        threads: their names.
-        thread: int64 [n], indices into ``threads``.
-        kind, a, b: int64 [n], as of ``Kind``.
-        start, duration: int64 [n], nanoseconds; the first step starts at 0.
-    """
-
-    threads: tuple[str, ...]
-    thread: np.ndarray
+    threads: tuple[str, ...]  # their names
+    thread: np.ndarray  # int64 [n], indices into ``threads``
+    # start, duration: int64 [n], nanoseconds; the first step starts at 0
     start: np.ndarray
     duration: np.ndarray
+    # kind, a, b: int64 [n], as of ``Kind``
     kind: np.ndarray
     a: np.ndarray
     b: np.ndarray

@@ -13,16 +13,11 @@ _GENERATING = [STEP_KINDS.index(kind) for kind in ("decode", "verify")]
 
 @dataclass(frozen=True)
 class TokenTime:
-    """Where the time of some steps went.
-
-    Attributes:
-        tokens: tokens that they emitted; None if the host does not know it.
-        parts: name -> nanoseconds; together the steps and the gaps before them.
-    """
+    """Where the time of some steps went."""
 
     steps: int
-    tokens: int | None
-    parts: dict[str, int]
+    tokens: int | None  # tokens that they emitted; None if the host does not know it
+    parts: dict[str, int]  # name -> nanoseconds; together the steps and the gaps before them
 
     @classmethod
     def of(cls, recording: Recording) -> TokenTime:

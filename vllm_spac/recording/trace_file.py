@@ -82,13 +82,7 @@ class TraceFacts:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A routing trace in memory; the columns of the file and two derived ones.
-
-    Attributes:
-        row_back, row_accepted: None in a trace of chains (``spac-trace-1``).
-        row_start: int64 [S + 1], where the rows of each step begin in ``row_kind``.
-        record_start: int64 [R + 1], where the rows of each record begin in ``ids`` and ``weights``.
-    """
+    """A routing trace in memory; the columns of the file and two derived ones."""
 
     facts: TraceFacts
     step_kind: np.ndarray
@@ -99,8 +93,9 @@ class Trace:
     record_layer: np.ndarray
     ids: np.ndarray
     weights: np.ndarray | None
-    row_start: np.ndarray
-    record_start: np.ndarray
+    row_start: np.ndarray  # int64 [S + 1], where the rows of each step begin in ``row_kind``
+    record_start: np.ndarray  # int64 [R + 1], where the rows of each record begin in ``ids`` and ``weights``
+    # row_back, row_accepted: None in a trace of chains (``spac-trace-1``)
     row_back: np.ndarray | None = None
     row_accepted: np.ndarray | None = None
 

@@ -21,17 +21,11 @@ METADATA = "vllm's metadata"
 
 @dataclass(frozen=True)
 class Flaw:
-    """Something that is wrong, and that ``mend`` puts right.
+    """Something that is wrong, and that ``mend`` puts right."""
 
-    Attributes:
-        name: one of ``MEDIA``, or ``METADATA``.
-        text: what is wrong, and what it ends.
-        cure: what ``mend`` does, as a command to oneself.
-    """
-
-    name: str
-    text: str
-    cure: str
+    name: str  # one of ``MEDIA``, or ``METADATA``
+    text: str  # what is wrong, and what it ends
+    cure: str  # what ``mend`` does, as a command to oneself
 
 
 def flaws() -> Iterator[Flaw]:

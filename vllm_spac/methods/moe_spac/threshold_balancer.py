@@ -69,13 +69,13 @@ def solve(
     crossing = max(memory, _first(size, lambda i: cpu[i] > gpu[i]))
     left = next((i for i in range(crossing - 1, memory - 1, -1) if io_fits(i)), None)
     right = _first(size, io_fits, crossing)
-    found = []
+    chosen = []
     if left is not None:
-        found.append((gpu[left] - cpu[left], -left))
+        chosen.append((gpu[left] - cpu[left], -left))
     if right < size:
         gap = cpu[right] - gpu[right]
-        found.append((gap, 1 - _first(size, lambda i: cpu[i] - gpu[i] > gap, right)))
-    return 1 - min(found)[1] if found else size
+        chosen.append((gap, 1 - _first(size, lambda i: cpu[i] - gpu[i] > gap, right)))
+    return 1 - min(chosen)[1] if chosen else size
 
 
 def _check(r_c: Sequence[float], r_g: Sequence[float], n: Sequence[float]) -> None:

@@ -37,8 +37,8 @@ class Hybrid(Trained):
     @classmethod
     def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
         guessed = [Hits.of(beside[name], material.others).result()["by_layer"] for name in sorted(beside)]
-        found = [[-1.0 if layer is None else layer["recall_at_k"] for layer in layers] for layers in guessed]
-        return {"choice": torch.tensor(found).argmax(0)}
+        recalls = [[-1.0 if layer is None else layer["recall_at_k"] for layer in layers] for layers in guessed]
+        return {"choice": torch.tensor(recalls).argmax(0)}
 
     def of_next(self, seen: Seen) -> Tensor:
         return self._used[self.chosen[seen.layer + 1]].of_next(seen)

@@ -63,8 +63,8 @@ class Neural(Trained):
         mean, deviation = inputs.mean(0), inputs.std(0, unbiased=False) + 1e-5
         inputs, logits = (inputs - mean) / deviation, samples.logits[target]
         net = _fresh(inputs, logits, seed=stage)
-        given = list(net.values())
-        distil(given, lambda rows: _run(net, rows), inputs, logits, steps=_STEPS, rate=_RATE, seed=stage)
+        parameters = list(net.values())
+        distil(parameters, lambda rows: _run(net, rows), inputs, logits, steps=_STEPS, rate=_RATE, seed=stage)
         for part, shift in (("in", "in_bias"), ("skip", "bias")):  # the inputs of ``guesses`` are not normalised
             net[part] = net[part] / deviation[:, None]
             net[shift] = net[shift] - mean @ net[part]

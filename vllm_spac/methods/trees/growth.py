@@ -15,17 +15,11 @@ from vllm_spac.config.tree_shape import TreeShape
 
 
 class Chosen(NamedTuple):
-    """The nodes of trees, one tree per row.
+    """The nodes of trees, one tree per row."""
 
-    Attributes:
-        tokens: int64 [requests, n].
-        parents: int64 [requests, n + 1], row that each row follows; -1 for the root, row 0.
-        logp: joint log-probability of each node, [requests, n].
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    logp: Tensor
+    tokens: Tensor  # int64 [requests, n]
+    parents: Tensor  # int64 [requests, n + 1], row that each row follows; -1 for the root, row 0
+    logp: Tensor  # joint log-probability of each node, [requests, n]
 
 
 class Growth:

@@ -13,31 +13,19 @@ from vllm_spac.methods.trees.tensors import BlockCopies, LevelBatch, Scratch, le
 
 
 class Start(NamedTuple):
-    """What the drafter's first pass leaves of the requests that it grows trees for.
+    """What the drafter's first pass leaves of the requests that it grows trees for."""
 
-    Attributes:
-        logits: float [R, V], behind the last token of each.
-        hidden: [R, d], states that the next forward takes.
-        bases: int64 [R], tokens of each in the drafter's cache.
-        table: [R, blocks], of its cache.
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    bases: Tensor
-    table: Tensor
+    logits: Tensor  # float [R, V], behind the last token of each
+    hidden: Tensor  # [R, d], states that the next forward takes
+    bases: Tensor  # int64 [R], tokens of each in the drafter's cache
+    table: Tensor  # [R, blocks], of its cache
 
 
 class Level(NamedTuple):
-    """What a forward over one level computes.
+    """What a forward over one level computes."""
 
-    Attributes:
-        hidden: [R * F, d], states that the next forward takes.
-        logits: float [R * F, V].
-    """
-
-    hidden: Tensor
-    logits: Tensor
+    hidden: Tensor  # [R * F, d], states that the next forward takes
+    logits: Tensor  # float [R * F, V]
 
 
 def grow(

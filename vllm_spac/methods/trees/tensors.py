@@ -25,17 +25,11 @@ NOWHERE = -1  # slot that no key is written to; ancestor that a row does not hav
 
 
 class VirtualBatch(NamedTuple):
-    """Attention metadata of a batch whose sequences are the rows of trees, and requests without one.
+    """Attention metadata of a batch whose sequences are the rows of trees, and requests without one."""
 
-    Attributes:
-        query_start: int32 [S + 1], first row of each sequence.
-        lengths: int32 [S], tokens of each sequence, its query rows included.
-        block_table: [S, blocks], as the request's own.
-    """
-
-    query_start: Tensor
-    lengths: Tensor
-    block_table: Tensor
+    query_start: Tensor  # int32 [S + 1], first row of each sequence
+    lengths: Tensor  # int32 [S], tokens of each sequence, its query rows included
+    block_table: Tensor  # [S, blocks], as the request's own
 
 
 def scratch_blocks(depth: int, block_size: int) -> int:
@@ -44,31 +38,19 @@ def scratch_blocks(depth: int, block_size: int) -> int:
 
 
 class Scattered(NamedTuple):
-    """Keys and values that are written besides the slots that their rows have in a chain.
+    """Keys and values that are written besides the slots that their rows have in a chain."""
 
-    Attributes:
-        rows: int64 [pairs], row of the forward that they are of.
-        slots: int64 [pairs], slot in the cache that they go to.
-    """
-
-    rows: Tensor
-    slots: Tensor
+    rows: Tensor  # int64 [pairs], row of the forward that they are of
+    slots: Tensor  # int64 [pairs], slot in the cache that they go to
 
 
 class LevelBatch(NamedTuple):
-    """A level of growing trees, as the drafter's attention sees it: each expanded node is a sequence of one token.
+    """A level of growing trees, as the drafter's attention sees it: each expanded node is a sequence of one token."""
 
-    Attributes:
-        lengths: int32 [R * F], tokens of each sequence, its query included.
-        positions: int64 [R * F], position of each query.
-        block_table: [R * F, blocks].
-        slots: int64 [R * F], slot of each query's keys and values.
-    """
-
-    lengths: Tensor
-    positions: Tensor
-    block_table: Tensor
-    slots: Tensor
+    lengths: Tensor  # int32 [R * F], tokens of each sequence, its query included
+    positions: Tensor  # int64 [R * F], position of each query
+    block_table: Tensor  # [R * F, blocks]
+    slots: Tensor  # int64 [R * F], slot of each query's keys and values
 
 
 def level_batch(block_table: Tensor, bases: Tensor, level: int, scratch: Tensor, block_size: int) -> LevelBatch:
@@ -120,16 +102,12 @@ class BlockCopies(NamedTuple):
 
 
 class TreeTensors(NamedTuple):
-    """Trees of n drafts and at most D levels, one per request.
+    """Trees of n drafts and at most D levels, one per request."""
 
-    Attributes:
-        parents: int64 [requests, n + 1], row that each row follows; -1 for the root, ``FILLER`` for rows to be ignored.
-        depths: int64 [requests, n + 1], number of ancestors; 1 for filler.
-        lineage: int64 [requests, n + 1, D + 1], a row's ancestor at each depth, itself at its own, then ``NOWHERE``.
-    """
-
+    # int64 [requests, n + 1], row that each row follows; -1 for the root, ``FILLER`` for rows to be ignored
     parents: Tensor
-    depths: Tensor
+    depths: Tensor  # int64 [requests, n + 1], number of ancestors; 1 for filler
+    # int64 [requests, n + 1, D + 1], a row's ancestor at each depth, itself at its own, then ``NOWHERE``
     lineage: Tensor
 
     @classmethod
@@ -190,38 +168,23 @@ def trees_of(chosen: Chosen, depth: int, chain: Tensor) -> tuple[Tensor, Tensor,
 
 
 class TensorRows(NamedTuple):
-    """The rows of the trees in a forward, one tree after the other, int64 [N] each.
+    """The rows of the trees in a forward, one tree after the other, int64 [N] each."""
 
-    Attributes:
-        tree: number of the row's tree.
-        row: the row's number in it.
-        token: the row of the forward.
-        sequence: the sequence that attention sees the row as.
-    """
-
-    tree: Tensor
-    row: Tensor
-    token: Tensor
-    sequence: Tensor
+    tree: Tensor  # number of the row's tree
+    row: Tensor  # the row's number in it
+    token: Tensor  # the row of the forward
+    sequence: Tensor  # the sequence that attention sees the row as
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of trees are in a batch; all that is known on the host.
+    """Where the rows of trees are in a batch; all that is known on the host."""
 
-    Attributes:
-        requests: int64 [T], those whose drafts are trees.
-        rows: int64 [4, N], as ``TensorRows``.
-        roots: int64 [T], row of the forward of each root.
-        owner: int64 [S], request of each sequence that attention sees.
-        starts: int32 [S + 1], first row of each.
-    """
-
-    requests: np.ndarray
-    rows: np.ndarray
-    roots: np.ndarray
-    owner: np.ndarray
-    starts: np.ndarray
+    requests: np.ndarray  # int64 [T], those whose drafts are trees
+    rows: np.ndarray  # int64 [4, N], as ``TensorRows``
+    roots: np.ndarray  # int64 [T], row of the forward of each root
+    owner: np.ndarray  # int64 [S], request of each sequence that attention sees
+    starts: np.ndarray  # int32 [S + 1], first row of each
 
     @classmethod
     def of(cls, starts: np.ndarray, drafts: np.ndarray, requests: np.ndarray) -> Layout:
@@ -252,21 +215,13 @@ class Layout:
 
 
 class StepTrees(NamedTuple):
-    """The trees that a step verifies, T of them.
+    """The trees that a step verifies, T of them."""
 
-    Attributes:
-        trees: [T, ...].
-        rows: those that are verified: a tree may have been cut.
-        bases: int64 [T], position of each root.
-        tables: int [T, blocks], block table of each request.
-        scratch: int64 [T, n + 1, blocks per node].
-    """
-
-    trees: TreeTensors
-    rows: TensorRows
-    bases: Tensor
-    tables: Tensor
-    scratch: Tensor
+    trees: TreeTensors  # [T, ...]
+    rows: TensorRows  # those that are verified: a tree may have been cut
+    bases: Tensor  # int64 [T], position of each root
+    tables: Tensor  # int [T, blocks], block table of each request
+    scratch: Tensor  # int64 [T, n + 1, blocks per node]
 
     @property
     def positions(self) -> Tensor:
@@ -338,19 +293,12 @@ class StepTrees(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What the target accepted.
+    """What the target accepted."""
 
-    Attributes:
-        last: int64 [requests], last accepted row of each tree; 0: none but the root.
-        path: int64 [requests, D + 1], the rows from the root to ``last``, then -1.
-        tokens: int64 [requests, D + 1], emitted: the target's choice at each row of the path, then -1.
-        emitted: int32 [requests], how many those are.
-    """
-
-    last: Tensor
-    path: Tensor
-    tokens: Tensor
-    emitted: Tensor
+    last: Tensor  # int64 [requests], last accepted row of each tree; 0: none but the root
+    path: Tensor  # int64 [requests, D + 1], the rows from the root to ``last``, then -1
+    tokens: Tensor  # int64 [requests, D + 1], emitted: the target's choice at each row of the path, then -1
+    emitted: Tensor  # int32 [requests], how many those are
 
 
 def walk(trees: TreeTensors, tokens: Tensor, rows: Tensor, chosen: Tensor) -> Walked:

@@ -44,24 +44,17 @@ _MOST = 1 << 20  # experts or layers that a config may claim
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The experts of a checkpoint, according to its files.
-
-    Attributes:
-        layer_bytes: bytes of all experts of each MoE layer, in the order of the layers.
-        other_bytes: bytes of everything else.
-        draft_bytes: bytes of the layers after the target's last one, which only a draft of the same checkpoint uses.
-        draft_layer_bytes: those of experts among them, by layer.
-        dtypes: element types of the experts.
-    """
+    """The experts of a checkpoint, according to its files."""
 
     name: str
     experts: int
     top_k: int
-    layer_bytes: dict[int, int]
-    other_bytes: int
+    layer_bytes: dict[int, int]  # bytes of all experts of each MoE layer, in the order of the layers
+    other_bytes: int  # bytes of everything else
+    # bytes of the layers after the target's last one, which only a draft of the same checkpoint uses
     draft_bytes: int = 0
-    draft_layer_bytes: dict[int, int] = field(default_factory=dict)
-    dtypes: frozenset[str] = field(default_factory=frozenset)
+    draft_layer_bytes: dict[int, int] = field(default_factory=dict)  # those of experts among them, by layer
+    dtypes: frozenset[str] = field(default_factory=frozenset)  # element types of the experts
     quantisation: Mapping | None = None
 
     @property
@@ -340,21 +333,15 @@ _BLOCKS = "_blocks"  # of GPT-OSS
 
 
 class _Layout(NamedTuple):
-    """Which scales the weights ``codes`` have.
-
-    Attributes:
-        scale: the last part of their name.
-        outputs, inputs: of the matrix that share a scale, 0 for all.
-        packed: inputs in an item of the codes, of AWQ outputs.
-        inputs_first: of codes and scales.
-    """
+    """Which scales the weights ``codes`` have."""
 
     codes: str
-    scale: str
+    scale: str  # the last part of their name
+    # outputs, inputs: of the matrix that share a scale, 0 for all
     outputs: int
     inputs: int
-    packed: int = 1
-    inputs_first: bool = False
+    packed: int = 1  # inputs in an item of the codes, of AWQ outputs
+    inputs_first: bool = False  # of codes and scales
 
 
 def check_scales(quantised: Mapping, experts: Mapping[str, Mapping], where: object) -> None:

@@ -37,23 +37,15 @@ _MOST_NAME = 4096  # bytes of a model's name
 
 @dataclass(frozen=True)
 class Packed:
-    """The experts of one checkpoint in one layout.
+    """The experts of one checkpoint in one layout."""
 
-    Attributes:
-        folder: where they are; its name is the fingerprint.
-        layers: name of each layer's experts, in the order of the layers.
-        leftovers: files set aside as damaged, or left half-written by a killed process.
-        newest: when the last one was written, in seconds since the epoch.
-        model: whose experts they are; empty: unknown, since no engine has used them since names are written.
-    """
-
-    folder: Path
-    layers: tuple[str, ...]
+    folder: Path  # where they are; its name is the fingerprint
+    layers: tuple[str, ...]  # name of each layer's experts, in the order of the layers
     experts: tuple[Path, ...]
-    leftovers: tuple[Path, ...]
+    leftovers: tuple[Path, ...]  # files set aside as damaged, or left half-written by a killed process
     bytes: int
-    newest: float
-    model: str = ""
+    newest: float  # when the last one was written, in seconds since the epoch
+    model: str = ""  # whose experts they are; empty: unknown, since no engine has used them since names are written
 
 
 def scan(root: Path) -> Iterator[Packed]:

@@ -28,25 +28,15 @@ from vllm_spac.system.host_memory import gib
 
 @dataclass(frozen=True)
 class NamedModel:
-    """What is known of a model before its weights are here.
+    """What is known of a model before its weights are here."""
 
-    Attributes:
-        name: what ``vllm serve`` is given.
-        config: content of its ``config.json``.
-        folder: that has it; of a copy in this package, the name of the model.
-        origin: ``folder`` if weights are there, too.
-        revision: of a name on the hub; None: the newest.
-        total: bytes of its weights' files; None: there is no index that says so.
-        problem: why it is a copy, or why there is no index.
-    """
-
-    name: str
-    config: dict[str, Any]
-    folder: Path
-    origin: Literal["folder", "config.json", "copy"]
-    revision: str | None = None
-    total: int | None = None
-    problem: str = ""
+    name: str  # what ``vllm serve`` is given
+    config: dict[str, Any]  # content of its ``config.json``
+    folder: Path  # that has it; of a copy in this package, the name of the model
+    origin: Literal["folder", "config.json", "copy"]  # ``folder`` if weights are there, too
+    revision: str | None = None  # of a name on the hub; None: the newest
+    total: int | None = None  # bytes of its weights' files; None: there is no index that says so
+    problem: str = ""  # why it is a copy, or why there is no index
 
     def checkpoint(self, kernels: FormatKernels | None = None) -> Checkpoint:
         """Returns the sizes: from the headers of the weights, or calculated; arguments as ``described``."""

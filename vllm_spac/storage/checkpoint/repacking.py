@@ -25,16 +25,11 @@ _UNIT = 127  # the e8m0 exponent of 1
 
 
 class Repacked(NamedTuple):
-    """One projection of E experts.
-
-    Attributes:
-        codes: uint8 [E, *kind.code_shape(N, K)].
-        scales: [E, *kind.scale_shape(N, K)] of ``kind.scale_dtype``.
-    """
+    """One projection of E experts."""
 
     kind: Format
-    codes: Tensor
-    scales: Tensor
+    codes: Tensor  # uint8 [E, *kind.code_shape(N, K)]
+    scales: Tensor  # [E, *kind.scale_shape(N, K)] of ``kind.scale_dtype``
 
 
 def compressed(tensors: Mapping[str, Tensor], bits: int, group: int) -> Repacked:

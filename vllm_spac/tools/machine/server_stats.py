@@ -42,8 +42,8 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
         if error.code == 404:
             raise SpacError(f"the server at {url} runs without spac; start it with --plugin spac") from error
         if error.code == 401:
-            given = "refuses this key" if api_key else "wants a key"
-            raise SpacError(f"the server at {url} {given}; name its own with --api-key or VLLM_API_KEY") from error
+            problem = "refuses this key" if api_key else "wants a key"
+            raise SpacError(f"the server at {url} {problem}; name its own with --api-key or VLLM_API_KEY") from error
         raise SpacError(f"{address} answers {error.code} {error.reason}; see the log of that server") from error
     except urllib.error.URLError as error:
         raise SpacError(f"no server answers at {url} ({error.reason}); is vllm serve running there?") from error
@@ -104,16 +104,16 @@ class WaitShares:
 
     def add(self, seconds: Sequence[float], now: float | None = None) -> tuple[float | None, ...]:
         """Adds a reading and returns the share of the last minute of each worker; None at the first reading."""
-        now, found = time.monotonic() if now is None else now, tuple(seconds)
-        if self._read and (len(found) != len(self._read[-1][1]) or sum(found) < sum(self._read[-1][1])):
+        now, waits = time.monotonic() if now is None else now, tuple(seconds)
+        if self._read and (len(waits) != len(self._read[-1][1]) or sum(waits) < sum(self._read[-1][1])):
             self._read.clear()  # the server was started again
         while self._read and now - self._read[0][0] > WINDOW:
             self._read.popleft()
         began, before = self._read[0] if self._read else (now, ())
-        self._read.append((now, found))
+        self._read.append((now, waits))
         if now <= began:
-            return (None,) * len(found)
-        return tuple((after - earlier) / (now - began) for after, earlier in zip(found, before, strict=True))
+            return (None,) * len(waits)
+        return tuple((after - earlier) / (now - began) for after, earlier in zip(waits, before, strict=True))
 
 
 def _mean(counted: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: str, count: str) -> str:

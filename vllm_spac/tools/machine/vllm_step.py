@@ -40,9 +40,9 @@ def seconds_per_token(layers: int) -> float:
     Raises:
         SpacError: the engine does not start.
     """
-    given = [sys.executable, "-m", __name__, str(layers)]
+    command = [sys.executable, "-m", __name__, str(layers)]
     try:
-        done = subprocess.run(given, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise SpacError(f"spac: stock vLLM with a tiny model did not answer within {_SECONDS:.0f} s") from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
@@ -99,8 +99,8 @@ def _decode(layers: int) -> float:
             return time.perf_counter() - start
 
         seconds(_TOKENS)  # warm-up
-        found = [(seconds(1 + _TOKENS) - seconds(1)) / _TOKENS for _ in range(_REPEATS)]
-    return statistics.median(found)
+        times = [(seconds(1 + _TOKENS) - seconds(1)) / _TOKENS for _ in range(_REPEATS)]
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

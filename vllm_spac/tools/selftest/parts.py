@@ -96,13 +96,13 @@ def sizes(config: Mapping) -> tuple[int, int]:
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     assert text is not None
     ff = next((value for name in INNER if isinstance(value := text.get(name), int)), _LARGEST[1])
-    found = text.get("hidden_size", _LARGEST[0]), ff
-    d, ff = (max(128, min(int(size), most) // 128 * 128) for size, most in zip(found, _LARGEST, strict=True))
+    widths = text.get("hidden_size", _LARGEST[0]), ff
+    d, ff = (max(128, min(int(size), most) // 128 * 128) for size, most in zip(widths, _LARGEST, strict=True))
     return d, ff
 
 
 def profile_of(gpu: str) -> Costs | None:
     """Returns the packaged profile of a GPU by its name, such as ``NVIDIA GeForce RTX 4090``; None: there is none."""
     plain = re.sub(r"[^a-z0-9]", "", gpu.lower())
-    found = [name for name in names() if name in plain]
-    return Costs.read(max(found, key=len)) if found else None
+    matching = [name for name in names() if name in plain]
+    return Costs.read(max(matching, key=len)) if matching else None

@@ -56,11 +56,11 @@ def compared(variants: Sequence[Variant], engines: Measurer) -> Iterator[CheckOu
     with ThreadPoolExecutor(len(variants)) as pool:
         answers = list(pool.map(lambda variant: _answers(variant, engines), variants))
     stock = answers[0]
-    for variant, found in zip(variants, answers, strict=True):
-        if isinstance(found, str):
-            yield CheckOutcome(Finding(f"tokens, {variant.name}", "problem", f"no answer: {found}", _REMEDY))
-        elif not isinstance(stock, str) and found is not stock:
-            yield _outcome(variant.name, found, stock)
+    for variant, answer in zip(variants, answers, strict=True):
+        if isinstance(answer, str):
+            yield CheckOutcome(Finding(f"tokens, {variant.name}", "problem", f"no answer: {answer}", _REMEDY))
+        elif not isinstance(stock, str) and answer is not stock:
+            yield _outcome(variant.name, answer, stock)
 
 
 _REMEDY = "vllm-spac check; where stock vLLM does not answer either, name another MODEL"
@@ -81,8 +81,8 @@ def _answers(variant: Variant, engines: Measurer) -> _Answers | str:
         with engines.start(variant) as engine:
             if variant.knobs is None:
                 return _Answers([engine.explain(prompt, TOKENS) for prompt in prompts], engine.near_ties)
-            found = [Said(ids=tuple(engine.answer(prompt, TOKENS).ids)) for prompt in prompts]
-            return _Answers(found, engine.near_ties)
+            answers = [Said(ids=tuple(engine.answer(prompt, TOKENS).ids)) for prompt in prompts]
+            return _Answers(answers, engine.near_ties)
     except MeasuringError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\w(Error|Exception)\b", line)]

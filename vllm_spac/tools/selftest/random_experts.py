@@ -81,16 +81,11 @@ def matrix(kind: Format, rows: int, columns: int, rng: torch.Generator) -> tuple
 
 @dataclass(frozen=True)
 class RandomExperts:
-    """A layer's experts as the kernels read them.
+    """A layer's experts as the kernels read them."""
 
-    Attributes:
-        kind: how they are quantised; None: bfloat16.
-        stored: w13 and w2 [experts, ...]; quantised, codes and scales of w13, then of w2.
-        plain: w13 [DISTINCT, 2 * ff, d] and w2 [DISTINCT, d, ff] bfloat16; expert e is that of e % DISTINCT.
-    """
-
-    kind: Format | None
-    stored: tuple[Tensor, ...]
+    kind: Format | None  # how they are quantised; None: bfloat16
+    stored: tuple[Tensor, ...]  # w13 and w2 [experts, ...]; quantised, codes and scales of w13, then of w2
+    # w13 [DISTINCT, 2 * ff, d] and w2 [DISTINCT, d, ff] bfloat16; expert e is that of e % DISTINCT
     plain: tuple[Tensor, Tensor]
 
     @classmethod

@@ -76,49 +76,32 @@ Work = TypeVar("Work")
 
 @dataclass
 class Outcome:
-    """The result of a replay; experts are counted once per layer and step, as in ``metrics.Counters``.
-
-    Attributes:
-        execution: ``slots`` or ``pointers``.
-        prefetch: the prefetcher, with its knobs, or ``off``.
-        hits, misses, cpu: experts that were resident in fast memory, were missing or on their way, or were computed on
-            the CPU.
-        loads: experts copied into slots: on demand (slots; more than misses when parts of a step evict each other's
-            experts), or in the layer that missed them (pointers).
-        prefetches: with slots, experts copied into slots ahead of need; ``prefetch_hits`` were used before they were
-            evicted, ``prefetch_wasted`` were not, and a layer had to wait for ``prefetch_late``, which count as misses.
-            ``prefetch_harmful`` loads are of experts that an unused prefetch had evicted.
-        bytes: bytes of the experts copied into slots.
-        host_loads: loads that host memory beside the store served.
-        streamed_bytes: bytes that layers read from host memory over the bus, without a slot (pointers).
-        seconds: virtual time of all steps; ``bound_seconds``: the least they can take.
-        stall_seconds: the part of ``seconds`` in which fast memory computed no expert although a layer waited for some.
-        tpot, bound_tpot: seconds per token over the steps that emit tokens; None if the trace lacks their number.
-    """
+    """The result of a replay; experts are counted once per layer and step, as in ``metrics.Counters``."""
 
     policy: str
     balancer: str
     slots: int
     share: float
-    execution: str = "slots"
-    prefetch: str = "off"
+    execution: str = "slots"  # or ``pointers``
+    prefetch: str = "off"  # or the prefetcher, with its knobs
     steps: int = 0
-    hits: int = 0
-    misses: int = 0
-    cpu: int = 0
-    loads: int = 0
-    host_loads: int = 0
-    prefetches: int = 0
-    prefetch_hits: int = 0
-    prefetch_late: int = 0
-    prefetch_wasted: int = 0
-    prefetch_harmful: int = 0
-    bytes: int = 0
-    streamed_bytes: int = 0
+    hits: int = 0  # experts that were resident in fast memory
+    misses: int = 0  # missing or on their way
+    cpu: int = 0  # computed on the CPU
+    loads: int = 0  # copied into slots, on demand: more than misses where parts of a step evict each other's experts
+    host_loads: int = 0  # loads that host memory beside the store served
+    prefetches: int = 0  # with slots, copied ahead of need
+    prefetch_hits: int = 0  # of these, used before they were evicted
+    prefetch_late: int = 0  # a layer had to wait; they count as misses
+    prefetch_wasted: int = 0  # evicted before they were used
+    prefetch_harmful: int = 0  # loads of experts that an unused prefetch had evicted
+    bytes: int = 0  # of the experts copied into slots
+    streamed_bytes: int = 0  # that layers read from host memory over the bus, without a slot (pointers)
     parts: int = 0
-    seconds: float = 0.0
-    stall_seconds: float = 0.0
-    bound_seconds: float = 0.0
+    seconds: float = 0.0  # virtual time of all steps
+    stall_seconds: float = 0.0  # the part in which fast memory computed no expert although a layer waited for some
+    bound_seconds: float = 0.0  # the least that all steps can take
+    # tpot, bound_tpot: seconds per token over the steps that emit tokens; None if the trace lacks their number
     tpot: float | None = None
     bound_tpot: float | None = None
     hit_rate: float = field(init=False, default=0.0)

@@ -137,17 +137,17 @@ def build_policy(
             balancer or prefetcher, whose decisions it would have to foresee.
     """
     name, knobs = components.parse(spec)
-    kind, counts, given = components.find("policies", name), None, {}
+    kind, counts, extra = components.find("policies", name), None, {}
     if kind.offline:
         if balancer != "none":
             raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
         if prefetch != "off":
             raise ConfigError(f"policy {name} must know what will be used, and prefetch {prefetch} guesses it")
-        given = {"future": list(future())}
+        extra = {"future": list(future())}
     if kind.needs_calibration:
         counts = take_counts(name, knobs, trace.facts)
     make = partial(kind.of, PolicyContext(slots, trace.facts.top_k, counts, most_drafts(trace)))
-    return components.build_with("policies", name, knobs, make, **given)
+    return components.build_with("policies", name, knobs, make, **extra)
 
 
 def build_balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | None:
@@ -158,8 +158,8 @@ def build_balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balanc
     verifying, drafts = (int(np.count_nonzero(trace.row_kind == ROW_KINDS.index(kind))) for kind in ("verify", "draft"))
     facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
     facts |= {"rates": replace(costs.rates(nbytes), draft=0.0), "gamma": drafts / max(1, verifying)}  # as while serving
-    given = {argument: value for argument, value in facts.items() if argument not in knobs}
-    return components.build_with("balancers", name, knobs, **given)
+    extra = {argument: value for argument, value in facts.items() if argument not in knobs}
+    return components.build_with("balancers", name, knobs, **extra)
 
 
 def most_drafts(trace: Trace) -> int:
@@ -231,13 +231,13 @@ def take_counts(policy: str, knobs: dict[str, Any], facts: TraceFacts) -> np.nda
     Raises:
         ConfigError: neither or both are given, or a file is of a model of another size.
     """
-    given = {kind: knobs.pop(kind) for kind in ("trace", "calibration") if kind in knobs}
-    if len(given) != 1:
+    sources = {kind: knobs.pop(kind) for kind in ("trace", "calibration") if kind in knobs}
+    if len(sources) != 1:
         raise ConfigError(
             f"policy {policy} needs to know how often each expert is used: name a trace, {policy}@trace=FILE, or a "
             f"calibration, {policy}@calibration=FILE"
         )
-    [(kind, paths)] = given.items()
+    [(kind, paths)] = sources.items()
     total = np.zeros((facts.layers, facts.experts), dtype=np.int64)
     for path in paths if isinstance(paths, tuple) else (paths,):
         counts = _counts(kind, str(path))

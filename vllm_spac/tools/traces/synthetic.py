@@ -64,8 +64,8 @@ def decoded(
     rows = start[:, :, None] + np.arange(drafts + 1)  # [requests, steps, rows]
 
     def by_layer(values: np.ndarray) -> np.ndarray:
-        found = values[np.arange(requests)[:, None, None], rows]
-        return found.transpose(1, 3, 0, 2, 4).reshape(-1, facts.top_k)
+        chosen = values[np.arange(requests)[:, None, None], rows]
+        return chosen.transpose(1, 3, 0, 2, 4).reshape(-1, facts.top_k)
 
     kind = "verify" if drafts else "decode"
     row_kind = ([ROW_KINDS.index(kind)] + [DRAFT] * drafts) * requests

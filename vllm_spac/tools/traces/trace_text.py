@@ -28,20 +28,13 @@ from vllm_spac.recording.trace_file import ACCEPTED, DRAFT, PADDING, PREFILL, RE
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Text rows of a trace, one sequence behind the other.
-
-    Attributes:
-        ids: uint8 or uint16 [tokens, layers, top_k].
-        weights: float16 of the same shape, or None if the trace has none.
-        start: int64 [sequences + 1], where each sequence begins.
-        rows: rows of the trace, those that are no text included.
-    """
+    """Text rows of a trace, one sequence behind the other."""
 
     experts: int
-    ids: np.ndarray
-    weights: np.ndarray | None
-    start: np.ndarray
-    rows: int
+    ids: np.ndarray  # uint8 or uint16 [tokens, layers, top_k]
+    weights: np.ndarray | None  # float16 of the same shape, or None if the trace has none
+    start: np.ndarray  # int64 [sequences + 1], where each sequence begins
+    rows: int  # rows of the trace, those that are no text included
 
     @classmethod
     def of(cls, trace: Trace) -> Text:

@@ -22,17 +22,11 @@ from vllm_spac.recording.metrics import Counters
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Reads that began together and finish together.
+    """Reads that began together and finish together."""
 
-    Attributes:
-        fixed: seconds left in which the bandwidth is not used.
-        work: seconds left after that, if the reads had the whole bandwidth.
-        weight: their share of the bandwidth, relative to other flows.
-    """
-
-    fixed: float
-    work: float
-    weight: int = 1
+    fixed: float  # seconds left in which the bandwidth is not used
+    work: float  # seconds left after that, if the reads had the whole bandwidth
+    weight: int = 1  # their share of the bandwidth, relative to other flows
 
     @property
     def done(self) -> bool:

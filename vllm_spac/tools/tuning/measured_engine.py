@@ -26,8 +26,8 @@ def main(job: dict) -> None:
     print(json.dumps(_facts(llm)), file=answers)
     for line in sys.stdin:
         asked = json.loads(line)
-        said = _explained if asked["explain"] else _answered
-        print(json.dumps(said(llm, _ids(llm, asked["prompt"], job["prompt_tokens"]), asked["tokens"])), file=answers)
+        answer = _explained if asked["explain"] else _answered
+        print(json.dumps(answer(llm, _ids(llm, asked["prompt"], job["prompt_tokens"]), asked["tokens"])), file=answers)
 
 
 def _start(job: dict) -> Any:
@@ -56,8 +56,8 @@ def _facts(llm: Any) -> dict:
     import vllm_spac
     from vllm_spac.integration.hooks.device import is_cpu
 
-    given = llm.llm_engine.vllm_config.additional_config
-    stores = [worker["store"] for worker in vllm_spac.stats(llm)["workers"]] if "spac" in given else [""]
+    config = llm.llm_engine.vllm_config.additional_config
+    stores = [worker["store"] for worker in vllm_spac.stats(llm)["workers"]] if "spac" in config else [""]
     process = psutil.Process()
     processes = [process, *process.children(recursive=True)]
     dtype = llm.llm_engine.vllm_config.model_config.dtype
@@ -86,13 +86,13 @@ def _answered(llm: Any, ids: Sequence[int], tokens: int) -> dict:
 
 def _explained(llm: Any, ids: Sequence[int], tokens: int) -> dict:
     """Returns a ``Said``: the second best token at each place, and how far it is from the best."""
-    said = _generated(llm, ids, tokens, logprobs=2).outputs[0]
+    answer = _generated(llm, ids, tokens, logprobs=2).outputs[0]
     second, gap = [], []
-    for place in said.logprobs:
+    for place in answer.logprobs:
         best, other = sorted(place.items(), key=lambda item: item[1].rank)[:2]
         second.append(other[0])
         gap.append(best[1].logprob - other[1].logprob)
-    return {"ids": list(said.token_ids), "second": second, "gap": gap}
+    return {"ids": list(answer.token_ids), "second": second, "gap": gap}
 
 
 def _generated(llm: Any, ids: Sequence[int], tokens: int, **options: Any) -> Any:

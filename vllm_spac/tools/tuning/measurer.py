@@ -31,15 +31,11 @@ class MeasuringError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The greedy answer to one prompt, alone in the engine.
-
-    Attributes:
-        seconds: from the request to the last token; ``first_token``: to the first.
-    """
+    """The greedy answer to one prompt, alone in the engine."""
 
     ids: Sequence[int]
-    seconds: float
-    first_token: float
+    seconds: float  # from the request to the last token
+    first_token: float  # to the first
 
     @property
     def rate(self) -> float:

@@ -24,23 +24,16 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class Comparison:
-    """A variant and the default in turns.
-
-    Attributes:
-        rates: tokens per second of the default and of the variant.
-        first_token: seconds of the variant.
-        said: the default's answers; ids: the variant's.
-        near_ties: whether they may differ where two tokens are close.
-        problem: why it ended early, with the end of the engine's log.
-    """
+    """A variant and the default in turns."""
 
     variant: Variant
+    # tokens per second of the default and of the variant
     rates: list[tuple[float, float]] = field(default_factory=list)
-    first_token: list[float] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
-    ids: list[Sequence[int]] = field(default_factory=list)
-    near_ties: bool = False
-    problem: str = ""
+    first_token: list[float] = field(default_factory=list)  # seconds of the variant
+    said: list[Said] = field(default_factory=list)  # the default's answers
+    ids: list[Sequence[int]] = field(default_factory=list)  # the variant's
+    near_ties: bool = False  # whether they may differ where two tokens are close
+    problem: str = ""  # why it ended early, with the end of the engine's log
 
     @property
     def tokens(self) -> Tokens:
@@ -63,10 +56,10 @@ class Comparison:
             return None
         return Ratio.of([other / default for default, other in self.rates])
 
-    def add(self, said: Said, default: Answer, other: Answer) -> None:
+    def add(self, explained: Said, default: Answer, other: Answer) -> None:
         self.rates.append((default.rate, other.rate))
         self.first_token.append(other.first_token)
-        self.said.append(said)
+        self.said.append(explained)
         self.ids.append(other.ids)
 
     def __str__(self) -> str:
@@ -150,17 +143,17 @@ class Session:
     @property
     def default_rates(self) -> list[float]:
         """Tokens per second of the default, in all turns."""
-        return [default for found in self.found for default, _ in found.rates]
+        return [default for each in self.found for default, _ in each.rates]
 
     @property
     def best(self) -> Comparison | None:
         """What was the fastest so far; None: nothing was faster than the default."""
-        return self._certain or _fastest([found for found in self.found if (found.speed or 0) > 1])
+        return self._certain or _fastest([each for each in self.found if (each.speed or 0) > 1])
 
     @property
     def _certain(self) -> Comparison | None:
         """The fastest of what is faster by its whole interval."""
-        return _fastest([found for found in self.found if found.ratio is not None and found.ratio.is_faster])
+        return _fastest([each for each in self.found if each.ratio is not None and each.ratio.is_faster])
 
     @property
     def choice(self) -> Variant:
@@ -173,7 +166,7 @@ class Session:
         """Whether the time was too short to keep anything, the default included."""
         if self.choice is not self._default:
             return False
-        short = [found for found in self.found if found.ratio is None and not found.wrong and not found.problem]
+        short = [each for each in self.found if each.ratio is None and not each.wrong and not each.problem]
         again = self.last is not None and self.last.ratio is None and not self.last.wrong
         return bool(self.untried or short) or again
 
@@ -194,40 +187,40 @@ class Session:
 
     def errors(self) -> Iterator[str]:
         """Yields a sentence on each variant whose tokens were wrong."""
-        for found in (*self.found, self.last):
-            if found is not None and found.wrong:
+        for each in (*self.found, self.last):
+            if each is not None and each.wrong:
                 yield (
-                    f"{found.variant.name}: tokens are {found.tokens}; it is never kept; please report this with the "
+                    f"{each.variant.name}: tokens are {each.tokens}; it is never kept; please report this with the "
                     "command and the model"
                 )
 
-    def _compare(self, found: Comparison, until: float, end: float) -> None:
+    def _compare(self, comparison: Comparison, until: float, end: float) -> None:
         """Adds turns until ``until``, or for the fewest until ``end``; the default's failure is an error."""
-        variant, begin = found.variant, self.spent
+        variant, begin = comparison.variant, self.spent
         asked, size = variant, 1 if self._kept else _OF_START
         self._show(variant)
         try:
             with self._running(variant) if self._kept else nullcontext() as mine:
                 for order in orders(0):
-                    if not self._goes_on(found, until, end):
+                    if not self._goes_on(comparison, until, end):
                         break
-                    places = [(len(found.rates) + n) % len(self._prompts) for n in range(size)]
+                    places = [(len(comparison.rates) + n) % len(self._prompts) for n in range(size)]
                     answers: dict[int, list[Answer]] = {}
                     for which in order:
                         asked, kept = ((self._default, self._kept), (variant, mine))[which]
                         with self._running(asked, kept) as engine:
                             answers[which] = [engine.answer(self._prompts[place], self._tokens) for place in places]
-                            self._learn(found, engine, which, places, answers[which])
+                            self._learn(comparison, engine, which, places, answers[which])
                     for place, default, other in zip(places, answers[0], answers[1], strict=True):
-                        found.add(self._said[place], default, other)
+                        comparison.add(self._said[place], default, other)
                     self._show(variant)
         except MeasuringError as error:
             if asked is self._default:
                 raise
-            found.problem = str(error)
-        if len(found.rates) >= FEWEST:
-            self._least = max(self._least, (self.spent - begin) * FEWEST / len(found.rates))
-        self._report(f"{found}; {self._left}")
+            comparison.problem = str(error)
+        if len(comparison.rates) >= FEWEST:
+            self._least = max(self._least, (self.spent - begin) * FEWEST / len(comparison.rates))
+        self._report(f"{comparison}; {self._left}")
 
     @property
     def _left(self) -> str:
@@ -236,19 +229,19 @@ class Session:
     def _show(self, variant: Variant) -> None:
         self._tell(f"{variant.name}, in turns with the default; {self._left}", self.spent)
 
-    def _goes_on(self, found: Comparison, until: float, end: float) -> bool:
-        ratio = found.ratio
-        if found.wrong or len(found.rates) >= MOST or (ratio is not None and ratio.high < 1):
+    def _goes_on(self, comparison: Comparison, until: float, end: float) -> bool:
+        ratio = comparison.ratio
+        if comparison.wrong or len(comparison.rates) >= MOST or (ratio is not None and ratio.high < 1):
             return False
-        return self.spent < (until if len(found.rates) >= FEWEST else end)
+        return self.spent < (until if len(comparison.rates) >= FEWEST else end)
 
     def _learn(
-        self, found: Comparison, engine: Engine, which: int, places: Sequence[int], answers: Sequence[Answer]
+        self, comparison: Comparison, engine: Engine, which: int, places: Sequence[int], answers: Sequence[Answer]
     ) -> None:
         """Learns what the default answers, with the second best tokens, or whether near-ties are the variant's."""
         if which:
-            same = found.variant.drafts is None and not found.variant.rounds and engine.on_cpu
-            found.near_ties = not same and (engine.near_ties or found.variant.rounds)
+            same = comparison.variant.drafts is None and not comparison.variant.rounds and engine.on_cpu
+            comparison.near_ties = not same and (engine.near_ties or comparison.variant.rounds)
             return
         for place, answer in zip(places, answers, strict=True):
             if place not in self._said:
@@ -267,8 +260,8 @@ class Session:
             yield engine
 
 
-def _fastest(found: Sequence[Comparison]) -> Comparison | None:
-    return max(found, key=lambda each: each.speed or 0, default=None)
+def _fastest(comparisons: Sequence[Comparison]) -> Comparison | None:
+    return max(comparisons, key=lambda each: each.speed or 0, default=None)
 
 
 def minutes(seconds: float) -> str:

@@ -12,16 +12,11 @@ from vllm_spac.tools.planning.planned_memory import NGRAM
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to serve.
-
-    Attributes:
-        knobs: of the plugin; None: stock vLLM, for ``check --engines`` alone.
-        drafts: vLLM's ``speculative_config``; None: no drafts.
-    """
+    """One way to serve."""
 
     name: str
-    knobs: Mapping[str, Knob] | None
-    drafts: Mapping[str, Any] | None = None
+    knobs: Mapping[str, Knob] | None  # of the plugin; None: stock vLLM, for ``check --engines`` alone
+    drafts: Mapping[str, Any] | None = None  # vLLM's ``speculative_config``; None: no drafts
 
     @property
     def rounds(self) -> bool:
@@ -41,27 +36,27 @@ def variants(
         resident: whether the default has a slot for every expert: then drafts alone can be faster.
     """
     base: dict[str, Knob] = {} if slots is None else {"slots": slots}
-    found = [Variant(DEFAULT, base)]
+    ways = [Variant(DEFAULT, base)]
     if rounding and not resident:
         # scaled.md: 2.17 times a cache alone with the proportions of an RTX 4090, and drafts beside it add nothing;
         # gpu.md: never on an H100. Named, since ``auto`` would compare by itself meanwhile.
-        found.append(Variant("CPU experts", base | {"store": "host", "cpu_experts": "waterfill"}))
+        ways.append(Variant("CPU experts", base | {"store": "host", "cpu_experts": "waterfill"}))
     # speculation_real.md: an EAGLE-3 head 1.15 times no drafts, and n-grams 1.12, chosen in each step by the guard.
     if drafts is not None:
         name = f"drafts={drafts.get('method')} {drafts.get('num_speculative_tokens', '')}".strip()
-        found.append(Variant(name, base, drafts))
+        ways.append(Variant(name, base, drafts))
         # prefetch.md: 1.15 times the same drafts, where the draft model is a rounded copy of the model.
         if drafts.get("method") == "draft_model" and not resident:
-            found.append(Variant(f"{name}, prefetch=shadow", base | {"prefetch": "shadow", "guard": "off"}, drafts))
+            ways.append(Variant(f"{name}, prefetch=shadow", base | {"prefetch": "shadow", "guard": "off"}, drafts))
     if drafts is None or drafts.get("method") != "ngram":
-        found.append(Variant("drafts=ngram 4", base, NGRAM))
+        ways.append(Variant("drafts=ngram 4", base, NGRAM))
     if not gpu and not resident:  # the device decides on a GPU (gpu.md), with neither of these
         # scaled.md: ``reuse``, the default, took longer than it with half of the experts in slots.
-        found.append(Variant("policy=layer_lru", base | {"policy": "layer_lru"}))
+        ways.append(Variant("policy=layer_lru", base | {"policy": "layer_lru"}))
         # tuned.md (its JSON): the one number of threads that was not slower than the default under either limit.
-        found.append(Variant("io_threads=8", base | {"io_threads": 8}))
+        ways.append(Variant("io_threads=8", base | {"io_threads": 8}))
     if not resident:
         # recall.md: the next layer's router, untrained, knows three of four experts. Last, since loads are longer than
         # layers (scaled.md: 0.98). Trained predictors, which need a file, do not pay (prefetch.md).
-        found.append(Variant("prefetch=gate", base | {"prefetch": "gate"}))
-    return found
+        ways.append(Variant("prefetch=gate", base | {"prefetch": "gate"}))
+    return ways
