@@ -59,9 +59,8 @@ class Hints(RuleBasedStateMachine):
         store = content()
         self.worker = Worker(bytes(32), lambda _: kernel, lambda *_: store, 1 << 20)
         self.pool = ExpertPool(service, store, kernel, 1 << 20)
-        limits = Limits(hidden=HIDDEN, top_k=TOP_K, experts=EXPERTS, expert_bytes=SHAPE.expert_bytes)
-        hosted = HostedLayers(lambda _: kernel, lambda *_: store, 1 << 20)
-        hosted.service, hosted.store, hosted.pool, hosted.limits = service, store, self.pool, limits
+        hosted = HostedLayers(service, store, lambda _: kernel, 1 << 20)
+        hosted.pool = self.pool
         self.worker._session = _Session(PEER, EPOCH, "engine", hosted)
         self.said: list[tuple[bytes, bytes]] = []
         self.worker._send = lambda peer, message: self.said.append(message) is None  # type: ignore[method-assign]

@@ -491,7 +491,7 @@ CACHELESS = {"policy": "drop", "slots": "2k", "hints": True}
 
 def pools(places: Threads) -> list[ExpertPool]:
     hosted = [running.worker._session.hosted for running in places.running if running.worker._session is not None]
-    return [each.pool for each in hosted if each.pool is not None]
+    return [each.pool for each in hosted if each is not None and each.pool is not None]
 
 
 def read(found: WorkerClient, places: Threads) -> None:

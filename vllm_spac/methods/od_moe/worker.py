@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,85 +55,67 @@ class WorkerAnswer(NamedTuple):
 
 
 class HostedLayers:
-    """The layers that a worker serves for one engine; none before it said which.
+    """The layers that a worker serves for one engine.
 
     Args:
-        kernel, store, memory: as of ``Worker``.
-
-    Attributes:
-        limits: of the engine's frames.
+        store: has their experts; owned.
+        memory: bytes that slots may take.
     """
 
-    def __init__(
-        self, kernel: Callable[[Service], Kernel], store: Callable[[MoEShape, str], ExpertStore], memory: int
-    ) -> None:
-        self._kernel, self._open_store, self._memory = kernel, store, memory
-        self.service: Service | None = None
-        self.store: ExpertStore | None = None
-        self.pool: ExpertPool | None = None
-        self.limits = Limits()
+    def __init__(self, service: Service, store: ExpertStore, kernel: Callable[[Service], Kernel], memory: int) -> None:
+        self.service, self.limits = service, service.limits  # of the engine's frames
+        self._store, self._kernel, self._memory = store, kernel, memory
+        self.pool: ExpertPool | None = None  # once it is filled
 
     def answer(self, frame: Frame) -> WorkerAnswer:
         """Does what the engine asks for; ``SpacError`` if it cannot be done."""
-        kind = frame.header.kind
-        if kind == FrameKind.SERVE:
-            return self._serve(frame.text(Service))
-        if kind not in _HANDLERS:
-            raise SpacError(f"spac: a worker is asked for {kind.name}")
-        if self.service is None or self.store is None:
-            raise SpacError("spac: a worker is asked before it was told what to serve")
-        return _HANDLERS[kind](self, self.service, self.store, frame)
+        if (handler := _HANDLERS.get(frame.header.kind)) is None:
+            raise SpacError(f"spac: a worker is asked for {frame.header.kind.name}")
+        return handler(self, frame)
 
     def hint(self, frame: Frame) -> None:
         """Reads ahead what the engine expects to need. It does not wait: a hint that cannot be used is dropped."""
-        header, service, pool = frame.header, self.service, self.pool
-        if service is None or pool is None or not service.hints or header.fingerprint != service.digest:
+        header = frame.header
+        if self.pool is None or not self.service.hints or header.fingerprint != self.service.digest:
             logger.warning("spac: a hint about experts that this worker does not serve; dropped")
             return
         try:
-            pool.hint(header.step, header.layer, header.sequence, frame.experts())
+            self.pool.hint(header.step, header.layer, header.sequence, frame.experts())
         except SpacError as error:
             logger.warning("%s; dropped", error)
 
-    def close(self) -> None:
-        """Stops the threads, and closes the store."""
-        if self.pool is not None:
-            self.pool.close()  # and the store
-        elif self.store is not None:
-            self.store.close()
-        self.pool = self.store = self.service = None
-
-    def _serve(self, service: Service) -> WorkerAnswer:
-        if self.service != service or self.store is None:
-            self.close()
-            self.store = self._open_store(service.shape, service.fingerprint)
-            self.service, self.limits = service, service.limits
-        held = np.packbits([self.store.holds(key) for key in service.keys])
+    def held(self) -> WorkerAnswer:
+        """Says which experts are stored."""
+        held = np.packbits([self._store.holds(key) for key in self.service.keys])
         return WorkerAnswer(FrameKind.HELD, text_payload(Held(held.tobytes())))
 
-    def _put(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
-        if (key := frame.header.layer) not in service.keys:
+    def close(self) -> None:
+        """Stops the threads, and closes the store."""
+        (self._store if self.pool is None else self.pool).close()  # the pool closes the store
+
+    def _put(self, frame: Frame) -> WorkerAnswer:
+        if (key := frame.header.layer) not in self.service.keys:
             raise SpacError(f"spac: expert {key} belongs to another worker")
-        store.put(key, frame.expert(store.shape))
+        self._store.put(key, frame.expert(self._store.shape))
         return WorkerAnswer(FrameKind.STORED)
 
-    def _drop(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
-        store.drop(frame.header.layer)
+    def _drop(self, frame: Frame) -> WorkerAnswer:
+        self._store.drop(frame.header.layer)
         return WorkerAnswer(FrameKind.DROPPED)
 
-    def _fill(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
+    def _fill(self, frame: Frame) -> WorkerAnswer:
         if self.pool is None:
-            self.pool = ExpertPool(service, store, self._kernel(service), self._memory)
-        speed = self.pool.speed(service.dtype) if service.divides else None
+            self.pool = ExpertPool(self.service, self._store, self._kernel(self.service), self._memory)
+        speed = self.pool.speed(self.service.dtype) if self.service.divides else None
         return WorkerAnswer(FrameKind.READY, text_payload(Ready(self.pool.slots, speed)))
 
-    def _fetch(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
-        tensors = {name: rows[0] for name, rows in allocate(store.shape.tensors, 1, "cpu").items()}
-        store.read(frame.header.layer, tensors)
-        return WorkerAnswer(FrameKind.EXPERT, expert_payload(store.shape, tensors))
+    def _fetch(self, frame: Frame) -> WorkerAnswer:
+        tensors = {name: rows[0] for name, rows in allocate(self._store.shape.tensors, 1, "cpu").items()}
+        self._store.read(frame.header.layer, tensors)
+        return WorkerAnswer(FrameKind.EXPERT, expert_payload(self._store.shape, tensors))
 
-    def _run(self, service: Service, store: ExpertStore, frame: Frame) -> WorkerAnswer:
-        header = frame.header
+    def _run(self, frame: Frame) -> WorkerAnswer:
+        header, service = frame.header, self.service
         if self.pool is None or header.fingerprint != service.digest or header.hidden != service.hidden:
             raise SpacError("spac: a worker is asked for rows of experts that it does not serve")
         weights, ids = frame.pairs()
@@ -145,7 +127,7 @@ class HostedLayers:
         return WorkerAnswer(FrameKind.ROWS, raw(out) + resident_payload(resident), {**sizes, "top_k": len(resident)})
 
 
-_HANDLERS: dict[FrameKind, Callable[[HostedLayers, Service, ExpertStore, Frame], WorkerAnswer]] = {
+_HANDLERS: dict[FrameKind, Callable[[HostedLayers, Frame], WorkerAnswer]] = {
     FrameKind.PUT: HostedLayers._put,
     FrameKind.DROP: HostedLayers._drop,
     FrameKind.FILL: HostedLayers._fill,
@@ -154,13 +136,19 @@ _HANDLERS: dict[FrameKind, Callable[[HostedLayers, Service, ExpertStore, Frame],
 }
 
 
-class _Session(NamedTuple):
+@dataclass
+class _Session:
     """One engine."""
 
     peer: bytes
     epoch: int
     engine: str  # its own name, by which it returns with a new connection
-    hosted: HostedLayers
+    hosted: HostedLayers | None = None  # once it has said which layers
+
+    def close(self) -> None:
+        hosted, self.hosted = self.hosted, None
+        if hosted is not None:
+            hosted.close()
 
 
 class Worker:
@@ -182,7 +170,7 @@ class Worker:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        self._hosted = partial(HostedLayers, kernel, store, memory)
+        self._kernel, self._open_store, self._memory = kernel, store, memory
         self._facts = facts()
         self._session: _Session | None = None
         self._listener = worker_link.WorkerListener(secret)
@@ -213,7 +201,8 @@ class Worker:
         peer, *parts = message
         session = self._session if self._session is not None and self._session.peer == peer else None
         try:
-            frame = decode(parts, Limits() if session is None else session.hosted.limits)
+            hosted = None if session is None else session.hosted
+            frame = decode(parts, Limits() if hosted is None else hosted.limits)
             if frame.header.kind == FrameKind.HELLO:
                 self._meet(peer, frame.header, frame.text(Hello))
             elif session is not None and frame.header.epoch == session.epoch:
@@ -238,26 +227,29 @@ class Worker:
     def _welcome(self, peer: bytes, header: Header, engine: str) -> None:
         before, epoch = self._session, 1 + secrets.randbits(63)
         if before is not None and before.engine == engine:
-            self._session = before._replace(peer=peer, epoch=epoch)  # it keeps what it has
+            before.peer, before.epoch = peer, epoch  # it keeps what it has
         else:
             self._end_session()
-            self._session = _Session(peer, epoch, engine, self._hosted())
+            self._session = _Session(peer, epoch, engine)
         self._answer(peer, replace(header, epoch=epoch), WorkerAnswer(FrameKind.WELCOME))
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.hosted.close()
+            session.close()
 
     def _serve(self, session: _Session, frame: Frame) -> None:
         kind = frame.header.kind
         if kind == FrameKind.LEAVE:
             self._end_session()
         elif kind == FrameKind.HINT:
-            session.hosted.hint(frame)
+            if session.hosted is None:
+                logger.warning("spac: a hint from an engine that has not said what to serve; dropped")
+            else:
+                session.hosted.hint(frame)
         else:
             try:
-                answer = self._count(session) if kind == FrameKind.STATS else session.hosted.answer(frame)
+                answer = self._done(session, frame)
             except Exception as error:  # whatever it is, the engine is told, and computes the rows elsewhere
                 if not isinstance(error, SpacError):
                     logger.exception("spac: a worker failed")
@@ -265,12 +257,24 @@ class Worker:
                 answer = WorkerAnswer(FrameKind.FAILED, text_payload(Refusal(why)))
             self._answer(session.peer, frame.header, answer)
 
-    def _count(self, session: _Session) -> WorkerAnswer:
-        """What this worker counts for an engine; see ``ExpertPool.counts``."""
-        counts: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
-        if session.hosted.pool is not None:
-            counts |= session.hosted.pool.counts()
-        return WorkerAnswer(FrameKind.COUNTS, text_payload(counts))
+    def _done(self, session: _Session, frame: Frame) -> WorkerAnswer:
+        """Does what an engine asks for; ``SpacError`` if it cannot be done."""
+        kind, hosted = frame.header.kind, session.hosted
+        if kind == FrameKind.STATS:
+            counts: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
+            if hosted is not None and hosted.pool is not None:
+                counts |= hosted.pool.counts()
+            return WorkerAnswer(FrameKind.COUNTS, text_payload(counts))
+        if kind == FrameKind.SERVE:
+            service = frame.text(Service)
+            if hosted is None or hosted.service != service:
+                session.close()
+                store = self._open_store(service.shape, service.fingerprint)
+                session.hosted = hosted = HostedLayers(service, store, self._kernel, self._memory)
+            return hosted.held()
+        if hosted is None:
+            raise SpacError("spac: a worker is asked before it was told what to serve")
+        return hosted.answer(frame)
 
     def _answer(self, peer: bytes, to: Header, answer: WorkerAnswer) -> None:
         """Answers ``to``: the same session, step, layer, sequence and fingerprint."""
