@@ -243,7 +243,7 @@ def mass_cut(order: Tensor, held: Tensor, mass: float, least: int = 1) -> int:
 @given(seed=seeds, mass=st.floats(0.01, 0.999))
 def test_mass_cut_is_the_smallest_prefix(seed: int, mass: float) -> None:
     probs, votes, _ = step(seed)
-    held, order = router_mass(rankings.weighted(probs, votes)), Router().rank(probs, votes, EXPERTS)
+    held, order = router_mass(rankings.weighted(probs, votes)), Router().rank(probs, votes, LayerContext())
     count = mass_cut(order, held, mass)
     assert held[order[:count]].sum() >= mass * held.sum() * (1 - 1e-12)
     assert held[order[: count - 1]].sum() < mass * held.sum() * (1 + 1e-12)

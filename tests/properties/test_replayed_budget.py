@@ -369,8 +369,6 @@ def test_a_runtime_in_a_graph_follows_what_is_asked_while_it_serves(monkeypatch,
     graph.replay()  # a dummy run
     assert held.counters.snapshot()["rows"] == 2 * ROWS
     assert "mass_of=selected" in worker.spac_try_budget({"mass": 0.9})["refused"]
-    with pytest.raises(UnsupportedError, match="an evaluation .*--enforce-eager"):
-        worker.spac_evaluate("facts")
 
 
 def test_a_runtime_replays_no_budget_that_its_graph_does_not_hold(monkeypatch) -> None:

@@ -261,10 +261,7 @@ class Worker:
         """Does what an engine asks for; ``SpacError`` if it cannot be done."""
         kind, hosted = frame.header.kind, session.hosted
         if kind == FrameKind.STATS:
-            counts: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
-            if hosted is not None and hosted.pool is not None:
-                counts |= hosted.pool.counts()
-            return WorkerAnswer(FrameKind.COUNTS, text_payload(counts))
+            return self._count(session)
         if kind == FrameKind.SERVE:
             service = frame.text(Service)
             if hosted is None or hosted.service != service:
@@ -275,6 +272,13 @@ class Worker:
         if hosted is None:
             raise SpacError("spac: a worker is asked before it was told what to serve")
         return hosted.answer(frame)
+
+    def _count(self, session: _Session) -> WorkerAnswer:
+        """What this worker counts for an engine; see ``ExpertPool.counts``."""
+        counts: Counts = {"memory_bytes": psutil.Process().memory_info().rss}
+        if session.hosted is not None and session.hosted.pool is not None:
+            counts |= session.hosted.pool.counts()
+        return WorkerAnswer(FrameKind.COUNTS, text_payload(counts))
 
     def _answer(self, peer: bytes, to: Header, answer: WorkerAnswer) -> None:
         """Answers ``to``: the same session, step, layer, sequence and fingerprint."""
