@@ -149,36 +149,13 @@ class BudgetControl(Rerouting):
             self._launches.kind.check_settings(settings)
         ranks = settings.speculate == "off" and (settings.active or self._launches.held)
         ranking = components.find("rankings", settings.ranking).of(self._calibration) if ranks else None
-        self._check(settings)
+        _check(settings, self.layers, self._speculation, self._unweighted, self._weighed_there)
         speculation = None if settings.speculate == "off" else self._speculation
         ranking = None if ranking is None else ranking.to(self._device)
         self._launches.use(settings, ranking, None if speculation is None else speculation.launches)
         if self._on_host is not None:
             self._on_host.use(settings, ranking)
         self.settings, self._parts = settings, (None, [])
-
-    def _check(self, settings: BudgetSettings) -> None:
-        """Refuses what cannot work in this engine; raises as ``change``."""
-        no_votes = "spac: votes=path (--spac-budget) cannot work here: "
-        if settings.votes == "path" and self._unweighted is not None:
-            raise UnsupportedError(f"{no_votes}{self._unweighted}, or use uniform votes")
-        if settings.speculate != "off":
-            if self._speculation is None:
-                raise ConfigError(
-                    f"spac: speculate={settings.speculate} (--spac-speculate) needs a predictor that looks one layer "
-                    "ahead; add --spac-prefetch gate"
-                )
-            self._speculation.check(settings)
-        elif settings.active:
-            if self._weighed_there and settings.votes == "path" and settings.window is not None:
-                raise UnsupportedError(
-                    f"{no_votes}window={settings.window} ranks rows apart, and only the device knows how likely rows "
-                    "are reached; use uniform votes"
-                )
-            if settings.mass is not None:
-                check_mass(settings.mass)
-            for layer in self.layers:
-                check_layer(layer, settings)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -275,3 +252,33 @@ class BudgetControl(Rerouting):
     ) -> tuple[Tensor, Tensor]:
         """``apply`` as launches that a CUDA graph can hold; see ``BudgetLaunches.capture``."""
         return self._launches.capture(index, logits, weights, ids, hidden)
+
+
+def _check(
+    settings: BudgetSettings,
+    layers: Sequence[BudgetedLayer],
+    speculation: Speculation | None,
+    unweighted: str | None,
+    weighed_there: bool,
+) -> None:
+    """Refuses what cannot work in this engine; arguments as of ``BudgetControl``, raises as its ``change``."""
+    no_votes = "spac: votes=path (--spac-budget) cannot work here: "
+    if settings.votes == "path" and unweighted is not None:
+        raise UnsupportedError(f"{no_votes}{unweighted}, or use uniform votes")
+    if settings.speculate != "off":
+        if speculation is None:
+            raise ConfigError(
+                f"spac: speculate={settings.speculate} (--spac-speculate) needs a predictor that looks one layer "
+                "ahead; add --spac-prefetch gate"
+            )
+        speculation.check(settings)
+    elif settings.active:
+        if weighed_there and settings.votes == "path" and settings.window is not None:
+            raise UnsupportedError(
+                f"{no_votes}window={settings.window} ranks rows apart, and only the device knows how likely rows "
+                "are reached; use uniform votes"
+            )
+        if settings.mass is not None:
+            check_mass(settings.mass)
+        for layer in layers:
+            check_layer(layer, settings)
