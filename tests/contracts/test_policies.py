@@ -417,6 +417,19 @@ TestLFU = AgainstDict.TestCase
 TestUtility = AgainstScores.TestCase
 
 
+def test_lfu_ages_those_outside_too() -> None:
+    """Else an expert evicted in its prime would come back as a favourite for ever."""
+    policy = LFU(half_life=8)
+    for key in [1] * 8:
+        use(policy, key)
+    policy.evict(1, ())
+    for key in [2] * 24:  # 1 falls from 4 to 0.5
+        use(policy, key)
+    for key in (3, 3, 1):
+        use(policy, key)
+    assert policy.evict(1, {2}) == [1]
+
+
 @pytest.mark.parametrize("knobs", [{"upper": 0}, {"variant": "mine"}, {"forget": 2}])
 def test_utility_refuses_wrong_knobs_at_once(knobs: dict) -> None:
     with pytest.raises(ValueError, match="use"):

@@ -201,6 +201,10 @@ def test_dummy_runs_are_staged_and_not_counted(made):
     assert pool.snapshot()["bytes"] == {}
 
 
+def test_with_a_slot_for_each_nothing_is_staged(made):
+    assert not made(LAYERS * EXPERTS, store="resident", staged=True).staged
+
+
 def test_what_is_asked_for_again_and_again_moves_in(made):
     """A layer's worth of slots, filled with others: after a few steps every expert that is used is a hit."""
     pool = made(2 * LAYERS)

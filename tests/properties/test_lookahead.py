@@ -558,3 +558,13 @@ def test_a_predictor_of_another_package_may_look_at_layers() -> None:
     assert settings.observes_layers and isinstance(settings.build(3), OfRouters)
     with pytest.raises(ConfigError, match="looks at future, which is not passed on to predictors; use off"):
         PrefetchSettings(prefetch=f"{__name__}:OfTheFuture")
+
+
+def test_a_trained_predictor_needs_its_file() -> None:
+    with pytest.raises(ConfigError, match="prefetch='neural' is trained for a model; use --spac-prefetch neural@file"):
+        PrefetchSettings(prefetch="neural")
+    with pytest.raises(ConfigError, match="neural has no argument 'reach'"):
+        PrefetchSettings.of("neural@reach=2", built=Script())
+    assert PrefetchSettings.of("neural@depth=2", built=Script()).depth == 2
+    with pytest.raises(ConfigError, match="extra of the prefetcher must be from 0 to 1"):
+        PrefetchSettings(extra=1.5)

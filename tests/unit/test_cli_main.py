@@ -277,6 +277,14 @@ def test_a_user_without_a_home_folder_can_name_the_others(homeless, tmp_path: Pa
 
 # -- stats --
 
+
+@pytest.mark.parametrize("name", ["packed", "check"])
+@pytest.mark.parametrize("folder", ["~nouser", "x" * 5000])
+def test_a_folder_that_no_machine_has(name, folder):
+    options = ["--measure", "--expert-bytes", "10000"] if name == "check" else []
+    assert "--disk-dir" in run(name, "--disk-dir", folder, *options, code=1)
+
+
 WORKER = {"mode": "exact", "slots": 16, "expert_bytes": 2048, "hits": 3, "misses": 1, "stall_seconds": 0.5}
 WORKER |= {"bytes": {"disk": 3 << 20}, "steps": {"prefill": 1, "decode": 1234}}
 

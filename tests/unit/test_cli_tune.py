@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -282,6 +283,13 @@ def test_rounding_needs_consent_and_the_server_s_too(tmp_path: Path) -> None:
 def test_bad_options(tmp_path: Path, options: tuple, says: str) -> None:
     text = run(tmp_path, *options, code=1)
     assert says in text and "error:" in text and Imagined.started == []
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    (bare := tmp_path / "bare").mkdir()
+    shutil.copy(TOY / "config.json", bare)
+    assert "has no weights to measure" in run(tmp_path, code=1, model=bare)
+    assert "is not a folder" in run(tmp_path, code=1, model=tmp_path / "absent")
 
 
 def test_prompts_of_the_user_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

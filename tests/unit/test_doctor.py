@@ -19,9 +19,11 @@ from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.system.flaws import METADATA, Flaw
+from vllm_spac.system.machine import cpus_named
 from vllm_spac.tools.machine import gather, installation
 from vllm_spac.tools.machine.checks import OLD_DAYS, diagnose
 from vllm_spac.tools.machine.facts import Device, Disk, Facts, Installation, Library, Model, PackedFolder, System
+from vllm_spac.tools.machine.gather import read_rate
 
 GIB = 1 << 30
 TORCH = Library("2.13.0+cpu", "==2.13.0", fits=True)
@@ -218,6 +220,11 @@ def test_whatever_the_facts_a_fault_has_a_remedy_and_the_rest_has_none(facts: Fa
 # -- facts of this machine --
 
 
+def test_lists_of_cpus() -> None:
+    assert cpus_named("0-2,5|7") == {0, 1, 2, 5, 7} and cpus_named("") == cpus_named("auto") == set()
+    assert (gather.quota_of("150000 100000"), gather.quota_of("max 100000"), gather.quota_of("")) == (1.5, None, None)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     """Two layers of two experts, written by the plugin's own store."""
@@ -243,6 +250,19 @@ def test_packed_folders_are_looked_at(store: DiskStore) -> None:
 
 
 # -- the command --
+
+
+def test_the_disk_is_read(store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [store.path(key) for key in range(4)]
+    assert read_rate(files, tmp_path, seconds=0.05) > 0
+    monkeypatch.setattr("vllm_spac.tools.machine.gather._SCRATCH", 4 << 20)
+    assert (gather.disk(tmp_path / "absent", measure=True).rate or 0) > 0
+    assert not list(tmp_path.glob(".probe-*"))
+
+
+def test_the_system_has_processors_and_memory() -> None:
+    found = gather.system()
+    assert found.cpus and 0 < found.available <= found.total
 
 
 def run(*arguments: object) -> tuple[int, str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_spac.storage.checkpoint.published import published
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.storage.checkpoint.published import find_model, published
 
 CONFIG = published()["Qwen/Qwen3-30B-A3B"] | {"num_hidden_layers": 2}
 TELL = """
@@ -175,3 +176,16 @@ def test_where_no_hub_is_reached_the_copy_of_the_package_serves(tmp_path: Path) 
 def test_eleven_models_have_copies() -> None:
     assert len(published()) == 11 and all("architectures" in config for config in published().values())
     assert published()["casperhansen/mixtral-instruct-awq"]["quantization_config"]["quant_method"] == "awq"
+
+
+def test_what_is_no_checkpoint_is_named_as_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="is a folder without config.json; .*name a folder with config.json"):
+        find_model(str(tmp_path))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(64))
+    for name, says in (
+        (file, "model.gguf is a GGUF file, which is"),
+        (tmp_path, "is a folder of GGUF files, which are"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"{says} not read; name a folder with config.json"):
+            find_model(str(name))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
@@ -187,3 +188,26 @@ def test_layers_that_ran_other_rows() -> None:
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
+
+
+def results() -> dict[str, dict]:
+    one, two = [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]
+    known = samples([[[0, 2], [1, 4]], [[5, 3], [4, 5]]])
+    missed = torch.ones(2, 2, 2).bool()
+
+    class Nowhere(Always):
+        reach = 0
+
+    return {
+        "better": predictor_recall.measure(Always(one, two), known, missed),
+        "worse": predictor_recall.measure(Nowhere(two, one), known, missed),
+    }
+
+
+def test_the_table() -> None:
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(predictor_recall.table(results(), "title", "caption"))
+    first = [line.split()[0] for line in shown.get().splitlines() if len(line.split()) > 3 and "predictor" not in line]
+    assert first == ["worse", "better", "1", "step"], "the lowest first; horizons where there are several"
+    assert "2 of 2" in shown.get()

@@ -67,6 +67,12 @@ def test_one_slot_more_than_fits_is_refused(slots: SlotCount) -> None:
         resolve(slots, shape(), 16 * MIB - 1)
 
 
+def test_too_many_for_the_memory_says_how_much() -> None:
+    with pytest.raises(ConfigError, match=r"32 slots.*32\.0 MiB.*20\.0 MiB") as error:
+        resolve(SlotCount(share=0.5), shape(), 20 * MIB)
+    assert suggestions(error.value)
+
+
 @given(st.integers(1, 40), st.integers(1, 20), st.data())
 @settings(max_examples=examples(200), **BUSY)
 def test_check_per_layer_suggests_a_number_that_works(per_layer: int, experts: int, data: st.DataObject) -> None:
