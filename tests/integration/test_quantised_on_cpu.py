@@ -6,7 +6,6 @@ The kernels run here where ``parity/quantised.py`` says so; vLLM itself selects 
 from __future__ import annotations
 
 import json
-import random
 import sys
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
-from vllm_spac.errors import SpacError
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
 from vllm_spac.integration.loading import managed_load
@@ -126,10 +124,6 @@ def load(layer, given: list[tuple[str, Tensor, str | None, int | None]]) -> None
             param.weight_loader(param, tensor, weight_name=f"experts.{name}", shard_id=shard, expert_id=expert)
 
 
-def is_read(name: str) -> bool:
-    return not name.endswith(("weight_shape", "g_idx"))
-
-
 def stand_in(layer) -> list[int]:
     """Detaches ``layer`` from its model; returns the list that grows when it is packed."""
     packed: list[int] = []
@@ -195,20 +189,6 @@ def test_a_few_experts_are_converted_as_the_whole_layer(scheme: str) -> None:
         assert torch.equal(together.view(torch.uint8), whole[name].data.contiguous().view(torch.uint8)), name
     aliases = {id(param) for param in whole.values()}
     assert len(specs) == len(aliases), "every tensor that the kernel reads is in a slot, once"
-
-
-@pytest.mark.parametrize("scheme", quantised.SCHEMES)
-def test_it_is_packed_when_the_last_tensor_has_come(scheme: str) -> None:
-    layer, given = build(scheme), [part for part in parts(scheme) if is_read(part[0])]
-    packed = stand_in(layer)
-    layer.probe()
-    random.Random(0).shuffle(given)
-    load(layer, given[:-1])
-    assert packed == []
-    load(layer, given[-1:])
-    assert packed == [0]
-    with pytest.raises(SpacError, match="came twice"):
-        load(layer, given[:1])
 
 
 @pytest.mark.parametrize("scheme", quantised.SCHEMES)
