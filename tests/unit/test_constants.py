@@ -12,6 +12,7 @@ import pytest
 
 from vllm_spac.cache import transfers
 from vllm_spac.cache.allowance import PAUSE, PAYS, SETTLE
+from vllm_spac.cache.host_tier import INCLUSIVE_FROM
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs, names
 from vllm_spac.execution.address_table import MAX_EXPERTS
@@ -19,6 +20,7 @@ from vllm_spac.methods.od_moe.wire import MOST_BYTES
 from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.storage.checkpoint.published import published
+from vllm_spac.system import host_memory
 from vllm_spac.tools.selftest import kernel_checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -65,6 +67,9 @@ BOUNDS = {
     "bytes of a message": (MOST_BYTES, max(experts()), 2 * max(experts())),
     # A link of half its width is noted, and one that attains what the H100's does is not.
     "share of the data sheet": (kernel_checks._OF_SHEET, in_place() / 2, in_place()),
+    # Of what slots and host memory hold together, experts that are in both; less would be copied more often.
+    "share that is held twice": (1 / (1 + INCLUSIVE_FROM), 0.1, 0.25),
+    "MADV_PAGEOUT of Linux's mman-common.h": (host_memory._MADV_PAGEOUT, 21, 21),
     "experts of a layer": (MAX_EXPERTS, max(model.experts for model in models()), 1024),
 }
 
