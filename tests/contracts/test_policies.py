@@ -195,16 +195,6 @@ def test_the_last_rows_of_a_prompt_are_as_many_steps(
     assert (at_once._weights == weights).all()
 
 
-def test_reuse_evicts_for_a_new_text_what_the_last_one_used() -> None:
-    policy = components.find("policies", "reuse")()
-    for key in range(4):
-        policy.insert(key)
-    for _ in range(20):
-        policy.observe(np.array([1, 1, 0, 0, 0, 0, 0, 0]))
-    policy.prompted(np.array([[False] * 2 + [True] * 2 + [False] * 4] * 32))
-    assert set(policy.evict(2, Pins(()))) == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("needs", "which"),
     [("needs_layers", ["drop", "layer_lru"]), ("needs_calibration", ["pinned"]), ("offline", ["belady"])],

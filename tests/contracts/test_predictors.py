@@ -126,15 +126,6 @@ def test_scores_are_whole_numbers_one_for_each_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COUNTING)
-def test_the_same_steps_give_the_same_scores(name: str) -> None:
-    one, other = fresh(name), fresh(name)
-    for counts in steps(1):
-        one.observe_step(counts)
-        other.observe_step(counts.copy())
-        assert np.array_equal(one.scores, other.scores)
-
-
-@pytest.mark.parametrize("name", COUNTING)
 def test_neither_counts_nor_earlier_scores_are_written_to(name: str) -> None:
     predictor = fresh(name)
     for counts in steps(2):

@@ -97,22 +97,6 @@ def test_the_device_keeps_what_the_host_would(trees: bool, data: st.DataObject, 
         assert saved[count] == pytest.approx(max(saved), abs=1e-9), "no other number saves more"
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-@given(data=st.data(), made=chooser(), gain=cost)
-def test_all_are_kept_where_none_costs_anything(trees: bool, data: st.DataObject, made: Chooser, gain: float) -> None:
-    drafted = data.draw(batch(trees))
-    found = on_device(made._odds, gain, 0.0, drafted, trees=trees)
-    assert all(count >= len(drafts.tokens) for count, drafts in zip(found, drafted.values(), strict=True))
-
-
-@given(data=st.data(), made=chooser(), gain=st.floats(-1.0, 2.0), loss=cost)
-def test_no_more_are_kept_than_are_allowed(data: st.DataObject, made: Chooser, gain: float, loss: float) -> None:
-    drafted = data.draw(batch(False))
-    most = [data.draw(st.integers(0, len(drafts.tokens))) for drafts in drafted.values()]
-    free, bound = on_device(made._odds, gain, loss, drafted), on_device(made._odds, gain, loss, drafted, most)
-    assert bound == [min(*both) for both in zip(free, most, strict=True)]
-
-
 @given(data=st.data(), made=chooser(), gain=st.floats(-1.0, 2.0), loss=cost)
 def test_what_a_chain_keeps_depends_on_nothing_behind_it(
     data: st.DataObject, made: Chooser, gain: float, loss: float

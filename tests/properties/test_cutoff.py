@@ -26,15 +26,6 @@ def test_it_is_the_largest_that_fits_into_memory_and_time(
     assert cutoff(wanted, missing, slots, reads) == max(fitting)
 
 
-@given(LAYERS, st.integers(0, 40), st.integers(0, 40))
-def test_more_memory_and_more_time_are_never_fewer_layers(layers: list, slots: int, reads: int) -> None:
-    wanted, missing = [w for w, _ in layers], [m for _, m in layers]
-    here = cutoff(wanted, missing, slots, reads)
-    assert here <= min(cutoff(wanted, missing, slots + 1, reads), cutoff(wanted, missing, slots, reads + 1))
-    assert cutoff(wanted, missing, MANY, MANY) == len(layers)
-    assert cutoff(wanted, [0] * len(layers), MANY, 0) == len(layers), "what is there already takes no time"
-
-
 def phase(phases: DraftPhases, capacity: int, asks: list[int]) -> int:
     """A phase that asks for as many reads as it may, at most ``asks`` after each forward; returns how many."""
     keys = iter(range(MANY))

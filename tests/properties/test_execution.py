@@ -219,14 +219,6 @@ def test_what_is_asked_for_again_and_again_moves_in(made):
     assert after["hits"] - before["hits"] == 2 * LAYERS and after["misses"] == before["misses"] > 0
 
 
-def test_prompts_decide_nothing(made):
-    pool, rng = made(6), torch.Generator().manual_seed(0)
-    step = Step((RequestRows(0, 9, RowKind.PREFILL),))
-    used = sum((pool.check(step, rng), pool.settle())[0] for _ in range(3))
-    stats = pool.snapshot()
-    assert not moved(stats, shape()) and stats["misses"] > 0 and stats["hits"] + stats["misses"] == used
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_beside_a_prompt_get_slots_and_the_prompt_none(made, policy):
     """What the first rows need gets slots, and nothing else does; all experts are counted."""

@@ -77,27 +77,6 @@ def away(*given, **knobs) -> Iterator[Away]:
         yield made
 
 
-def test_names_of_a_layer_come_with_its_routing() -> None:
-    with away(16) as made:
-        made.script.says = {0: [(1, (6, 7))], 1: [(2, (5, 6)), (3, (4, 5))]}
-        made.step((5, 6), (6, 7), (5, 6), (4, 5))
-        counters = made.counters
-    assert made.store.order == [5, 6, 14, 15, 21, 22, 28, 29]
-    assert (counters.misses, counters.prefetch_hits) == (2, 6)
-    assert made.script.asked == [START, 0, 1, 2, 3]
-
-
-def test_what_is_named_at_the_start_comes_with_the_first_layer() -> None:
-    """Before it nothing waits; what is named of that layer is too late, and what it names itself is newer."""
-    with away(16) as made:
-        made.script.says = {START: [(0, (6, 7)), (1, (6, 7)), (2, (6, 7))], 0: [(2, (4, 5))]}
-        made.begin()
-        assert made.store.order == [] and made.lane.waits == 0
-        made.layer(0, (0, 1))
-        assert made.store.order == [14, 15, 20, 21]
-        made.end_forward()
-
-
 def test_a_predictor_that_looks_at_no_layer_is_asked_once() -> None:
     with away(16) as made:
         made.script.reach = 0

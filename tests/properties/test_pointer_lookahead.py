@@ -185,15 +185,6 @@ def test_wrong_guesses_are_bounded(made) -> None:
     assert 0 < unused + stats["prefetch_harmful"] < 0.15 * needed
 
 
-def test_the_log_says_once_that_reads_ahead_pause(made, caplog, monkeypatch) -> None:
-    pool = made(6, ahead=ahead_by(predictor(), 1.0))
-    monkeypatch.setattr(pool.admission.offering.allowance, "end_step", lambda: (3, 40))
-    for _ in range(4):
-        pool.check(DECODE, torch.Generator().manual_seed(0))
-    said = [record.message for record in caplog.records if "prefetch=gate pauses" in record.message]
-    assert len(said) == 1 and "layers used 3 of the last 40 experts" in said[0]
-
-
 def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> None:
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
     rng = torch.Generator().manual_seed(0)

@@ -182,17 +182,6 @@ def ready(residency: Residency, *keys: int) -> Placement:
     return placement
 
 
-@pytest.mark.parametrize("call", ["loaded", "failed"])
-def test_answer_for_a_key_that_is_nowhere(call: str) -> None:
-    """``slot_of`` says -1, which numpy takes for the last slot: that one must not become ready by mistake."""
-    residency = Residency(4, 1, LRU())
-    residency.prepare([2])
-    before = snapshot(residency)
-    with pytest.raises(AssertionError):
-        getattr(residency, call)(3)
-    assert snapshot(residency) == before
-
-
 # -- ahead of need -------------------------------------------------------------------------------------------------
 
 SCORES = np.array([0, 1, 2, 3, 2, 1])
@@ -215,14 +204,6 @@ def test_a_read_ahead_takes_the_slot_of_what_is_recycled_and_not_one_of_another_
     residency.check_integrity()
 
 
-def test_admitting_takes_a_free_slot_first() -> None:
-    residency = Residency(6, 2, LRU())
-    ready(residency, 0)
-    assert residency.admit(1, SCORES) == Placement(0, ((1, 1),))
-    assert residency.is_loading(1) and residency.slot_of[0] == 0
-    residency.check_integrity()
-
-
 def test_admitting_takes_the_first_victim_that_scores_less() -> None:
     residency = Residency(6, 3, LRU())
     for key in (2, 1, 0):
@@ -233,41 +214,6 @@ def test_admitting_takes_the_first_victim_that_scores_less() -> None:
     assert residency.admit(1, SCORES) is None, "2 scores more, 4 and 5 are loading"
     assert snapshot(residency) == before
     residency.check_integrity()
-
-
-def test_what_loads_is_no_victim_and_what_is_pinned_neither() -> None:
-    residency = Residency(6, 3, LRU())
-    ready(residency, 0)
-    residency.prepare([0])
-    residency.admit(1, SCORES)
-    residency.admit(2, SCORES)
-    assert residency.admit(3, SCORES) is None
-    before = snapshot(residency)
-    with pytest.raises(LookupError):
-        residency.prepare([4])
-    assert snapshot(residency) == before
-    residency.loaded(1)
-    assert residency.prepare([4]) == Placement(0, ((4, 1),), victims=(1,))
-
-
-def test_admitting_what_has_a_slot() -> None:
-    residency = Residency(6, 3, LRU())
-    residency.admit(1, SCORES)
-    with pytest.raises(AssertionError, match="has a slot"):
-        residency.admit(1, SCORES)
-
-
-def test_exchanging_for_what_the_policy_would_rather_keep() -> None:
-    """LFU gives the newcomer away first, LRU the one that was used longest ago."""
-    for policy, victims in ((LFU(), None), (LRU(), (0,))):
-        residency = Residency(6, 2, policy)
-        for key in (0, 1, 0, 1):
-            ready(residency, key)
-        before = residency.slot_of.copy()
-        placement = residency.exchange(2)
-        assert (placement and placement.victims) == victims
-        assert victims is not None or (residency.slot_of == before).all()
-        residency.check_integrity()
 
 
 @given(

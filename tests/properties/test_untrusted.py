@@ -292,14 +292,6 @@ def test_a_small_trace_of_a_large_model(folder, trace, facts) -> None:
     assert shown.exit_code == 1 and isinstance(shown.exception, SystemExit) and "error:" in shown.output
 
 
-def test_a_small_trace_of_wide_layers(folder) -> None:
-    path = folder / "wide"
-    synthetic_trace(layers=1, experts=300, top_k=2, steps=5).save(path)
-    path.write_bytes(claiming(path.read_bytes(), layers=1024, experts=65535))
-    with pytest.raises(SpacError, match="impossible model"):
-        Trace.load(path)
-
-
 def test_the_largest_model_that_a_trace_may_claim(folder, trace) -> None:
     path = folder / "largest"
     path.write_bytes(claiming(trace, layers=1024, experts=256))

@@ -72,17 +72,6 @@ def test_a_row_that_no_wave_can_hold_is_a_mistake():
         list(waves.row_waves(np.arange(8, dtype=np.int32).reshape(2, 4), 3, 8))
 
 
-@given(layers=st.integers(1, 9), experts=st.integers(1, 20), share=st.floats(0, 1))
-def test_slots_are_filled_with_an_equal_share_of_each_layer(layers, experts, share):
-    slots = round(share * layers * experts)
-    filled = waves.filled_experts(layers, experts, slots)
-    sizes = [len(keys) for keys in filled]
-    assert sum(sizes) == slots and max(sizes) - min(sizes) <= 1
-    assert all(keys == list(range(layer * experts, layer * experts + len(keys))) for layer, keys in enumerate(filled))
-    if slots == layers * experts:
-        assert [key for keys in filled for key in keys] == list(range(slots))
-
-
 @given(
     layers=st.integers(1, 9), experts=st.integers(1, 20), share=st.floats(0, 1), some=st.floats(0, 1), data=st.data()
 )

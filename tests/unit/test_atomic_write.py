@@ -41,11 +41,6 @@ def test_the_new_content_takes_the_place_of_the_old(target: Path, durable: bool)
     assert target.read_text() == "new" and alone(target)
 
 
-def test_a_file_that_was_not_there(tmp_path: Path) -> None:
-    replace(tmp_path / "a")
-    assert (tmp_path / "a").read_text() == "new" and alone(tmp_path / "a")
-
-
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), ValueError("no number")], ids=repr
 )

@@ -69,14 +69,6 @@ def test_no_other_number_of_drafts_saves_more(drafts: Drafted, accepted: float, 
     assert saved(chooser, drafts, chooser.keep("a", drafts)) == pytest.approx(best, abs=1e-9)
 
 
-@given(chances=st.lists(chance, min_size=1, max_size=6), rejected=cost, more=st.floats(0.0, 0.3), dearer=cost)
-def test_surer_drafts_are_kept_for_longer_and_dearer_ones_for_less(chances, rejected, more, dearer) -> None:
-    count = told(0.1, rejected).keep("a", Drafted(range(len(chances)), chances))
-    surer = [min(0.98, each + more) for each in chances]
-    assert told(0.1, rejected).keep("a", Drafted(range(len(chances)), surer)) >= count
-    assert told(0.1, rejected + dearer).keep("a", Drafted(range(len(chances)), chances)) <= count
-
-
 def test_all_are_kept_until_costs_are_known() -> None:
     assert Chooser(8).keep("a", Drafted([1, 2, 3], [0.01, 0.01, 0.01])) == 3
 
@@ -243,16 +235,6 @@ def test_steps_with_good_drafts_are_told_from_others() -> None:
     fixed = min(served(Fixed(count)) for count in range(5))
     oracle = 0.4 * 1.0 / sum(0.95**n for n in range(5)) + 0.6  # not reached: nobody knows which token is wrong
     assert served(Chosen()) < 0.9 * fixed and oracle < fixed
-
-
-def test_no_draft_is_verified_where_none_pays() -> None:
-    chosen = Chosen()
-    served(chosen)
-    for _ in range(300):
-        chosen.tell(0, 4, 0, 20.0)
-        chosen([0.3] * 4)
-    before = chosen.chooser.facts()
-    assert chosen([0.3] * 4) == 0 and chosen.chooser.facts()["verified"] == before["verified"]
 
 
 class Loop:

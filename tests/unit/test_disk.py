@@ -129,16 +129,6 @@ def test_packing_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0, 4)
 
 
-def test_other_fingerprint_holds_nothing(tmp_path: Path) -> None:
-    packed(tmp_path, SHAPE)
-    other = DiskStore(SHAPE, OTHER, tmp_path)
-    assert_holds(other)
-    with pytest.raises(StoreError):
-        other.read(0, blank(SHAPE))
-    other.put(0, expert(SHAPE, 5))
-    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), *range(SHAPE.total))
-
-
 # -- damage ------------------------------------------------------------------------------------------------------
 
 
@@ -202,18 +192,6 @@ def test_file_of_the_wrong_size_is_packed_again_at_once(damage: str, tmp_path: P
     assert_holds(again, 0, 2, 3, 4, 5)
     again.put(1, expert(SHAPE, 1))
     assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), *range(SHAPE.total))
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    store = packed(tmp_path, SHAPE)
-    store.path(1).unlink()
-    with pytest.raises(StoreError, match="restart to pack it again") as error:
-        store.read(1, blank(SHAPE))
-    assert str(store.path(1)) in str(error.value)
-    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
-    assert_holds(again, 0, 2, 3, 4, 5)
-    again.put(1, expert(SHAPE, 1))
-    assert_holds(again, *range(SHAPE.total))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------
@@ -297,15 +275,6 @@ def test_no_room(count: int, tmp_path: Path, free: Callable[[int], None]) -> Non
     store.reserve(0)
     free(2**40)
     store.reserve(5000)
-
-
-@pytest.mark.parametrize("below", ["", "below", "further/below"])
-def test_folder_is_a_file(below: str, tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    folder = tmp_path / "taken" / below
-    with pytest.raises(StoreError, match="--spac-disk-dir") as error:
-        DiskStore(SHAPE, FINGERPRINT, folder)
-    assert str(folder) in str(error.value)
 
 
 def test_missing_folders_are_made_and_nothing_else_is_left_in_them(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,12 +34,6 @@ def test_a_guess_names_the_best_of_each_row_and_those_of_more_rows_first() -> No
     made = expected()
     made.name(guess(1, row(3, 1), row(5, 1), row(1, 5)))
     assert list(made.ranked()) == [EXPERTS + e for e in (1, 5, 3)] and soon(made) == [7, 9, 11]
-
-
-def test_equal_scores_go_to_the_lower_expert() -> None:
-    made = expected()
-    made.name(Guess(0, torch.zeros(1, EXPERTS)))
-    assert list(made.ranked()) == [0, 1]
 
 
 def test_one_guess_about_all_layers_is_ranked_by_distance() -> None:
@@ -102,14 +95,6 @@ def test_until_a_key_are_those_of_its_layer_and_of_nearer_ones() -> None:
     assert [key for key in range(LAYERS * EXPERTS) if key in until] == [6, 16, 17, 22, 23]
 
 
-def test_clear() -> None:
-    made = expected()
-    made.enter(1, np.array([0]))
-    made.name(guess(2, row(4, 5)))
-    made.clear()
-    assert not soon(made) and not list(made.ranked()) and made.distance(0) == 1
-
-
 @given(st.data())
 def test_named_and_used_are_all_that_is_expected(data: st.DataObject) -> None:
     """Whatever the order of layers and guesses; ranked keys are named ones, nearest first."""
@@ -132,13 +117,6 @@ def test_named_and_used_are_all_that_is_expected(data: st.DataObject) -> None:
         assert [made.distance(key) for key in ranked] == sorted(made.distance(key) for key in ranked)
         assert sorted(ranked) == [key for key in soon(made) if key // EXPERTS != running]
         assert all(made.distance(key) == (key // EXPERTS - running) % LAYERS or running < 0 for key in soon(made))
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_scores_of_any_type(rows: int) -> None:
-    made = expected()
-    made.name(Guess(0, torch.tensor([[0, 3, 1, 2, 0, 0]]).expand(rows, -1)))
-    assert list(made.ranked()) == [1, 3]
 
 
 def test_a_layer_that_was_left_is_guessed_for_its_next_run() -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -160,16 +156,6 @@ def test_a_lost_worker_s_experts_go_to_the_others_of_its_group(client) -> None:
     assert_right(found, 1, rows=8, seed=8)
     assert lost.rows > before, "it is asked again"
     assert found.shares.elsewhere == 0
-
-
-def test_a_group_that_is_lost_leaves_its_experts_to_this_process(client) -> None:
-    places = Threads(2)
-    found = client(places, size=2)
-    places.may_return = False
-    for running in places.running:
-        running.end()
-    assert_right(found, 3, rows=5)
-    assert found.shares.elsewhere >= 5
 
 
 def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
@@ -573,15 +559,6 @@ def test_hints_that_cannot_be(client) -> None:
         assert_right(found, layer, seed=layer, step=6)
 
 
-def test_hints_are_for_a_service_with_hints(client) -> None:
-    places = Threads(1)
-    found = client(places)
-    found.hint(1, 0, np.array([0, 1]))
-    read(found, places)
-    assert counts_of(found)["expert_workers"]["worker-0"]["hints"] == 0
-    assert_right(found, 0)
-
-
 def test_a_hint_to_a_lost_worker_is_dropped(client) -> None:
     places = Threads(1)
     found = client(places, **CACHELESS)
@@ -632,29 +609,6 @@ def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
     after = counts_of(found)["expert_workers"]["worker-0"]
     assert after["hits"] > before["worker-0"]["hits"] and after["losses"] == after["readmissions"] == 0
     assert found.shares.dropped == 0, "what workers count is no answer of a layer"
-
-
-def test_a_stopped_process_stays_in_while_its_connection_stands(client) -> None:
-    """Heartbeats find it after 5 s, and no look before."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("worker_threads.py"))]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    places = Threads(2)
-    addresses = [f"tcp://127.0.0.1:{int(process.stdout.readline())}", places.addresses()[1]]
-    places.addresses = lambda: addresses  # type: ignore[method-assign]
-    try:
-        found = client(places)
-        assert_right(found, 0)
-        process.send_signal(signal.SIGSTOP)
-        looks = [found.counts()["expert_workers"]["worker-0"] for _ in range(3) if not assert_right(found, 1, step=2)]
-        process.send_signal(signal.SIGCONT)
-        assert [look["present"] for look in looks] == [1, 1, 1]
-        assert_right(found, 0, step=3)
-        of_it = counts_of(found)["expert_workers"]["worker-0"]
-        assert (of_it["present"], of_it["losses"], of_it["readmissions"]) == (1, 0, 0) and of_it["hits"] > 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:

@@ -108,25 +108,6 @@ def test_a_batch_of_misses_evicts_whom_single_misses_would(keys: list[int], laye
     assert together.evict(len(newcomers), newcomers) == expected
 
 
-def test_without_layers_it_is_lru() -> None:
-    policies = LRU(), LayerLRU()
-    for policy in policies:
-        for key in (3, 1, 4, 5, 2, 6, 20):
-            policy.insert(key)
-        for key in (1, 5):
-            policy.touch(key)
-    assert policies[0].evict(7, ()) == policies[1].evict(7, ())
-
-
-def test_what_was_held_before_the_first_layer_keeps_its_age() -> None:
-    policy = LayerLRU()
-    for key in (1, 9, 0, 8, 17):
-        policy.insert(key)
-    policy.touch(1)
-    policy.enter(range(EXPERTS))
-    assert policy.evict(2, ()) == [0, 1], "those of layer 0, in the order of their use"
-
-
 def test_standing_takes_from_the_layer_that_holds_most() -> None:
     policy = LayerLRU()
     policy.enter(range(EXPERTS))

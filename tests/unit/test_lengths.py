@@ -82,24 +82,6 @@ def test_drafts_that_pay_stay_long(noise) -> None:
         assert run.chooser.facts()["speedup"] > 2.5
 
 
-def test_a_free_draft_is_found_beside_a_dear_one() -> None:
-    """Costs that are no line: by so many seconds for each draft, two cost too much and none would be made."""
-    for seed in range(3):
-        run = play(2, lambda made, d: (1, 1, 3)[d], lambda made, i: (0.5, 1.0)[i], 3000, seed=seed)
-        assert run.chooser.choose() == 1 and run.seconds < 0.75 * 3000
-
-
-@pytest.mark.parametrize("noise", [lambda rng: 1.0, tail], ids=["exact", "heavy tails"])
-def test_drafts_become_expensive(noise) -> None:
-    def seconds(made, d):
-        return 1 + (0.02 if made < 5000 else 1.0) * d
-
-    for seed in range(3):
-        run = play(8, seconds, lambda made, i: 0.8, 10000, noise=noise, seed=seed)
-        assert run.lengths[-200:].count(0) > 100, "one draft nearly pays"
-        assert run.seconds < 5000 * 1.1 + 5000 / 3  # the second half costs what no speculation does, the first a third
-
-
 def test_the_steps_after_a_change_are_not_compared() -> None:
     """They end one thing and begin another: here each takes nine times as long."""
     chooser, last = LengthChooser(2), None
@@ -225,15 +207,6 @@ def test_sizes_of_batch_are_told_apart() -> None:
     assert chooser.choose(0) == chooser.choose() == 0
 
 
-def test_steps_that_others_have_interrupted_are_not_compared() -> None:
-    """The machine may have become another one meanwhile."""
-    chooser = LengthChooser(4)
-    for requests, drafts, seconds in ((1, 0, 1.0), (16, 0, 5.0), (1, 2, 30.0), (1, 0, 20.0)):
-        for _ in range(8):
-            chooser.observe(drafts, [1] * requests, requests, seconds)
-    assert chooser._batches[0].costs.seconds[2] == pytest.approx(1.5), "by the last two alone"
-
-
 def test_what_is_no_plain_step_is_ignored() -> None:
     chooser = LengthChooser(4)
     before = chooser.facts()
@@ -246,15 +219,6 @@ def test_what_is_no_plain_step_is_ignored() -> None:
     assert chooser.facts() == before | {"ignored_steps": 5}
     with pytest.raises(AssertionError, match="5 drafts of at most 4"):
         chooser.observe(5, [1], 1, 1.0)
-
-
-def test_a_length_that_never_runs_is_given_up() -> None:
-    chooser = LengthChooser(8)
-    chosen = [chooser.choose()]
-    for _ in range(500):
-        chooser.observe(0, [1], 1, 1.0)
-        chosen.append(chooser.choose())
-    assert chosen.count(0) > 300 and chosen[-1] == 0
 
 
 def test_acceptance_follows_for_shorter_lengths_and_from_batches() -> None:

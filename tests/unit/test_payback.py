@@ -102,16 +102,6 @@ def test_one_disturbed_step_decides_nothing() -> None:
     assert found and not found[0].stop
 
 
-def test_of_longer_blocks_the_first_steps_do_not_count() -> None:
-    payback, kinds = Payback(block=12, settle=4, most=6), []
-    for number in range(6 * 24):
-        kinds.append(payback.stopped)
-        verdict = payback.end_step(1, 1e6 if number % 12 < 4 and payback.stopped else 1.001**number)
-        assert (verdict is not None) == (number + 1 == 6 * 24)
-    assert kinds[:48] == [False] * 12 + [True] * 24 + [False] * 12
-    assert verdict is not None and verdict.pairs == 6 and verdict.ratio == pytest.approx(1)
-
-
 @pytest.mark.parametrize("later", range(0, 4 * BLOCK, 5))
 def test_reads_ahead_that_are_compared_meanwhile_do_not_shift_what_cpu_experts_bring(later: int) -> None:
     """Both take turns in the same steps; ``later`` is how many steps one began after the other."""

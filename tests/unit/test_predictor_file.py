@@ -246,15 +246,6 @@ def test_progress_is_no_file_nor_the_other_way_round(progress: Path, path: Path)
         PredictorFile.read(progress)
 
 
-def test_a_failed_resume_changes_nothing(progress: Path) -> None:
-    run = training()
-    next(run.run())
-    progress.write_bytes(progress.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        run.resume(progress)
-    assert run.done == 1
-
-
 def test_what_does_not_fit_is_left_out_and_said_so(tmp_path: Path) -> None:
     run = training(material=dataclasses.replace(MATERIAL, gates="it has no gate"))
     list(run.run())

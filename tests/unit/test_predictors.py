@@ -21,7 +21,7 @@ from vllm_spac.decisions.predictors.gate import Gate, folded
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural, distil, penalty, ridge
-from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, mixing, ratio, through_norm
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, ratio, through_norm
 
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -106,17 +106,6 @@ def test_distilling_lowers_the_divergence_and_repeats_itself() -> None:
 def quasi_hidden(material) -> dict[str, torch.Tensor]:
     stages = range(QuasiHidden.stages(material.sizes))
     return {name: t for stage in stages for name, t in QuasiHidden.train(stage, material, {}).items()}
-
-
-def test_scores_are_features_times_the_map() -> None:
-    material = made.material(reach=1, model=made.gates(bias=0.5))
-    tensors = quasi_hidden(material)
-    predictor = QuasiHidden(material.sizes, tensors, {})
-    seen = material.others.seen(1, slice(0, 20), predictor.needs)
-    [guess] = predictor.guesses(seen)
-    features = torch.cat([seen.hidden, mixing(seen.ids, seen.weights, made.EXPERTS)], 1)
-    assert guess.first == 2 * made.EXPERTS and guess.logits
-    torch.testing.assert_close(guess.scores, features @ tensors["map.1.2"].float() + tensors["bias.1.2"])
 
 
 def test_nothing_is_kept_of_earlier_rows() -> None:

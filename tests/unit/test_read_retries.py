@@ -82,19 +82,6 @@ def test_tries_are_bounded_and_counted(how: str, fails: int, tmp_path: Path, mon
     assert store.path(3).exists() is (fails < TRIES or how == "error")
 
 
-def test_each_file_is_logged_once(tmp_path: Path, monkeypatch, caplog) -> None:
-    store = packed(tmp_path, SHAPE)
-    for _ in range(3):
-        Unsteady("error", 2, monkeypatch)
-        with caplog.at_level(logging.WARNING, "vllm.spac"):
-            for key in (1, 2):
-                store.read(key, blank(SHAPE))
-        monkeypatch.undo()
-        monkeypatch.setattr(disk.time, "sleep", lambda _: None)
-    assert store.retries == 12 and len(caplog.records) == 2
-    assert all("\n" not in record.getMessage() for record in caplog.records)
-
-
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES])
 def test_what_would_fail_again_is_not_tried(code: int, tmp_path: Path, monkeypatch, slept) -> None:
     store = packed(tmp_path, SHAPE)

@@ -122,17 +122,6 @@ def test_steps_go_on_and_each_is_said_once(engine: Engine, fault: Callable, monk
     assert len(said) == 2 and engine.experts.closed
 
 
-@each_fault
-def test_the_shutdown_goes_on(engine: Engine, fault: Callable, monkeypatch, caplog) -> None:
-    """What can be written until then and cannot at the end: stores and threads are closed all the same."""
-    engine.runtime.recordings._save_at = float("inf")
-    engine.step()
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        fault(engine, patch)
-        engine.runtime.close()
-    assert engine.experts.closed and set(engine.stopped) == {"trace", "timeline"} and len(caplog.records) == 2
-
-
 def test_one_goes_on_when_the_other_stops(engine: Engine, tmp_path: Path) -> None:
     engine.step()
     engine.runtime.recordings.timeline.path = tmp_path / "gone" / "run.timeline"
@@ -143,18 +132,6 @@ def test_one_goes_on_when_the_other_stops(engine: Engine, tmp_path: Path) -> Non
     assert len(Trace.load(engine.folder / "run.trace").step_kind) == 3
     events = json.loads((engine.folder / "run.timeline").read_text())
     assert sum(event.get("cat") == "step" for event in events) == 1, "what was saved before stays"
-
-
-def test_what_stopped_costs_nothing_more(engine: Engine) -> None:
-    """Nobody waits for numbers of tokens, nor keeps events that will be read by nobody."""
-    engine.step()
-    shutil.rmtree(engine.folder)
-    engine.step()
-    run = engine.runtime
-    assert run.recorder.timeline is engine.experts.watching is run.recordings.trace is run.recordings.timeline is None
-    run.begin_step(DECODE)
-    assert not run.counts_tokens
-    run.captured()  # nothing looks at layers any more
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "bad disk"), AssertionError("rows are missing"), MemoryError()])

@@ -68,20 +68,6 @@ def test_a_scan_leaves_reuse_as_much_as_belady(slots: int, each_step: float) -> 
         assert sum(hits(LRU(), steps, slots)) == sum(hits(LFU(), steps, slots)) == 0
 
 
-def test_new_favourites_are_kept_within_a_few_steps() -> None:
-    """After 100 steps all experts change, for 20."""
-    steps = [[[0, 1, 2, 3]] * LAYERS] * 100 + [[[4, 5, 6, 7]] * LAYERS] * 20
-    assert hits(Reuse(), steps, 8)[-5:] == hits(Reuse(), steps, 8)[95:100]
-    assert sum(hits(LFU(), steps, 8)[100:]) == 0
-
-
-def test_one_odd_token_does_not_displace_the_popular() -> None:
-    usual = [[0, 1, 2, 3]] * LAYERS
-    steps = [usual] * 20 + [[[4, 5, 6, 7]] * LAYERS] + [usual]
-    assert hits(Reuse(), steps, 16)[-1] >= 8
-    assert hits(LRU(), steps, 16)[-1] == 0
-
-
 def test_of_equals_the_layers_that_are_over_go_first_and_the_next_layer_last() -> None:
     policy = seen(counts_of(*range(KEYS)))
     policy.enter(range(EXPERTS, 2 * EXPERTS))

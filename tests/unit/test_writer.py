@@ -165,15 +165,6 @@ def test_what_is_written_is_read_back(tmp_path_factory, runs, flush) -> None:
     assert trace.ids.tolist() == [row for ids in expected for row in ids.tolist()]
 
 
-def test_dummy_run_after_a_step_that_failed(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path / "t", FACTS)
-    writer.begin_step(decode())
-    observe(writer, 0, *chosen(1))
-    writer.begin_step(Step())
-    writer.end_step()
-    assert Trace.load(writer.finish()).steps == 0
-
-
 def test_saving_goes_on_and_finishing_leaves_one_file(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t", FACTS)
     for number in range(3):
@@ -377,15 +368,6 @@ def test_traces_of_chains_are_read_and_stay_what_they_are(tmp_path: Path) -> Non
     assert Text.of(found).ids.tolist() == Text.of(trace).ids.tolist()
 
 
-def test_a_trace_of_chains_that_is_all_drafts_has_depths(tmp_path: Path) -> None:
-    """No recording is like this, a file may be: each draft follows the row before it, and the first one nothing."""
-    trace = synthetic_trace(layers=2, experts=8, top_k=2, steps=5, drafts=2)
-    dataclasses.replace(trace, row_kind=np.full_like(trace.row_kind, 3), row_back=None, row_accepted=None).save(
-        tmp_path / "t"
-    )
-    assert draft_depths(Trace.load(tmp_path / "t")).tolist() == list(range(1, 16))
-
-
 # --- synthetic traces ------------------------------------------------------------------------------------------------
 
 
@@ -407,17 +389,3 @@ def test_requests_decode_together_and_continue_where_their_steps_ended() -> None
     assert trace.ids.reshape(3, 2, 6).tolist() == [[step, step] for step in steps]
     assert trace.row_kind.reshape(3, 2, 3).tolist() == [[[2, 3, 3]] * 2] * 3
     assert trace.step_tokens.tolist() == [3, 4, 3]
-
-
-def test_skew_and_reuse_do_what_they_say() -> None:
-    def top_share(trace: Trace) -> float:
-        uses = np.sort(np.bincount(trace.ids.ravel(), minlength=64))[::-1]
-        return uses[:8].sum() / uses.sum()
-
-    def kept(trace: Trace) -> float:
-        return np.mean([len(set(a) & set(b)) / 8 for a, b in zip(trace.ids[:-1], trace.ids[1:], strict=True)])
-
-    flat, steep = (synthetic_trace(layers=1, steps=300, skew=skew, reuse=0) for skew in (0, 2))
-    assert top_share(flat) < 0.2 < 0.5 < top_share(steep)
-    loose, close = (synthetic_trace(layers=1, steps=300, skew=0, reuse=reuse) for reuse in (0, 0.98))
-    assert kept(loose) < 0.2 < 0.6 < kept(close)
