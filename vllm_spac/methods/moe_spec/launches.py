@@ -20,16 +20,11 @@ from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
 
 
 class SpeculationLaunches(Protocol):
-    """A ``Speculation`` over all rows of a forward, as launches that a CUDA graph can hold.
+    """A ``Speculation`` over all rows of a forward, as launches that a CUDA graph can hold."""
 
-    Attributes:
-        rows, captured: most rows of a forward, and of one that a graph holds.
-        guess: float [rows, N], scores of the layer behind the one that was launched last, if there are any.
-    """
-
-    rows: int
-    captured: int
-    guess: Tensor | None
+    rows: int  # most of a forward
+    captured: int  # most of one that a graph holds
+    guess: Tensor | None  # float [rows, N], scores of the layer behind the one that was launched last
 
     def end(self) -> None:
         """Called when they have run, or failed."""
@@ -48,17 +43,11 @@ class SpeculationLaunches(Protocol):
 
 
 class BudgetLaunches:
-    """The launches of a budget.
-
-    Attributes:
-        kind: what CUDA graphs hold; None before one is captured.
-        masked: rows of this step were cut or are weighed on the device, so that its layers read ``ReplayBuffers``.
-        speculated: takes the budget's place, if experts are speculated in launches.
-    """
+    """The launches of a budget."""
 
     def __init__(self, layers: Sequence[BudgetedLayer], device: torch.device | str, counters: BudgetCounters) -> None:
-        self.kind: Launches | None = None
-        self.speculated: SpeculationLaunches | None = None
+        self.kind: Launches | None = None  # that CUDA graphs hold, once one is captured
+        self.speculated: SpeculationLaunches | None = None  # in place of the budget
         self._layers, self._device, self._counters = layers, torch.device(device), counters
         self._kernels: BudgetKernels | None = None
         self._settings = BudgetSettings()
@@ -76,6 +65,7 @@ class BudgetLaunches:
 
     @property
     def masked(self) -> bool:
+        """Whether rows of this step are cut or weighed on the device, so that its layers read ``ReplayBuffers``."""
         return self._masked is not None
 
     def use(self, settings: BudgetSettings, ranking: Ranking | None, speculated: SpeculationLaunches | None) -> None:

@@ -27,12 +27,9 @@ class Ranking(ABC):
 
     A shortlist is the beginning of that order with the experts that voting rows selected before all others, whatever
     the ranking (``kernels.reference.shortlist.selected_first``): where no more are selected than may run, none is cut.
-
-    Attributes:
-        offline: why no engine can serve with it; empty if one can.
     """
 
-    offline: ClassVar[str] = ""
+    offline: ClassVar[str] = ""  # why no engine can serve with it
     needs_calibration: ClassVar[bool] = False
 
     @classmethod

@@ -31,16 +31,12 @@ class BudgetCounters:
     """Effect of a budget since the start, or since ``reset``, summed over layers and forwards.
 
     ``add`` only stores its arguments; those of many layers are counted together later. Launches count in device memory,
-    which ``snapshot`` reads.
-
-    Attributes:
-        on_device: float64 [5], counts of the launches, in the order of ``snapshot``; None until ``on``.
-        unweighted: verified requests that voted as if every row were reached, though votes are weighted: the draft's
-            probabilities were not known. Counted once per step.
+    which ``snapshot`` reads. ``unweighted`` are verified requests that voted as if every row were reached, though votes
+    are weighted: the draft's probabilities were not known. They are counted once per step.
     """
 
     def __init__(self) -> None:
-        self.on_device: Tensor | None = None
+        self.on_device: Tensor | None = None  # float64 [5], counts of the launches, in the order of ``snapshot``
         self.unweighted = 0
         self._counted = _none()
         self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -179,15 +175,11 @@ class ReplayBuffers:
     """Buffers at fixed addresses that the captured launches of a budget read; written between steps, by one thread.
 
     The writes are enqueued on the stream that runs the model: after the previous replay and before the next.
-
-    Attributes:
-        votes: float64 [rows], how much each row counts in the current step; rows above 0 are cut.
-        bounds: int64 [layers], experts that each layer may use.
     """
 
     def __init__(self, rows: int, layers: int, device: torch.device | str) -> None:
-        self.votes = _lasting(rows, torch.float64, device)
-        self.bounds = _lasting(layers, torch.int64, device)
+        self.votes = _lasting(rows, torch.float64, device)  # how much each row counts in the step; above 0 it is cut
+        self.bounds = _lasting(layers, torch.int64, device)  # experts that each layer may use
         self._silent = True
 
     def bound(self, experts: Sequence[int]) -> None:

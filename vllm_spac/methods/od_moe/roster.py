@@ -82,21 +82,14 @@ class Roster:
     Args:
         size: as in ``division.owners``.
         fingerprint: 16 bytes, of the experts.
-
-    Attributes:
-        why_out: reason for each worker that was removed.
     """
 
     def __init__(
-        self,
-        workers: int,
-        fingerprint: bytes,
-        patience: Callable[[], Patience] = Patience,
-        size: int = 1,
+        self, workers: int, fingerprint: bytes, patience: Callable[[], Patience] = Patience, size: int = 1
     ) -> None:
         self.workers, self.size, self.fingerprint = workers, size, fingerprint
         self.shares = Shares(tuple(WorkerShare() for _ in range(workers)))
-        self.why_out: dict[int, str] = {}
+        self.why_out: dict[int, str] = {}  # of each worker that was removed
         self._patience = patience
         self._patiences: dict[int, Patience] = {}
         self._epochs: dict[int, int] = {}  # of the workers that are in

@@ -92,14 +92,7 @@ class _Keys(NamedTuple):
 
 
 class WorkerListener:
-    """A worker's socket in a context of its own; only who has the cluster's secret can send it anything.
-
-    Args:
-        secret: of the cluster, 32 bytes.
-
-    Attributes:
-        socket: a ROUTER, to be bound and polled.
-    """
+    """A worker's socket in a context of its own; only who has the 32 bytes of ``secret`` can send it anything."""
 
     def __init__(self, secret: bytes) -> None:
         keys = _Keys.of(secret)
@@ -107,7 +100,7 @@ class WorkerListener:
         self._door = ThreadAuthenticator(self._context)
         self._door.start()
         self._door.configure_curve_callback(_DOMAIN, keys)
-        self.socket = _configure(self._context.socket(zmq.ROUTER), keys)
+        self.socket = _configure(self._context.socket(zmq.ROUTER), keys)  # to be bound and polled
         options: dict[int, int | bytes] = {
             zmq.CURVE_SERVER: 1,
             zmq.ZAP_DOMAIN: _DOMAIN.encode(),
@@ -199,9 +192,6 @@ class WorkerLink:
         facts: of this side, as of the function ``facts``.
         engine: name of this engine, by which it returns after a lost connection.
         ended: set when the engine ends: whatever is waited for is given up.
-
-    Attributes:
-        epoch: of the session; 0 before ``join``.
     """
 
     def __init__(
@@ -218,7 +208,7 @@ class WorkerLink:
         self.socket = dealer(context, secret)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self.socket.connect(address)
-        self.epoch = 0
+        self.epoch = 0  # of the session, once ``join`` has begun it
         self.limits = Limits()
         self._sequence = 1 << 62  # requests of ``ask``; those of layers are numbered from 1
 

@@ -123,15 +123,12 @@ class SpeculatedLaunches:
         layers, predictor: as of ``SpeculatedExecution``; on the device.
         rows: most rows of a forward.
         captured: most rows of one that a CUDA graph holds.
-
-    Attributes:
-        guess: float32 [rows, N], the scores of the layer behind the one that was launched last; None behind the last.
     """
 
     def __init__(self, layers: Sequence[BudgetedLayer], predictor: Trained, rows: int, captured: int) -> None:
         self._layers, self._predictor, self.rows, self.captured = layers, predictor, rows, captured
         self._experts = layers[0].experts
-        self.guess: Tensor | None = None
+        self.guess: Tensor | None = None  # float32 [rows, N], scores of the layer behind the one that was launched last
 
     def end(self) -> None:
         """Called when the layers of a step have run, or failed."""

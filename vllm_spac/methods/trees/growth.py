@@ -28,15 +28,13 @@ class Growth:
     Args:
         logp: log-probabilities of the drafter behind each request's last token, [requests, V]; -inf of tokens that it
             does not draft.
-
-    Attributes:
-        expanded: candidates that the next level continues, [requests, F], as positions among all candidates.
-        level: of the newest candidates, from 1.
-        parent: which member of the previous ``expanded`` each one continues, [requests, F]; the root at level 1 is 0.
     """
 
+    expanded: Tensor  # candidates that the next level continues, [requests, F], as positions among all candidates
+    parent: Tensor  # member of the previous ``expanded`` that each one continues, [requests, F]; at level 1 the root, 0
+
     def __init__(self, shape: TreeShape, logp: Tensor) -> None:
-        self._shape, self.level = shape, 1
+        self._shape, self.level = shape, 1  # of the newest candidates
         values, tokens = _best(logp, shape.width)
         self._tokens, self._logp = [tokens], [values]
         self._parents = [torch.full_like(tokens, -1)]

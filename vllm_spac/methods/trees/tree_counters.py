@@ -7,16 +7,10 @@ from torch import Tensor
 
 
 class TreeCounters:
-    """Counts since the start of the worker.
-
-    Args:
-        depth: most tokens of a tree that can be accepted.
-
-    Attributes:
-        unknown: verified drafts that the trees' drafter did not propose, e.g. vLLM's padding of a resumed request.
-    """
+    """Counts since the start of the worker; ``depth``: most tokens of a tree that can be accepted."""
 
     def __init__(self, depth: int, device: torch.device | str = "cpu") -> None:
+        # verified drafts that the trees' drafter did not propose, e.g. vLLM's padding of a resumed request
         self.unknown = self._skipped = 0
         self._accepted = torch.zeros(depth + 1, dtype=torch.long, device=device)
         self._kinds = torch.zeros(3, dtype=torch.long, device=device)  # trees, chains, nodes

@@ -155,14 +155,7 @@ def end(child: subprocess.Popen) -> None:
 
 
 class Engine(LiveProcess):
-    """A running engine, ``measured_engine`` in a process of its own.
-
-    Attributes:
-        near_ties: whether kernels may round a row differently for other numbers of rows: not so in float32.
-        on_cpu: steps with the same rows give the same bits, and engines fit beside one another.
-        nbytes: host memory of its processes.
-        resident: whether every expert has a slot.
-    """
+    """A running engine, ``measured_engine`` in a process of its own."""
 
     def __init__(self, job: dict, timeout: float) -> None:
         def command(folder: Path) -> Sequence[str]:
@@ -173,8 +166,10 @@ class Engine(LiveProcess):
         if job["spac"] is None:
             environment["VLLM_PLUGINS"] = ""  # stock means that no line of the plugin is loaded
         super().__init__(command, timeout, environment)
-        self.near_ties, self.on_cpu = self.ready["near_ties"], self.ready["on_cpu"]
-        self.nbytes, self.resident = self.ready["nbytes"], self.ready["resident"]
+        self.near_ties = self.ready["near_ties"]  # kernels may round a row differently beside others: not in float32
+        self.on_cpu = self.ready["on_cpu"]  # steps with the same rows give the same bits, and engines fit together
+        self.nbytes = self.ready["nbytes"]  # host memory of its processes
+        self.resident = self.ready["resident"]  # every expert has a slot
 
     def answer(self, prompt: str | Sequence[int], tokens: int) -> Answer:
         """Generates ``tokens`` tokens; ``MeasuringError`` if the engine has ended."""

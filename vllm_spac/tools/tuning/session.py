@@ -81,10 +81,6 @@ class Session:
         beside: bytes that a second engine may need more than the first.
         tell: called with what is being measured, and the seconds spent.
         report: called with what will be measured, and what each comparison found, in a sentence.
-
-    Attributes:
-        found: the comparisons so far; last: the one of the fastest, once more.
-        untried: variants for which there was no time.
     """
 
     def __init__(
@@ -98,9 +94,9 @@ class Session:
         tell: Callable[[str, float], object] = lambda text, spent: None,
         report: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.found: list[Comparison] = []
-        self.last: Comparison | None = None
-        self.untried: list[Variant] = []
+        self.found: list[Comparison] = []  # so far
+        self.last: Comparison | None = None  # the fastest, once more
+        self.untried: list[Variant] = []  # for want of time
         self._ways, self._prompts, self._tokens, self._seconds = ways, prompts, tokens, seconds
         self._measurer, self._beside, self._tell, self._report = measurer, beside, tell, report
         self._default = ways(False)[0]
