@@ -56,11 +56,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: dict, where: Path) -> Architecture:
-        """Reads the content of a ``config.json``.
-
-        Raises:
-            UnsupportedError: it lacks a size; ``where`` is named.
-        """
+        """Reads the content of a ``config.json``; ``UnsupportedError`` names ``where`` if it lacks a size."""
 
         def needed(*names: str) -> int:
             if number := first_number(config, names):

@@ -86,11 +86,7 @@ class LiveProcess:
         return self._child.pid
 
     def ask(self, line: dict) -> Any:
-        """Returns the answer to a line.
-
-        Raises:
-            MeasuringError: the process ended, or did not answer in time.
-        """
+        """Returns the answer to a line; ``MeasuringError``: the process ended, or did not answer in time."""
         with contextlib.suppress(BrokenPipeError):  # it has ended; ``_answer`` raises with its log
             self._asked.write(json.dumps(line) + "\n")
             self._asked.flush()
