@@ -16,7 +16,7 @@ import numpy as np
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.waves import filled_experts, row_waves
 from vllm_spac.recording.trace_file import DRAFT, PREFILL, STEP_KINDS, Trace
-from vllm_spac.tools.traces.trace_statistics import draft_depths
+from vllm_spac.tools.traces.trace_statistics import draft_depths, forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,10 @@ class Part:
 
 def parts(trace: Trace, slots: int) -> list[list[Part]]:
     """Returns the parts of each record, in execution order; see ``row_waves``."""
-    experts = trace.facts.experts
-    record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
-    flat, counts = np.unique(trace.ids + (record * experts)[:, None], return_counts=True)
-    bounds = np.searchsorted(flat, np.arange(trace.records + 1) * experts)
-    base = trace.record_layer.astype(np.int64) * experts
-    keys = flat % experts + np.repeat(base, np.diff(bounds))
-    whole = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    keys, rows, bounds = forwards(trace)
     return [
-        [Part(keys[a:b].tolist(), counts[a:b].tolist())] if b - a <= slots else list(_split(trace, number, slots))
-        for number, (a, b) in enumerate(whole)
+        [Part(keys[a:b].tolist(), rows[a:b].tolist())] if b - a <= slots else list(_split(trace, number, slots))
+        for number, (a, b) in enumerate(pairwise(bounds.tolist()))
     ]
 
 

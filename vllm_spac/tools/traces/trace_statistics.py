@@ -5,6 +5,8 @@ And of its drafts: how deep each is in its tree, and how many of each depth were
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from vllm_spac.recording.trace_file import ACCEPTED, DRAFT, UNKNOWN, Trace
@@ -28,14 +30,16 @@ def skew(trace: Trace, share: float = 0.1) -> np.ndarray:
         return counts[:, :top].sum(axis=1) / counts.sum(axis=1)
 
 
-def forwards(trace: Trace) -> list[np.ndarray]:
-    """Returns, for each record, its distinct experts as ascending keys (layer * experts + expert)."""
+def forwards(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the distinct experts of all records, how many rows selected each, and where each record begins.
+
+    int64 [n] keys (layer * experts + expert), ascending in a record; int64 [n]; and int64 [records + 1].
+    """
     experts = trace.facts.experts
     record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
-    flat = np.unique(trace.ids + (record * experts)[:, None])
-    bounds = np.searchsorted(flat, np.arange(1, trace.records) * experts)
-    keys = flat % experts + trace.record_layer.astype(np.int64)[flat // experts] * experts
-    return np.split(keys, bounds) if trace.records else []
+    flat, rows = np.unique(trace.ids + (record * experts)[:, None], return_counts=True)
+    bounds = np.searchsorted(flat, np.arange(trace.records + 1) * experts)
+    return flat % experts + np.repeat(trace.record_layer.astype(np.int64) * experts, np.diff(bounds)), rows, bounds
 
 
 def distances(trace: Trace, *, by_layer: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -52,8 +56,10 @@ def distances(trace: Trace, *, by_layer: bool = False) -> tuple[np.ndarray, np.n
     last = np.full(trace.facts.total, -1, dtype=np.int64)
     last_step = np.full(trace.facts.total, -1, dtype=np.int64)
     stack, steps, clock = [], [], 0
-    work = zip(forwards(trace), trace.record_layer.tolist(), trace.record_step.tolist(), strict=True)
-    for keys, layer, step in work:
+    used, _, bounds = forwards(trace)
+    work = zip(pairwise(bounds.tolist()), trace.record_layer.tolist(), trace.record_step.tolist(), strict=True)
+    for (first, end), layer, step in work:
+        keys = used[first:end]
         recent = np.sort(last[layer * experts : (layer + 1) * experts] if by_layer else last)
         seen = last[keys]
         stack.append(np.where(seen < 0, -1, len(recent) - np.searchsorted(recent, seen, side="right")))
