@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from benchmarks.real import artefact, build, dense, export
-from benchmarks.real.fit import carved, drafter, eagle, fit, llama, rolls
+from benchmarks.real.fit import carved, eagle, fit, llama, rolls
 from benchmarks.real.fit import learning as learning_by
 
 REAL = Path(__file__).parents[2] / "benchmarks" / "real"
@@ -147,7 +147,7 @@ def test_a_chain_of_drafts_attends_as_a_decoder_does(tmp_path: Path, monkeypatch
         if step:
             keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
         x = head.finished(x, F.scaled_dot_product_attention(q, keys, values))
-        before = head.left(x)
+        before = x
         wanted = wanted[:, base if step == 0 else 1]
         assert (x[:, 0] - wanted).detach().float().norm() < 0.02 * wanted.detach().float().norm()
 
@@ -170,7 +170,7 @@ def test_what_is_said_is_what_a_single_pass_chooses(tmp_path: Path, monkeypatch:
     assert [len(ids) for ids in spoken] == [7, 12, 3, 0]
     clear = 0
     for prompt, ids in zip(asked, spoken, strict=True):
-        streams = drafter.streams_of(model, torch.cat([prompt, ids]), ffn, eagle.DEPTHS)
+        streams = eagle.streams_of(model, torch.cat([prompt, ids]), ffn, eagle.DEPTHS)
         assert torch.equal(streams[:, :, 1], model.hidden(torch.cat([prompt, ids])[None], ffn))
         logits = model.logits(streams[0, len(prompt) - 1 : -1, 1])[: len(ids)]
         best, second = logits.topk(2).values.unbind(-1)
@@ -232,8 +232,8 @@ def test_a_head_learns_what_the_target_says(learning: Callable[..., Any]) -> Non
     losses = [trainer.step()[0] for _ in range(60)]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     judged = eagle.Eagle.of(trainer._model, trainer.mean(), trainer.head.vocabulary)
-    each = drafter.tokens_a_step(judged, trainer._model, trainer._ffn, trainer._rolls)
-    assert len(each) == 2 and all(1 <= tokens <= 1 + drafter.DRAFTS for tokens in each)
+    each = eagle.tokens_a_step(judged, trainer._model, trainer._ffn, trainer._rolls)
+    assert len(each) == 2 and all(1 <= tokens <= 1 + eagle.DRAFTS for tokens in each)
     assert trainer.head.rows_left.abs().max() > 0, "output rows learn too"
 
 

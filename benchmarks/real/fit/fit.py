@@ -32,7 +32,7 @@ from safetensors import safe_open
 
 from benchmarks.common import provenance, write_result
 from benchmarks.real import artefact
-from benchmarks.real.fit import drafter, eagle
+from benchmarks.real.fit import eagle
 from benchmarks.real.fit.carved import CarvedLayer, carved_layers
 from benchmarks.real.fit.learning import Trainer
 from benchmarks.real.fit.llama import Llama, windows
@@ -102,7 +102,7 @@ def head(
     def kept() -> None:
         weights, judged = trainer.mean(), deepcopy(trainee)
         judged.load_state_dict(weights)
-        each = drafter.tokens_a_step(judged, model, ffn, judged_by)
+        each = eagle.tokens_a_step(judged, model, ffn, judged_by)
         tokens = sum(each) / len(each)
         trainer.learned.curve.append((trainer.learned.tokens, round(tokens, 3)))
         numbers = {"depths": list(trainee.depths), "rate": rate, "batch": batch, **asdict(trainer.learned)}

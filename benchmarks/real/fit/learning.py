@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.real.fit.drafter import Drafter, streams_of
+from benchmarks.real.fit.eagle import Eagle, streams_of
 from benchmarks.real.fit.llama import FFN, Llama, normed
 from benchmarks.real.fit.rolls import Rolls
 
@@ -54,7 +54,7 @@ class Trainer:
         rate: learning rate, after a warm-up.
     """
 
-    def __init__(self, head: Drafter, model: Llama, ffn: FFN, rolls: Rolls, rate: float, batch: int) -> None:
+    def __init__(self, head: Eagle, model: Llama, ffn: FFN, rolls: Rolls, rate: float, batch: int) -> None:
         self.head, self.learned = head, Learned(0, 0, [])
         self._model, self._ffn, self._rolls, self._rate, self._batch = model, ffn, rolls, rate, batch
         named = dict(head.named_parameters())
