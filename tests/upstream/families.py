@@ -162,7 +162,8 @@ def document(found: list[Architecture], content: dict) -> str:
         "",
         *(f"- {count}" for count in counts if not count.startswith("0 ")),
         "",
-        f"Last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA, {exactly} served exactly. {ran['how']}",
+        f"Last column: vLLM {ran['vllm']} with its V2 runner on emulated CUDA, {exactly} served exactly. Where a",
+        "kernel of attention or of a recurrent layer cannot be emulated, a plain attention stands in for it in both.",
     ]
     heads = f"| architectures | on a CPU | why | vLLM {ran['vllm']}, emulated |", "|---|---|---|---|"
     for group, heading in _HEADINGS.items():
@@ -188,7 +189,7 @@ def _short(detail: str) -> str:
     if not re.fullmatch(r"\w+Error", error):
         return detail
     says = re.sub(r"^1 validation error for \w+: Value error, | \[type=.*", "", says)
-    return says if len(says) <= 90 else f"{says[:90].rpartition(' ')[0]} …"
+    return says if len(says) <= 60 else f"{says[:60].rpartition(' ')[0]} …"
 
 
 def _row(names: list[str], *cells: str) -> str:
