@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, Script
 from vllm_spac.config.types import DECIDED
 from vllm_spac.storage.checkpoint.published import NamedModel, find_model, published
 from vllm_spac.storage.checkpoint.quantisation import Capability
@@ -47,6 +47,9 @@ _LIMITS = {
     "CPU": "experts on the CPU",
     "host": "the host's work between steps",
 }
+
+
+app = Script(__doc__)
 
 
 def recipes() -> list[dict[str, Any]]:
@@ -177,6 +180,7 @@ def _without(plan: ServingPlan, **change: Any) -> Row | None:
     return max(same, key=lambda row: row.choice.percent, default=None)
 
 
+@app.main
 def main() -> None:
     sections = [written(recipe) for recipe in tqdm(recipes(), unit="model")]
     with replacing(DOCUMENT) as partial:
@@ -184,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    app()

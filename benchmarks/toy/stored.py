@@ -83,5 +83,7 @@ if __name__ == "__main__":
                     print(f"restored {name}")
             except StoredError as error:
                 sys.exit(f"error: {error}")
+        case ["--help"]:
+            print(__doc__)
         case _:
             sys.exit(f"usage: {Path(__file__).name} [local | pack FILE]")

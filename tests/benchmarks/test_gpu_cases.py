@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import time
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
-from benchmarks.common import PlanError
+from benchmarks.common import TOY, PlanError
 from benchmarks.serving import cases, on_gpu, processes
 from benchmarks.serving.cases import STOCK
 from vllm_spac.config.config import SpacConfig
@@ -117,6 +118,13 @@ def test_stocks_offloading_keeps_as_many_bytes() -> None:
     assert uva.stock_options(checkpoint)["cpu_offload_gb"] == 4.5
     options = prefetch.stock_options(checkpoint)
     assert (options["offload_group_size"], options["offload_num_in_group"]) == (4, 3)
+
+
+def test_the_toys_have_room_for_a_long_prompt() -> None:
+    """vLLM refuses an engine whose context is longer than the model's."""
+    given = {name: each.default for name, each in inspect.signature(on_gpu.main).parameters.items()}
+    config = json.loads((TOY / "models" / "target" / "config.json").read_text())
+    assert given["prompt_tokens"] + given["decode_tokens"] + on_gpu._SLACK <= config["max_position_embeddings"]
 
 
 def test_sides_take_the_place_of_the_table() -> None:
