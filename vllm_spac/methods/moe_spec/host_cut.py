@@ -26,12 +26,7 @@ _SMALLEST = np.finfo(np.float32).smallest_subnormal
 
 
 class HostCut:
-    """The budget in force where routing is in host memory.
-
-    Args:
-        layers: of the model; ``cut`` names one by its number.
-        counters: count what it cuts.
-    """
+    """The budget in force where routing is in host memory; ``counters`` count what it cuts."""
 
     def __init__(self, layers: Sequence[BudgetedLayer], counters: BudgetCounters) -> None:
         self._layers, self._counters = layers, counters
@@ -48,6 +43,7 @@ class HostCut:
         """Cuts rows that vote together to one shortlist.
 
         Args:
+            index: number of the layer.
             logits: [rows, N], of the router.
             weights, ids: [rows, k], the natural choice.
             votes: float64 [rows]; None: all are 1.
@@ -56,16 +52,35 @@ class HostCut:
             float32 [rows, k] weights, ids of the dtype of ``ids``. Rows that keep all their experts are bitwise
             unchanged; None if all do.
         """
-        layer, ranking = self._layers[index], self._ranking
+        layer, settings, ranking = self._layers[index], self._settings, self._ranking
         if self._spares_all(layer, ids):
             self._counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
             return None
         assert ranking is not None, "no budget is in force"
         probs = layer.rule.probs(logits)
-        order = ranking.rank(probs, votes, LayerContext(index, ids.long()))
-        covered = cut(probs, order, (weights, ids), votes, layer, self._settings)
-        self._counters.add(weights, covered[2], covered[0], covered[1])
-        return None if covered[0] is weights else covered[:2]
+        order = ranking.rank(probs, votes, LayerContext(index, ids.long())).numpy()
+        scores, weighed, chosen = probs.numpy(), weights.float().numpy(), ids.numpy()
+        wanted = selected(chosen, layer.experts)[order]
+        ranked = np.concatenate([order[wanted], order[~wanted]])
+        leaders = ranked[: settings.bound_of(layer)]
+        if settings.mass is not None:
+            held = _held(scores, weighed, chosen, votes, settings.mass_of)
+            leaders = leading(ranked, held, settings.mass, settings.least(layer))
+        inside = np.zeros(layer.experts, dtype=np.bool_)
+        inside[leaders] = True
+        keeps = inside[chosen]
+        if keeps.all():
+            self._counters.add(weights, torch.from_numpy(keeps), weights, ids)
+            return None
+        if settings.coverage == "substitution":
+            taken, others = _substituted(scores, ids.shape[1], layer.rule, inside)
+            whole = keeps.all(axis=1, keepdims=True)
+            taken, others = np.where(whole, weighed, taken), np.where(whole, chosen, others)
+        else:
+            taken, others = _truncated(scores, weighed, chosen, keeps, leaders[0])
+        covered = torch.from_numpy(taken), torch.from_numpy(others.astype(chosen.dtype, copy=False))
+        self._counters.add(weights, torch.from_numpy(keeps), *covered)
+        return covered
 
     def _spares_all(self, layer: BudgetedLayer, ids: Tensor) -> bool:
         """Whether all that rows selected may run."""
@@ -73,50 +88,6 @@ class HostCut:
         if bound == layer.experts or self._settings.mass == 1.0:
             return True
         return bound is not None and int(selected(ids.numpy(), layer.experts).sum()) <= bound
-
-
-def cut(
-    probs: Tensor,
-    order: Tensor,
-    natural: tuple[Tensor, Tensor],
-    votes: Tensor | None,
-    layer: BudgetedLayer,
-    settings: BudgetSettings,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts rows that vote together to one shortlist.
-
-    Args:
-        probs: float32 [rows, N], ``rule.probs`` of the router's logits.
-        order: int64 [N], all experts as ranked, the best first; those that a row selected are put before the others.
-        natural: float [rows, k] and int [rows, k], weights and ids without a budget.
-        votes: float64 [rows]; None: all are 1.
-
-    Returns:
-        float [rows, k] weights, ids of the dtype of ``natural``, and bool [rows, k]: which of the natural ids are in
-        the shortlist. If all are, the tensors are those of ``natural``.
-    """
-    rule = layer.rule
-    scores, weights, ids = probs.numpy(), natural[0].float().numpy(), natural[1].numpy()
-    wanted = selected(ids, layer.experts)[order.numpy()]
-    ranked = np.concatenate([order.numpy()[wanted], order.numpy()[~wanted]])
-    leaders = ranked[: settings.bound_of(layer)]
-    if settings.mass is not None:
-        held = _held(scores, weights, ids, votes, settings.mass_of)
-        leaders = leading(ranked, held, settings.mass, settings.least(layer))
-    inside = np.zeros(layer.experts, dtype=np.bool_)
-    inside[leaders] = True
-
-    keeps = inside[ids]
-    if keeps.all():
-        return *natural, torch.from_numpy(keeps)
-    if settings.coverage == "substitution":
-        taken, chosen = _substituted(scores, ids.shape[1], rule, inside)
-        whole = keeps.all(axis=1, keepdims=True)
-        taken, chosen = np.where(whole, weights, taken), np.where(whole, ids, chosen)
-    else:
-        taken, chosen = _truncated(scores, weights, ids, keeps, leaders[0])
-    chosen = chosen.astype(ids.dtype, copy=False)
-    return torch.from_numpy(taken), torch.from_numpy(chosen), torch.from_numpy(keeps)
 
 
 def selected(ids: NDArray[np.integer], experts: int) -> _Bools:
