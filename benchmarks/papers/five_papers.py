@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.common import RESULTS, TRACES, Script, progress, show, write_result
+from benchmarks.common import RESULTS, TRACES, PlanError, Script, progress, show, write_result
 from benchmarks.pages import result
 from benchmarks.papers import recorded
 from benchmarks.papers.moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
@@ -164,6 +164,10 @@ def main(
     chosen = recipes()
     wanted = {recipe.trace for recipe in chosen.values()}
     loaded = {name: one for name, one in recorded.load([TRACES / "real"]).items() if name in wanted}
+    if missing := ", ".join(sorted(wanted - loaded.keys())):
+        raise PlanError(
+            f"{TRACES / 'real'} has no trace {missing}; record it: benchmarks/replay/record.py --case {missing}"
+        )
     known, layers = recorded.known(loaded), loaded["none1"].trace.facts.layers
     costs, rows = scaled(Costs.read(machine), layers), []
     sizes = [float(each) / 100 for each in shares.split(",")]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.papers import five_papers, moe_spac_tables, recorded
 from vllm_spac.config.config import SpacConfig
@@ -85,3 +86,12 @@ def test_what_a_draft_model_names() -> None:
         assert found[0].shape == (4, 2, 4) and (found[0][-1] == -1).all()
         same = np.mean([(each[:-1, :, :, None] == ids[:-1, :, None]).any(3).mean() for each in found[:1]])
         assert same == 1.0 if recall == 1.0 else 0.25 < same < 0.8
+
+
+def test_a_recipe_without_its_trace_is_refused_with_what_to_record(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(five_papers, "TRACES", tmp_path)
+    (tmp_path / "real").mkdir()
+    for name in ("none1", "draft4_1", "draft8_1"):
+        synthetic_trace(layers=1, experts=8, top_k=2, steps=3).save(tmp_path / "real" / f"{name}.trace")
+    done = CliRunner().invoke(five_papers.app, ["--output", str(tmp_path / "out.json")])
+    assert done.exit_code == 2 and "no trace eagle4_1" in " ".join(done.output.split())
