@@ -69,8 +69,8 @@ def gpu_h100(axes: Sequence[Axes]) -> None:
     names = {
         "stock uva": "stock, UVA offloading",
         "stock prefetch": "stock, prefetching offloader",
-        "ptr": "decisions=device",
-        "slots": "decisions=host",
+        "ptr": "plane=pointers",
+        "slots": "plane=slots",
     }
     rows = [row for row in result("gpu_h100")["serving"] if row["run"] == 4 and row["speculation"] == "none"]
     for place, name in enumerate(names):

@@ -20,7 +20,6 @@ from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, Script
-from vllm_spac.config.types import DECIDED
 from vllm_spac.storage.checkpoint.published import NamedModel, find_model, published
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.files import replacing
@@ -111,7 +110,7 @@ def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
     )
     yield from ("", "```bash", shown.best.command, "```", "")
     yield from (
-        "| calculated | slots | decided by | drafts | tokens/s: no locality | low | high | limited by | first token |",
+        "| calculated | slots | plane | drafts | tokens/s: no locality | low | high | limited by | first token |",
     )
     yield "|---|---|---|---|---|---|---|---|---|"
     for plan in plans:
@@ -121,7 +120,7 @@ def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
             continue
         speeds = (f"{one.tokens_per_second:.3g}" for one in (best.even, best.compared, best.high) if one is not None)
         yield (
-            f"| `{plan.machine.name}` | {best.choice.slots.replace('%', ' %')} | the {DECIDED[plan.model.execution]} | "
+            f"| `{plan.machine.name}` | {best.choice.slots.replace('%', ' %')} | `{plan.model.execution}` | "
             f"{best.choice.drafts or '-'} | {' | '.join(speeds)} | {_LIMITS[best.compared.limit]} | "
             f"{max(best.first_token):.2g} s |"
         )
@@ -154,7 +153,7 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     """Yields why this command: what fits, where the rest is, and what the alternatives would give."""
     choice, parts = plan.best.choice, plan.split
     beside = f"{gib(parts.fast - parts.room)} of {gib(parts.fast)}"
-    slots = choice.slots.replace("%", " %")
+    slots = choice.slots.replace('%', ' %')
     others = f" The other experts are in {_STORES[choice.store]}." if choice.store in _STORES else ""
     yield (
         f"- Experts: {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers: {beside}; "
@@ -163,7 +162,7 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     if plan.beside is not None:
         found = plan.beside.best
         speeds = f"{found.low.tokens_per_second:.3g} - {found.high.tokens_per_second:.3g}"
-        yield f"- With `--spac-decisions {DECIDED[plan.beside.model.execution]}`: {speeds} tokens/s."
+        yield f"- With `--spac-plane {plan.beside.model.execution}`: {speeds} tokens/s."
     for what, other in (("CPU experts", _without(plan, cpu=False)), ("drafts", _without(plan, drafts=0))):
         if other is not None:
             speeds = f"{other.low.tokens_per_second:.3g} - {other.high.tokens_per_second:.3g}"

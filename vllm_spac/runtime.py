@@ -219,7 +219,7 @@ class Runtime:
             raise UnsupportedError(
                 "spac: votes=path (--spac-budget) cannot work here: this engine's policy counts selections, and "
                 "its execution counts each row as one; use uniform votes, or start it with another --spac-policy or "
-                "with --spac-decisions host"
+                "with --spac-plane slots"
             )
         if settings.active and not self.budget.captured:
             self.require_host("a budget")

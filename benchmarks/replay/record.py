@@ -76,7 +76,7 @@ def main(
         knobs = {
             "slots": FULL,
             "policy": "lru",
-            "decisions": "host",
+            "plane": "slots",
             "store": "disk",
             "record": f"trace={path.resolve()}",
         }

@@ -117,7 +117,7 @@ class Case:
             return cls(text, None, speculation, drafted)
         knobs = {"slots": slots} | given
         config = SpacConfig.parse(knobs)
-        tree = config.tree
+        tree = config.tree_nodes
         if tree and drafted not in (None, tree):
             raise PlanError(f"{text!r}: tree={tree} and draft_tokens={drafted} are two draft lengths; drop one")
         return cls(text, knobs, speculation, tree or drafted, exact=not config.lossy)

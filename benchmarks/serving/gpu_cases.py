@@ -8,7 +8,7 @@ from benchmarks.serving.cases import STOCK, Case
 
 DRAFTS = 4  # per step of a chain
 _NONE: dict[str, str] = {}
-_DEVICE, _HOST = {"decisions": "device"}, {"decisions": "host"}
+_DEVICE, _HOST = {"plane": "pointers"}, {"plane": "slots"}
 _AHEAD = {"prefetch": "gate"}
 _UTILITY = {"policy": "utility", "prefetch": "utility"}
 _CPU = {"cpu_experts": "auto"}
@@ -19,8 +19,8 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case(STOCK, None),
         Case("default", _NONE),
         Case("host", _HOST),
-        Case("table", _HOST | {"kernel": "table"}),
-        Case("device, nothing staged", {"decisions": "device@staging=off"}),
+        Case("table", {"plane": "table"}),
+        Case("device, nothing staged", {"plane": "pointers@staging=off"}),
         Case("device cpu", _DEVICE | _CPU),
         Case("device ahead", _DEVICE | _AHEAD),
         Case("default, ngram", _NONE, "ngram"),
@@ -40,12 +40,12 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case("stock uva", None, offload="uva", each_share=True),
         Case("ptr", _NONE, each_share=True),
         Case("stock prefetch", None, offload="prefetch", each_share=True),
-        Case("slots", _HOST | {"kernel": "vllm"}),
+        Case("slots", _HOST),
         Case("ptr cpu", _DEVICE | _CPU),
         Case("ptr, eagle3", _NONE, "eagle3"),
         Case("ptr no guard, eagle3", {"guard": "off"}, "eagle3"),
         Case("ptr, ngram", _NONE, "ngram"),
         Case("ptr resident", _DEVICE | {"slots": "100%"}),
-        Case("table", _HOST | {"kernel": "table"}),
+        Case("table", {"plane": "table"}),
     ),
 }

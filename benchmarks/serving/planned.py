@@ -212,7 +212,7 @@ def _one(
 
 def engines(settings: Settings, percent: int, ids: list[list[int]], repeats: int, trace: Path | None = None) -> dict:
     """Returns means over engines of the time per token and of the hit rate; the last one records its routing."""
-    case = Case(f"{percent}%", {"slots": f"{percent}%", "policy": "reuse", "decisions": "host", "store": "disk"})
+    case = Case(f"{percent}%", {"slots": f"{percent}%", "policy": "reuse", "plane": "slots", "store": "disk"})
     times, rates = [], []
     for repeat in range(repeats):
         job = case.job(settings, ids)

@@ -76,10 +76,10 @@ def test_each_engine_is_what_the_plugin_and_vllm_take(run, gpu, asked) -> None:
     config = SpacConfig.parse(job["spac"])
     assert config.lossy != case.exact
     assert config.parsed_slots.share is not None, "else engines with other memory would be compared"
-    if config.tree:
-        assert job["speculative"]["num_speculative_tokens"] == config.tree
-    if gpu and "decisions" not in case.knobs and not config.has_workers:
-        device = SpacConfig.parse({**job["spac"], "decisions": "device"})
+    if config.tree_nodes:
+        assert job["speculative"]["num_speculative_tokens"] == config.tree_nodes
+    if gpu and "plane" not in case.knobs and not config.has_workers:
+        device = SpacConfig.parse({**job["spac"], "plane": "pointers"})
         assert device.store_on("cuda") == config.store_on("cuda") == "host", "a GPU would not take its defaults"
 
 

@@ -225,7 +225,7 @@ def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
     assert [side.name for side in sides] == ["layer_lru", "reuse", "prefetch", "cpu", "drafts"]
     assert [rung.name for rung in steps if rung.lossy] == ["tree"]
     config = SpacConfig.parse(tree.knobs)
-    assert (config.tree, config.budget, config.prefetch, config.guard) == (16, "16", "off", "off")
+    assert (config.tree_nodes, config.budget, config.prefetch, config.guard) == (16, "16", "off", "off")
     assert (tree.draft_tokens, tree.speculation, config.cpu_experts) == (16, "eagle3", "waterfill")
     for side in sides:
         config = SpacConfig.parse(side.knobs)

@@ -107,10 +107,10 @@ def test_combinations_ask_for_capabilities(monkeypatch: pytest.MonkeyPatch) -> N
     """What is refused of a component of the package is refused of one from outside that is like it."""
     monkeypatch.setattr(outside.Blocks, "addressable", False)
     with pytest.raises(ConfigError, match="store=outside:Blocks has no addresses; use --spac-store host"):
-        SpacConfig.parse({"decisions": "device", "store": "outside:Blocks"})
+        SpacConfig.parse({"plane": "pointers", "store": "outside:Blocks"})
     monkeypatch.setattr(outside.EverySecond, "uses_cpu", False)
     with pytest.raises(ConfigError, match="cpu_experts=outside:EverySecond .*computes none"):
         SpacConfig.parse({"cpu_experts": "outside:EverySecond"})
     monkeypatch.setattr(outside.Fifo, "needs_layers", True)
     with pytest.raises(ConfigError, match="policy=outside:Fifo .*no layer asks the host"):
-        SpacConfig.parse({"decisions": "device", "policy": "outside:Fifo"})
+        SpacConfig.parse({"plane": "pointers", "policy": "outside:Fifo"})

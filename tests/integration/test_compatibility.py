@@ -25,7 +25,7 @@ def in_words(cell: Cell) -> set[str]:
     given, head = dict(cell.settings), cell.speculation in ("chain", "tree")
     parts = {
         "executor=processes": cell.plane == "workers",
-        "decisions=device": cell.plane == "device",
+        "plane=pointers": cell.plane == "device",
         "no prefetch": "prefetch" not in given,
         "no drafter": cell.speculation == "none",
         "EAGLE heads": head,

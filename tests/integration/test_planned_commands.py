@@ -373,7 +373,7 @@ def test_every_printed_command_is_accepted(kind, folders, tmp_path, monkeypatch,
             assert warnings == [], f"{machine}: {line}"
     print(f"{len(seen)} commands")
     assert len(seen) > len(GPUS), "experts in host memory and on a disk, with and without drafts"
-    assert any("--spac-kernel table" in options for _, options in seen)
+    assert any("--spac-plane table" in options for _, options in seen)
 
 
 def test_a_cpu_without_amx_gets_no_command_for_quantised_experts(folders, tmp_path, monkeypatch) -> None:
@@ -391,11 +391,11 @@ def test_what_is_not_printed_is_refused(folders, tmp_path, monkeypatch) -> None:
             "GPTQ",
             (8, 9),
             "--quantization moe_wna16 --moe-backend triton --spac-cpu-experts auto",
-            "--spac-kernel table",
+            "--spac-plane table",
         ),
         ("bf16", (12, 0), "", "add --moe-backend triton"),
-        ("FP8", (8, 6), "--moe-backend triton", "use --spac-kernel table"),
-        ("MXFP4", (9, 0), "--spac-decisions device", "add --moe-backend marlin"),
+        ("FP8", (8, 6), "--moe-backend triton", "use --spac-plane table"),
+        ("MXFP4", (9, 0), "--spac-plane pointers", "add --moe-backend marlin"),
     ):
         with pytest.raises((SystemExit, UnsupportedError), match=said):
             Started(f"vllm serve {folders[kind]} {base} {options}").check(capability)

@@ -624,7 +624,7 @@ PACKED = METHODS | {
     "awq int4, Marlin": AWQ,
     "gpt-oss": {"quant_method": "mxfp4"},
 }
-POINTERS = {"decisions": "device", "store": "host", "slots": "50%"}
+POINTERS = {"plane": "pointers", "store": "host", "slots": "50%"}
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
@@ -934,12 +934,12 @@ def test_nvfp4_where_vllm_would_quantise_activations(backends, monkeypatch, name
 
 def test_what_pointers_cannot_read_is_refused(backends):
     tensor = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    with pytest.raises(UnsupportedError, match="decisions=device cannot read FP8 with one scale per tensor of .*MXFP4"):
+    with pytest.raises(UnsupportedError, match="plane=pointers cannot read FP8 with one scale per tensor of .*MXFP4"):
         build(tensor, **POINTERS)
 
 
 def test_slots_name_the_execution_that_can(backends):
-    with pytest.raises(UnsupportedError, match="W8A8Int8MoEMethod.* in slots; .*use --spac-decisions device"):
+    with pytest.raises(UnsupportedError, match="W8A8Int8MoEMethod.* in slots; .*use --spac-plane pointers"):
         build(PACKED["compressed int8, channels"])
 
 
@@ -965,9 +965,9 @@ def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
     assert quantised.refusal(found.quantisation, FormatKernels.OURS) is None
     named = "nvfp4" in name or "fp8" in name or name == "gpt-oss"  # where vLLM's own choice may build other layers
     marlin = ("--moe-backend marlin",) if named else ()
-    assert quantised.flags(found.quantisation, FormatKernels.OURS) == ("--spac-decisions device", *marlin)
+    assert quantised.flags(found.quantisation, FormatKernels.OURS) == ("--spac-plane pointers", *marlin)
     newer = ("--moe-backend triton",) if "fp8" in name else marlin
-    assert quantised.flags(found.quantisation, FormatKernels.OURS, (9, 0)) == ("--spac-decisions device", *newer)
+    assert quantised.flags(found.quantisation, FormatKernels.OURS, (9, 0)) == ("--spac-plane pointers", *newer)
     assert quantised.only_ours(found.quantisation) == (name in ONLY_PACKED)
     if name in ONLY_PACKED:
         assert headers.read_checkpoint(tmp_path) == found

@@ -95,9 +95,8 @@ def engine_config(model: Path, spac, **options):
         ({"disk_dir": "/etc/hostname/x"}, ["disk_dir=", "is not a folder"]),
         ({"budget": 17}, ["budget=17", "a layer has 16 experts"]),
         ({"budget": 3}, ["budget=3", "every token 4 experts", "truncation"]),
-        ({"kernel": "magic"}, ["kernel='magic'", "vllm", "table"]),
-        ({"decisions": "magic"}, ["decisions='magic'", "host", "device"]),
-        ({"decisions": "device", "store": "disk"}, ["--spac-decisions", "--spac-store host"]),
+        ({"plane": "magic"}, ["plane='magic'", "slots", "pointers"]),
+        ({"plane": "pointers", "store": "disk"}, ["--spac-plane", "--spac-store host"]),
         (
             {"budget": "8@ranking=static"},
             ["8@ranking=static@calibration=FILE", "vllm-spac quality calibrate"],
@@ -249,7 +248,7 @@ def outside(tmp_path, monkeypatch) -> Path:
         ),
         ({"prefetch": "draft_gate@k=0"}, "k=0: use a whole number from 1"),
         ({"prefetch": "shadow@copies=2"}, "prefetch=.*shadow@copies=2"),
-        ({"prefetch": "shadow@background=2", "decisions": "device", "store": "host"}, "use --spac-prefetch shadow"),
+        ({"prefetch": "shadow@background=2", "plane": "pointers", "store": "host"}, "use --spac-prefetch shadow"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
         ({"prefetch": "quasi_hidden@file=other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac quality budgets"),
@@ -514,8 +513,8 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"
             {},
             r"one scale per tensor.*\(fp8\).*by block or channel",
         ),
-        ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): vLLM's kernel reads no slots; use --spac-kernel table"),
-        (NVFP4, {}, r"NVFP4 experts \(modelopt\): vLLM's kernel reads no slots; use --spac-kernel table"),
+        ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): vLLM's kernel reads no slots; use --spac-plane table"),
+        (NVFP4, {}, r"NVFP4 experts \(modelopt\): vLLM's kernel reads no slots; use --spac-plane table"),
         (
             GPTQ,
             {"quantization": "auto_gptq"},
@@ -552,7 +551,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
     ("amx", "spac", "named"),
     [
         (False, {}, r"\(fp8\), for which stock vLLM has no kernel on a CPU without AMX; use an unquantised .* triton"),
-        (False, {"decisions": "device", "store": "host"}, "no kernel on a CPU without AMX"),
+        (False, {"plane": "pointers", "store": "host"}, "no kernel on a CPU without AMX"),
         (True, {}, None),
     ],
     ids=["without AMX", "pointers without AMX", "with AMX"],
@@ -634,7 +633,7 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
         ({}, True, "eagle3", None),
         ({"policy": "utility"}, True, "eagle3", "V2 keeps the probabilities.*--spac-policy reuse"),
         ({"policy": "utility@upper=1"}, False, "eagle3", None),
-        ({"policy": "utility", "decisions": "device"}, False, "eagle3", "policy=utility.*--spac-policy reuse"),
+        ({"policy": "utility", "plane": "pointers"}, False, "eagle3", "policy=utility.*--spac-policy reuse"),
     ],
 )
 def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
@@ -726,7 +725,7 @@ def test_layers_that_our_kernels_do_not_compute(facts, named):
 
     plain = LayerFacts("layers.3", "silu")
     PointerExecution.check_layer(plain)
-    with pytest.raises(ValueError, match=f"{named}.* of layers.3; use --spac-kernel vllm"):
+    with pytest.raises(ValueError, match=f"{named}.* of layers.3; use --spac-plane slots"):
         PointerExecution.check_layer(replace(plain, **facts))
     SlotExecution.check_layer(replace(plain, **facts))
 
@@ -780,7 +779,7 @@ def test_flags_and_keys_are_merged():
         (["--plugin", "moe"], "invalid choice"),
         (["--plugin", "spac", "--spac-colour", "1"], "there is no flag --spac-colour"),
         (["--plugin", "spac", "--spac-slot", "25%"], "there is no flag --spac-slot; did you mean --spac-slots?"),
-        (["--plugin", "spac", "--spac-execution", "slots"], "--spac-execution is gone; --spac-decisions and"),
+        (["--plugin", "spac", "--spac-execution", "slots"], "--spac-execution is gone; use --spac-plane"),
         (["--plugin", "spac", "--spac-executor", "local@per_layer=1"], "local has no argument 'per_layer'"),
         (["--plugin", "spac", "--spac-lookahead", "1"], "no flag --spac-lookahead; vllm-spac knobs lists all"),
         (["--plugin", "spac", "--spac_slot=25%"], "did you mean --spac-slots?"),
@@ -930,8 +929,8 @@ def test_a_disk_without_room_for_what_is_not_packed_yet(moe, tmp_path, monkeypat
     ("knobs", "named"),
     [
         ({"cpu_kernel": "torch"}, ["cpu_kernel=torch (--spac-cpu-kernel)", "--spac-cpu-kernel native"]),
-        ({"cpu_kernel": "native", "kernel": "table"}, ["--spac-kernel", "use --spac-cpu-kernel torch"]),
-        ({"cpu_kernel": "native", "decisions": "device"}, ["--spac-decisions", "use --spac-cpu-kernel torch"]),
+        ({"cpu_kernel": "native", "plane": "table"}, ["--spac-plane", "use --spac-cpu-kernel torch"]),
+        ({"cpu_kernel": "native", "plane": "pointers"}, ["--spac-plane", "use --spac-cpu-kernel torch"]),
     ],
     ids=str,
 )

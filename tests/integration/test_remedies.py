@@ -50,15 +50,13 @@ KNOBS: dict[str, tuple[Any, ...]] = {
         "utility@file=FILE",
     ),
     "guard": ("on", "off"),
-    "tree": (1, 2, 16),
-    "tree_shape": ("static", "[[0],[1]]", "dynamic@depth=1", "static@width=1"),
+    "tree": (1, 2, 16, "16@shape=static", "[[0],[1]]", "16@depth=1", "16@shape=static@width=1"),
     "cpu_experts": ("auto", "2", "waterfill", "threshold"),
     "profile": ("FILE",),
     "cpu_kernel": ("torch",),
     "io_threads": (2,),
     "executor": ("processes", "processes@per_layer=2", "cluster@file=FILE"),
-    "kernel": ("vllm", "table"),
-    "decisions": ("host", "device", "device@staging=off"),
+    "plane": ("slots", "table", "pointers", "pointers@staging=off"),
     "record": ("trace=run.trace", "timeline=run.timeline", "trace=run.trace,timeline=run.timeline"),
     "budget": (
         2,
@@ -98,7 +96,7 @@ ENGINE: dict[str, tuple[Any, ...]] = {
 BASES: tuple[dict[str, Any], ...] = (
     {},
     {"gpu": True},
-    {"gpu": True, "decisions": "device"},
+    {"gpu": True, "plane": "pointers"},
     {"executor": "processes@workers=2"},
     {"tree": 16, "--speculative-config": EAGLE},
     {"tree": 16, "--speculative-config": EAGLE, "gpu": True, "--attention-backend": "TRITON_ATTN"},
@@ -190,13 +188,15 @@ def check(config: SpacConfig, engine: dict[str, Any]) -> None:
     backend = engine.pop("--attention-backend", "FLASH_ATTN")
     given = engine.get("--speculative-config")
     args = SimpleNamespace(
-        speculative_config=None if given is None or not config.tree else {**given, "num_speculative_tokens": None},
+        speculative_config=None
+        if given is None or not config.tree_nodes
+        else {**given, "num_speculative_tokens": None},
         scheduler_cls=None,
         block_size=16,
         tensor_parallel_size=engine.get("--tensor-parallel-size", 1),
     )
     trees.request(args, config)
-    if config.tree and given is not None:
+    if config.tree_nodes and given is not None:
         engine["--speculative-config"] = args.speculative_config
     facts = device.DeviceFacts("a GPU", True, (9, 0), pinned=True, unified=True)
     with pytest.MonkeyPatch.context() as patch:

@@ -27,8 +27,8 @@ FILE = "FILE"  # stands for a file of the user's
 _PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 _SPECULATIONS: tuple[Speculation, ...] = get_args(Speculation)
 _PLANES: dict[Plane, dict[str, Any]] = {
-    "host": {"decisions": "host"},
-    "device": {"decisions": "device"},
+    "host": {"plane": "slots"},
+    "device": {"plane": "pointers"},
     "workers": {"executor": "processes@workers=2"},
 }
 _METHODS: dict[Speculation, str] = {"chain": "eagle3", "tree": "eagle3", "copy": "draft_model"}

@@ -63,7 +63,7 @@ def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
 )
 def test_same_tokens_where_the_device_decides(spac, exact, checkpoint, monkeypatch):
     """Layers of the twins hand experts to a thread, and compute the others meanwhile."""
-    spac = {**spac, "decisions": "device@staging=off"}
+    spac = {**spac, "plane": "pointers@staging=off"}
     if spac["cpu_experts"] == "waterfill":  # by measured rates it may leave the CPU none
         monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: FOR_THE_CPU)
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
@@ -97,7 +97,7 @@ def test_a_thread_that_fails_costs_no_token(fault, exact, checkpoint, monkeypatc
             answer(self, number, executor)
 
     monkeypatch.setattr(Mailbox, "answer", faulty)
-    spac = {"slots": "25%", "decisions": "device", "cpu_experts": 64}
+    spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64}
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
     assert_same_tokens(run, exact)
     assert next(calls) > 10 and run.stats["cpu_experts"] > 0 and run.stats["cpu_late"] > 0

@@ -33,9 +33,9 @@ GRAPHS = {"enforce_eager": False}
 # all experts resident and without the guard nothing may differ.
 CASES = {
     "resident": ({"slots": "100%"}, 1.0),
-    "slots": ({"slots": "25%", "decisions": "host"}, 0.7),
-    "pointers": ({"slots": "25%", "decisions": "device@staging=on"}, 0.7),
-    "pointers, resident": ({"slots": "100%", "decisions": "device"}, 0.7),
+    "slots": ({"slots": "25%", "plane": "slots"}, 0.7),
+    "pointers": ({"slots": "25%", "plane": "pointers@staging=on"}, 0.7),
+    "pointers, resident": ({"slots": "100%", "plane": "pointers"}, 0.7),
     "guard": ({"slots": "100%", "guard": "on"}, 0.7),
 }
 SHORT = ("slots", "pointers")

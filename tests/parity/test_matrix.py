@@ -161,7 +161,7 @@ def test_the_parts_together() -> None:
     """
     every = {
         "slots": "25%",
-        "kernel": "table",
+        "plane": "table",
         "tree": 16,
         "budget": "64@votes=path@alpha=0.5",
         "prefetch": "gate",

@@ -170,7 +170,7 @@ def test_loading_holds_the_slots_and_about_one_layer(big, checkpoint, tmp_path):
 def test_loading_for_pointers_holds_the_store_the_slots_and_about_one_layer(big, checkpoint):
     """Host memory has every expert, and here fast memory is host memory too."""
     kept = 1.25 * LAYERS * LAYER_BYTES
-    spac = {"spac": {"slots": "25%", "decisions": "device"}}
+    spac = {"spac": {"slots": "25%", "plane": "pointers"}}
     tiny, grown = growth(checkpoint("qwen3_moe"), spac), growth(big, spac)
     print("grew by", {name: f"{count / 2**20:.0f} MiB" for name, count in {"tiny": tiny, "big": grown}.items()})
     assert grown - tiny < kept + 1.75 * LAYER_BYTES

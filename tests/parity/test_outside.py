@@ -24,7 +24,7 @@ IN_SLOTS = {
     "cpu_kernel": "outside:RowByRow",
     "budget": f"{1 - 1e-9}@ranking=outside:Loudest@when=all",
 }
-OVER_POINTERS = {"decisions": "device@staging=off", "store": "outside:Blocks", "policy": "outside:Fifo"}
+OVER_POINTERS = {"plane": "pointers@staging=off", "store": "outside:Blocks", "policy": "outside:Fifo"}
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_same_tokens_as_stock(spac, called, outside, exact, checkpoint):
     assert_same_tokens(run, exact)
     assert {name for name, count in after.items() if count > before.get(name, 0)} == called
     stats = run.stats
-    assert (stats["store"], stats["execution"]) == (spac["store"], "pointers" if "decisions" in spac else "slots")
+    assert (stats["store"], stats["execution"]) == (spac["store"], "pointers" if "plane" in spac else "slots")
     assert stats["hits"] > 0 and stats["misses"] > 0
     assert stats["mode"] == ("lossy" if "budget" in spac else "exact up to rounding")
     assert stats["budget"]["dropped_share"] == 0

@@ -29,7 +29,7 @@ def test_same_tokens_as_stock(family, sizes, checkpoint):
     assert len({tuple(tokens) for tokens in stock.tokens}) > 4, "this model says the same to everything"
     for slots in sizes:
         staging = "off" if slots == "50%" else "on"
-        spac = {"slots": slots, "decisions": f"device@staging={staging}"}
+        spac = {"slots": slots, "plane": f"pointers@staging={staging}"}
         run = engines.generate(checkpoint(family), spac, **FLOAT32)
         assert_same_tokens(run, stock, slots)
         stats = run.stats
@@ -50,7 +50,7 @@ def test_same_tokens_as_stock(family, sizes, checkpoint):
 def test_same_tokens_as_stock_with_ngram(sizes):
     """The trained toy model: 9 of 384 experts, as good as the minimum, to half of them."""
     runs = [
-        {"slots": slots, "decisions": "device", "guard": "off"}  # which goes by the clock
+        {"slots": slots, "plane": "pointers", "guard": "off"}  # which goes by the clock
         for slots in sizes
     ]
     options = {
@@ -72,7 +72,7 @@ def _close(worker) -> None:
 
 def test_budgets_and_traces(checkpoint, tmp_path):
     """A budget of all experts changes nothing, half of them does; the trace has every row of every layer."""
-    spac = {"slots": "50%", "decisions": "device", "record": f"trace={tmp_path / 'run.trace'}"}
+    spac = {"slots": "50%", "plane": "pointers", "record": f"trace={tmp_path / 'run.trace'}"}
     options = {**FLOAT32, "enable_prefix_caching": False}
     with engines.engine(checkpoint("qwen3_moe"), spac, **options) as llm:
 
@@ -94,6 +94,6 @@ def test_budgets_and_traces(checkpoint, tmp_path):
 def test_compiled(checkpoint):
     options = {**FLOAT32, "enforce_eager": False}
     stock = engines.generate(checkpoint("qwen3_moe"), **options)
-    run = engines.generate(checkpoint("qwen3_moe"), {"slots": "50%", "decisions": "device"}, **options)
+    run = engines.generate(checkpoint("qwen3_moe"), {"slots": "50%", "plane": "pointers"}, **options)
     assert_same_tokens(run, stock)
     assert run.stats["misses"] > 0

@@ -92,7 +92,7 @@ def test_recall_on_held_out_text(trained: Path) -> None:
 @pytest.mark.parametrize("prefetch", ["gate", "quasi_hidden", "neural", "hybrid"])
 def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     """Over pointers, whose layers do not wait for the host: the twins give the same bits wherever an expert is."""
-    spac = {"slots": "25%", "decisions": "device"}
+    spac = {"slots": "25%", "plane": "pointers"}
     ahead = {"prefetch": f"{prefetch}@extra=0.3@file={trained / 'p.safetensors'}"}
     plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=24)
     assert_same_tokens(run, plain)
@@ -160,10 +160,10 @@ def test_speculated_execution(trained: Path) -> None:
 @pytest.mark.parametrize("when", ["decode", "all"])
 def test_speculated_execution_where_the_device_decides(trained: Path, when: str) -> None:
     """It runs what runs where the host decides, and counts it; where experts are makes no difference to either."""
-    spac = {"slots": "25%", "store": "host", "speculate": f"predicted@when={when}", "kernel": "table"}
+    spac = {"slots": "25%", "store": "host", "speculate": f"predicted@when={when}", "plane": "table"}
     spac["prefetch"] = f"neural@file={trained / 'p.safetensors'}"
     device, host = compare(
-        MODELS / "target", [spac | {"decisions": where} for where in ("device", "host")], max_tokens=16, **FLOAT32
+        MODELS / "target", [spac | {"plane": plane} for plane in ("pointers", "table")], max_tokens=16, **FLOAT32
     )
     assert device.tokens == host.tokens and device.stats["misses"] > 0 < device.stats["prefetch_hits"]
     ours, theirs = device.stats["budget"], host.stats["budget"]

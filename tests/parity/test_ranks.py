@@ -94,7 +94,7 @@ def test_same_tokens_as_stock_of_the_same_size(stock, checkpoint, tmp_path):
         ("toy", {"slots": "100%", "store": "host"}, "eagle3"),
         ("toy", {"slots": "auto", "store": "disk", "host_memory": "6MiB"}, "eagle3"),
         ("toy", {"slots": "12%", "store": "disk", "host_memory": "6MiB"}, "eagle3"),
-        ("toy", {"slots": "25%", "decisions": "device"}, None),
+        ("toy", {"slots": "25%", "plane": "pointers"}, None),
     ],
     ids=str,
 )
@@ -195,15 +195,15 @@ def alone():
     [
         {"slots": "25%", "store": "disk"},
         {"slots": "100%", "store": "disk"},
-        {"slots": "25%", "kernel": "table"},
-        {"slots": "25%", "decisions": "device"},
-        {"slots": "100%", "decisions": "device"},
+        {"slots": "25%", "plane": "table"},
+        {"slots": "25%", "plane": "pointers"},
+        {"slots": "100%", "plane": "pointers"},
     ],
     ids=str,
 )
 def test_divided_experts_give_the_logits_of_one_rank(spac, alone, tmp_path):
     """Against one rank of stock: stock vLLM's CPU kernel has no expert parallelism."""
-    folder = {} if "decisions" in spac else {"disk_dir": str(tmp_path)}
+    folder = {} if spac.get("plane") == "pointers" else {"disk_dir": str(tmp_path)}
     tokens, scores, _ = alone
     found, ours, ranks = scored(TOY / "target", spac | folder, tensor_parallel_size=2, enable_expert_parallel=True)
     assert first_difference(found, tokens) is None

@@ -57,7 +57,7 @@ def test_stock_s_tokens_however_it_is_scheduled(options: dict, tmp_path: Path) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("knobs", [{"slots": "2k"}, {"slots": "100%"}, {"kernel": "table"}, {"cpu_experts": "auto"}])
+@pytest.mark.parametrize("knobs", [{"slots": "2k"}, {"slots": "100%"}, {"plane": "table"}, {"cpu_experts": "auto"}])
 def test_stock_s_tokens_whatever_is_in_slots(knobs: dict, tmp_path: Path) -> None:
     """With fewer experts than a row needs, of one layer or all; with a kernel of our own, and with the CPU's share."""
     store = {"store": "host", "disk_dir": None} if "cpu_experts" in knobs else {}

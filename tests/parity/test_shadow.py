@@ -62,7 +62,7 @@ def test_the_model_s_own_routers_on_the_layers_of_a_draft_model(copy: Path, tmp_
 def test_the_device_gives_slots_to_what_drafts_name(copy: Path, tmp_path: Path, prefetch: str) -> None:
     """Over pointers, before the step that verifies them. A request at a time: more name too much for the slots."""
     options = drafting(copy) | {"max_num_seqs": 1}
-    knobs = {"decisions": "device", "store": None, "disk_dir": None, "prefetch": f"{prefetch}@extra=0.5"}
+    knobs = {"plane": "pointers", "store": None, "disk_dir": None, "prefetch": f"{prefetch}@extra=0.5"}
     run, _ = shadowed(tmp_path, options, **knobs)
     [stock] = compare(TARGET, [None], **options)
     assert_same_tokens(run, stock)

@@ -1,4 +1,4 @@
-"""Experts loaded into slots for our kernel (``kernel=table``), on real engines: stock's greedy tokens in float32.
+"""Experts loaded into slots for our kernel (``plane=table``), on real engines: stock's greedy tokens in float32.
 
 On a CPU the kernel is its torch twin, which sums in another order than vLLM's; see ``test_pointers``.
 """
@@ -21,7 +21,7 @@ MORE = [{"slots": "2k"}, {"slots": "100%"}, {"slots": "50%", "store": "host", "c
 
 
 def knobs(given: list[dict]) -> list[dict]:
-    return [{"kernel": "table", "guard": "off"} | each for each in given]
+    return [{"plane": "table", "guard": "off"} | each for each in given]
 
 
 def check(stock: engines.Run, runs: list[engines.Run], given: list[dict]) -> None:
@@ -44,5 +44,5 @@ def test_every_family(family, checkpoint):
     """Biases, gates in turns, shared experts, sigmoid scores."""
     stock = engines.generate(checkpoint(family), **FLOAT32)
     for slots in ("50%", "100%"):
-        run = engines.generate(checkpoint(family), {"kernel": "table", "slots": slots}, **FLOAT32)
+        run = engines.generate(checkpoint(family), {"plane": "table", "slots": slots}, **FLOAT32)
         assert_same_tokens(run, stock, slots)

@@ -63,11 +63,11 @@ def test_sixteen_nodes(stock) -> None:
 @pytest.mark.parametrize(
     "spac",
     [
-        {"store": "disk", "tree": 63, "tree_shape": "static"},
+        {"store": "disk", "tree": "63@shape=static"},
         {"store": "host", "slots": "13%", "tree": 63},
-        {"store": "host", "slots": "13%", "tree": 8, "tree_shape": "dynamic@depth=3"},
+        {"store": "host", "slots": "13%", "tree": "8@depth=3"},
         {"slots": "100%", "tree": 63, "guard": "on"},
-        {"store": "host", "tree": 6, "tree_shape": "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"},
+        {"store": "host", "tree": "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"},
     ],
     ids=["63 static", "63", "8", "63 with the guard", "paths"],
 )
@@ -97,7 +97,7 @@ def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("nodes", [8, 16])
 def test_small_static_trees(stock, nodes: int) -> None:
-    spac = EXACT | {"store": "host", "tree": nodes, "tree_shape": "static"}
+    spac = EXACT | {"store": "host", "tree": f"{nodes}@shape=static"}
     kinds = "greedy", "seeds", "penalties"
     found = tree_runs.run(spac, kinds, ("poison",), speculative_config=tree_runs.EAGLE3)
     assert_same(found, {kind: stock[kind] for kind in kinds})

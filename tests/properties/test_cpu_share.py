@@ -413,9 +413,7 @@ def test_a_process_ends_though_nobody_closes_the_thread() -> None:
 def test_an_ARM_processor_orders_stores_otherwise(monkeypatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     check_processor(torch.device("cpu"))
-    with pytest.raises(
-        UnsupportedError, match="needs an x86 processor, and this is aarch64; use --spac-decisions host"
-    ):
+    with pytest.raises(UnsupportedError, match="needs an x86 processor, and this is aarch64; use --spac-plane slots"):
         check_processor(torch.device("cuda"))
 
 

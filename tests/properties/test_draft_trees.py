@@ -14,7 +14,6 @@ from list_trees import DraftTree, trees_of
 from list_trees import walk as walk_one
 
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape, TreeShape, parse
-from vllm_spac.errors import ConfigError
 from vllm_spac.methods.trees.growth import Growth
 from vllm_spac.methods.trees.tensors import (
     FILLER,
@@ -88,7 +87,8 @@ class Exhaustive(DynamicShape):
 @settings(deadline=None)
 def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind, seed, coarse, limit) -> None:
     kind = "dynamic" if depth <= 2 else kind
-    shape = parse(nodes, f"{kind}@depth={depth}@width=7")
+    shape = parse(f"{nodes}@shape={kind}@depth={depth}@width=7")
+    assert shape is not None
     for tree in grown(shape, seed, 3, coarse, limit):
         assert len(tree.tokens) == min(nodes, limit) and max(tree.depths) <= depth
         assert all(tree.reached[tree.parents[row]] >= tree.reached[row] for row in range(1, tree.rows))
@@ -174,7 +174,7 @@ def test_a_shape_is_written_as_eagle_writes_it() -> None:
     "text", ["", "[]", "[[]]", "[0]", "[[-1]]", "[[0],[0]]", "[[0,0]]", "{}", "[[0.5]]", "[[true]]"]
 )
 def test_other_texts_are_no_shape(text: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ValueError):
         StaticShape.of_paths(text)
 
 

@@ -474,5 +474,5 @@ def plain(*sizes: tuple[int, int]) -> dict[str, TensorSpec]:
     ids=["no gate", "odd sizes", "scales", "no scales", "scales of plain weights", "many experts"],
 )
 def test_what_the_kernels_cannot_read_is_refused(layout, named):
-    with pytest.raises(UnsupportedError, match=f"{named}.*--spac-kernel vllm"):
+    with pytest.raises(UnsupportedError, match=f"{named}.*--spac-plane slots"):
         pointers_execution.PointerExecution.check_shape(layout)

@@ -54,7 +54,7 @@ SENSIBLE = st.fixed_dictionaries(
     optional={
         "slots": st.sampled_from(["25%", "2k", 8]),
         "policy": st.sampled_from(components.serving("policies")),
-        "decisions": st.sampled_from(["host", "device"]),
+        "plane": st.sampled_from(["slots", "pointers"]),
         "cpu_experts": st.sampled_from(["off", "auto", 2, "threshold"]),
         "store": st.sampled_from(["host", "disk"]),
     },

@@ -186,7 +186,7 @@ def test_check_counts_slots_as_the_plugin_does(inspected, tmp_path):
             " --quantization moe_wna16 --moe-backend triton",
         ),
         ({"quant_method": "awq", "bits": 4, "zero_point": True}, " --quantization moe_wna16 --moe-backend triton"),
-        ({"quant_method": "mxfp4"}, " --spac-decisions device --moe-backend marlin"),
+        ({"quant_method": "mxfp4"}, " --spac-plane pointers --moe-backend marlin"),
     ],
     ids=["none", "fp8", "gptq", "awq", "mxfp4"],
 )

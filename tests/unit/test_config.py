@@ -147,7 +147,9 @@ def test_arguments_of_a_budget() -> None:
     [
         ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
         ({"lookahead": 3}, "unknown knob 'lookahead'; known knobs: "),
-        ({"execution": "pointers"}, "execution .--spac-execution. is gone; --spac-decisions"),
+        ({"execution": "pointers"}, "execution .--spac-execution. is gone; use --spac-plane, with the same names"),
+        ({"decisions": "host"}, "decisions .--spac-decisions. is gone; write --spac-plane pointers for device, and"),
+        ({"kernel": "table"}, "kernel .--spac-kernel. is gone; write --spac-plane slots for vllm, and table or"),
         ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
         ({"qqq": 3}, "unknown knob 'qqq'; known knobs: preset, slots, store, disk_dir, host_memory, policy, "),
         ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts per layer"),
@@ -198,31 +200,24 @@ def test_arguments_of_a_budget() -> None:
         ({"budget": "16@calibration="}, r"\(--spac-budget\): the path is empty"),
         ({"policy": "lru@calibration=FILE"}, r"\(--spac-policy\): lru has no argument 'calibration'"),
         ({"policy": "pinned@calibration=7"}, r"\(--spac-policy\): use a path"),
-        ({"tree": 1}, r"tree=1 \(--spac-tree\) is a chain of one token; use --spac-tree 2 or more"),
-        ({"tree": 256}, r"tree=256 \(--spac-tree\): .*less than or equal to 255"),
-        ({"tree": True}, r"\(--spac-tree\): use a number"),
-        (
-            {"tree_shape": "static@depth=3"},
-            r"tree_shape \(--spac-tree-shape\) has no effect without a tree; add --spac-tree",
-        ),
+        ({"tree": 1}, r"tree=1 \(--spac-tree\): a tree of one token is a chain; use --spac-tree 2 or more"),
+        ({"tree": "[[0]]"}, r"\(--spac-tree\): a tree of one token is a chain; use --spac-tree 2 or more"),
+        ({"tree": 256}, r"tree=256 \(--spac-tree\): use a number of draft tokens up to 255"),
+        ({"tree": True}, r"\(--spac-tree\): use a number of draft tokens"),
+        ({"tree": -3}, r"\(--spac-tree\): use a number of draft tokens"),
+        ({"tree": "0@shape=static"}, "0 has no argument 'shape'; it has none"),
+        ({"tree_shape": "static"}, "tree_shape .--spac-tree-shape. is gone; write --spac-tree 16@shape=static@depth=6"),
         ({"guard": "yes"}, r"\(--spac-guard\).* 'on' or 'off'"),
         ({"guard": "on@gap=2"}, r"\(--spac-guard\).* 'on' or 'off'"),
-        ({"tree": 3, "tree_shape": "wide"}, r"\(--spac-tree-shape\)='wide': use static, dynamic, or a list"),
-        (
-            {"tree": 3, "tree_shape": "[[0],[1],[1,0]]@width=2"},
-            r"--spac-tree-shape\): a list of paths has no argument 'width'",
-        ),
-        (
-            {"tree": 3, "tree_shape": "static@depth=17"},
-            r"--spac-tree-shape\): depth=17: use a whole number from 1 to 16",
-        ),
-        ({"tree": 3, "tree_shape": "dynamic@width=2.5"}, r"width=2.5: use a whole number from 1 to 64"),
-        ({"tree": 3, "tree_shape": "dynamic@wide=2"}, "dynamic has no argument 'wide'; it has depth, width"),
-        (
-            {"tree": 2, "tree_shape": "[[0],[1],[1,0]]"},
-            r"tree=2 \(--spac-tree\): the shape has 3 nodes; use --spac-tree 3",
-        ),
-        ({"tree": 9, "tree_shape": "dynamic@depth=1"}, "depth or width of --spac-tree-shape, or use --spac-tree 8"),
+        ({"tree": "3@shape=wide"}, r"\(--spac-tree\): shape='wide': use shape=dynamic or shape=static"),
+        ({"tree": "[[0],[1],[1,0]]@width=2"}, r"\(--spac-tree\): .* a list of paths such as \[\[0\],\[1\]"),
+        ({"tree": "[[0],[1],[2,0]]"}, r"\[2, 0\] has no parent \[2\]; add it"),
+        ({"tree": "[[0],[1],[1]]"}, "it gives a path twice"),
+        ({"tree": "3@shape=static@depth=17"}, "depth=17: use a whole number from 1 to 16"),
+        ({"tree": "3@width=2.5"}, "width=2.5: use a whole number from 1 to 64"),
+        ({"tree": "3@wide=2"}, "3 has no argument 'wide'; it has shape, depth, width"),
+        ({"tree": "9@depth=1"}, "have 8; raise depth or width of --spac-tree, or use --spac-tree 8@depth=1"),
+        ({"tree": "9@shape=static@width=1"}, "have 6; raise .*, or use --spac-tree 6@shape=static@width=1"),
         ({"record": "timeline=/x/y,trace=/x/y"}, r"\(--spac-record\): trace and timeline would replace each other"),
         ({"record": "run.trace"}, r"\(--spac-record\): 'run.trace': use trace=FILE, timeline=FILE, or both"),
         ({"record": "trace=a,trace=b"}, "use trace=FILE"),
@@ -273,8 +268,8 @@ def test_malformed_outside_policy_is_a_configuration_error(policy: str) -> None:
         ({}, "cpu", "disk"),
         ({}, "cuda", "host"),
         ({"store": "disk"}, "cuda", "disk"),
-        ({"decisions": "device"}, "cpu", "host"),
-        ({"decisions": "device", "store": "host"}, "cuda", "host"),
+        ({"plane": "pointers"}, "cpu", "host"),
+        ({"plane": "pointers", "store": "host"}, "cuda", "host"),
     ],
 )
 def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: str, store: str) -> None:
@@ -282,36 +277,29 @@ def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: 
 
 
 @pytest.mark.parametrize(
-    ("raw", "execution", "plane"),
+    ("raw", "execution"),
     [
-        ({}, "slots", "decisions=host, kernel=vllm"),
-        ({"kernel": "vllm", "decisions": "host"}, "slots", "decisions=host, kernel=vllm"),
-        ({"kernel": "table"}, "table", "decisions=host, kernel=table"),
-        ({"decisions": "device"}, "pointers", "decisions=device, kernel=table"),
-        ({"kernel": "table", "decisions": "device"}, "pointers", "decisions=device, kernel=table"),
-        ({"executor": "processes"}, "workers", "executor=processes"),
+        ({}, "slots"),
+        ({"plane": "slots"}, "slots"),
+        ({"plane": "table"}, "table"),
+        ({"plane": "pointers"}, "pointers"),
+        ({"executor": "processes"}, "workers"),
     ],
 )
-def test_decisions_and_kernel_name_the_execution(raw: dict, execution: str, plane: str) -> None:
-    config = SpacConfig.parse(raw)
-    assert (config.execution_name, config.plane) == (execution, plane)
+def test_the_plane_names_the_execution(raw: dict, execution: str) -> None:
+    assert SpacConfig.parse(raw).execution_name == execution
 
 
-def test_vllms_kernel_reads_nothing_outside_of_slots() -> None:
-    with pytest.raises(ConfigError, match="kernel=vllm .*; use --spac-kernel table, or use --spac-decisions host"):
-        SpacConfig.parse({"kernel": "vllm", "decisions": "device"})
-
-
-def test_staging_is_of_the_device() -> None:
-    with pytest.raises(ConfigError, match="host has no argument 'staging'; it has none"):
-        SpacConfig.parse({"decisions": "host@staging=on"})
+def test_staging_is_of_pointers() -> None:
+    with pytest.raises(ConfigError, match="slots has no argument 'staging'; it has none"):
+        SpacConfig.parse({"plane": "slots@staging=on"})
     with pytest.raises(ConfigError, match="staging='maybe': use staging=auto or staging=on or staging=off"):
-        SpacConfig.parse({"decisions": "device@staging=maybe"})
-    with pytest.raises(ConfigError, match="device has no argument 'poison'; it has staging"):
-        SpacConfig.parse({"decisions": "device@poison=True"})
-    config = SpacConfig.parse({"decisions": "device@staging=on"})
+        SpacConfig.parse({"plane": "pointers@staging=maybe"})
+    with pytest.raises(ConfigError, match="pointers has no argument 'poison'; it has staging"):
+        SpacConfig.parse({"plane": "pointers@poison=True"})
+    config = SpacConfig.parse({"plane": "pointers@staging=on"})
     assert (config.staging, config.execution_name) == ("on", "pointers")
-    assert SpacConfig.parse({"decisions": "device"}).staging == SpacConfig.parse({}).staging == "auto"
+    assert SpacConfig.parse({"plane": "pointers"}).staging == SpacConfig.parse({}).staging == "auto"
 
 
 @pytest.mark.parametrize(
@@ -320,13 +308,13 @@ def test_staging_is_of_the_device() -> None:
         ({"store": "disk"}, r"a disk has no addresses; use --spac-store host"),
         ({"disk_dir": "/x"}, r"a disk has no addresses; .*without --spac-disk-dir"),
         ({"store": "host", "disk_dir": "/x"}, r"disk_dir=/x .*means nothing with store=host .*; drop --spac-disk-dir"),
-        ({"cpu_experts": "threshold"}, r"no layer tells the host .*use --spac-cpu-experts auto, or use .*host"),
+        ({"cpu_experts": "threshold"}, r"no layer tells the host .*use --spac-cpu-experts auto, or use .*slots"),
         ({"policy": "layer_lru"}, r"policy=layer_lru \(--spac-policy\).*use --spac-policy lru"),
     ],
 )
 def test_pointers_need_memory_and_move_experts_themselves(others: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SpacConfig.parse({"decisions": "device", **others})
+        SpacConfig.parse({"plane": "pointers", **others})
 
 
 @pytest.mark.parametrize(
@@ -351,7 +339,7 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "cluster@file="}, "file='': the path is empty"),
         ({"executor": "cluster@file=/home/a@b/cluster.json"}, "'b/cluster.json' in .* sets nothing"),
         ({"executor": "ray"}, "executor='ray' .*: use local or processes@workers=...@per_layer=... or cluster@file"),
-        ({"executor": "processes", "decisions": "device"}, "drop --spac-decisions"),
+        ({"executor": "processes", "plane": "pointers"}, "drop --spac-plane"),
         ({"executor": "processes", "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
         ({"executor": "processes", "prefetch": "neural"}, "needs its file"),
         ({"executor": "processes", "host_memory": "1GiB"}, "drop --spac-host-memory"),
@@ -431,18 +419,11 @@ def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
     assert SpacConfig.parse({"io_threads": check_knob("io_threads", "8")}).io_threads == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("cpu_kernel", "torch"),
-        ("tree_shape", "static@depth=3"),
-    ],
-)
-def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only(name: str, text: str) -> None:
+def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only() -> None:
     """Each flag is parsed before the others are known; without them the configuration refuses it."""
-    assert check_knob(name, text) == text
-    with pytest.raises(ConfigError, match=flag(name)):
-        SpacConfig.parse({name: text})
+    assert check_knob("cpu_kernel", "torch") == "torch"
+    with pytest.raises(ConfigError, match="--spac-cpu-kernel"):
+        SpacConfig.parse({"cpu_kernel": "torch"})
 
 
 @pytest.mark.parametrize(
@@ -492,7 +473,7 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         SpacConfig.parse({"store": "host@threads=4"})
 
 
-ON_DEVICE = {"prefetch": "neural@file=/x", "decisions": "device"}
+ON_DEVICE = {"prefetch": "neural@file=/x", "plane": "pointers"}
 
 
 GONE = ("linear", "draft_linear", "token_table", "frequency", "auto")
@@ -523,12 +504,12 @@ SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
         ({"prefetch": "neural@reach=2@file=/x"}, "neural has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
-            {"decisions": "device", "prefetch": "draft_gate@k=2@threshold=2"},
+            {"plane": "pointers", "prefetch": "draft_gate@k=2@threshold=2"},
             r"no settings background and threshold.*; use --spac-prefetch draft_gate@k=2$",
         ),
         (
-            {"decisions": "device", "prefetch": "utility@depth=2"},
-            r"prefetch=utility@depth=2 .*no host moves them; use --spac-decisions host, or use --spac-prefetch gate,",
+            {"plane": "pointers", "prefetch": "utility@depth=2"},
+            r"prefetch=utility@depth=2 .*no host moves them; use --spac-plane slots, or use --spac-prefetch gate,",
         ),
         (ON_DEVICE | {"prefetch": "neural@depth=4@file=1e3"}, "neural@depth=4@.*use --spac-prefetch neural@file=1e3$"),
         (
@@ -612,7 +593,7 @@ def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
         ({"host_memory": 0}, r"host_memory=0 \(--spac-host-memory\)"),
         ({"host_memory": True}, "use a number"),
         ({"host_memory": "1GiB", "store": "host"}, "store=host .* holds all of them in memory; use --spac-store disk"),
-        ({"host_memory": "1GiB", "decisions": "device"}, "none is read from a disk; drop --spac-host-memory"),
+        ({"host_memory": "1GiB", "plane": "pointers"}, "none is read from a disk; drop --spac-host-memory"),
     ],
     ids=str,
 )

@@ -127,7 +127,7 @@ def modelopt(**changes: object) -> dict:
     return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*self_attn*"]} | changes
 
 
-NVFP4_FLAGS = ("--spac-decisions device", "--moe-backend marlin")
+NVFP4_FLAGS = ("--spac-plane pointers", "--moe-backend marlin")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ NVFP4_FLAGS = ("--spac-decisions device", "--moe-backend marlin")
 )
 def test_nvfp4_is_for_pointers(settings: dict) -> None:
     assert quantisation.refusal(settings) is None and quantisation.flags(settings) == NVFP4_FLAGS
-    assert "use --spac-kernel table" in str(quantisation.refusal(settings, FormatKernels.GPU))
+    assert "use --spac-plane table" in str(quantisation.refusal(settings, FormatKernels.GPU))
     words = 64 * 256 // 2 + 64 * 4 * (1 + 256 // 64)
     assert quantisation.stored_bytes(settings, (64, 256)) == words
     assert quantisation.stored_bytes(settings, (3, 64, 272)) == 3 * (64 * 136 + 64 * 4 * (1 + 5))

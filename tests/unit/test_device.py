@@ -20,7 +20,7 @@ H200 = DeviceFacts("NVIDIA H200", cuda=True, capability=(9, 0), pinned=True, uni
         ({"cuda": False, "name": "AMD Instinct"}, {}, ["AMD Instinct", "NVIDIA GPU", "CPU build"]),
         ({"capability": (7, 5), "name": "Tesla T4"}, {}, ["Tesla T4", "sm_75", "sm_80 or newer"]),
         ({"pinned": False}, {"pinned": True}, ["pinned", "store=host", "--spac-store disk", "--spac-slots 100%"]),
-        ({"unified": False}, {"unified": True}, ["unified addressing", "--spac-decisions host"]),
+        ({"unified": False}, {"unified": True}, ["unified addressing", "--spac-plane slots"]),
     ],
     ids=str,
 )

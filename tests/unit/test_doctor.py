@@ -109,7 +109,7 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
             {"installation": {"device": Device("A", True, False)}},
             "unified addressing",
             "note",
-            "--spac-decisions host",
+            "--spac-plane slots",
         ),
         ({"installation": {"device": GPU.device}, "system": {"memlock": 8 << 20}}, "locked memory", "note", "8.0 MiB"),
         ({"system": {"huge_pages": "never"}}, "huge pages", "note", "echo madvise"),

@@ -125,11 +125,11 @@ def test_what_a_gpu_gets_by_default_is_said_in_the_words_of_the_log(path: Path) 
 
 
 def test_the_log_and_doctor_say_so_too() -> None:
-    default = SpacConfig.parse({"slots": "25%", "decisions": "device", "kernel": "table"})
+    default = SpacConfig.parse({"slots": "25%", "plane": "pointers"})
     assert shown_mode(ROUNDED, default, on_cpu=False) == ROUNDED_ON_A_GPU
     assert shown_mode(ROUNDED, default, on_cpu=True) == ROUNDED
-    assert "--spac-kernel vllm" not in shown_mode(ROUNDED, default, on_cpu=False, only_ours=True), "it would be refused"
-    asked = SpacConfig.parse({"slots": "25%", "kernel": "vllm"})
+    assert "--spac-plane slots" not in shown_mode(ROUNDED, default, on_cpu=False, only_ours=True), "it would be refused"
+    asked = SpacConfig.parse({"slots": "25%", "plane": "slots"})
     assert [shown_mode(found, asked, on_cpu=False) for found in ("exact", ROUNDED)] == ["exact", ROUNDED]
     gpu = Installation("0.33.0", device=Device("a GPU", pinned=True, unified=True))
     system = System(frozenset({0}), None, (0,), 1 << 40, 1 << 40, None, None, "always")

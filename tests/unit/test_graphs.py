@@ -12,7 +12,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.device.staging import ROWS
 from vllm_spac.integration.hooks import graphs
 
-SLOTS, POINTERS = SpacConfig(), SpacConfig(decisions="device")
+SLOTS, POINTERS = SpacConfig(), SpacConfig(plane="pointers")
 ALL = SpacConfig(slots="100%")  # the host decides, and each expert has one
 WORKERS = SpacConfig(executor="processes", slots="100%")  # of theirs: rows leave the engine all the same
 FULL = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
@@ -70,7 +70,7 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
 
 
 HOST = {
-    "--spac-decisions device, or use --spac-slots 100%": {},
+    "--spac-plane pointers, or use --spac-slots 100%": {},
     "--spac-record": {"record": "trace=file"},
     "--spac-budget,": {"budget": 8},
     "--spac-http": {"http": "control"},
@@ -80,7 +80,7 @@ HOST = {
 @pytest.mark.parametrize("mode", FULL)
 @pytest.mark.parametrize(
     ("none_decided", "flag"),
-    [({"decisions": "device"}, "--spac-record"), *(({"slots": "100%"}, flag) for flag in HOST)],
+    [({"plane": "pointers"}, "--spac-record"), *(({"slots": "100%"}, flag) for flag in HOST)],
     ids=str,
 )
 def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
@@ -104,13 +104,13 @@ BUDGETS = [knobs for flag, knobs in HOST.items() if flag.startswith(("--spac-bud
 @pytest.mark.parametrize("knobs", BUDGETS, ids=str)
 def test_full_graphs_hold_a_budget_over_pointers(cuda, mode: str | None, knobs: dict) -> None:
     """Also one that may be switched on while they are replayed."""
-    config = SpacConfig(decisions="device", **knobs)
+    config = SpacConfig(plane="pointers", **knobs)
     args = arguments(mode)
     graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode.name == (mode or "FULL_DECODE_ONLY")
     assert graphs.hold_budget(config)
-    for other in ({"record": "trace=file"}, {"decisions": "host"}):
-        assert not graphs.hold_budget(SpacConfig(**{"decisions": "device"} | knobs | other))
+    for other in ({"record": "trace=file"}, {"plane": "slots"}):
+        assert not graphs.hold_budget(SpacConfig(**{"plane": "pointers"} | knobs | other))
     assert not graphs.hold_budget(POINTERS)
 
 
@@ -182,7 +182,7 @@ def test_only_graphs_are_split() -> None:
     ("knobs", "held"), [({}, "the MoE layers,"), ({"http": "control"}, "the MoE layers and a budget,")]
 )
 def test_what_full_graphs_hold_is_logged(caplog, knobs: dict, held: str) -> None:
-    graphs.split(config_of("FULL_DECODE_ONLY"), SpacConfig(decisions="device", **knobs))
+    graphs.split(config_of("FULL_DECODE_ONLY"), SpacConfig(plane="pointers", **knobs))
     assert f"they hold {held}" in caplog.text
 
 
@@ -224,7 +224,7 @@ def test_no_graph_holds_a_prompt_that_is_staged(mode: str, captured: int, refuse
     made.compilation_config.max_cudagraph_capture_size = captured
     shape = MoEShape(("layer",), 8, 2, {})
     if refused and mode == "FULL":
-        with pytest.raises(UnsupportedError, match="64 and more are staged.*--spac-decisions device@staging=off"):
+        with pytest.raises(UnsupportedError, match="64 and more are staged.*--spac-plane pointers@staging=off"):
             graphs.check_staging(made, shape)
     else:
         graphs.check_staging(made, shape)

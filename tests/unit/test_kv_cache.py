@@ -219,7 +219,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def worker(vllm_config: SimpleNamespace, managed: bool = True, tree: int = 0) -> SimpleNamespace:
     model = nn.Linear(1, 1)
     model.spac_kernel = None
-    model.spac = SimpleNamespace(config=SimpleNamespace(tree=tree)) if managed else None
+    model.spac = SimpleNamespace(config=SimpleNamespace(tree_nodes=tree)) if managed else None
     runner = SimpleNamespace(
         get_model=lambda: model, get_kv_cache_spec=lambda: dict(enumerate(layers())), vllm_config=vllm_config
     )

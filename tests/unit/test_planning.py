@@ -531,7 +531,7 @@ def test_the_command_is_one_that_vllm_takes(model: ServedModel) -> None:
     )
     assert done.returncode == 0, done.stderr
     host, tiers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
-    assert host[0] == {"slots": "25%", "store": "host", "decisions": "host", "cpu_experts": "auto"}
+    assert host[0] == {"slots": "25%", "store": "host", "plane": "slots", "cpu_experts": "auto"}
     assert SpacConfig.parse(tiers[0]).host_memory == 3 << 28
     assert tiers[0]["store"] == "disk" and tiers[3]["num_speculative_tokens"] == 4
     assert [found[4] for found in (host, tiers)] == [1, 2], "for graphs of each length of drafts"
@@ -567,7 +567,7 @@ def test_what_fits_is_left_to_stock_with_the_reason(model: ServedModel) -> None:
     assert text.startswith(f"run: vllm serve {model.name} calculated, not measured: ")
     assert "all experts fit in GPU memory, so stock vLLM serves this model: the plugin would have nothing to" in text
     assert "all 256 experts" in text and "what to expect of stock vLLM" in text
-    for plugin_s in ("does not fit", "--decisions", "range:", "where the device decides", "a layer over slots"):
+    for plugin_s in ("does not fit", "--plane", "range:", "where the device decides", "a layer over slots"):
         assert plugin_s not in text
 
 
@@ -583,43 +583,36 @@ HERE_ONLY = {"on_cpu": False, "ours": False}
 
 
 @pytest.mark.parametrize(
-    ("decisions", "kernel", "where", "found"),
+    ("plane", "where", "found"),
     [
-        ("auto", "auto", {}, ("slots", "pointers")),
-        ("auto", "auto", {"ours": True}, ("pointers", "table")),
-        ("host", "auto", {}, ("slots",)),
-        ("host", "auto", {"ours": True}, ("table",)),
-        ("host", "vllm", {"ours": True}, ("slots",)),
-        ("device", "auto", {}, ("pointers",)),
-        ("device", "table", {}, ("pointers",)),
-        ("auto", "table", {}, ("table", "pointers")),
-        ("auto", "vllm", {}, ("slots",)),
-        ("auto", "auto", {"on_cpu": True}, ("slots",)),
+        ("auto", {}, ("slots", "pointers")),
+        ("auto", {"ours": True}, ("pointers", "table")),
+        ("slots", {"ours": True}, ("slots",)),
+        ("pointers", {}, ("pointers",)),
+        ("table", {}, ("table",)),
+        ("auto", {"on_cpu": True}, ("slots",)),
     ],
 )
-def test_executions_are_those_that_an_engine_may_choose(decisions, kernel, where, found) -> None:
-    assert executions(decisions, kernel, **HERE_ONLY | where) == found
+def test_executions_are_those_that_an_engine_may_choose(plane, where, found) -> None:
+    assert executions(plane, **HERE_ONLY | where) == found
 
 
-def test_knobs_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="use --kernel table, or --decisions host"):
-        executions("device", "vllm", **HERE_ONLY)
-    with pytest.raises(ConfigError, match="--kernel table is for a GPU"):
-        executions("auto", "table", ours=False, on_cpu=True)
+def test_a_plan_has_no_table_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="--plane table is for a GPU"):
+        executions("table", ours=False, on_cpu=True)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_refusal_that_names_a_kernel_can_be_followed(tmp_path: Path) -> None:
     """Of experts that vLLM's kernel does not read from slots; our kernel has them from a disk, too."""
     folder, small = quantised(tmp_path, MXFP4), ("--machine", "rtx4090", "--fast-memory", "0.9GiB", "--context", 1024)
-    refused = run(folder, *small, "--decisions", "host", "--kernel", "vllm", code=1)
-    assert "use --spac-kernel table" in refused
-    text = run(folder, *small, "--host-memory", "4.1GiB", "--decisions", "host", "--spac-kernel", "table")
-    for part in ("--spac-store disk --spac-decisions host", "--spac-kernel table --moe-backend marlin", "kernel=table"):
+    refused = run(folder, *small, "--plane", "slots", code=1)
+    assert "use --spac-plane table" in refused
+    text = run(folder, *small, "--host-memory", "4.1GiB", "--spac-plane", "table")
+    for part in ("--spac-store disk", "--spac-plane table --moe-backend marlin", "plane=table"):
         assert part in text
     chosen = run(folder, *small, "--host-memory", "4.1GiB")
-    assert "--spac-kernel table" in chosen, "where pointers have no host memory to read from"
-    assert "'slots' is not one of 'vllm', 'table'" in run(folder, "--kernel", "slots", code=2)
+    assert "--spac-plane table" in chosen, "where pointers have no host memory to read from"
 
 
 @pytest.mark.usefixtures("quick")
@@ -633,7 +626,7 @@ def test_a_model_is_looked_for_once_however_many_ways_are_compared(model: Served
 
     monkeypatch.setattr(published, "find_model", counted)
     text = run(model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--revision", "v1")
-    assert "with --decisions " in text and asked == [(model.name, "v1")]
+    assert "with --plane " in text and asked == [(model.name, "v1")]
 
 
 def test_states_of_unknown_size_leave_the_kv_cache_to_vllm(model: ServedModel) -> None:
@@ -656,11 +649,11 @@ def quantised(folder: Path, settings: dict | None) -> Path:
 @pytest.mark.parametrize(
     ("settings", "execution", "nbytes", "flags"),
     [
-        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-decisions device --moe-backend marlin"),
+        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-plane pointers --moe-backend marlin"),
         (GPTQ, None, W_E // 4 + W_E // 32, "--quantization moe_wna16 --moe-backend triton"),
-        (GPTQ, "pointers", W_E // 4 + W_E // 32, "--spac-decisions device"),
-        (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "--spac-decisions device"),
-        (None, "pointers", W_E, "--spac-decisions device --moe-backend triton"),
+        (GPTQ, "pointers", W_E // 4 + W_E // 32, "--spac-plane pointers"),
+        (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "--spac-plane pointers"),
+        (None, "pointers", W_E, "--spac-plane pointers --moe-backend triton"),
         (None, None, W_E, "--moe-backend triton"),
     ],
     ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised, pointers", "unquantised"],
@@ -684,14 +677,12 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     assert split(served, large, ONE).staging == 0, "8 layers: two are a quarter"
     deep = replace(served.checkpoint, layer_bytes={n: served.experts_bytes // 32 for n in range(32)})
     assert split(replace(served, checkpoint=deep), small, ONE).staging == 2 * (served.experts_bytes // 32)
-    with pytest.raises(ConfigError, match="decisions=device reads them from host memory, of which 0.0 KiB"):
+    with pytest.raises(ConfigError, match="plane=pointers reads them from host memory, of which 0.0 KiB"):
         make_plan(served, machine(fast, 0), ONE, planned_routing.assumed())
-    with pytest.raises(
-        ConfigError, match="decisions=device serves on a GPU, and cpu has none; name a machine with one$"
-    ):
+    with pytest.raises(ConfigError, match="plane=pointers serves on a GPU, and cpu has none; name a machine with one$"):
         make_plan(served, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
     plain = ServedModel.of(find_model(str(quantised(tmp_path, None))), "pointers")
-    with pytest.raises(ConfigError, match="or use --decisions host"):
+    with pytest.raises(ConfigError, match="or use --plane slots"):
         make_plan(plain, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
 
 
@@ -713,7 +704,7 @@ def test_the_cpu_helps_layers_whose_loads_the_device_decides(model: ServedModel)
 def test_a_plan_with_pointers(tmp_path: Path) -> None:
     folder = quantised(tmp_path, MXFP4)
     text = run(folder, "--machine", "rtx4090", "--fast-memory", "0.9GiB", "--context", 1024)
-    said = f"one expert in a slot (mxfp4, decisions=device) {W_E // 4 + W_E // 64:,} B"
-    for part in (said, "decisions=device, calculated", "timed on one H100", "--spac-decisions device"):
+    said = f"one expert in a slot (mxfp4, plane=pointers) {W_E // 4 + W_E // 64:,} B"
+    for part in (said, "plane=pointers, calculated", "timed on one H100", "--spac-plane pointers"):
         assert part in text
-    assert "'tables' is not one of 'host', 'device'" in run(folder, "--decisions", "tables", code=2)
+    assert "'tables' is not one of 'slots', 'table', 'pointers'" in run(folder, "--plane", "tables", code=2)

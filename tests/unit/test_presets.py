@@ -74,8 +74,8 @@ def test_what_a_preset_sets_is_refused_with_the_preset_as_a_way_out() -> None:
     with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*drop --spac-preset$") as caught:
         SpacConfig.parse(workers)
     assert [remedy.changes for remedy in caught.value.remedies] == [{"preset": None}]
-    device = {"preset": "moe-spac", "decisions": "device", "prefetch": "off"}
-    with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*; use --spac-cpu-experts auto, or use --spac-dec"):
+    device = {"preset": "moe-spac", "plane": "pointers", "prefetch": "off"}
+    with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*; use --spac-cpu-experts auto, or use --spac-pl"):
         SpacConfig.parse(device)
     SpacConfig.parse({**device, "cpu_experts": "auto"})
 

@@ -203,7 +203,7 @@ def test_votes_that_a_policy_would_not_count_are_refused(predictor: str | None, 
     run = Runtime([pool], BudgetControl([]))
     run.change_budget(BudgetSettings())
     if refused:
-        with pytest.raises(UnsupportedError, match="--spac-budget.*--spac-decisions host"):
+        with pytest.raises(UnsupportedError, match="--spac-budget.*--spac-plane slots"):
             run.change_budget(BudgetSettings(votes="path"))
     else:
         run.change_budget(BudgetSettings(votes="path"))

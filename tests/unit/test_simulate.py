@@ -301,7 +301,7 @@ def test_knobs_reach_the_components():
         ({"prefetch": "utility@depth=0"}, "must be at least 1"),
         ({"prefetch": "oracle@upper=1"}, "oracle has no argument 'upper'"),
         ({"policy": "belady", "prefetch": "utility"}, "belady must know"),
-        ({"execution": "pointers", "prefetch": "utility"}, "prefetch utility is of execution=slots"),
+        ({"execution": "pointers", "prefetch": "utility"}, "prefetch utility is of plane=slots"),
     ],
 )
 def test_refusals(knobs, named):

@@ -130,7 +130,7 @@ def test_knobs_that_do_not_go_together_are_named(folder: Path, here: Machine, ca
     write(folder, here, knobs={"policy": "layer_lru"})
     args = SimpleNamespace(
         model=str(TOY),
-        additional_config={"spac": {"decisions": "device", "tuned": str(path_of(folder, tuned_profile.identity(TOY)))}},
+        additional_config={"spac": {"plane": "pointers", "tuned": str(path_of(folder, tuned_profile.identity(TOY)))}},
         speculative_config=None,
         tensor_parallel_size=1,
     )

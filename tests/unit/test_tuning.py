@@ -172,7 +172,7 @@ def test_a_profile_may_set_what_variants_set_and_nothing_else() -> None:
         ({"knobs": {"http": "control"}}, "sets no http"),
         ({"knobs": {"record": "trace=/x"}}, "sets no record"),
         ({"knobs": {"budget": 8}}, "sets no budget"),
-        ({"knobs": {"decisions": "device"}}, "sets no decisions"),
+        ({"knobs": {"plane": "pointers"}}, "sets no plane"),
         ({"allowed": ["rounding"]}, "allowed: Extra inputs are not permitted"),
         ({"knobs": {"policy": "best"}}, "policy='best' is the name of no policy of this package"),
         ({"knobs": {"policy": "json:JSONDecoder"}}, "policy='json:JSONDecoder' is the name of no policy"),

@@ -34,8 +34,8 @@ STOCK = "stock"
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 KNOBS: dict[str, dict[str, str]] = {
     "default": {},
-    "decisions=host": {"decisions": "host"},
-    "kernel=vllm": {"kernel": "vllm"},
+    "plane=table": {"plane": "table"},
+    "plane=slots": {"plane": "slots"},
 }
 _EXTENSIONS = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "vllm_flash_attn._vllm_fa2_C")
 # What a wheel of vLLM brings, or asks for; of what is imported without a GPU, stand-ins.

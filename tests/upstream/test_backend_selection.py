@@ -61,7 +61,7 @@ def _show(choices: list[Choice], version: str) -> None:
     stock = {(one.format, one.capability, one.packages): one.kernel for one in choices if one.asked == STOCK}
     lines = defaultdict(list)
     for one in choices:
-        if one.asked in ("default", "decisions=host"):
+        if one.asked in ("default", "plane=table"):
             then = one.refused or one.failed or one.kernel
             own = stock[one.format, one.capability, one.packages]
             gpu = "sm_{}{}".format(*one.capability) + ("" if one.packages else "*")
@@ -103,10 +103,10 @@ def test_fp8_rows_are_rounded_where_stock_rounds_them(choices: list[Choice]) -> 
 
 def test_refused_is_only_vllms_kernel_where_it_reads_no_slots_and_what_is_named_works(choices: list[Choice]) -> None:
     for one in (one for one in choices if one.refused):
-        assert one.asked == "kernel=vllm" and one.instead == "--spac-kernel table", one
+        assert one.asked == "plane=slots" and one.instead == "--spac-plane table", one
         assert one.format.startswith(("mxfp4", "nvfp4")) or one.capability in _AMPERE, one
 
 
 def test_by_default_the_device_decides(choices: list[Choice]) -> None:
     for one in (one for one in choices if one.asked == "default"):
-        assert one.options[:2] == ("--spac-decisions device", "--spac-kernel table"), one
+        assert one.options[0] == "--spac-plane pointers", one

@@ -27,7 +27,7 @@ from vllm_spac.tools.machine import gather, installation
 from vllm_spac.tools.machine.facts import Installation, Library, System
 from vllm_spac.tools.planning.planned_model import ServedModel
 
-TRITON, POINTERS = "--moe-backend triton", "--spac-decisions device"
+TRITON, POINTERS = "--moe-backend triton", "--spac-plane pointers"
 FLAGS = {
     "Qwen3-30B-A3B-FP8": TRITON,
     "Qwen3-30B-A3B-GPTQ-Int4": f"--quantization moe_wna16 {TRITON}",
@@ -227,7 +227,7 @@ def test_a_cpu_without_amx_refuses_it_before_it_is_loaded(
 
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: False)
-    spac = {"slots": "50%"} | ({"decisions": "device", "store": "host"} if execution == "pointers" else {})
+    spac = {"slots": "50%"} | ({"plane": "pointers", "store": "host"} if execution == "pointers" else {})
     arguments = EngineArgs(
         model=str(folders[name]),
         skip_tokenizer_init=True,

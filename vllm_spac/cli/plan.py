@@ -25,7 +25,7 @@ EXAMPLES = examples("""
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090
 vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the weights are downloaded[/]
 vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# on this machine, measured once[/]
-vllm-spac plan openai/gpt-oss-120b --machine rtx4090 --kernel table --decisions host   [dim]# from a disk, too[/]
+vllm-spac plan openai/gpt-oss-120b --machine rtx4090 --plane table   [dim]# from a disk, too[/]
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
 """)
 
@@ -59,23 +59,9 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="Memory of the host, e.g. 128GiB, instead of its own.")
     ] = None,
-    decisions: Annotated[
-        Literal["host", "device"] | None,
-        typer.Option(
-            "--decisions",
-            "--spac-decisions",
-            help="Who decides which experts are loaded.",
-            show_default="the faster one",
-        ),
-    ] = None,
-    kernel: Annotated[
-        Literal["vllm", "table"] | None,
-        typer.Option(
-            "--kernel",
-            "--spac-kernel",
-            help="What computes experts.",
-            show_default="the one that reads this checkpoint",
-        ),
+    plane: Annotated[
+        Literal["slots", "table", "pointers"] | None,
+        typer.Option("--plane", "--spac-plane", help="How layers reach their experts.", show_default="the fastest one"),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a name on the hub, as for vllm serve.")
@@ -98,7 +84,7 @@ def plan(
         status.update("calculating")
         found = plan_model(
             named, planned, context=context, concurrency=concurrency,
-            decisions=decisions or "auto", kernel=kernel or "auto", trace=trace,
+            plane=plane or "auto", trace=trace,
         )  # fmt: skip
     if as_json:
         print(json.dumps(found.content(), indent=2))
@@ -162,8 +148,7 @@ def _summary(found: ServingPlan) -> Iterator[str]:
         return
     yield from (f"does not fit: {problem}" for problem in found.problems)
     if beside is not None and not beside.stock:
-        options = " ".join(f"--{knob.replace('=', ' ')}" for knob in beside.plane.split(", "))
-        yield f"with {options}: {_speeds(beside.best)} tokens/s"
+        yield f"with --plane {beside.model.execution}: {_speeds(beside.best)} tokens/s"
     if best.even is not None:
         yield (
             "range: from routing with no locality at all to routing as local as published of Qwen3-30B-A3B (at least "

@@ -14,7 +14,7 @@ from vllm_spac.components import ComponentName
 from vllm_spac.config import presets, rules, tree_shape, types
 from vllm_spac.config.budget_knob import ALPHA, BudgetKnob, BudgetText
 from vllm_spac.config.former import FORMER
-from vllm_spac.config.tree_shape import MOST_NODES, TreeShape
+from vllm_spac.config.tree_shape import TreeShape, TreeText
 from vllm_spac.errors import ConfigError, brief, shortened
 from vllm_spac.system.machine import CLUSTER_FILE, DISK_DIR
 from vllm_spac.system.untrusted import path_named, path_of
@@ -83,17 +83,11 @@ class SpacConfig(BaseModel):
         "on",
         description="Shorten or skip drafts when the experts they need cost more time than their tokens save (on).",
     )
-    tree: Annotated[int, BeforeValidator(types.no_bool)] = Field(
-        0,
-        ge=0,
-        le=MOST_NODES,
-        description="Draft tokens of an EAGLE draft tree, 2 or more, or 0 for chains.",
-    )
-    tree_shape: str | None = Field(
-        None,
-        description="Which nodes a tree has: the most probable by the drafter (dynamic, the default), one shape for "
-        "all steps (static), or a list of paths, e.g. [[0],[1],[0,0]]; of the first two depth is the levels (6), "
-        "and width the most children per node and expanded nodes per level (8).",
+    tree: Annotated[str, TreeText()] = Field(
+        tree_shape.CHAINS,
+        description="Draft tokens of an EAGLE draft tree (16), the paths of its nodes ([[0],[1],[0,0]]), or chains "
+        "(0); with a number its nodes are the most probable by the drafter (shape=dynamic) or the same in all steps "
+        "(static), depth is the levels (6), and width the most children per node and expanded nodes per level (8).",
     )
     cpu_experts: Annotated[
         str, ComponentName("balancers", "balancer", ("off", types.AUTO), arguments=True, counts=True)
@@ -121,18 +115,14 @@ class SpacConfig(BaseModel):
         "that are started here (processes; by default 2) or that vllm-spac cluster has started (cluster; those of its "
         "file, by default all); per_layer of them divide the experts of each layer (1).",
     )
-    kernel: Literal["auto", "vllm", "table"] = Field(
-        "auto",
-        description="What computes experts: vLLM's own kernel, with stock's bits (vllm), our grouped GEMM over a table "
-        "of addresses, exact up to rounding, which also reads MXFP4, NVFP4 and INT8 (table), or the one that goes with "
-        "decisions and the checkpoint (auto).",
-    )
-    decisions: Annotated[str, types.DECISIONS] = Field(
+    plane: Annotated[str, types.PLANE] = Field(
         types.AUTO,
-        description="Who decides which experts are loaded: the host, between router and kernel (host), or the GPU in "
-        "the layer, whose kernel reads missing experts in place and long prompts, by staging, through two buffers "
-        "(device; staging=auto: if these take at most a quarter of the free fast memory), or device on a GPU where it "
-        "can serve, else host (auto).",
+        description="How layers reach their experts: the host loads them into slots, between router and kernel, for "
+        "vLLM's own kernel, with stock's bits (slots), or for our grouped GEMM over a table of addresses, exact up to "
+        "rounding, which also reads MXFP4, NVFP4 and INT8 (table); or the GPU decides in the layer what gets a slot, "
+        "and our kernel reads the rest in place and long prompts, by staging, through two buffers (pointers; "
+        "staging=auto: if these take at most a quarter of the free fast memory); or pointers on a GPU where it can "
+        "serve, else what reads the checkpoint from slots (auto).",
     )
     record: types.RecordText = Field(
         None,
@@ -177,9 +167,12 @@ class SpacConfig(BaseModel):
     @cached_property
     def draft_tree(self) -> TreeShape | None:
         """The shape of draft trees; None: chains."""
-        if not self.tree:
-            return None
-        return tree_shape.parse(self.tree, self.tree_shape or "dynamic")
+        return tree_shape.parse(self.tree)
+
+    @property
+    def tree_nodes(self) -> int:
+        """Draft tokens of a tree; 0: chains."""
+        return 0 if self.draft_tree is None else self.draft_tree.nodes
 
     @property
     def execution_class(self) -> type[Any]:
@@ -188,30 +181,16 @@ class SpacConfig(BaseModel):
 
     @property
     def execution_name(self) -> str:
-        """Name of ``execution_class``: what ``decisions`` and ``kernel`` are together, or that of expert workers."""
+        """Name of ``execution_class``: the ``plane``, where that is still ``auto`` slots, or that of expert workers."""
         if self.has_workers:
             return "workers"
-        if self.decided_on == "device":
-            return "pointers"
-        return "table" if self.kernel == "table" else "slots"
-
-    @property
-    def plane(self) -> str:
-        """Who decides and what computes, as the engine runs it."""
-        if self.has_workers:
-            return f"executor={self.executor}"
-        planes = {"slots": "decisions=host, kernel=vllm", "table": "decisions=host, kernel=table"}
-        return planes.get(self.execution_name, "decisions=device, kernel=table")
-
-    @property
-    def decided_on(self) -> str:
-        """``decisions`` without arguments; what is still ``auto`` when an engine starts is decided by the host."""
-        return self.decisions.partition("@")[0]
+        name = self.plane.partition("@")[0]
+        return "slots" if name == types.AUTO else name
 
     @property
     def staging(self) -> str:
         """Whether long prompts read missing experts from buffers: ``on``, ``off`` or ``auto``."""
-        return str(components.parse(self.decisions)[1].get("staging", types.AUTO))
+        return str(components.parse(self.plane)[1].get("staging", types.AUTO))
 
     @property
     def executor_name(self) -> str:
@@ -384,7 +363,7 @@ def value_forms() -> dict[str, list[str]]:
     """Knobs whose values are names, perhaps with arguments, with the forms of these values."""
     found: dict[str, list[str]] = {}
     for name, field in SpacConfig.model_fields.items():
-        kinds = ComponentName | types.WithArguments | BudgetText
+        kinds = ComponentName | types.WithArguments | BudgetText | TreeText
         found.update((name, item.values()) for item in field.metadata if isinstance(item, kinds))
     return found
 

@@ -13,11 +13,9 @@ WINS: dict[str, tuple[str, str]] = {
     "prefetch": ("shadow", "paired_shadow_local_large.json"),
     "guard": ("off, with n-grams on code, half of the experts in slots", "speculation_real.json"),
     "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
-    "tree_shape": ("static, by 1 % of the tokens per step, from 63 nodes", "toy_local_trees.json"),
     "cpu_experts": ("waterfill, on a scaled machine; on an H100 none ever paid", "scaled_rtx4090_toy_local.json"),
     "executor": ("processes, with all experts in memory, over a disk", "paired_workers_toy.json"),
-    "kernel": ("table, for formats that vLLM reads in no slots", "gpu_h100.json"),
-    "decisions": ("device, on an H100, over host", "gpu_h100.json"),
+    "plane": ("pointers, on an H100, over slots; table, for formats that vLLM reads in no slots", "gpu_h100.json"),
     "budget": ("16 and 24 with when=decode, where all experts have slots, LOSSY", "resident_budgets_toy.json"),
     "speculate": ("restricted, in bytes, LOSSY", "toy_speculated.json"),
 }

@@ -52,7 +52,7 @@ PRESETS: dict[str, Preset] = {
         {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 8},
     ),
     "moe-spec": Preset(
-        "2602.16052", {"slots": "100%", "tree": 63, "budget": "32@ranking=router", "guard": "off"}, _HEAD
+        "2602.16052", {"slots": "100%", "tree": "63", "budget": "32@ranking=router", "guard": "off"}, _HEAD
     ),
     "sp-moe": Preset("2510.10302", {"policy": "lru", "prefetch": "draft_gate"}, _COPY | {"model": "PARENT"}),
     "speculating-experts": Preset("2603.19289", {"prefetch": "quasi_hidden"}),

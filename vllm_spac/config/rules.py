@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_spac import components
-from vllm_spac.config import tree_shape
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import AUTO, OF_DRAFTS
 from vllm_spac.decisions.predictors.base import DRAFTING
@@ -42,18 +41,12 @@ def _check_budget(config: Any) -> None:
 
 def plane(config: Any) -> str:
     """Returns the knob because of which layers run as they do, for an error."""
-    name = "executor" if config.has_workers else "decisions" if config.decided_on == "device" else "kernel"
+    name = "executor" if config.has_workers else "plane"
     return f"{name}={getattr(config, name)} ({flag(name)})"
 
 
 def _check_execution(config: Any) -> None:
     kind, named = config.execution_class, plane(config)
-    if config.decided_on == "device" and config.kernel == "vllm":
-        raise _refused(
-            f"kernel=vllm (--spac-kernel) reads experts in slots, and with {named} they are read where they are",
-            use(kernel="table"),
-            use(decisions="host"),
-        )
     if kind.needs_addressable_store:
         store = None if config.store is None else components.find("stores", config.store)
         if store is not None and store.addressable and config.disk_dir is not None:
@@ -66,7 +59,7 @@ def _check_execution(config: Any) -> None:
             raise _refused(
                 f"{named} reads missing experts in place, and {where} has no addresses",
                 use(store="host", disk_dir=None),
-                use(decisions="host"),
+                use(plane="slots"),
             )
     for name, (idle, problem) in _OF_EXECUTION.items():
         if name not in kind.knobs and getattr(config, name) not in idle:
@@ -80,7 +73,7 @@ def _check_execution(config: Any) -> None:
             f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
             f"for experts with {named}",
             use(policy="lru"),
-            use(decisions="host"),
+            use(plane="slots"),
         )
 
 
@@ -92,14 +85,14 @@ def _check_device_balancer(config: Any, device: str) -> None:
             f"cpu_experts={config.cpu_experts} (--spac-cpu-experts) divides a layer by which experts it misses, of "
             f"which no layer tells the host with {device}",
             use(cpu_experts=AUTO),
-            use(decisions="host"),
+            use(plane="slots"),
         )
 
 
 def _check_device_prefetch(config: Any, device: str) -> None:
     """Refuses reads ahead that the device cannot decide, in layers or while drafts are made."""
     named = f"prefetch={config.prefetch} (--spac-prefetch)"
-    others = use(decisions="host"), use(prefetch="gate"), drop("prefetch")
+    others = use(plane="slots"), use(prefetch="gate"), drop("prefetch")
     kind = components.find("predictors", config.prefetch)
     name, given = components.parse(config.prefetch)
     if kind.on_device:
@@ -138,7 +131,7 @@ def _check_workers(config: Any) -> None:
         return
     if config.workers is not None:
         check_groups(config, config.workers)
-    idle_values: dict[str, str | None] = {"kernel": AUTO, "decisions": AUTO, "cpu_experts": "off", "host_memory": None}
+    idle_values: dict[str, str | None] = {"plane": AUTO, "cpu_experts": "off", "host_memory": None}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise _refused(f"{name}={value} ({flag(name)}) is not for {named}", drop(name))
@@ -149,16 +142,6 @@ def _check_workers(config: Any) -> None:
         )
     if components.find("policies", config.policy).needs_calibration:
         raise _refused(f"policy={config.policy} (--spac-policy) is not for {named}", use(policy="lru"))
-
-
-def _check_tree(config: Any) -> None:
-    if config.tree_shape is not None and not config.tree:
-        fits = min(16, tree_shape.most_nodes(config.tree_shape))
-        tree = (add(tree=fits),) if fits > 1 else ()
-        raise _refused("tree_shape (--spac-tree-shape) has no effect without a tree", *tree, drop("tree_shape"))
-    if config.tree == 1:
-        raise _refused("tree=1 (--spac-tree) is a chain of one token", use(tree=2).but(" or more"), drop("tree"))
-    _ = config.draft_tree
 
 
 def _check_host_memory(config: Any) -> None:
@@ -285,7 +268,6 @@ _RULES = (
     _check_workers,
     _check_prefetch,
     _check_execution,
-    _check_tree,
     _check_host_memory,
     _check_calibration,
     _check_speculate,

@@ -5,24 +5,31 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.components import Argument, filled
-from vllm_spac.errors import ConfigError, Remedy, brief, drop, use
+from vllm_spac.errors import ConfigError, Remedy, drop, use
 
 Path = tuple[int, ...]  # of a node: the rank of each step among its siblings, e.g. (0, 2): third child of the first
 
 MOST_NODES = 255
-_NAMES = ("dynamic", "static")
-_SIZE = {"depth": Argument(6, (1, 16)), "width": Argument(8, (1, 64))}
-_LARGER = Remedy("raise depth or width of --spac-tree-shape", {"tree_shape": None})
+CHAINS = "0"
+_ARGUMENTS = {
+    "shape": Argument("dynamic", ("dynamic", "static")),
+    "depth": Argument(6, (1, 16)),
+    "width": Argument(8, (1, 64)),
+}
+_HELP = f"use a number of draft tokens up to {MOST_NODES} (16), a list of paths such as [[0],[1],[0,0]], or {CHAINS}"
+_LARGER = Remedy("raise depth or width of --spac-tree", {"tree": None})
 _FALL = 0.45  # assumed chance of a child relative to the sibling ranked before it
 
 
@@ -138,21 +145,22 @@ class StaticShape(TreeShape):
         """A shape written as EAGLE writes them, e.g. ``[[0],[1],[0,0]]``; missing parents are an error.
 
         Raises:
-            ConfigError: the text is no such list.
+            ValueError: the text is no such list.
         """
-        named = "tree_shape (--spac-tree-shape)"
         try:
             paths = [tuple(path) for path in json.loads(text)]
         except (ValueError, TypeError, RecursionError):
             paths = []
         if not paths or not all(p and all(type(r) is int and 0 <= r < MOST_NODES for r in p) for p in paths):
-            raise ConfigError(f"spac: {named}={brief(text)}: use static, dynamic, or a list such as [[0],[1],[0,0]]")
+            raise ValueError(_HELP)
         if len(set(paths)) < len(paths):
-            raise ConfigError(f"spac: {named} gives a path twice")
+            raise ValueError("it gives a path twice")
         known = {(), *paths}
         for path in paths:
             if path[:-1] not in known:
-                raise ConfigError(f"spac: {named}: {list(path)} has no parent {list(path[:-1])}; add it")
+                raise ValueError(f"{list(path)} has no parent {list(path[:-1])}; add it")
+        if len(paths) > MOST_NODES:
+            raise ValueError(f"it has {len(paths)} nodes, more than {MOST_NODES}")
         return cls(tuple(sorted(paths, key=_order)))
 
     @property
@@ -194,50 +202,60 @@ class StaticShape(TreeShape):
         return torch.tensor(self._chosen, dtype=torch.long, device=logp.device).expand(len(logp), -1)
 
 
-def _split(spec: str) -> tuple[str, int, int]:
-    """Returns (``static``, ``dynamic`` or a list of paths; depth; width) of a value of the knob ``tree_shape``."""
-    try:
-        shape, given = components.parse(spec)
-        named = shape in _NAMES
-        found = filled(shape if named else "a list of paths", given, _SIZE if named else {})
-    except ValueError as error:
-        raise ConfigError(f"spac: tree_shape={brief(spec)} (--spac-tree-shape): {error}") from None
-    return shape, found.get("depth", 0), found.get("width", 0)
-
-
-def most_nodes(spec: str) -> int:
-    """Returns the most nodes of a tree of this shape, of a list of paths those that it has; raises as ``parse``."""
-    shape, depth, width = _split(spec)
-    return min(MOST_NODES, _most(depth, width)) if shape in _NAMES else StaticShape.of_paths(shape).nodes
-
-
-def _most(depth: int, width: int) -> int:
-    return width + (depth - 1) * width**2
-
-
-def parse(nodes: int, spec: str) -> TreeShape:
-    """The shape that the knobs ``tree`` and ``tree_shape`` describe.
+def parse(spec: str) -> TreeShape | None:
+    """The shape that the knob ``tree`` describes; None: chains.
 
     Args:
-        spec: ``dynamic``, ``static``, either with ``@depth=6@width=8`` (most levels, and most children per node), or a
-            list of paths.
+        spec: ``0``, a number of nodes, perhaps with ``@shape=static@depth=6@width=8`` (most levels, and most children
+            per node), or a list of paths.
 
     Raises:
-        ConfigError: it is none of these, or has another number of nodes.
+        ValueError: it is none of these, or no tree of this size has so many nodes.
     """
-    shape, depth, width = _split(spec)
-    problem = f"spac: tree={nodes} (--spac-tree): "
+    if spec.startswith("["):
+        shape: TreeShape = StaticShape.of_paths(spec)
+        nodes = shape.nodes
+    else:
+        count, given = components.parse(spec)
+        if not re.fullmatch(r"[0-9]{1,3}", count) or (nodes := int(count)) > MOST_NODES:
+            raise ValueError(_HELP)
+        found = filled(count, given, _ARGUMENTS if nodes else {})
+        if not nodes:
+            return None
+        shape = _of_size(nodes, given, **found)
+    if nodes == 1:
+        raise ConfigError.refused("a tree of one token is a chain", use(tree=2).but(" or more"), drop("tree"))
+    return shape
+
+
+def _of_size(nodes: int, given: Mapping[str, Any], shape: str, depth: int, width: int) -> TreeShape:
     if shape == "dynamic":
-        if (most := _most(depth, width)) < nodes:
-            raise ConfigError.refused(
-                f"{problem}{depth} levels of at most {width} expanded nodes with {width} children have {most}",
-                _LARGER,
-                use(tree=most) if most > 1 else drop("tree"),
-            )
-        return DynamicShape(nodes, depth, width, width)
-    found = StaticShape.of_size(nodes, depth, width) if shape == "static" else StaticShape.of_paths(shape)
-    if found.nodes != nodes:
-        raise ConfigError.refused(
-            f"{problem}the shape has {found.nodes} nodes", _LARGER if shape == "static" else use(tree=found.nodes)
-        )
-    return found
+        tree: TreeShape = DynamicShape(nodes, depth, width, width)
+        most = width + (depth - 1) * width**2
+        problem = f"{depth} levels of at most {width} expanded nodes with {width} children have {most}"
+    else:
+        tree = StaticShape.of_size(nodes, depth, width)
+        most, problem = tree.nodes, f"{depth} levels of at most {width} children per node have {tree.nodes}"
+    if most < nodes:
+        smaller = use(tree=components.written(str(most), given)) if most > 1 else drop("tree")
+        raise ConfigError.refused(problem, _LARGER, smaller)
+    return tree
+
+
+class TreeText:
+    """The type of the knob, as metadata of ``str``; pydantic validates it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(_HELP)
+        parse(text := str(value).strip())
+        return text
+
+    def values(self) -> list[str]:
+        """The forms of the knob's values."""
+        return [CHAINS, "@".join(["N", *(f"{name}=..." for name in _ARGUMENTS)]), "[[0],[1],[0,0]]"]

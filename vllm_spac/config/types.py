@@ -26,7 +26,7 @@ def _path(value: Any) -> Any:
 AUTO = "auto"  # of cpu_experts: while steps are shorter with them
 ROUNDED = "exact up to rounding"  # the mode of engines whose experts another kernel than vLLM's computes
 # What an engine on a GPU is by default: the words of the log, of ``vllm-spac check`` and of the documents.
-ROUNDED_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; --spac-kernel vllm gives stock's bits)"
+ROUNDED_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; --spac-plane slots gives stock's bits)"
 ONLY_OURS_ON_A_GPU = f"{ROUNDED} (on a GPU our kernel reads experts in place; vLLM's reads no slots of this format)"
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
 _LEAST_BYTES = 1 << 16  # of a size that is given without a unit
@@ -161,8 +161,9 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     FILE: Argument(None, ()),
 }
 OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
-DECISIONS = WithArguments({AUTO: {}, "host": {}, "device": {"staging": Argument(AUTO, (AUTO, "on", "off"))}})
-DECIDED: dict[str, str] = {"slots": "host", "table": "host", "pointers": "device"}  # execution -> decisions
+PLANE = WithArguments(
+    {AUTO: {}, "slots": {}, "table": {}, "pointers": {"staging": Argument(AUTO, (AUTO, "on", "off"))}}
+)
 SPECULATE = WithArguments(
     {"off": {}, **dict.fromkeys(("restricted", "predicted"), {"when": Argument("decode", ("decode", "all"))})}
 )

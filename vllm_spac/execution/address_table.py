@@ -87,8 +87,8 @@ def _address(tensor: Tensor, device: torch.device) -> int:
     status = ask(ctypes.byref(address), _DEVICE_POINTER, ctypes.c_uint64(tensor.data_ptr()))
     if status or not address.value:
         raise UnsupportedError(
-            f"spac: decisions=device needs host memory that the GPU can read, which this one cannot (error {status}: "
-            "no pinned memory or no unified addressing); use --spac-decisions host"
+            f"spac: plane=pointers needs host memory that the GPU can read, which this one cannot (error {status}: "
+            "no pinned memory or no unified addressing); use --spac-plane slots"
         )
     return address.value
 
@@ -147,8 +147,8 @@ def check_shape(shape: MoEShape) -> None:
 
 def _refusal(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"spac: kernel=table (--spac-kernel), which goes with decisions=device, cannot run {reason}; use --spac-kernel "
-        "vllm, which loads missing experts into slots and runs vLLM's own"
+        f"spac: the kernel of plane=table and plane=pointers (--spac-plane) cannot run {reason}; use --spac-plane "
+        "slots, which runs vLLM's own"
     )
 
 

@@ -118,7 +118,7 @@ def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refu
     yield (
         not config.execution_class.needs_host,
         f"{what} with {plane(config)} (its layers load what they miss) is not supported",
-        (use(decisions="host"), other),
+        (use(plane="slots"), other),
     )
     model = vllm_config.model_config
     yield (
@@ -138,7 +138,7 @@ def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     asked = config.guards_drafts and "guard" in config.model_fields_set
     if not asked or vllm_config.speculative_config is None:
         return
-    if (reason := drafts.unguarded(vllm_config, config.tree > 0)) is not None:
+    if (reason := drafts.unguarded(vllm_config, config.tree_nodes > 0)) is not None:
         what = f"guard=on (--spac-guard) cannot work here: {reason.problem}"
         yield True, what, (reason.remedy, use(guard="off"))
 
@@ -154,7 +154,7 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     there = drafts.weighs_there(vllm_config)
     if config.execution_class.counts_votes and not there:
         return
-    each, others = f"with {plane(config)} each row counts one", [use(decisions="host"), uniform]
+    each, others = f"with {plane(config)} each row counts one", [use(plane="slots"), uniform]
     if there:
         each, others = "V2 keeps the probabilities of drafts on the device", others[1:]
     yield (
@@ -202,7 +202,7 @@ def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusa
     if not DRAFTING & needs:
         return
     reason = (drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.ungated)(vllm_config)
-    if config.tree:
+    if config.tree_nodes:
         reason = drafts.Reason("draft trees grow from EAGLE heads, and it reads a draft model", drop("tree"))
     if reason is not None:
         what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"

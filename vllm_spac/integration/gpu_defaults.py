@@ -1,9 +1,9 @@
-"""What an engine on a GPU gets where its user named nothing: who decides, what computes, and vLLM's options for it.
+"""What an engine on a GPU gets where its user named nothing: the plane, and vLLM's options for it.
 
-With ``decisions=host`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that
-took 13 ms per token of a model of 6 layers, of which the bytes take 4; with ``decisions=device`` it took 3.7, and 5.6
+With ``plane=slots`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that
+took 13 ms per token of a model of 6 layers, of which the bytes take 4; with ``plane=pointers`` it took 3.7, and 5.6
 with CPU experts. So that is the default, unless our kernel does not compute the model, or another knob needs the host.
-Then formats that vLLM's kernel does not read from slots get ``kernel=table``, our kernel over slots.
+Then formats that vLLM's kernel does not read from slots get ``plane=table``, our kernel over slots.
 
 vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
@@ -38,7 +38,7 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swis
 
 
 def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
-    """Returns the configuration with kernel and decisions, and adds it and vLLM's options to ``engine_args``.
+    """Returns the configuration with a plane, and adds it and vLLM's options to ``engine_args``.
 
     One line of the log says what was set, and why.
     """
@@ -47,15 +47,16 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     model = engine_args.create_model_config()
     entry = quant_config.of(model.hf_config.to_dict())
     facts = device.query()
-    planes = {} if config.has_workers else _planes(engine_args, config, model, entry, facts)
-    if planes:
-        spac = {**engine_args.additional_config["spac"], **{name: value for name, (value, _) in planes.items()}}
+    choices = []
+    if config.plane == AUTO and not config.has_workers:
+        plane, why = _plane(engine_args, config, model, entry, facts)
+        choices.append(f"plane={plane}: {why}")
+        spac = {**engine_args.additional_config["spac"], "plane": plane}
         engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
         config = SpacConfig.parse(spac)
-    said = [f"{name}={value}{why and f': {why}'}" for name, (value, why) in planes.items()]
-    said += _set_kernels(engine_args, config, model, entry, facts)
-    if said:
-        logger.info("%s", printable(f"spac: {'; '.join(said)}"))
+    choices += _set_kernels(engine_args, config, model, entry, facts)
+    if choices:
+        logger.info("%s", printable(f"spac: {'; '.join(choices)}"))
     return config
 
 
@@ -81,41 +82,33 @@ def _set_kernels(
         yield f"--quantization {loader}, which keeps experts as slots need them"
 
 
-def _planes(
+def _plane(
     engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None
-) -> dict[str, tuple[str, str]]:
-    """Returns the knobs that are left to the plugin, each with its value and, where there is a choice, the reason."""
-    found: dict[str, tuple[str, str]] = {}
-    decided = config.decided_on
+) -> tuple[str, str]:
+    """Returns the plane of an engine whose user left it to the plugin, and the reason."""
     only_ours = facts is not None and quantisation.only_ours(entry, facts.capability)
-    if decided == AUTO:
-        reason = _of_engine(engine_args, config) or reason_for_host(model, entry, facts)
-        decided = "device" if reason is None else "host"
-        why = reason or f"no layer waits for the host; {ONLY_OURS_ON_A_GPU if only_ours else ROUNDED_ON_A_GPU}"
-        found["decisions"] = decided, why
-    if config.kernel == AUTO:
-        on_device = decided == "device"
-        why = "vLLM's kernel for these experts reads no slots, and ours does" if only_ours and not on_device else ""
-        found["kernel"] = "table" if on_device or only_ours else "vllm", why
-    return found
+    reason = _of_engine(engine_args, config) or reason_for_host(model, entry, facts)
+    if reason is None:
+        return "pointers", f"no layer waits for the host; {ONLY_OURS_ON_A_GPU if only_ours else ROUNDED_ON_A_GPU}"
+    if only_ours:
+        return "table", f"{reason}; vLLM's kernel for these experts reads no slots, and ours does"
+    return "slots", reason
 
 
 def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
-    if config.kernel == "vllm":
-        return "vLLM's kernel reads experts in slots (--spac-kernel vllm)"
     if config.parsed_slots.share == 1:
-        return "each expert has a slot, and vLLM's own kernel runs"
+        return "each expert has a slot"
     if config.votes_alpha is not None:
-        return "with decisions=device, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"
+        return "with plane=pointers, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"
     given = engine_args.additional_config["spac"]
     try:
-        other = SpacConfig.parse({**given, "decisions": "device"})
+        other = SpacConfig.parse({**given, "plane": "pointers"})
     except ConfigError as error:
         return str(error).removeprefix("spac: ")
     if other.store_on("cuda") != config.store_on("cuda"):
         return f"experts are in store={config.store_on('cuda')}"
     if not _ran_on_device(config.prefetch):
-        return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with decisions=device"
+        return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with plane=pointers"
     return None
 
 

@@ -184,7 +184,7 @@ def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
     ``cpu_triton_utils._expand_kernel_impl`` of vLLM 0.32 writes to a copy unless its output is int64, so that rows with
     drafts are sampled at a temperature, top-k and top-p that were never written. Trees do not pass through it.
     """
-    if vllm_config.speculative_config is not None and not config.tree and device.is_cpu():
+    if vllm_config.speculative_config is not None and not config.tree_nodes and device.is_cpu():
         logger.warning(
             "spac: with drafts, vLLM's CPU build samples wrong tokens at temperature > 0, also without this plugin; "
             "send temperature 0, or use a draft tree (--spac-tree) with EAGLE, or no drafts"

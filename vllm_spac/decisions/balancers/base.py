@@ -62,7 +62,7 @@ class Balancer(ABC):
         offline: why no engine can select it by name; empty if one can.
         admits: experts that ran on the CPU get slots in the background, where the policy prefers them to others.
         by_number: how many experts the CPU computes follows from how many are missing, if each has one row: then the
-            number can be known before a layer runs (``decisions=device``).
+            number can be known before a layer runs (``plane=pointers``).
         passed: arguments that an engine gives, and no user.
         loads: layers load, or wait for, some of the experts that they miss; else the CPU computes all of these.
 

@@ -51,7 +51,7 @@ class Policy(ABC):
         offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
         needs_calibration: an engine serves with it only if there is a calibration, whose counts ``of`` receives.
         keeps: it keeps experts for later tokens, so that it is worth trying where slots are a cache.
-        needs_layers: it needs calls of ``enter``, so it cannot be used with ``decisions=device``, which makes none.
+        needs_layers: it needs calls of ``enter``, so it cannot be used with ``plane=pointers``, which makes none.
         passed: arguments that an engine or a simulation gives, and no user.
         predictor: name of the predictor whose scores order the experts, if any; other users of the same scores read
             them from ``scores``.

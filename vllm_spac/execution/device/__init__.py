@@ -1,1 +1,1 @@
-"""Layers whose loads the GPU chooses (``decisions=device``): slots assigned in the layer, the rest read in place."""
+"""Layers whose loads the GPU chooses (``plane=pointers``): slots assigned in the layer, the rest read in place."""

@@ -1,4 +1,4 @@
-"""Admission with ``decisions=device``: which missed experts get slots, decided on the device in the layer.
+"""Admission with ``plane=pointers``: which missed experts get slots, decided on the device in the layer.
 
 The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admit``.
 """

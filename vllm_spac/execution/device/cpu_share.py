@@ -1,4 +1,4 @@
-"""The CPU's share of layers whose loads the device chooses (``cpu_experts`` with ``decisions=device``).
+"""The CPU's share of layers whose loads the device chooses (``cpu_experts`` with ``plane=pointers``).
 
 Between steps the host says whether the CPU takes part, and which experts are cold: the worths of slots that it offers
 (``slot_offers``). How many of a layer's missing experts the CPU takes is a table by their number, filled once by asking
@@ -67,7 +67,7 @@ def shares_of(balancer: Balancer, experts: int) -> list[int]:
     if not balancer.by_number:
         raise UnsupportedError(
             f"spac: {type(balancer).__name__} divides a layer on the host; use --spac-cpu-experts auto, or "
-            "--spac-decisions host"
+            "--spac-plane slots"
         )
     nobody, scores = np.zeros(experts, dtype=bool), np.zeros(experts, dtype=np.int64)
     states = (LayerState(0, (np.arange(experts) < m).astype(np.int64), nobody, scores, 0) for m in range(experts + 1))
@@ -102,8 +102,8 @@ class CpuShare:
         check_processor(device)
         if thread.executor.exclusive:
             raise UnsupportedError(
-                f"spac: {thread.executor.describe()} computes while no layer does, and with decisions=device layers do "
-                "not stop; use --spac-cpu-kernel torch, or --spac-decisions host"
+                f"spac: {thread.executor.describe()} computes while no layer does, and with plane=pointers layers do "
+                "not stop; use --spac-cpu-kernel torch, or --spac-plane slots"
             )
         self._shape, self._thread, self._store, self._device = shape, thread, store, device
         self._compute, self._check, self._kernels = compute, check, mail_kernels_for(device)

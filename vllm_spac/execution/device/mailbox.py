@@ -36,8 +36,8 @@ def check_processor(device: torch.device) -> None:
     """Raises ``UnsupportedError`` if the processor does not order stores as the protocol needs beside ``device``."""
     if device.type == "cuda" and platform.machine() not in ("x86_64", "AMD64"):
         raise UnsupportedError(
-            f"spac: cpu_experts (--spac-cpu-experts) with decisions=device needs an x86 processor, and this is "
-            f"{platform.machine()}; use --spac-decisions host"
+            f"spac: cpu_experts (--spac-cpu-experts) with plane=pointers needs an x86 processor, and this is "
+            f"{platform.machine()}; use --spac-plane slots"
         )
 
 

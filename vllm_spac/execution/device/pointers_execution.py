@@ -202,8 +202,8 @@ class PointerExecution(Execution):
         if self._live.is_cuda:
             return None
         return (
-            "decisions=device on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
-            "serve, use --spac-decisions host"
+            "plane=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
+            "serve, use --spac-plane slots"
         )
 
     def resident(self, layer: int) -> Tensor:

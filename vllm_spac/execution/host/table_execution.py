@@ -65,8 +65,8 @@ class TableExecution(SlotExecution):
         if self._device.type != "cpu":
             return None
         return (
-            "kernel=table on a CPU runs the torch twin of the GPU's kernel: for comparison, and slow; to serve, use "
-            "--spac-kernel vllm"
+            "plane=table on a CPU runs the torch twin of the GPU's kernel: for comparison, and slow; to serve, use "
+            "--spac-plane slots"
         )
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:

@@ -131,5 +131,5 @@ def check_device(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> 
     if unified and not facts.unified:
         raise UnsupportedError(
             f"spac: {facts.name} cannot read host memory at the host's addresses (no unified addressing) here; "
-            "use --spac-decisions host"
+            "use --spac-plane slots"
         )

@@ -45,7 +45,7 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
     if config.has_workers:
         return "rows go to expert workers between layers", ()
     if config.execution_class.needs_host and config.parsed_slots.share != 1:
-        return "experts are loaded between layers", (use(decisions="device"), use(slots="100%"))
+        return "experts are loaded between layers", (use(plane="pointers"), use(slots="100%"))
     if config.trace is not None:
         return "routing is recorded between layers", (rules.untraced(config),)
     if not config.execution_class.needs_host:
@@ -166,7 +166,7 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape, ranks: int = 1) -> N
         raise UnsupportedError(
             f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "
             f"those of {staged_from} and more are staged, which no graph can hold; use "
-            "--spac-decisions device@staging=off, or "
+            "--spac-plane pointers@staging=off, or "
             """--compilation-config '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'"""
         )
 

@@ -118,7 +118,7 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
     scheme, on_cpu = SCHEMES.get(kind), is_on_cpu()
     if scheme is None or (is_quantised(layer) and not (packed or _in_slots(scheme, on_cpu))):
         known = sorted(n for n, found in SCHEMES.items() if _in_slots(found, on_cpu) and n != _UNQUANTISED)
-        others = "" if scheme is None else ", use --spac-decisions device, which can"
+        others = "" if scheme is None else ", use --spac-plane pointers, which can"
         raise UnsupportedError(
             f"spac: {name} has quantised experts ({kind}) that the plugin does not support in slots; supported are "
             f"{', '.join(known)}{others}, or use an unquantised checkpoint"

@@ -83,7 +83,7 @@ class StagedExperts(_Layer):
         if quantised is not None and config.uses_cpu_experts and converted and not quant_schemes.is_on_cpu():
             raise UnsupportedError(
                 f"spac: cpu_experts={config.cpu_experts} cannot compute the quantised experts ({quantised}) of "
-                f"{self.layer_name} as vLLM's kernel for a GPU has them; use --spac-kernel table, whose kernel is "
+                f"{self.layer_name} as vLLM's kernel for a GPU has them; use --spac-plane table, whose kernel is "
                 "ours, or --spac-cpu-experts off"
             )
 
@@ -155,7 +155,7 @@ class StagedExperts(_Layer):
         ours = self.spac_packing is not None and weight_name.endswith("bias") and not self.spac.is_stored(self)
         if ours and bool(loaded_weight.any()):
             raise UnsupportedError(
-                f"spac: decisions=device cannot add {weight_name} of {self.layer_name}, a bias in a model that has "
+                f"spac: plane=pointers cannot add {weight_name} of {self.layer_name}, a bias in a model that has "
                 "none; add --quantization moe_wna16, which leaves it out"
             )
 

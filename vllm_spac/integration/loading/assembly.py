@@ -196,11 +196,11 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Choose
     speculation = vllm_config.speculative_config
     if speculation is None or not config.guards_drafts:
         return None
-    if (reason := drafts.unguarded(vllm_config, config.tree > 0)) is not None:
+    if (reason := drafts.unguarded(vllm_config, config.tree_nodes > 0)) is not None:
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
-    most = config.tree or speculation.num_speculative_tokens
-    return adapter_of(vllm_config).guard(most, config.tree > 0)
+    most = config.tree_nodes or speculation.num_speculative_tokens
+    return adapter_of(vllm_config).guard(most, config.tree_nodes > 0)
 
 
 def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> DeviceChooser | None:

@@ -211,7 +211,7 @@ def _bounded(determine: Callable[[Any], int]):
     def bounded(self) -> int:
         found = determine(self)
         experts, config = experts_of(self.model_runner), self.vllm_config
-        if experts is None or experts.config.tree or sized_by_user(config):  # trees take a share as scratch
+        if experts is None or experts.config.tree_nodes or sized_by_user(config):  # trees take a share as scratch
             return found
         most = usable(config, self.model_runner.get_kv_cache_spec().values())
         if most is None or most >= found:

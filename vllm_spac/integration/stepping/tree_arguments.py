@@ -40,7 +40,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     """
     from vllm.platforms import current_platform
 
-    if not config.tree:
+    if not config.tree_nodes:
         return
     named = f"tree={config.tree} (--spac-tree)"
     given = engine_args.speculative_config
@@ -53,7 +53,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
             drop("tree"),
         )
     asked = given.get("num_speculative_tokens")
-    if asked not in (None, config.tree):
+    if asked not in (None, config.tree_nodes):
         raise ConfigError.refused(
             f"spac: {named} and num_speculative_tokens={asked} name two numbers of draft tokens",
             drafts.without("num_speculative_tokens"),
@@ -65,7 +65,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
         raise ConfigError.refused(f"spac: {named} brings its own scheduler", drop("vllm_scheduler_cls"))
     engine_args.speculative_config = {
         **given,
-        "num_speculative_tokens": config.tree,
+        "num_speculative_tokens": config.tree_nodes,
         "disable_padded_drafter_batch": True,
     }
     engine_args.scheduler_cls = SCHEDULER
@@ -145,7 +145,7 @@ def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
     Raises:
         UnsupportedError: names what is in the way, and what helps.
     """
-    if not config.tree:
+    if not config.tree_nodes:
         return
     for refused, what, instead in _refusals(config, vllm_config):
         if refused:

@@ -39,7 +39,7 @@ class FormatKernels(Enum):
 
 _REMEDY = (
     "use one in FP8 (scales by block or channel), in INT4 by group (compressed-tensors, AWQ, GPTQ with sym and without "
-    "desc_act), with --spac-decisions device also in MXFP4 (GPT-OSS), NVFP4 or INT8 by channel, or an unquantised one"
+    "desc_act), with --spac-plane pointers also in MXFP4 (GPT-OSS), NVFP4 or INT8 by channel, or an unquantised one"
 )
 _PER_TENSOR = (
     "FP8 experts with one scale per tensor, whose activations share a scale with other rows or experts: their result "
@@ -76,7 +76,7 @@ def refusal(
     if reason is None or (kernels is None and repacked is None):
         return None
     if repacked is None:
-        return f"{reason} ({name}): vLLM's kernel reads no slots; use --spac-kernel table, or an unquantised checkpoint"
+        return f"{reason} ({name}): vLLM's kernel reads no slots; use --spac-plane table, or an unquantised checkpoint"
     return f"{reason} ({name}): not supported; {_REMEDY}"
 
 
@@ -99,7 +99,7 @@ def flags(
     quantisation: Mapping | None,
     kernels: FormatKernels | None = None,
     capability: Capability | None = None,
-    plane: str = "--spac-decisions device",
+    plane: str = "pointers",
 ) -> tuple[str, ...]:
     """Returns the options that make ``kernels`` run these experts, on each GPU that can.
 
@@ -113,13 +113,13 @@ def flags(
         quantisation: of the checkpoint; None: its experts are not quantised.
         kernels: None: vLLM's on a GPU, or ours where slots cannot hold these experts.
         capability: of the GPU; None: not known.
-        plane: the options that say who decides, where our kernels run the experts.
+        plane: where our kernels run the experts.
     """
     kernels = kernels or (FormatKernels.GPU if quantisation is None else _default(quantisation))
     if kernels is FormatKernels.CPU:
         return ()
     if kernels is FormatKernels.OURS:
-        return (plane, *_beside_ours(quantisation, capability))
+        return (f"--spac-plane {plane}", *_beside_ours(quantisation, capability))
     if quantisation is None:
         return ("--moe-backend triton",)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()

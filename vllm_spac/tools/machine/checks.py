@@ -121,8 +121,8 @@ def device(facts: Facts) -> Iterator[Finding]:
         remedy = "--spac-store disk; on WSL: wsl --update and VLLM_WSL2_ENABLE_PIN_MEMORY=1"
         yield Finding("pinned memory", "problem", "none can be allocated, and --spac-store host needs it", remedy)
     if not found.unified:
-        remedy = "--spac-decisions host"
-        yield Finding("unified addressing", "note", "none: --spac-decisions device cannot be used", remedy)
+        remedy = "--spac-plane slots"
+        yield Finding("unified addressing", "note", "none: --spac-plane pointers cannot be used", remedy)
 
 
 def locked_memory(facts: Facts) -> Iterator[Finding]:

@@ -185,9 +185,8 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     if choice.drafts:
         options += ["--speculative-config", json.dumps(NGRAM)]
     if choice.store != "none":
-        plane = "--spac-decisions device" if model.execution == "pointers" else "--spac-kernel table"
         entry = model.checkpoint.quantisation
-        options += " ".join(quantisation.flags(entry, model.kernels, machine.capability, plane)).split()
+        options += " ".join(quantisation.flags(entry, model.kernels, machine.capability, model.execution)).split()
     return shlex.join(["vllm", "serve", model.name, *options])
 
 
@@ -197,8 +196,8 @@ def _knobs(choice: Choice, model: ServedModel, machine: PlannedMachine) -> list[
         options += ["--spac-store", "disk"]
     elif choice.store == "host":
         options += ["--spac-store", "host"]
-    if machine.gpu and (model.execution == "table" or (choice.store == "host" and model.execution == "slots")):
-        options += ["--spac-decisions", "host"]
+    if machine.gpu and choice.store == "host" and model.execution == "slots":
+        options += ["--spac-plane", "slots"]
     if choice.host_bytes:
         options += ["--spac-host-memory", f"{choice.host_bytes >> 20}MiB"]
     if choice.cpu:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_spac.config.types import DECIDED
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.headers import Checkpoint
@@ -15,9 +14,7 @@ from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels,
 from vllm_spac.tools.planning.architecture import Architecture
 
 Execution = Literal["slots", "table", "pointers"]
-Decisions = Literal["auto", "host", "device"]
-Kernel = Literal["auto", "vllm", "table"]
-PLANES = {name: f"decisions={decided}" + (", kernel=table" * (name == "table")) for name, decided in DECIDED.items()}
+Plane = Literal["auto", "slots", "table", "pointers"]
 
 
 @dataclass(frozen=True)
@@ -79,23 +76,22 @@ class ServedModel:
     def ways(
         cls,
         named: NamedModel,
-        decisions: Decisions = "auto",
-        kernel: Kernel = "auto",
+        plane: Plane = "auto",
         *,
         on_cpu: bool,
         capability: Capability | None = None,
     ) -> Iterator[ServedModel]:
-        """Yields the model as each execution serves it that an engine with these knobs may choose.
+        """Yields the model as each execution serves it that an engine with this knob may choose.
 
         The first serves every checkpoint: slots, or where they cannot hold its quantised experts, pointers.
 
         Raises:
-            ConfigError: the knobs contradict each other.
+            ConfigError: the machine has no such plane.
             UnsupportedError: as ``of``.
         """
         entry = quant_config.of(named.config)
         ours = not on_cpu and only_ours(entry, capability)
-        for execution in executions(decisions, kernel, ours=ours, on_cpu=on_cpu):
+        for execution in executions(plane, ours=ours, on_cpu=on_cpu):
             yield cls.of(named, execution, on_cpu=on_cpu, capability=capability)
 
     @property
@@ -126,8 +122,8 @@ class ServedModel:
         return max(0, self.checkpoint.other_bytes - (0 if shape.tied else 2 * shape.vocabulary * shape.hidden))
 
 
-def executions(decisions: Decisions, kernel: Kernel, *, ours: bool, on_cpu: bool) -> tuple[Execution, ...]:
-    """Returns the executions that an engine with these knobs may choose.
+def executions(plane: Plane, *, ours: bool, on_cpu: bool) -> tuple[Execution, ...]:
+    """Returns the executions that an engine with this knob may choose.
 
     Args:
         ours: only our kernels read the experts.
@@ -135,19 +131,13 @@ def executions(decisions: Decisions, kernel: Kernel, *, ours: bool, on_cpu: bool
     Raises:
         ConfigError: there is none.
     """
-    if kernel == "table" and on_cpu:
+    if plane == "table" and on_cpu:
         raise ConfigError(
-            "--kernel table is for a GPU: on a CPU it is a slow twin, for comparison; leave --kernel out, or name a "
+            "--plane table is for a GPU: on a CPU it is a slow twin, for comparison; leave --plane out, or name a "
             "machine with a GPU"
         )
-    if kernel == "vllm" and decisions == "device":
-        raise ConfigError(
-            "--kernel vllm reads experts in slots, and with --decisions device they are read where they are; use "
-            "--kernel table, or --decisions host"
-        )
-    host: Execution = "table" if kernel == "table" or (ours and kernel == "auto") else "slots"
-    if decisions == "host" or on_cpu or kernel == "vllm":
-        return ("pointers",) if decisions == "device" else (host,)
-    if decisions == "device":
-        return ("pointers",)
-    return ("pointers", host) if ours else (host, "pointers")
+    if plane != "auto":
+        return (plane,)
+    if on_cpu:
+        return ("slots",)
+    return ("pointers", "table") if ours else ("slots", "pointers")

@@ -26,7 +26,7 @@ from vllm_spac.tools.planning.planned_memory import (
     slot_shapes,
     split,
 )
-from vllm_spac.tools.planning.planned_model import PLANES, Decisions, Kernel, ServedModel
+from vllm_spac.tools.planning.planned_model import Plane, ServedModel
 from vllm_spac.tools.planning.planned_routing import Routing, routings
 from vllm_spac.tools.planning.predict import Prediction, first_token, predict
 
@@ -95,8 +95,8 @@ class ServingPlan:
 
     @property
     def plane(self) -> str:
-        """Who decides and what computes, as the knobs say it."""
-        return PLANES[self.model.execution]
+        """How layers reach their experts, as the knob says it."""
+        return f"plane={self.model.execution}"
 
     def memory(self) -> Iterator[tuple[str, str, str]]:
         """Yields (what, how much of it, of which memory) of ``best``."""
@@ -147,8 +147,7 @@ def plan_model(
     *,
     context: int | None = None,
     concurrency: int = 1,
-    decisions: Decisions = "auto",
-    kernel: Kernel = "auto",
+    plane: Plane = "auto",
     trace: Path | None = None,
 ) -> ServingPlan:
     """Plans how to serve a model with the execution that serves it fastest, of those that the knobs leave open.
@@ -160,7 +159,7 @@ def plan_model(
     Raises:
         ConfigError, UnsupportedError: as ``make_plan``, of the first execution, if none can be served.
     """
-    ways = list(ServedModel.ways(named, decisions, kernel, on_cpu=not machine.gpu, capability=machine.capability))
+    ways = list(ServedModel.ways(named, plane, on_cpu=not machine.gpu, capability=machine.capability))
     context = context or min(CONTEXT, ways[0].architecture.longest or CONTEXT)
     return best_plan(ways, machine, Load(context, concurrency), routings(trace, ways[0]))
 
@@ -181,8 +180,8 @@ def make_plan(model: ServedModel, machine: PlannedMachine, load: Load, routings:
         raise UnsupportedError(f"{model.name} has {refusal_without_amx(model.checkpoint.quantisation)}")
     if model.execution == "pointers" and not machine.gpu:
         raise ConfigError(
-            f"decisions=device serves on a GPU, and {machine.name} has none; name a machine with one"
-            + ("" if model.checkpoint.quantisation else ", or use --decisions host")
+            f"plane=pointers serves on a GPU, and {machine.name} has none; name a machine with one"
+            + ("" if model.checkpoint.quantisation else ", or use --plane slots")
         )
     if longest and load.context > longest:
         raise ConfigError(f"--context {load.context} is more than the {longest} tokens that the model was made for")
@@ -287,7 +286,7 @@ def _assumptions(plan: ServingPlan) -> Iterator[str]:
     if model.execution == "table" and not stock:
         yield "our kernel takes as long as vLLM's, as on an H100"
     if model.execution == "pointers" and not stock:
-        yield "decisions=device was timed on one H100, and no other GPU"
+        yield "plane=pointers was timed on one H100, and no other GPU"
     if not machine.gpu and model.quantised and machine.name != HERE:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
     if not machine.gpu:
@@ -339,7 +338,7 @@ def _no_store(model: ServedModel, machine: PlannedMachine) -> str:
     where = f"{gib(machine.spare)} of host memory" if machine.gpu else "fast memory"
     if model.execution == "pointers":
         return (
-            f"nothing fits: the experts take {gib(model.experts_bytes)}, and decisions=device reads them from host "
+            f"nothing fits: the experts take {gib(model.experts_bytes)}, and plane=pointers reads them from host "
             f"memory, of which {gib(machine.spare)} are to spare; name a machine with more, or --host-memory"
         )
     disk = "" if machine.disk_free is None else f" and {gib(machine.disk_free)} of disk"

@@ -22,7 +22,7 @@ _EXPERTS, _TOP_K = 16, 4
 _LINK_EXPERTS, _LINK_TOP_K = 48, 8
 _REPEATS = 10
 _LAYERS, _STEPS = 2, 24
-_REMEDY = "serve with --spac-kernel vllm alone here; report it with the file of --output"
+_REMEDY = "serve with --spac-plane slots alone here; report it with the file of --output"
 
 
 def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[CheckOutcome]:

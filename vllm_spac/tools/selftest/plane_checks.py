@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_spac.config.tuned_profile import Knob
 from vllm_spac.decisions.comparison import Said, compare_tokens
-from vllm_spac.errors import flag, printable
+from vllm_spac.errors import printable
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.tiny_model import VOCABULARY
 from vllm_spac.tools.tuning.measurer import Measurer, MeasuringError
@@ -20,19 +19,15 @@ SECONDS = 300.0  # that an engine may take to start, and for an answer
 TOKENS = 16
 _PROMPTS = (1, 24, 70)  # lengths
 STOCK = Variant("stock vLLM", None)
-_PLANES: dict[str, dict[str, Knob]] = {
-    "slots": {"decisions": "host", "kernel": "vllm"},
-    "table": {"decisions": "host", "kernel": "table"},
-    "pointers": {"decisions": "device", "kernel": "table"},
-}
+_PLANES = ("slots", "table", "pointers")
 
 
 def planes(gpu: bool) -> list[Variant]:
     """Returns stock vLLM and each way to run layers that this machine has."""
     found = [STOCK]
-    for name, knobs in _PLANES.items():
+    for name in _PLANES:
         store = "host" if gpu or name == "pointers" else "disk"
-        found.append(Variant(name, {**knobs, "slots": "50%", "store": store}))
+        found.append(Variant(name, {"plane": name, "slots": "50%", "store": store}))
     return found
 
 
@@ -97,6 +92,5 @@ def _outcome(name: str, found: _Answers, stock: _Answers) -> CheckOutcome:
     numbers = {"answers": float(tokens.answers), "differ": float(tokens.differ)}
     if tokens.verdict != "wrong":
         return CheckOutcome(Finding(f"tokens, {name}", "ok", text), numbers)
-    options = " ".join(f"{flag(knob)} {value}" for knob, value in _PLANES[name].items())
-    remedy = f"do not serve with {options} here; report it with the file of --output"
+    remedy = f"do not serve with --spac-plane {name} here; report it with the file of --output"
     return CheckOutcome(Finding(f"tokens, {name}", "problem", text, remedy), numbers)

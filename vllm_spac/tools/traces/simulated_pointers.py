@@ -1,4 +1,4 @@
-"""Simulates ``execution=pointers``, using the serving code's offers and the kernel's twin.
+"""Simulates ``plane=pointers``, using the serving code's offers and the kernel's twin.
 
 Assumptions, each where nothing was measured:
 

@@ -1,4 +1,4 @@
-"""Simulates ``execution=slots``: the serving code's decisions, with costs in place of a store and of kernels.
+"""Simulates ``plane=slots``: the serving code's decisions, with costs in place of a store and of kernels.
 
 ``SlotLayers``, ``ExpertLoader`` and what they call are those of an engine. Assumptions where nothing was measured:
 

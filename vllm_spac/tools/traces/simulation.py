@@ -199,7 +199,7 @@ def _lacking(name: str, signals: Collection[Signal]) -> ConfigError:
 
 
 def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> None:
-    """Refuses what ``execution=pointers`` cannot be simulated with.
+    """Refuses what ``plane=pointers`` cannot be simulated with.
 
     Raises:
         ConfigError: names the reason.
@@ -215,7 +215,7 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
             f"balancer {balancer} divides a layer on the host, and with pointers the device does; use waterfill"
         )
     if prefetch != "off":
-        raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers give them slots in their layer")
+        raise ConfigError(f"prefetch {prefetch} is of plane=slots: pointers give them slots in their layer")
     if costs.provenance.store == "disk":
         raise ConfigError(
             f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac "
