@@ -15,6 +15,7 @@ from memory_store import MemoryStore
 from vllm_spac import components, runtime
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.execution.host.localised import Routed
@@ -51,14 +52,16 @@ class Layer(ManagedExperts, Kernel):
             store.put(key, {"w": torch.tensor([key + 1.0])})
         self.exchange = None if on_cpu else Exchange(torch.device("cpu"))
         execution = SlotExecution(
-            shape,
-            slots,
-            components.build("policies", "lru"),
-            store,
-            {"w": torch.empty(slots, 1)},
-            io_threads=1,
-            path="memory",
-            exchange=self.exchange,
+            ExecutionContext(
+                shape,
+                slots,
+                components.build("policies", "lru"),
+                store,
+                {"w": torch.empty(slots, 1)},
+                io_threads=1,
+                path="memory",
+                exchange=self.exchange,
+            )
         )
         list(execution.fill())
         self.spac = SimpleNamespace(runtime=Runtime([execution], BudgetControl([])), device="cpu")

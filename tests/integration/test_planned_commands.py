@@ -121,7 +121,7 @@ def served(model: Path, on_cpu: bool, capability: Capability | None) -> list[Ser
     named = find_model(str(model))
     found = list(ServedModel.ways(named, on_cpu=on_cpu, capability=capability))
     if not on_cpu and "table" not in (way.execution for way in found):
-        found += ServedModel.ways(named, "host", "table", on_cpu=on_cpu, capability=capability)
+        found += ServedModel.ways(named, "table", on_cpu=on_cpu, capability=capability)
     return found
 
 

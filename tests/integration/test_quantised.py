@@ -24,6 +24,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.host.table_execution import TableExecution
 from vllm_spac.integration.layers import quant_schemes
@@ -834,8 +835,7 @@ def served(layer, slots: int, kind: type[PointerExecution | TableExecution] = Po
     layer.forget()
     tensors = {n: torch.full((slots, *s.shape), 255, dtype=torch.uint8).to(s.dtype) for n, s in shape.tensors.items()}
     policy = components.build("policies", "lru")
-    more = {"rows": 16} if kind is PointerExecution else {"io_threads": 1}
-    execution = kind(shape, slots, policy, store, tensors, path="host", **more)
+    execution = kind(ExecutionContext(shape, slots, policy, store, tensors, path="host", rows=16))
     assert sum(execution.fill()) == slots
     layer.spac.runtime = Runtime([execution], BudgetControl([]))
     layer.attach(execution)

@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
 from vllm_spac.integration.loading import managed_load
@@ -159,7 +160,7 @@ def served(layer, slots: int) -> SlotExecution:
         store.put(key, {name: tensor[key] for name, tensor in converted.items()})
     tensors = allocate(specs, slots, "cpu")
     policy = components.build("policies", "lru")
-    execution = SlotExecution(shape, slots, policy, store, tensors, io_threads=1, path="memory")
+    execution = SlotExecution(ExecutionContext(shape, slots, policy, store, tensors, io_threads=1, path="memory"))
     list(execution.fill())
     layer.attach(execution)
     layer.spac.runtime = Runtime([execution], BudgetControl([]))

@@ -23,6 +23,7 @@ from vllm_spac.cache.transfers import HostRows
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import CpuExperts
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
@@ -78,15 +79,17 @@ class Model:
             store.put(key, {"w": torch.full((4,), float(key))})
         tier = HostTier(shape.total, host, slots, components.build("policies", "lru")) if host else None
         execution = SlotExecution(
-            shape,
-            slots,
-            components.build("policies", "lru"),
-            store,
-            {"w": torch.full((slots, 4), float("nan"))},
-            io_threads=2,
-            path="store",
-            ahead=PrefetchSettings(prefetch=prefetch),
-            host=None if tier is None else HostRows(tier, HostBlock(SPECS, host, pin=False)),
+            ExecutionContext(
+                shape,
+                slots,
+                components.build("policies", "lru"),
+                store,
+                {"w": torch.full((slots, 4), float("nan"))},
+                io_threads=2,
+                path="store",
+                ahead=PrefetchSettings(prefetch=prefetch),
+                host=None if tier is None else HostRows(tier, HostBlock(SPECS, host, pin=False)),
+            )
         )
         list(execution.fill())
         execution.counters.reset()

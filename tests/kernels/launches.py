@@ -22,6 +22,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Maps, Sizes
 from vllm_spac.execution.address_table import Kernels
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device import cpu_share, pointers_execution
 from vllm_spac.execution.device.cpu_share import MailKernels
 from vllm_spac.execution.device.pointers_execution import PointerExecution
@@ -108,7 +109,7 @@ def pool(
         name: torch.zeros(count, *spec.shape, dtype=spec.dtype) for name, spec in specs.items()
     }
     policy = components.build("policies", "lru")
-    made = PointerExecution(shape, count, policy, store, tensors, path="host", rows=rows, **options)
+    made = PointerExecution(ExecutionContext(shape, count, policy, store, tensors, path="host", rows=rows, **options))
     for _ in made.fill():
         pass
     return made

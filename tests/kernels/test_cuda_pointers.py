@@ -7,6 +7,7 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.device.staging import ROWS as ROWS_STAGED
 from vllm_spac.execution.device.staging import ExpertBuffers
@@ -36,7 +37,9 @@ def pool(slots: int, **options) -> PointerExecution:
         name: torch.empty((slots, *spec.shape), dtype=dtype, device="cuda") for name, spec in specs.items()
     }
     options |= {"path": "host", "rows": PROMPT.rows}
-    made = PointerExecution(shape, slots, components.build("policies", "lru"), store, tensors, **options)
+    made = PointerExecution(
+        ExecutionContext(shape, slots, components.build("policies", "lru"), store, tensors, **options)
+    )
     for _ in made.fill():
         pass
     if made._staging is not None:

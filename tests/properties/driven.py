@@ -25,7 +25,7 @@ from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs, Rate
-from vllm_spac.execution.base import Rows
+from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.recording.trace_file import DRAFT, PREFILL, Trace
 from vllm_spac.storage.host import HostStore
@@ -171,10 +171,10 @@ def execution_of(case: Case, io_threads: int = 4) -> SlotExecution:
     slots = {"w": torch.full((case.slots, 1), float("nan"))}
     tier = case.build_tier()
     host = None if tier is None else HostRows(tier, HostBlock(SPECS, case.rows, pin=False))
-    execution = SlotExecution(
+    execution = SlotExecution(ExecutionContext(
         shape, case.slots, case.build_policy(), store, slots,
         io_threads=io_threads, path="store", ahead=case.ahead, host=host,
-    )  # fmt: skip
+    ))  # fmt: skip
     if (balancer := case.build_balancer()) is not None:
         execution.balance(balancer, ExecutorThread(Idle(shape, 1, "silu")))
     return execution

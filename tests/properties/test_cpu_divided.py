@@ -28,7 +28,7 @@ from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.decisions.guard import payback
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution import cpu_check
-from vllm_spac.execution.base import Rows
+from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.host import HostStore
 
@@ -118,8 +118,8 @@ class Layers:
         tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
         self.store, self.executor, self.calls = Slow(delay), executor(), 0
         built = components.build("policies", policy)
-        options = {"io_threads": 2, "path": "double", "ahead": ahead}
-        self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
+        options = {"io_threads": 2, "path": "double", "ahead": ahead or PrefetchSettings()}
+        self.pool = SlotExecution(ExecutionContext(SHAPE, slots, built, self.store, tensors, **options))
         poison_slots(self.pool)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
         self.pool.balance(chosen, ExecutorThread(self.executor), checked)

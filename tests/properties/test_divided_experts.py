@@ -16,7 +16,7 @@ from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.predictors._trained import Sizes
-from vllm_spac.execution.base import Execution, Rows
+from vllm_spac.execution.base import Execution, ExecutionContext, Rows
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.execution.host.slots_execution import SlotExecution
@@ -73,7 +73,9 @@ def rank_of(number: int, owners: list[int], slots: int, exchange: Exchange | Non
     tensors = {"w": torch.full((slots, 1), float("nan"), dtype=torch.float64)}
     policy = components.build("policies", "lru")
     execution = SlotExecution(
-        shape, slots, policy, store, tensors, io_threads=1, path="m", exchange=exchange, local_of=local_of
+        ExecutionContext(
+            shape, slots, policy, store, tensors, io_threads=1, path="m", exchange=exchange, local_of=local_of
+        )
     )
     list(execution.fill())
     return execution
@@ -165,7 +167,9 @@ def pointers(own: list[int], slots: int, weights: dict[str, Tensor], **options) 
     tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in PLAIN.items()}
     policy = components.build("policies", "lru")
     numbers = None if len(own) == EXPERTS else local_of  # it has all experts, as without divided ones
-    execution = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=9, local_of=numbers, **options)
+    execution = PointerExecution(
+        ExecutionContext(shape, slots, policy, store, tensors, path="host", rows=9, local_of=numbers, **options)
+    )
     list(execution.fill())
     return execution
 

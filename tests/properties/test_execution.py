@@ -19,6 +19,7 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device import pointers_execution
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.device.staging import ROWS
@@ -77,7 +78,7 @@ class Pool(PointerExecution):
             for name, spec in layout.tensors.items()
         }
         policy = components.build("policies", policy) if isinstance(policy, str) else policy
-        super().__init__(layout, slots, policy, store, tensors, path="host", rows=ROWS_MAX, **options)
+        super().__init__(ExecutionContext(layout, slots, policy, store, tensors, path="host", rows=ROWS_MAX, **options))
         if self._staging is not None:
             poison_buffers(self._staging[0])
         for _ in self.fill():

@@ -20,6 +20,7 @@ from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import StoreError
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.host.slots_execution import SlotExecution
 
 ROWS = 12  # 36 pairs for 8 experts
@@ -35,7 +36,7 @@ class Pool(SlotExecution):
         tensors = {name: torch.empty((slots, *spec.shape), dtype=spec.dtype) for name, spec in SPECS.items()}
         ahead = PrefetchSettings(prefetch=prefetch, next_layer=next_layer)
         made = components.build("policies", policy), Gated(**store), tensors
-        super().__init__(SHAPE, slots, *made, io_threads=4, path="double", ahead=ahead)
+        super().__init__(ExecutionContext(SHAPE, slots, *made, io_threads=4, path="double", ahead=ahead))
         poison_slots(self)
 
     def run(self, layer: int, ids: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:

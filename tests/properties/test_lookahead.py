@@ -28,7 +28,7 @@ from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.execution.base import Rows
+from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
@@ -92,10 +92,10 @@ class Pool(SlotExecution):
         ahead = PrefetchSettings(prefetch="script", built=self.script, **knobs)
         chosen = components.build("policies", policy)
         try:
-            super().__init__(
+            super().__init__(ExecutionContext(
                 SHAPE, slots, chosen, Recorded(), {"w": torch.full((slots, 1), float("nan"))},
                 io_threads=2, path="double", ahead=ahead, exchange=exchange,
-            )  # fmt: skip
+            ))  # fmt: skip
         finally:
             transfers.Background = before
         poison_slots(self)

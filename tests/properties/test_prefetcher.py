@@ -26,6 +26,7 @@ from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.metrics import Counters
@@ -72,14 +73,16 @@ class Pool(SlotExecution):
     ) -> None:
         tensors = {name: torch.empty((slots, *spec.shape), dtype=spec.dtype) for name, spec in SPECS.items()}
         super().__init__(
-            SHAPE,
-            slots,
-            components.build("policies", policy),
-            Gated(delay),
-            tensors,
-            io_threads=threads,
-            path="double",
-            ahead=PrefetchSettings(prefetch="utility", options={"gamma": 2}, **knobs),
+            ExecutionContext(
+                SHAPE,
+                slots,
+                components.build("policies", policy),
+                Gated(delay),
+                tensors,
+                io_threads=threads,
+                path="double",
+                ahead=PrefetchSettings(prefetch="utility", options={"gamma": 2}, **knobs),
+            )
         )
         poison_slots(self)
 

@@ -24,6 +24,7 @@ from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, Tensor
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import StoreError
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.host.slot_runner import Wave
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.recording.metrics import Counters
@@ -70,7 +71,7 @@ class Pool(SlotExecution):
         }
         store = Torn(shape, delay=delay)
         chosen = components.build("policies", policy) if isinstance(policy, str) else policy
-        super().__init__(shape, slots, chosen, store, tensors, io_threads=threads, path="double")
+        super().__init__(ExecutionContext(shape, slots, chosen, store, tensors, io_threads=threads, path="double"))
 
     def assert_resident(self, layer: int, ids: Tensor, slot_ids: Tensor) -> None:
         """Each routed id's slot holds its expert, whole."""

@@ -12,7 +12,7 @@ from vllm_spac.kernels.reference import grouped_gemm as reference
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.execution.base import Rows
+from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.execution.host.table_execution import TableExecution, TableKernel
 
@@ -38,7 +38,9 @@ def test_a_map_leads_to_the_same_experts_as_slots(monkeypatch: pytest.MonkeyPatc
     tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in layout.tensors.items()}
     exchange = Exchange(torch.device("cpu"))
     policy = components.build("policies", "lru")
-    made = TableExecution(layout, slots, policy, store, tensors, io_threads=1, path="host", exchange=exchange)
+    made = TableExecution(
+        ExecutionContext(layout, slots, policy, store, tensors, io_threads=1, path="host", exchange=exchange)
+    )
     with closing(made):
         list(made.fill())
         for _ in range(10):

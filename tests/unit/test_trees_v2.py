@@ -130,7 +130,7 @@ def test_hooks_write_what_rows_see_of_their_ancestors() -> None:
     calls: list[tuple[list[int], list[int]]] = []
     trees: Any = SimpleNamespace(scattered=None)
     hooked = tree_attention.updating(
-        lambda layer, k, v, cache, slots: calls.append((k.tolist(), slots.tolist())), trees
+        lambda layer, k, v, cache, slots: calls.append((k.tolist(), slots.tolist())), lambda: trees.scattered
     )
     key = torch.tensor([7, 8, 9])
     hooked(None, key, key, None, torch.tensor([0, 1, 2]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.sizing import resolve
 from vllm_spac.core import MoEShape, Step
@@ -20,11 +21,10 @@ from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
     from vllm_spac.cache.transfers import HostRows
-    from vllm_spac.config.config import SpacConfig
     from vllm_spac.config.types import SlotCount
     from vllm_spac.cpu_kernels._thread import ExecutorThread
     from vllm_spac.decisions.balancers.base import Balancer
-    from vllm_spac.decisions.predictors.base import Predictor, Signal
+    from vllm_spac.decisions.predictors.base import Signal
     from vllm_spac.execution.exchange import Exchange
     from vllm_spac.recording.timeline_recorder import Timeline
 
@@ -115,35 +115,43 @@ class Room(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExecutionContext:
-    """Arguments from which an execution is built.
+    """What an execution is built from.
 
     Attributes:
+        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
         policy, store: owned by the execution.
-        tensors: name -> slots of shape [room.slots, ...] on the device that computes.
+        tensors: name -> slots of shape [slots, ...] on the device that computes.
         path: name of the store in the counters.
         rows: number of rows of the largest forward.
+        staged: as in ``Room``.
+        io_threads: maximum number of reads in flight.
+        ahead: what is read ahead of need.
         host: host memory between the slots and the store, if any; owned by the execution.
         exchange: copies small tensors between device and host; None on a CPU.
         local_of: as in ``Execution``.
-        predictor: trained, for ``config.prefetch``; None with one that is built from its name.
-        drafts: as in ``PrefetchSettings``.
     """
 
     shape: MoEShape
-    room: Room
+    slots: int
     policy: Policy
     store: ExpertStore
     tensors: Mapping[str, Tensor]
+    _: KW_ONLY
     path: str
-    rows: int
-    config: SpacConfig
+    rows: int = 1
+    staged: bool = False
+    io_threads: int = 1
+    ahead: PrefetchSettings = field(default_factory=PrefetchSettings)
     host: HostRows | None = None
     exchange: Exchange | None = None
     local_of: Tensor | None = None
-    predictor: Predictor | None = None
-    drafts: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return next(iter(self.tensors.values())).device
 
 
 class Execution(ABC):
@@ -194,9 +202,15 @@ class Execution(ABC):
     signals: frozenset[Signal] = frozenset()
 
     @classmethod
-    @abstractmethod
     def of(cls, context: ExecutionContext) -> Self:
         """Returns an instance with empty slots, to be filled by ``fill``."""
+        return cls(context)
+
+    def __init__(self, context: ExecutionContext) -> None:
+        self.shape, self.store, self.tensors = context.shape, context.store, context.tensors
+        self.holds_all = context.slots == context.shape.total
+        self.host, self.local_of = context.host, context.local_of
+        self.counters = Counters()
 
     # -- before anything is loaded -------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from vllm_spac.cache.allowance import Allowance, Depths, PauseNotice
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.core import MoEShape, Step, selected
+from vllm_spac.core import Step, selected
 from vllm_spac.execution.address_table import AddressTable, Kernels
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.slot_offers import Learned, Offering, with_prompts
 from vllm_spac.execution.exchange import Event, Stream
 from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters
-
-if TYPE_CHECKING:
-    from vllm_spac.decisions.policies.base import Policy
 
 _WORD = 8  # bytes
 
@@ -58,9 +56,7 @@ class Admission:
 
     Args:
         memory: slots, host copies and the table.
-        policy: estimates what a slot is worth; owned.
         compute: the stream that runs the model.
-        path: name of the store in the counters.
 
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
@@ -72,21 +68,13 @@ class Admission:
     """
 
     def __init__(
-        self,
-        shape: MoEShape,
-        slots: int,
-        policy: Policy,
-        memory: AddressTable,
-        counters: Counters,
-        compute: Stream,
-        kernels: Kernels,
-        path: str,
+        self, context: ExecutionContext, memory: AddressTable, counters: Counters, compute: Stream, kernels: Kernels
     ) -> None:
-        self.shape, self.memory = shape, memory
-        self._counters, self._compute, self._kernels, self._path = counters, compute, kernels, path
-        self._holds_all = slots == shape.total
+        self.shape, slots, self.memory = context.shape, context.slots, memory
+        self._counters, self._compute, self._kernels, self._path = counters, compute, kernels, context.path
+        shape, self._holds_all = context.shape, slots == context.shape.total
         self._reports: deque[_Report] = deque()
-        self.offering = Offering(shape.total, shape.experts, slots, policy, counters)
+        self.offering = Offering(shape.total, shape.experts, slots, context.policy, counters)
         self.residency = self.offering.residency
         made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
         # What a step's layers tell the host, in one tensor so that it is one copy.

@@ -24,7 +24,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from torch import Tensor
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
-from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
@@ -47,8 +46,6 @@ from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, div
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.row_shares import numbered_there, numbers_there
 from vllm_spac.execution.waves import filled_experts
-from vllm_spac.recording.metrics import Counters
-from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
@@ -67,19 +64,11 @@ logger = logging.getLogger("vllm.spac")
 class PointerExecution(Execution):
     """Runs layers by kernels that read a table of pointers; the slots are shared by all layers of one shape.
 
-    Args:
-        shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or
-            none, as in the checkpoint; with ``shape.packed`` the weights' codes, and ``w13_scale`` and ``w2_scale``.
-        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
-        policy: chooses victims; owned.
-        store: stores every expert in memory that the device can address; owned.
-        tensors: name -> slots of shape [slots, ...], on the device that computes.
-        path: name of the store in the counters.
-        rows: maximum number of rows of a forward; the kernels are compiled for up to this number.
-        ahead: what is read ahead of need. A predictor that is ``built`` from a file is asked in layers, one that
-            looks at the drafter while drafts are made.
-        staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
-        local_of: the experts that this process holds, see ``Execution``. The kernels skip all others, like padding.
+    The experts' tensors are ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or none, as in the
+    checkpoint; with ``shape.packed`` the weights' codes, and ``w13_scale`` and ``w2_scale``. The store keeps every
+    expert in memory that the device can address. The kernels are compiled for up to ``rows`` rows, and skip experts
+    that are not ``local_of`` this process, like padding. A predictor that is ``built`` from a file is asked in layers,
+    one that looks at the drafter while drafts are made.
     """
 
     needs_host: ClassVar[bool] = False
@@ -88,47 +77,29 @@ class PointerExecution(Execution):
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch", "speculate"})
 
-    def __init__(
-        self,
-        shape: MoEShape,
-        slots: int,
-        policy: Policy,
-        store: ExpertStore,
-        tensors: Mapping[str, Tensor],
-        *,
-        path: str,
-        rows: int,
-        ahead: PrefetchSettings | None = None,
-        staged: bool = False,
-        local_of: Tensor | None = None,
-    ) -> None:
+    def __init__(self, context: ExecutionContext) -> None:
+        super().__init__(context)
+        shape, store, tensors, slots = context.shape, context.store, context.tensors, context.slots
         assert shape.top_k <= slots <= shape.total
         self.check_shape(shape)
-        self.shape = shape
-        self.counters = Counters()
-        self.tensors = tensors
-        self.store = store
-        self.holds_all = slots == shape.total
-        self._path = path
-        device = next(iter(tensors.values())).device
-        self.local_of = local_of
+        self._path, device, local_of = context.path, context.device, context.local_of
         self._numbers = None if local_of is None else numbers_there(local_of, device)
         self._of_model = shape.experts if local_of is None else len(local_of)
         self._compute, self._copy = streams(device)
         kernels = kernels_for(device)
         self._memory = memory = AddressTable(store, tensors, shape.total)
-        self.admission = Admission(shape, slots, policy, memory, self.counters, self._compute, kernels, path)
+        self.admission = Admission(context, memory, self.counters, self._compute, kernels)
         self.residency = self.admission.residency
         self._staging: tuple[ExpertBuffers, Staging] | None = None
-        if staged and slots < shape.total:
+        if context.staged and not self.holds_all:
             buffers = ExpertBuffers(store, memory, tensors)
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
         self._ahead: DeviceLookahead | None = None
         self._drafts: DraftLookahead | None = None
-        if ahead is not None and ahead.prefetch != "off" and not self.holds_all:
-            self._read_ahead(ahead, rows)
-        self._sizes = kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed)
+        if context.ahead.prefetch != "off" and not self.holds_all:
+            self._read_ahead(context.ahead, context.rows)
+        self._sizes = kernels.rows_to_compile(context.rows, shape.top_k, shape.experts, shape.packed)
         self._compiled: set[str] = set()  # activations
         # int32 [1], number of pairs of the requests' rows, after which padding begins; ``_all``: without padding.
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
@@ -152,23 +123,6 @@ class PointerExecution(Execution):
             k = ahead.k or shape.top_k
             self._drafts = DraftLookahead(predictor, *shared, k, ahead.cutoff, self._numbers)
             self.signals = predictor.needs
-
-    @classmethod
-    def of(cls, context: ExecutionContext) -> Self:
-        config = context.config
-        settings = PrefetchSettings.configured(config, config.prefetch, context.predictor)
-        return cls(
-            context.shape,
-            context.room.slots,
-            context.policy,
-            context.store,
-            context.tensors,
-            path=context.path,
-            rows=context.rows,
-            ahead=settings,
-            staged=context.room.staged,
-            local_of=context.local_of,
-        )
 
     @classmethod
     def check_layer(cls, layer: LayerFacts) -> None:

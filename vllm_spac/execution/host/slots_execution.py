@@ -8,9 +8,9 @@ the host (``device_names``), this process's rows and experts are found (``locali
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.named import BudgetHint
-from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.core import MoEShape, Step
+from vllm_spac.core import Step
 from vllm_spac.cpu_kernels._thread import Computation, ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer
-from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
@@ -37,28 +35,13 @@ from vllm_spac.execution.row_shares import Share, combine, numbered_there, numbe
 from vllm_spac.execution.waves import filled_experts
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Timeline
-from vllm_spac.storage.base import ExpertStore
-
-if TYPE_CHECKING:
-    from vllm_spac.cache.transfers import HostRows
-    from vllm_spac.execution.exchange import Exchange
 
 
 class SlotExecution(Execution):
     """Runs layers over slots shared by all layers of one shape; their weights are only accessed through it.
 
-    Args:
-        shape: the layers, experts and tensors.
-        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
-        policy: eviction policy; owned.
-        store: stores every expert; owned.
-        tensors: name -> slots of shape [slots, ...].
-        io_threads: maximum number of reads in flight.
-        path: name of the store in the counters.
-        ahead: settings of the prefetcher.
-        exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
-        host: host memory between the slots and the store, if any; owned.
-        local_of: the experts that this process holds, see ``Execution``.
+    Kernels that do not take slots need the ``exchange`` of the context: it copies routing to the host and slots to the
+    device.
     """
 
     _elsewhere: ClassVar[int] = NOWHERE
@@ -66,60 +49,25 @@ class SlotExecution(Execution):
     counts_votes: ClassVar[bool] = True
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
 
-    def __init__(
-        self,
-        shape: MoEShape,
-        slots: int,
-        policy: Policy,
-        store: ExpertStore,
-        tensors: Mapping[str, Tensor],
-        *,
-        io_threads: int,
-        path: str,
-        ahead: PrefetchSettings | None = None,
-        exchange: Exchange | None = None,
-        host: HostRows | None = None,
-        local_of: Tensor | None = None,
-    ) -> None:
-        assert shape.top_k <= slots <= shape.total
-        self.shape = shape
-        self.counters = Counters()
-        self.residency = Residency(shape.total, slots, policy)
-        self.tensors = tensors
-        self.store = store
-        self.holds_all = slots == shape.total  # each expert has its slot: nothing is ever decided or moved
+    def __init__(self, context: ExecutionContext) -> None:
+        super().__init__(context)
+        shape, exchange, local_of, ahead = context.shape, context.exchange, context.local_of, context.ahead
+        assert shape.top_k <= context.slots <= shape.total
+        self.residency = Residency(shape.total, context.slots, context.policy)
         self._step: Step | None = None
         self._cpu: ExecutorThread | None = None
         self._routed = StepRouting(shape, partly=local_of is not None)
-        knobs = ahead or PrefetchSettings()
-        self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
-        self.host, self.local_of = host, local_of
+        reading = context.io_threads, context.path, ahead.background
+        self._transfers = Transfers(context.store, context.tensors, *reading, context.host)
         if local_of is not None and exchange is not None:
-            self._numbers = numbers_there(local_of, next(iter(tensors.values())).device)
+            self._numbers = numbers_there(local_of, context.device)
         held = None if local_of is None else local_of.numpy()
-        shared = self.residency, transfers, self.counters, shape.experts, knobs
+        shared = self.residency, self._transfers, self.counters, shape.experts, ahead
         self._loader = ExpertLoader(*shared, top_k=shape.top_k, away=exchange is not None, local_of=held)
         self._layers = SlotLayers(self._loader, shape.experts)
         self.slots = SlotRunner(self._layers, exchange, local_of, self._elsewhere)
         self._names = DeviceNames(exchange, self._layers)
         self.signals = frozenset() if self.holds_all else self._loader.needs or frozenset()
-
-    @classmethod
-    def of(cls, context: ExecutionContext) -> Self:
-        config = context.config
-        return cls(
-            context.shape,
-            context.room.slots,
-            context.policy,
-            context.store,
-            context.tensors,
-            io_threads=config.io_threads,
-            path=context.path,
-            ahead=PrefetchSettings.configured(config, config.prefetch, context.predictor, drafts=context.drafts),
-            exchange=context.exchange,
-            host=context.host,
-            local_of=context.local_of,
-        )
 
     # -- a layer -------------------------------------------------------------------------------------------
 

@@ -9,43 +9,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
-from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.execution.address_table import check_layer, check_shape, grouped_gemm_over, kernels_for
-from vllm_spac.execution.base import LayerFacts, LayerKernel, Rows
+from vllm_spac.execution.base import ExecutionContext, LayerFacts, LayerKernel, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
-from vllm_spac.storage.base import ExpertStore
 
 logger = logging.getLogger("vllm.spac")
 
 
 class TableExecution(SlotExecution):
-    """Arguments as of ``SlotExecution``."""
+    """Slots of which our kernel reads each at its address."""
 
     _elsewhere: ClassVar[int] = 0  # no row reads these, where this process holds all experts
     keeps_bits = False  # the kernel sums in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
 
-    def __init__(
-        self,
-        shape: MoEShape,
-        slots: int,
-        policy: Policy,
-        store: ExpertStore,
-        tensors: Mapping[str, Tensor],
-        **options: Any,
-    ) -> None:
-        self.check_shape(shape)
-        super().__init__(shape, slots, policy, store, tensors, **options)
-        self._device = next(iter(tensors.values())).device
+    def __init__(self, context: ExecutionContext) -> None:
+        self.check_shape(context.shape)
+        super().__init__(context)
+        self._device = context.device
         self.launches = kernels_for(self._device)
-        places = [[slot.data_ptr() for slot in tensor] for tensor in tensors.values()]
+        places = [[slot.data_ptr() for slot in tensor] for tensor in context.tensors.values()]
         self._places = torch.tensor(places, device=self._device)  # int64 [names, slots]
         self._kernels: dict[tuple[int, str], TableKernel] = {}
         self._compiled: set[str] = set()  # activations

@@ -4,47 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from vllm_spac.config.config import SpacConfig
-    from vllm_spac.execution.base import Execution
-    from vllm_spac.runtime import Runtime
-
-
-class LayerHost(Protocol):
-    """The owner of all managed layers of one model."""
-
-    config: SpacConfig
-    execution: type[Execution]
-    device: torch.device
-    on_cpu: bool
-
-    @property
-    def runtime(self) -> Runtime | None:
-        """Runs the model's steps; None until the weights are loaded."""
-
-    def add(self, layer: Any) -> None:
-        """Registers ``layer``, which was just built, and gives it its number."""
-
-    def arrived(self, count: int) -> None:
-        """Counts ``count`` bytes copied from the checkpoint."""
-
-    def is_stored(self, layer: Any) -> bool:
-        """Whether all experts of ``layer`` were packed, now or in an earlier run."""
-
-    def pack(self, layer: Any) -> None:
-        """Moves ``layer``, whose weights have all arrived, to the store; does nothing for a stored one."""
-
-
-_building: LayerHost | None = None
+_building: Any = None
 
 
 @contextlib.contextmanager
-def building(host: LayerHost) -> Iterator[None]:
-    """Context in which layers that are built belong to ``host``."""
+def building(host: Any) -> Iterator[None]:
+    """Context in which layers that are built belong to ``host``, the model's ``ModelExperts``."""
     global _building
     _building = host
     try:
@@ -53,8 +22,8 @@ def building(host: LayerHost) -> Iterator[None]:
         _building = None
 
 
-def current() -> LayerHost:
-    """The host of the model that is being built."""
+def current() -> Any:
+    """The ``ModelExperts`` of the model that is being built."""
     assert _building is not None, "a managed layer is built outside managed_load"
     return _building
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import LayerFacts
-from vllm_spac.integration.hooks.model_host import LayerHost, current
+from vllm_spac.integration.hooks.model_host import current
 from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.layers.packed_experts import WeightPacking, appear_unquantised, blank
 from vllm_spac.kernels.formats import Format
@@ -36,7 +36,7 @@ class StagedExperts(_Layer):
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             super().__init__(layer_name, *args, **kwargs)
-        self.spac: LayerHost = current()
+        self.spac = current()
         self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
         is_quantised = quant_schemes.is_quantised(self)
         self.spac_packing = WeightPacking.of(self) if is_quantised and not self._converts else None

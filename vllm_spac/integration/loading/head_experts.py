@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.config.rules import plane
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
@@ -52,7 +53,7 @@ def kept_whole(config: SpacConfig, vllm_config: VllmConfig, draft: ModelConfig, 
         "slots=auto (--spac-slots) counts them so; set it to share them": config.parsed_slots == SlotCount(),
         f"CUDA graphs ({graphs}) would hold its layers": not on_cpu and graphs != "NONE",
         "there are several ranks": ranks > 1,
-        f"execution={config.execution_name}": config.execution_name != "slots",
+        plane(config): config.execution_name != "slots",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

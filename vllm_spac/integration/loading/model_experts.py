@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from vllm_spac.integration.hooks.draft_cutting import DraftCutter
     from vllm_spac.integration.hooks.drafter_forwards import DrafterForwards
     from vllm_spac.integration.stepping.draft_routing import DraftChoices
-    from vllm_spac.integration.stepping.runner_adapter import PlantedTrees
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
@@ -106,7 +105,7 @@ class ModelExperts:
         self.execution = config.execution_class
         self.packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
         self.serving: Serving | None = None
-        self.trees: PlantedTrees | None = None
+        self.trees: Any = None  # of its runner, as ``RunnerAdapter.plant`` returns them
         self.cutter: DraftCutter | None = None
         self.forwards: DrafterForwards | None = None
         self.drafted = DraftProbabilities()

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_spac import components
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.predictors.base import Predictor
@@ -217,19 +218,19 @@ class Packing:
         filled = room.slots + (0 if host is None else min(host.tier.rows, shape.total - room.slots))
         execution = config.execution_class.of(
             ExecutionContext(
-                shape=shape,
-                room=room,
-                policy=assembly.policy(config, shape, room.slots, most, local_of),
-                store=store,
-                tensors=store.tensors or allocate(shape.tensors, room.slots, self._device),
+                shape,
+                room.slots,
+                assembly.policy(config, shape, room.slots, most, local_of),
+                store,
+                store.tensors or allocate(shape.tensors, room.slots, self._device),
                 path=self.store_name,
                 rows=graphs.most_rows(self._vllm_config),
-                config=config,
+                staged=room.staged,
+                io_threads=config.io_threads,
+                ahead=PrefetchSettings.configured(config, config.prefetch, self._predictor, drafts=most),
                 host=host,
                 exchange=self._exchange,
                 local_of=local_of,
-                predictor=self._predictor,
-                drafts=most,
             )
         )
         try:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.integration.hooks.patches import Where
 from vllm_spac.methods.trees.tensors import Scratch
-from vllm_spac.methods.trees.tree_counters import TreeCounters
-
-
-class PlantedTrees(Protocol):
-    """The draft trees of one runner, as all others see them."""
-
-    counters: TreeCounters
 
 
 class RunnerAdapter(ABC):
@@ -44,8 +37,11 @@ class RunnerAdapter(ABC):
         """
 
     @abstractmethod
-    def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> PlantedTrees:
-        """Sets the hooks of draft trees on objects of ``runner``, whose KV cache exists; ``experts``: its target's."""
+    def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> Any:
+        """Sets the hooks of draft trees on objects of ``runner``, whose KV cache exists; ``experts``: its target's.
+
+        Returns the trees, with their ``counters``.
+        """
 
     @abstractmethod
     def follow_drafts(self, runner: Any, experts: Any) -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from vllm_spac.methods.trees.tensors import Scattered
 
 
-class Scattering(Protocol):
-    """What writing the KV cache asks in each forward of the target; None: it verifies no tree."""
+def updating(update: Callable, scattered: Callable[[], Scattered | None]) -> Callable:
+    """In place of a layer's ``do_kv_cache_update``: also writes what rows of trees see where they see it.
 
-    @property
-    def scattered(self) -> Scattered | None: ...
-
-
-def updating(update: Callable, trees: Scattering) -> Callable:
-    """In place of a layer's ``do_kv_cache_update``: also writes what rows of trees see where they see it."""
+    ``scattered`` is asked in each forward of the target; None: it verifies no tree.
+    """
 
     def updated(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         update(layer, key, value, kv_cache, slot_mapping)
-        if (also := trees.scattered) is not None:
+        if (also := scattered()) is not None:
             update(layer, key[also.rows], value[also.rows], kv_cache, also.slots)
 
     return updated

@@ -21,7 +21,7 @@ from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.decisions.policies.base import PolicyContext
 from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen
 from vllm_spac.errors import SpacError
-from vllm_spac.execution.base import Rows
+from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.methods.od_moe.wire import Service, Speed
@@ -129,19 +129,13 @@ class ExpertPool:
         policy = components.build("policies", service.policy, kind.of, context=PolicyContext(slots, shape.top_k, None))
         tensors = allocate(shape.tensors, slots, "cpu")
         loads = {name: getattr(service, name) for name in ("extra", "depth", "background")}
-        ahead = PrefetchSettings(prefetch="hints", built=_Hinted(), **loads) if service.hints else None
+        ahead = PrefetchSettings(prefetch="hints", built=_Hinted(), **loads) if service.hints else PrefetchSettings()
         everything = torch.arange(shape.experts) if service.divides else None  # rows come with some of their experts
-        self._execution = _SomeSlots(
-            shape,
-            slots,
-            policy,
-            view,
-            tensors,
-            io_threads=service.io_threads,
-            path="disk",
-            ahead=ahead,
+        context = ExecutionContext(
+            shape, slots, policy, view, tensors, path="disk", io_threads=service.io_threads, ahead=ahead,
             local_of=everything,
-        )
+        )  # fmt: skip
+        self._execution = _SomeSlots(context)
         self._divides = service.divides
         own = (slice(i * shape.experts, (i + 1) * shape.experts) for i in range(len(shape.layers)))
         parts = own if self._execution.holds_all else [slice(None)] * len(shape.layers)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.named import named
-from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import Residency
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, Step
@@ -162,10 +161,8 @@ class WorkerExecution(Execution):
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
-        config, shape, predictor = context.config, context.shape, None
-        settings = PrefetchSettings.configured(config, config.prefetch, context.predictor, drafts=context.drafts)
-        if config.prefetch != "off":
-            predictor = settings.build(shape.total)
+        settings, shape = context.ahead, context.shape
+        predictor = None if settings.prefetch == "off" else settings.build(shape.total)
         names = settings.k or shape.top_k, len(shape.layers) if settings.cutoff is None else settings.cutoff
         store = cast(WorkerStore, context.store)
         return cls(shape, context.policy, store, predictor, names, context.exchange, settings.threshold)

@@ -24,7 +24,7 @@ from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.decisions.balancers.waterfill import Waterfill
 from vllm_spac.decisions.costs import WIDTH, ExpertSize, HostWork, fit_host_work
 from vllm_spac.decisions.policies.reuse import Reuse
-from vllm_spac.execution.base import Rows
+from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.host import HostStore
@@ -104,7 +104,9 @@ class LayerTimer:
     def __init__(self, slots: int, device: torch.device, io_threads: int) -> None:
         self._device, store = device, _filled()
         self.shape, tensors = store.shape, allocate(store.shape.tensors, slots, device)
-        self.execution = SlotExecution(self.shape, slots, Reuse(), store, tensors, io_threads=io_threads, path="host")
+        self.execution = SlotExecution(
+            ExecutionContext(self.shape, slots, Reuse(), store, tensors, io_threads=io_threads, path="host")
+        )
         for _ in self.execution.fill():
             pass
         self._row = torch.zeros(1, WIDTH, dtype=torch.bfloat16, device=device)

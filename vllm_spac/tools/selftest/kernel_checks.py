@@ -11,6 +11,7 @@ from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.address_table import kernels_for
+from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows
@@ -106,7 +107,9 @@ class _Layers:
             values = {name: torch.randn(size, generator=rng) / size[1] ** 0.5 for name, size in kinds.items()}
             store.put(key, {name: value.bfloat16() for name, value in values.items()})
         policy = components.build("policies", "lru")
-        self.pool = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=_STEP_ROWS)
+        self.pool = PointerExecution(
+            ExecutionContext(shape, slots, policy, store, tensors, path="host", rows=_STEP_ROWS)
+        )
         for _ in self.pool.fill():
             pass
         self.x = torch.zeros(_STEP_ROWS, hidden, dtype=torch.bfloat16, device=device)

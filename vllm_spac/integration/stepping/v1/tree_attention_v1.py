@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from vllm_spac.integration.stepping.tree_attention import Scattering, updating
-from vllm_spac.methods.trees.tensors import VirtualBatch
+from vllm_spac.integration.stepping.tree_attention import updating
+from vllm_spac.methods.trees.tensors import Scattered, VirtualBatch
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class AttendedTrees(Scattering, Protocol):
-    """What the hooks ask in each forward of the target; None: it verifies no tree."""
-
-    def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None: ...
-
-
-def install(runner: GPUModelRunner, names: list[str], trees: AttendedTrees) -> None:
+def install(
+    runner: GPUModelRunner,
+    names: list[str],
+    scattered: Callable[[], Scattered | None],
+    virtual: Callable[[CommonAttentionMetadata], VirtualBatch | None],
+) -> None:
     """Sets the hooks on the attention layers of the target and on the builders of their metadata.
 
     Args:
         runner: its KV cache has been initialised.
         names: of the attention layers.
-        trees: asked in each forward.
+        scattered: as of ``updating``.
+        virtual: asked in each forward for the batch that attention sees; None: the forward verifies no tree.
     """
     for builder in _builders(runner):
-        builder.build = _building(builder.build, trees)
+        builder.build = _building(builder.build, virtual)
     for name in names:
         impl = runner.compilation_config.static_forward_context[name].impl
-        impl.do_kv_cache_update = updating(impl.do_kv_cache_update, trees)
+        impl.do_kv_cache_update = updating(impl.do_kv_cache_update, scattered)
 
 
 def _builders(runner: GPUModelRunner) -> Iterator[Any]:
@@ -41,9 +41,9 @@ def _builders(runner: GPUModelRunner) -> Iterator[Any]:
             yield from group.metadata_builders
 
 
-def _building(build: Callable, trees: AttendedTrees) -> Callable:
+def _building(build: Callable, virtual: Callable) -> Callable:
     def built(common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any):
-        batch = trees.virtual(common_attn_metadata)
+        batch = virtual(common_attn_metadata)
         metadata = common_attn_metadata if batch is None else expanded(common_attn_metadata, batch)
         return build(common_prefix_len, metadata, *args, **kwargs)
 

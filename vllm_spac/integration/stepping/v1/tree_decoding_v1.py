@@ -284,7 +284,7 @@ class TreeDecoding:
         drafter = runner.drafter
         names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
         self._layers = [name for name in names if name not in drafter._draft_attn_layer_names]
-        tree_attention_v1.install(runner, self._layers, self)
+        tree_attention_v1.install(runner, self._layers, lambda: self.scattered, self.virtual)
         self._verify_plainly = runner.rejection_sampler.forward
         runner.rejection_sampler.forward = self.verify
         self._propose = drafter.propose

@@ -294,7 +294,9 @@ class TreeDecodingV2:
         self._layers = [name for name in names if name not in speculator.draft_attn_layer_names]
         self._caches = [layers[name].kv_cache for name in self._layers]
         for name in self._layers:
-            layers[name].impl.do_kv_cache_update = updating(layers[name].impl.do_kv_cache_update, self)
+            layers[name].impl.do_kv_cache_update = updating(
+                layers[name].impl.do_kv_cache_update, lambda: self.scattered
+            )
         caches = [layers[name].kv_cache for name in speculator.draft_attn_layer_names]
         self.drafter = Drafter(speculator, shape, scratch, caches, self._keep)
         self._propose, speculator.propose = speculator.propose, self.propose
