@@ -668,8 +668,8 @@ def test_nodes_of_trees_have_no_routing():
     )
     parallel = SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False)
     config = SimpleNamespace(speculative_config=head, parallel_config=parallel)
-    for name in ("shadow", "draft_gate"):
-        with pytest.raises(ValueError, match=f"{name}.*here: draft trees grow from EAGLE heads.*; drop --spac-tree"):
+    for name, lacks in (("shadow", "drafts without experts"), ("draft_gate", "has no layers that stand")):
+        with pytest.raises(ValueError, match=f"{name}.*here: eagle3 {lacks}.*, or drop --spac-prefetch"):
             compatibility.check(SpacConfig(prefetch=name, tree=8), config, gpu=False)
 
 

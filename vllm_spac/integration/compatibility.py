@@ -202,8 +202,6 @@ def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusa
     if not DRAFTING & needs:
         return
     reason = (drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.ungated)(vllm_config)
-    if config.tree_nodes:
-        reason = drafts.Reason("draft trees grow from EAGLE heads, and it reads a draft model", drop("tree"))
     if reason is not None:
         what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"
         yield True, what, (reason.remedy, drop("prefetch"))
