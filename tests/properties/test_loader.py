@@ -248,7 +248,7 @@ class World:
         assert residency._pinned == {key for keys in self.held for key in keys}
         assert all(self.is_ready(key) for key in [*residency._pinned, *self.in_use])
         assert len(self.ahead.keys) <= self.knobs.depth
-        unused = self.loader.prefetcher.unused
+        unused = self.loader.prefetcher.account.unused
         assert all(self.is_ready(key) for key in unused)
         assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(unused)
         assert counters.prefetches == counters.bytes.get("double ahead", 0)

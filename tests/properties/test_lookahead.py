@@ -471,7 +471,7 @@ def test_soft_pins_starve_no_forward(steps: list, slots: int, policy: str, limit
         run(made, steps)
         assert not made.residency.pinned
         counters = made.counters
-        unused = made._loader.prefetcher.unused
+        unused = made._loader.prefetcher.account.unused
         assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(unused)
         assert counters.prefetch_late <= counters.prefetch_hits + counters.prefetch_wasted
 

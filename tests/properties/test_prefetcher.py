@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.cache import transfers
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.cache.prefetcher import Prefetcher
+from vllm_spac.cache.prefetcher import ScorePrefetcher
 from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.predictors.base import Signal
@@ -193,7 +193,7 @@ def test_every_row_sees_its_experts(policy: str, slots: int, depth: int, make) -
         pool.residency.check_integrity()
     counters = pool.counters
     assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(
-        pool._loader.prefetcher.unused
+        pool._loader.prefetcher.account.unused
     )
     assert counters.bytes.get("double ahead", 0) == counters.prefetches * SHAPE.expert_bytes
     assert counters.bytes["double"] == counters.loads * SHAPE.expert_bytes
@@ -284,13 +284,13 @@ class OfRouters(UtilityEstimator):
     needs = frozenset({Signal.COUNTS, Signal.ROUTER_INPUT})
 
 
-def prefetcher_of(prefetch: str, policy: str) -> Prefetcher:
+def prefetcher_of(prefetch: str, policy: str) -> ScorePrefetcher:
     settings = PrefetchSettings(prefetch=prefetch)
     chosen = components.build("policies", policy)
     transfers = SimpleNamespace(ahead=None, path="")
     residency = Residency(SHAPE.total, 6, chosen)
     predictor = settings.predictor_beside(chosen, SHAPE.total)
-    return Prefetcher(residency, transfers, Counters(), SHAPE.experts, predictor, settings)
+    return ScorePrefetcher(residency, transfers, Counters(), SHAPE.experts, predictor, settings)
 
 
 @pytest.mark.parametrize("policy", ["lru", "utility"])

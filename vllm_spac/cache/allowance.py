@@ -9,8 +9,12 @@ last ``WINDOW`` steps. The log says once that reads ahead pause.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
+
+from vllm_spac.cache.residency import Placement
+from vllm_spac.recording.metrics import Counters
 
 WINDOW = 64  # steps
 PAYS = 0.4  # share of the reads ahead that layers must use
@@ -146,3 +150,82 @@ class PauseNotice:
             *judged,
             PAUSE,
         )
+
+
+class ReadAccount:
+    """What became of a prefetcher's reads, in ``Counters``; limits those that a prediction asks for.
+
+    Args:
+        extra: as of ``Allowance``; None: nothing limits them.
+        prefetch: the predictor's name.
+
+    Attributes:
+        unused: prefetched, READY and not used yet.
+    """
+
+    def __init__(self, counters: Counters, extra: float | None, prefetch: str) -> None:
+        self._counters, self._pauses = counters, PauseNotice(prefetch)
+        self._allowance = None if extra is None else Allowance(extra)
+        self.unused: set[int] = set()
+        self._guessed: set[int] = set()  # being read or read because of a prediction, and not used yet
+        self._evicted_for: dict[int, int] = {}  # victim of such a read -> the key read
+
+    def left(self, room: int) -> int:
+        """How many of ``room`` further reads may be asked for because of a prediction."""
+        return room if self._allowance is None else min(room, self._allowance.left)
+
+    def place(self, placement: Placement) -> None:
+        """Records a placement: counts evicted unused prefetches."""
+        if not self.unused:
+            return
+        wasted = self.unused.intersection(placement.victims)
+        self.unused -= wasted
+        self._guessed -= wasted
+        self._counters.prefetch_wasted += len(wasted)
+
+    def guess(self, placement: Placement) -> tuple[tuple[int, int], ...]:
+        """Records a placement because of a prediction; returns its loads."""
+        self.place(placement)
+        keys = [key for key, _ in placement.loads]
+        self._guessed.update(keys)
+        self._evicted_for.update(zip(placement.victims, keys[len(keys) - len(placement.victims) :], strict=True))
+        if self._allowance is not None:
+            self._allowance.read(len(keys))
+        return placement.loads
+
+    def cancel(self, keys: Sequence[int]) -> None:
+        """Records that the reads of ``keys`` never began."""
+        if self._allowance is not None:
+            self._allowance.read(-len(self._guessed.intersection(keys)))
+        self._guessed.difference_update(keys)
+
+    def finish(self, read: Sequence[int], failed: Sequence[int]) -> None:
+        """Records reads that have finished."""
+        self.unused.update(read)
+        self._guessed.difference_update(failed)
+        self._counters.prefetch_failed += len(failed)
+        self._counters.prefetches += len(read)
+
+    def use(self, keys: Sequence[int] | np.ndarray) -> None:
+        """Records that a layer uses ``keys``, all READY."""
+        if not self.unused:
+            return
+        used = self.unused.intersection(np.asarray(keys).tolist())
+        self.unused -= used
+        self._counters.prefetch_hits += len(used)
+        if self._allowance is not None:
+            self._allowance.used(len(used & self._guessed))
+        self._guessed -= used
+
+    def need(self, keys: Sequence[int]) -> None:
+        """Records that a layer needs ``keys`` from the store, some because of a read ahead that nothing has used."""
+        harm = sum(self._evicted_for.pop(key) in self._guessed for key in self._evicted_for.keys() & set(keys))
+        self._counters.prefetch_harmful += harm
+        if self._allowance is not None:
+            self._allowance.loaded(len(keys), harm)
+
+    def end_step(self) -> None:
+        """Judges by a window of steps how many reads were used."""
+        self._evicted_for = {victim: key for victim, key in self._evicted_for.items() if key in self._guessed}
+        if self._allowance is not None:
+            self._pauses.report(self._allowance.end_step())

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_spac.cache.link import Link
 from vllm_spac.cache.lookahead import Lookahead
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.cache.prefetcher import Prefetcher
+from vllm_spac.cache.prefetcher import Prefetcher, ScorePrefetcher
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.predictors.base import Signal
@@ -113,7 +113,7 @@ class ExpertLoader:
             self.needs = guesser.needs
             self.prefetcher = Lookahead(*shared, guesser, top_k, away, local_of)
         else:
-            self.prefetcher = Prefetcher(*shared)
+            self.prefetcher = ScorePrefetcher(*shared)
 
     def leave(self) -> None:
         """As ``Prefetcher.leave``."""
@@ -231,10 +231,9 @@ class ExpertLoader:
             return placement
 
     def _placed(self, placement: Placement, counters: Counters | None) -> None:
-        if counters is None:
-            self.prefetcher.placed(placement)
-        else:
-            self.prefetcher.demanded(placement)
+        self.prefetcher.account.place(placement)
+        if counters is not None:
+            self.prefetcher.account.need([key for key, _ in placement.loads])
 
     def _bring(self, placement: Placement, counters: Counters | None) -> None:
         """Loads the missing experts; prefetches that have not begun become loads on demand, others are waited for."""

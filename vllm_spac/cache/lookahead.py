@@ -320,7 +320,7 @@ class Lookahead(Prefetcher):
                 continue
             wanted = missing[: self._room(len(loads))]
             placement = self._residency.admit_unless(wanted, self.expected.until(missing[0]))
-            loads += self._guess(placement)
+            loads += self.account.guess(placement)
             if self._bounded and not self._drafting:
                 self._read_at.update((key, named.index(key)) for key, _ in placement.loads)
             if len(placement.loads) < len(missing):  # no slot is worth less, and still less so for what is needed later

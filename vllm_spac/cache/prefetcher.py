@@ -1,22 +1,24 @@
 """Score-based prefetcher as in MoE-SpAc: decides which missing experts are read ahead, and counts the outcome.
 
-The paper's multi-level queue orders the experts to fetch. ``lookahead`` derives from it a prefetcher that plans from
-guesses about layers instead of scores after steps.
+The paper's multi-level queue orders the experts to fetch (``ScorePrefetcher``). ``lookahead`` has a prefetcher that
+plans from guesses about layers instead of scores after steps.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from vllm_spac.cache.allowance import Allowance, PauseNotice
+from vllm_spac.cache.allowance import ReadAccount
 from vllm_spac.cache.link import Link, Moved
 from vllm_spac.cache.named import UNBOUNDED, BudgetHint, Named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.cache.residency import NOWHERE, Placement, Residency
+from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.predictors.base import Predictor, Seen
 from vllm_spac.recording.metrics import Counters
@@ -78,8 +80,8 @@ class LevelQueue:
 logger = logging.getLogger("vllm.spac")
 
 
-class Prefetcher:
-    """Fills slots in the background and counts the outcome; used by the forward thread only.
+class Prefetcher(ABC):
+    """Fills slots in the background and counts the outcome; used by the forward thread only. Subclasses plan.
 
     Args:
         residency, transfers: shared with the loader.
@@ -104,8 +106,7 @@ class Prefetcher:
         balancer: Balancer | None = None,
     ) -> None:
         self.balancer = balancer
-        self.queue = LevelQueue()
-        self.unused: set[int] = set()  # prefetched, READY and not used yet
+        self.account = ReadAccount(counters, settings.extra, settings.prefetch)
         self._residency, self._ahead = residency, transfers.ahead
         self._link = transfers
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
@@ -113,10 +114,6 @@ class Prefetcher:
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
         self._admitted: set[int] = set()  # being read because the CPU computed them, or by ``stream``: not cancelled
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
-        self._allowance = None if settings.extra is None else Allowance(settings.extra)
-        self._guessed: set[int] = set()  # being read or read because of a prediction, and not used yet
-        self._evicted_for: dict[int, int] = {}  # victim of such a read -> the key read
-        self._pauses = PauseNotice(settings.prefetch)
 
     def observe(self, counts: np.ndarray) -> None:
         """Updates the scores from the ``counts`` of a step, which the policy has observed (see ``Policy.observe``)."""
@@ -153,38 +150,18 @@ class Prefetcher:
     def leave(self) -> None:
         """The layer that entered last has its output: for a caller whose next layer may run much later."""
 
+    @abstractmethod
     def plan(self) -> None:
-        """Called after a step: cancels reads that have not begun, and queues new ones by the newest scores."""
-        self.end_step()
-        self.cancel([key for key in self._ahead.keys if key not in self._admitted])
-        self.queue.clear()
-        wanted = np.flatnonzero((self.scores >= self._thresholds()) & (self._residency.slot_of == NOWHERE))
-        for key, score in zip(wanted.tolist(), self.scores[wanted].tolist(), strict=True):
-            if key not in self._damaged:
-                self.queue.put(key, score)
-        self.top_up(0)
+        """Called after a step: queues what is to be read."""
+
+    @abstractmethod
+    def proceed(self, layer: int) -> None:
+        """Starts further reads; the experts of ``layer`` are about to run."""
 
     def end_step(self) -> None:
         """Processes the reads that have finished, and judges by a window of steps how many were used."""
         self.reap()
-        self._evicted_for = {victim: key for victim, key in self._evicted_for.items() if key in self._guessed}
-        if self._allowance is not None:
-            self._pauses.report(self._allowance.end_step())
-
-    def top_up(self, passed: int) -> None:
-        """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
-        self.cancel([key for key in self._ahead.keys if key < passed and key not in self._admitted])
-        loads: list[tuple[int, int]] = []
-        while self._room(len(loads)) and (key := self.queue.pop()) is not None:
-            if key < passed or self._residency.slot_of[key] != NOWHERE:
-                continue
-            placement = self._residency.admit(key, self.scores)
-            if placement is None:  # no queued key has a higher score
-                self.queue.clear()
-                break
-            loads += self._guess(placement)
-        if loads:
-            self._ahead.fetch(loads)
+        self.account.end_step()
 
     def admit(self, keys: Iterable[int]) -> None:
         """Starts reads of ``keys``, which were just used without a slot, where the policy prefers them to others.
@@ -199,7 +176,7 @@ class Prefetcher:
             if self._residency.slot_of[key] == NOWHERE and key not in self._damaged:
                 placement = self._residency.exchange(key)
                 if placement is not None:
-                    self.placed(placement)
+                    self.account.place(placement)
                     loads += placement.loads
         self._fetch_for_good(loads)
 
@@ -215,7 +192,7 @@ class Prefetcher:
         missing = [key for key in keys if key not in self._damaged][: self._residency.spare(layer)]
         if missing:
             placement = self._residency.admit_unless(missing, layer)
-            self.placed(placement)
+            self.account.place(placement)
             self._fetch_for_good(placement.loads)
 
     def reap(self) -> None:
@@ -229,7 +206,7 @@ class Prefetcher:
         for key in gone:
             self._residency.failed(key)
         self._admitted.difference_update(gone)
-        self._unread(gone)
+        self.account.cancel(gone)
         return gone
 
     @property
@@ -252,8 +229,8 @@ class Prefetcher:
     def take_over(self, keys: Sequence[int]) -> list[int]:
         """Cancels those of ``keys`` whose read has not begun, to be loaded on demand into their slots; returns them."""
         gone = self._ahead.cancel(keys)
-        self._unread(gone)
-        self._demanded(gone)
+        self.account.cancel(gone)
+        self.account.need(gone)
         return gone
 
     def wait(self, keys: list[int], counters: Counters | None) -> list[int]:
@@ -264,44 +241,15 @@ class Prefetcher:
             counters.stall_seconds += self._link.clock() - start
         return failed
 
-    def demanded(self, placement: Placement) -> None:
-        """Records a placement by which a layer loads what it misses; as ``placed``."""
-        self.placed(placement)
-        self._demanded([key for key, _ in placement.loads])
-
-    def computed(self, keys: Sequence[int]) -> None:
-        """Records that the CPU computes ``keys``, which a layer needs and no slot has: needed as if it loaded them."""
-        self._demanded(keys)
-
-    def placed(self, placement: Placement) -> None:
-        """Records a placement: counts evicted unused prefetches."""
-        if not self.unused:
-            return
-        wasted = self.unused.intersection(placement.victims)
-        self.unused -= wasted
-        self._guessed -= wasted
-        self._counters.prefetch_wasted += len(wasted)
-
     def used(self, keys: Sequence[int] | np.ndarray) -> None:
         """Records that a layer uses ``keys``, all READY, and starts further reads for the layers after it."""
-        if self.unused:
-            used = self.unused.intersection(np.asarray(keys).tolist())
-            self.unused -= used
-            self._counters.prefetch_hits += len(used)
-            if self._allowance is not None:
-                self._allowance.used(len(used & self._guessed))
-            self._guessed -= used
+        self.account.use(keys)
         if self._admitted:
             self._admitted.difference_update(np.asarray(keys).tolist())
         if self._damaged:
             self._damaged.difference_update(np.asarray(keys).tolist())
         if len(keys):
             self.proceed(int(keys[-1]) // self._layer_experts)
-
-    def proceed(self, layer: int) -> None:
-        """Starts further reads; the experts of ``layer`` are about to run."""
-        if self.queue or self._ahead.keys:
-            self.top_up((layer + 1) * self._layer_experts)
 
     def _fetch_for_good(self, loads: Sequence[tuple[int, int]]) -> None:
         """Starts reads that are not cancelled because a prediction changes or their layer has run."""
@@ -312,39 +260,7 @@ class Prefetcher:
     def _room(self, more: int) -> int:
         """How many further reads may be asked for, after ``more`` that are about to be."""
         room = max(0, self._settings.depth - len(self._ahead.keys) - more)
-        return room if self._allowance is None else min(room, self._allowance.left)
-
-    def _guess(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """Records a placement because of a prediction; returns its loads."""
-        self.placed(placement)
-        keys = [key for key, _ in placement.loads]
-        self._guessed.update(keys)
-        self._evicted_for.update(zip(placement.victims, keys[len(keys) - len(placement.victims) :], strict=True))
-        if self._allowance is not None:
-            self._allowance.read(len(keys))
-        return placement.loads
-
-    def _unread(self, keys: Sequence[int]) -> None:
-        """Records that the reads of ``keys`` never began."""
-        if self._allowance is not None:
-            self._allowance.read(-len(self._guessed.intersection(keys)))
-        self._guessed.difference_update(keys)
-
-    def _demanded(self, keys: Sequence[int]) -> None:
-        """Records that a layer needs ``keys`` from the store, some because of a read ahead that nothing has used."""
-        harm = 0
-        if self._evicted_for:
-            for key in self._evicted_for.keys() & set(keys):
-                harm += self._evicted_for.pop(key) in self._guessed
-        self._counters.prefetch_harmful += harm
-        if self._allowance is not None:
-            self._allowance.loaded(len(keys), harm)
-
-    def _thresholds(self) -> int | np.ndarray:
-        if self.balancer is None:
-            return self._settings.threshold
-        layers = len(self.scores) // self._layer_experts
-        return np.repeat([max(1, self.balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)
+        return self.account.left(room)
 
     def _arrive(self, results: Mapping[int, Moved | BaseException]) -> list[int]:
         failed = [key for key, result in results.items() if isinstance(result, BaseException)]
@@ -356,9 +272,50 @@ class Prefetcher:
             else:
                 self._residency.loaded(key)
                 self._counters.moved(f"{result.path} ahead", result.nbytes)
-                self.unused.add(key)
-        self._guessed.difference_update(failed)
+        self.account.finish([key for key in results if key not in failed], failed)
         self._damaged.update(failed)
-        self._counters.prefetch_failed += len(failed)
-        self._counters.prefetches += len(results) - len(failed)
         return failed
+
+
+class ScorePrefetcher(Prefetcher):
+    """Reads the experts of the highest scores first, as of the last step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queue = LevelQueue()
+
+    def plan(self) -> None:
+        """Cancels reads that have not begun, and queues new ones by the newest scores."""
+        self.end_step()
+        self.cancel([key for key in self._ahead.keys if key not in self._admitted])
+        self.queue.clear()
+        wanted = np.flatnonzero((self.scores >= self._thresholds()) & (self._residency.slot_of == NOWHERE))
+        for key, score in zip(wanted.tolist(), self.scores[wanted].tolist(), strict=True):
+            if key not in self._damaged:
+                self.queue.put(key, score)
+        self.top_up(0)
+
+    def top_up(self, passed: int) -> None:
+        """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
+        self.cancel([key for key in self._ahead.keys if key < passed and key not in self._admitted])
+        loads: list[tuple[int, int]] = []
+        while self._room(len(loads)) and (key := self.queue.pop()) is not None:
+            if key < passed or self._residency.slot_of[key] != NOWHERE:
+                continue
+            placement = self._residency.admit(key, self.scores)
+            if placement is None:  # no queued key has a higher score
+                self.queue.clear()
+                break
+            loads += self.account.guess(placement)
+        if loads:
+            self._ahead.fetch(loads)
+
+    def proceed(self, layer: int) -> None:
+        if self.queue or self._ahead.keys:
+            self.top_up((layer + 1) * self._layer_experts)
+
+    def _thresholds(self) -> int | np.ndarray:
+        if self.balancer is None:
+            return self._settings.threshold
+        layers = len(self.scores) // self._layer_experts
+        return np.repeat([max(1, self.balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)

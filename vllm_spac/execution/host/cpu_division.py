@@ -72,7 +72,7 @@ class CpuDivision:
         if counters is not None:
             counters.cpu_experts += len(plan.cpu)
             counters.cpu_rows += int(pairs[:real].sum())
-            prefetcher.computed([here.start + expert for expert in plan.cpu])
+            prefetcher.account.need([here.start + expert for expert in plan.cpu])
             if not (plan.hit or plan.stream):  # nothing of the layer is held, by which the prefetcher would hear of it
                 self._loader.skip(layer)
         return pairs
