@@ -15,7 +15,7 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.rerouting import Rerouting
 from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.host_cut import HostCut
-from vllm_spac.methods.moe_spec.launches import BudgetLaunches, SpeculationLaunches
+from vllm_spac.methods.moe_spec.launches import BudgetLaunches, RoutedLayer, SpeculationLaunches
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
 from vllm_spac.methods.moe_spec.settings import (
     BudgetedLayer,
@@ -41,14 +41,7 @@ class Speculation(Protocol):
         """Refuses what cannot be speculated, by ``UnsupportedError``."""
 
     def apply(
-        self,
-        index: int,
-        hidden: Tensor,
-        logits: Tensor,
-        natural: tuple[Tensor, Tensor],
-        step: Step,
-        groups: Sequence[slice | Tensor],
-        settings: BudgetSettings,
+        self, routed: RoutedLayer, step: Step, groups: Sequence[slice | Tensor], settings: BudgetSettings
     ) -> tuple[Tensor, Tensor]:
         """Returns weights and ids [rows, k]; see ``BudgetControl.apply``. Only rows of ``groups`` are changed."""
 
@@ -210,11 +203,12 @@ class BudgetControl(Rerouting):
             hidden: float [rows, d], input of the router, for speculated execution.
         """
         if self._launches.masked:
-            return self._launches.apply(index, logits, weights, ids, hidden)
+            return self._launches.apply(RoutedLayer(index, logits, weights, ids, hidden))
         if self.settings.speculate != "off":
             assert self._speculation is not None and hidden is not None, "change has checked it"
             rows_of = [group.rows for group in self._groups(step)]
-            return self._speculation.apply(index, hidden, logits, (weights, ids), step, rows_of, self.settings)
+            routed = RoutedLayer(index, logits, weights, ids, hidden)
+            return self._speculation.apply(routed, step, rows_of, self.settings)
         cut = (self._on_host or self._launches).cut
         natural = weights
         for rows, votes in self._groups(step):
@@ -245,13 +239,13 @@ class BudgetControl(Rerouting):
 
     def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None = None) -> None:
         """Launches in a dummy forward what will be captured; see ``BudgetLaunches.compile``."""
-        self._launches.compile(index, logits, weights, ids, hidden)
+        self._launches.compile(RoutedLayer(index, logits, weights, ids, hidden))
 
     def capture(
         self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """``apply`` as launches that a CUDA graph can hold; see ``BudgetLaunches.capture``."""
-        return self._launches.capture(index, logits, weights, ids, hidden)
+        return self._launches.capture(RoutedLayer(index, logits, weights, ids, hidden))
 
 
 def _check(

@@ -8,7 +8,7 @@ does not know.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,27 @@ from vllm_spac.core import Step
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass, selected_mass
 from vllm_spac.methods.moe_spec.replay import BudgetCounters, BudgetKernels, Launches, ReplayBuffers, members
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
+
+
+class RoutedLayer(NamedTuple):
+    """What a router makes of the rows of a layer.
+
+    Attributes:
+        layer: its number; a step runs all layers in their order.
+        logits: [rows, N], of the router.
+        weights, ids: [rows, k], its choice.
+        hidden: [rows, d], its input; None where nothing is speculated.
+    """
+
+    layer: int
+    logits: Tensor
+    weights: Tensor
+    ids: Tensor
+    hidden: Tensor | None = None
+
+    @property
+    def natural(self) -> tuple[Tensor, Tensor]:
+        return self.weights, self.ids
 
 
 class SpeculationLaunches(Protocol):
@@ -30,14 +51,7 @@ class SpeculationLaunches(Protocol):
         """Called when they have run, or failed."""
 
     def apply(
-        self,
-        index: int,
-        hidden: Tensor,
-        logits: Tensor,
-        natural: tuple[Tensor, Tensor],
-        votes: Tensor,
-        settings: BudgetSettings,
-        counted: Tensor,
+        self, routed: RoutedLayer, votes: Tensor, settings: BudgetSettings, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns weights and ids [rows, k]; rows without a vote keep theirs. Adds to ``counted`` what it changed."""
 
@@ -116,12 +130,10 @@ class BudgetLaunches:
         if self._graphs is not None and self.kind is not None:
             self._graphs.end_step()
 
-    def apply(
-        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def apply(self, routed: RoutedLayer) -> tuple[Tensor, Tensor]:
         """Weights and ids [rows, k] of a layer in a ``masked`` step."""
         assert self._masked is not None
-        return self._from(self._masked, index, logits, weights, ids, hidden)
+        return self._from(self._masked, routed)
 
     def cut(
         self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, votes: Tensor | None
@@ -130,7 +142,7 @@ class BudgetLaunches:
         votes = torch.ones(len(ids), dtype=torch.float64, device=ids.device) if votes is None else votes
         bound = self._settings.bound_of(self._layers[index])
         limit = None if bound is None else torch.full((), bound, dtype=torch.int64, device=ids.device)
-        return self._launch(index, logits, weights, ids, votes, limit)
+        return self._launch(RoutedLayer(index, logits, weights, ids), votes, limit)
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------
 
@@ -139,21 +151,19 @@ class BudgetLaunches:
         self._graphs = ReplayBuffers(rows, len(self._layers), self._device)
         self._counters.on(self._device)
 
-    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None) -> None:
+    def compile(self, routed: RoutedLayer) -> None:
         """Launches in a dummy forward what will be captured, once per layer: no row votes, and nothing is changed.
 
         This compiles the kernels, which is not possible while a graph is captured.
         """
-        if self._graphs is None or index in self._compiled:
+        if self._graphs is None or routed.layer in self._compiled:
             return
-        if self.speculated is not None and len(ids) > self.speculated.captured:
+        if self.speculated is not None and len(routed.ids) > self.speculated.captured:
             return  # a smaller forward runs before one is captured
-        self._from(self._graphs, index, logits, weights, ids, hidden)
-        self._compiled.add(index)
+        self._from(self._graphs, routed)
+        self._compiled.add(routed.layer)
 
-    def capture(
-        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def capture(self, routed: RoutedLayer) -> tuple[Tensor, Tensor]:
         """A layer's launches as a CUDA graph can hold them: fixed shapes, no read and no decision on the host.
 
         Sums over rows have a term of 0 for each row that does not vote, so the order of additions may differ. They are
@@ -164,44 +174,32 @@ class BudgetLaunches:
             Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever its values.
         """
         if self._graphs is None:
-            return weights, ids
-        assert index in self._compiled, "a forward must run before one is captured"
+            return routed.natural
+        assert routed.layer in self._compiled, "a forward must run before one is captured"
         self.kind = self.kind or Launches.of(self._settings)
         assert self.kind == Launches.of(self._settings), "captured again, under another budget"
-        return self._from(self._graphs, index, logits, weights, ids, hidden)
+        return self._from(self._graphs, routed)
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def _from(
-        self,
-        buffers: ReplayBuffers,
-        index: int,
-        logits: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        hidden: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        votes = buffers.votes[: len(ids)]
+    def _from(self, buffers: ReplayBuffers, routed: RoutedLayer) -> tuple[Tensor, Tensor]:
+        votes = buffers.votes[: len(routed.ids)]
         if self.speculated is not None:
-            assert hidden is not None
-            natural, counted = (weights, ids), self._counters.on(self._device)
-            return self.speculated.apply(index, hidden, logits, natural, votes, self._settings, counted)
-        limit = buffers.bounds[index] if self._settings.mass is None else None
-        return self._launch(index, logits, weights, ids, votes, limit)
+            return self.speculated.apply(routed, votes, self._settings, self._counters.on(self._device))
+        return self._launch(routed, votes, buffers.bounds[routed.layer] if self._settings.mass is None else None)
 
-    def _launch(
-        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, votes: Tensor, limit: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _launch(self, routed: RoutedLayer, votes: Tensor, limit: Tensor | None) -> tuple[Tensor, Tensor]:
         """``limit``: int64 [], of the shortlist; None: it is by mass."""
         assert self._ranking is not None, "no budget is in force, nor held in graphs"
         self._kernels = kernels = self._kernels or BudgetKernels.on(self._device)
-        layer, settings = self._layers[index], self._settings
+        layer, settings = self._layers[routed.layer], self._settings
+        weights, ids = routed.natural
         silent, counts, experts = (votes == 0)[:, None], votes[:, None], layer.experts
-        probs = layer.rule.probs(logits).masked_fill_(silent, 0)
+        probs = layer.rule.probs(routed.logits).masked_fill_(silent, 0)
         weighted, voted = probs * counts, ids.masked_fill(silent, experts).long()
         selected = members(voted, experts + 1)[:experts]
         chosen = voted.clamp_(max=experts - 1)  # rows that do not vote have no weight there
-        scores = self._ranking.scores(weighted, LayerContext(index, chosen))
+        scores = self._ranking.scores(weighted, LayerContext(routed.layer, chosen))
         if limit is not None:
             inside, best = kernels.shortlist(scores, selected, limit)
         else:

@@ -23,6 +23,7 @@ from vllm_spac.decisions.predictors._trained import Trained
 from vllm_spac.decisions.predictors.base import Predictor, Seen
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.kernels.reference.cover import Chosen, substituted, where, within_groups
+from vllm_spac.methods.moe_spec.launches import RoutedLayer
 from vllm_spac.methods.moe_spec.replay import BudgetCounters, members
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
 
@@ -69,26 +70,17 @@ class SpeculatedExecution:
                 )
 
     def apply(
-        self,
-        index: int,
-        hidden: Tensor,
-        logits: Tensor,
-        natural: Chosen,
-        step: Step,
-        groups: Sequence[slice | Tensor],
-        settings: BudgetSettings,
+        self, routed: RoutedLayer, step: Step, groups: Sequence[slice | Tensor], settings: BudgetSettings
     ) -> Chosen:
-        """Returns weights and ids [rows, k] of layer ``index``, and predicts the next layer from them.
+        """Returns weights and ids [rows, k] of a layer, and predicts the next layer from them.
 
         Args:
-            index: number of the layer in ``layers``; a step runs all layers in their order.
-            hidden: [rows, d], input of the router.
-            logits: [rows, N], of the router.
-            natural: weights and ids [rows, k], its choice.
             step: the rows by request; further rows are padding.
             groups: the rows whose experts are speculated, in parts that are counted apart; others keep theirs.
             settings: ``speculate`` is not off.
         """
+        index, natural, hidden = routed.layer, routed.natural, routed.hidden
+        assert hidden is not None
         if not groups:
             return natural
         weights, ids = natural
@@ -96,7 +88,7 @@ class SpeculatedExecution:
             weights, ids = weights.clone(), ids.clone()
             for rows in groups:
                 own = natural[0][rows], natural[1][rows]
-                chosen = chosen_by(self._layers[index], self._guess[2][rows], logits[rows], own, settings)
+                chosen = chosen_by(self._layers[index], self._guess[2][rows], routed.logits[rows], own, settings)
                 run = (own[1][:, :, None] == chosen[1][:, None]).any(2)
                 self._counters.add(own[0], run, *chosen)
                 weights[rows], ids[rows] = chosen
@@ -134,28 +126,20 @@ class SpeculatedLaunches:
         """Called when the layers of a step have run, or failed."""
         self.guess = None
 
-    def apply(
-        self,
-        index: int,
-        hidden: Tensor,
-        logits: Tensor,
-        natural: Chosen,
-        votes: Tensor,
-        settings: BudgetSettings,
-        counted: Tensor,
-    ) -> Chosen:
-        """Returns weights and ids [rows, k] of layer ``index``, and predicts the next layer from them.
+    def apply(self, routed: RoutedLayer, votes: Tensor, settings: BudgetSettings, counted: Tensor) -> Chosen:
+        """Returns weights and ids [rows, k] of a layer, and predicts the next layer from them.
 
         Args:
-            index, hidden, logits, natural, settings: as of ``SpeculatedExecution.apply``.
             votes: float64 [rows]; a row with 0 keeps what its router chose, whatever else it holds.
             counted: float64 [5], to which the effect is added, as of ``BudgetCounters.on_device``.
         """
+        index, natural, hidden = routed.layer, routed.natural, routed.hidden
+        assert hidden is not None
         (weights, ids), guess = natural, self.guess if index else None
         there = ids.clamp(0, self._experts - 1)  # padding may have any
         if guess is not None:
             layer, speaks = self._layers[index], (votes > 0)[:, None]
-            chosen = chosen_by(layer, guess, logits, (weights, there), settings)
+            chosen = chosen_by(layer, guess, routed.logits, (weights, there), settings)
             counted += _effect(speaks, (weights, there), chosen, self._experts)
             weights, ids = torch.where(speaks, chosen[0], weights), torch.where(speaks, chosen[1], ids)
             there = ids.clamp(0, self._experts - 1)
