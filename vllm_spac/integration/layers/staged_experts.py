@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.hooks.model_host import current
 from vllm_spac.integration.layers import quant_schemes
+from vllm_spac.integration.layers.kernel_conversion import KernelConversion
 from vllm_spac.integration.layers.packed_experts import WeightPacking, appear_unquantised, blank
 from vllm_spac.kernels.formats import Format
 
@@ -23,6 +23,44 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as _Layer
 else:
     _Layer = object
+
+
+class AwaitedShards:
+    """Which (expert, shard) of each parameter has not come yet.
+
+    A rank keeps a part of a tensor that depends on its kind, so that elements cannot be counted.
+
+    Attributes:
+        missing: how many there are.
+    """
+
+    def __init__(self, staged: Mapping[str, Any], split: bool) -> None:
+        self._split = split  # w13 comes in two
+        self._awaited = {name: np.ones((len(p), len(self._shards(name))), dtype=bool) for name, p in staged.items()}
+        self.missing = sum(awaited.size for awaited in self._awaited.values())
+
+    def _shards(self, name: str) -> tuple[str, ...]:
+        if name.startswith("w2"):
+            return ("w2",)
+        return ("w1", "w3") if self._split else ("w1",)
+
+    def has(self, name: str, shard: str | None) -> bool:
+        """Whether the parameter comes in such shards."""
+        return shard in self._shards(name)
+
+    def arrive(self, name: str, shard: str | None, expert: int | None) -> bool:
+        """Shards of a parameter have come, None: all of them; of one expert or all. Returns whether they were awaited.
+
+        ``expert``: as this rank numbers it.
+        """
+        experts = slice(None) if expert is None else slice(expert, expert + 1)
+        column = None if shard is None else self._shards(name).index(shard)
+        awaited = self._awaited[name][experts, slice(None) if column is None else slice(column, column + 1)]
+        if not awaited.all():
+            return False
+        awaited[:] = False
+        self.missing -= awaited.size
+        return True
 
 
 class StagedExperts(_Layer):
@@ -50,18 +88,14 @@ class StagedExperts(_Layer):
         if quantised is not None:
             for param in self._staged.values():  # vLLM has filled scales and zero points: release that memory
                 param.data = blank(param)
-        # Which (expert, shard) of each parameter has not come yet: a rank keeps a part of a tensor that depends on its
-        # kind, so that elements cannot be counted.
-        shapes = {name: (len(param), len(self._shards(name))) for name, param in self._staged.items()}
-        self._awaited = {name: np.ones(shape, dtype=bool) for name, shape in shapes.items()}
-        self._missing = sum(awaited.size for awaited in self._awaited.values())
+        self._awaited = AwaitedShards(self._staged, self.moe_config.w13_num_shards == 2)
         self._packed = False
         self._plain = not packed and quant_schemes.is_plain(self)
         loaded: Any
         for loaded in self._staged.values():
             if loaded.weight_loader != self.weight_loader:
                 loaded.weight_loader = partial(self._load_through, loaded.weight_loader)
-        self._to_kernel = self.quant_method.process_weights_after_loading
+        self.spac_conversion = KernelConversion(self, self._staged)
         self.quant_method.process_weights_after_loading = lambda layer: self.spac.pack(self)
         self.quant_method.requires_device_loading = False  # pack moves a part of the layer at a time instead
         self.spac.add(self)
@@ -131,9 +165,9 @@ class StagedExperts(_Layer):
         """
         if not self._awaits(param, weight_name):  # and need not be converted
             return True if return_success else None
-        before = self._missing
+        before = self._awaited.missing
         success = loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        if self._missing == before:
+        if self._awaited.missing == before:
             self.spac.arrived(loaded_weight.nbytes)
             self._arrive(param, loaded_weight, weight_name, shard_id, expert_id)
         return success
@@ -159,11 +193,6 @@ class StagedExperts(_Layer):
                 "none; add --quantization moe_wna16, which leaves it out"
             )
 
-    def _shards(self, name: str) -> tuple[str, ...]:
-        if name.startswith("w2"):
-            return ("w2",)
-        return ("w1", "w3") if self.moe_config.w13_num_shards == 2 else ("w1",)
-
     def _arrive(
         self, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str | None, expert_id: int | None
     ) -> None:
@@ -174,25 +203,18 @@ class StagedExperts(_Layer):
         """
         name = self._name_of(param)
         assert name is not None
-        shards = self._shards(name)
-        known = shard_id in shards  # GPT-OSS's own loader takes both shards of one expert, in three dimensions
-        experts, whose = slice(None), ""
-        if expert_id is not None:
-            whose = f" of expert {expert_id}"
-            if not (known and loaded_weight.dim() == 3):  # as vLLM's loader
-                local = self._map_global_expert_id_to_local_expert_id(expert_id)
-                assert local != -1
-                experts = slice(local, local + 1)
-        columns = slice(shards.index(shard_id), shards.index(shard_id) + 1) if known else slice(None)
-        awaited = self._awaited[name][experts, columns]
-        if not awaited.all():
+        known = self._awaited.has(name, shard_id)
+        expert, whose = None, "" if expert_id is None else f" of expert {expert_id}"
+        # GPT-OSS's own loader takes both shards of one expert, in three dimensions; else as vLLM's loader.
+        if expert_id is not None and not (known and loaded_weight.dim() == 3):
+            expert = self._map_global_expert_id_to_local_expert_id(expert_id)
+            assert expert != -1
+        if not self._awaited.arrive(name, shard_id if known else None, expert):
             raise SpacError(
                 f"spac: {weight_name}{whose} of {self.layer_name} came twice; use a checkpoint that has each weight "
                 "once"
             )
-        awaited[:] = False
-        self._missing -= awaited.size
-        if self._missing == 0:
+        if self._awaited.missing == 0:
             self.spac.pack(self)
 
     def _name_of(self, param: Any) -> str | None:
@@ -201,7 +223,7 @@ class StagedExperts(_Layer):
     @property
     def spac_kernel_parameters(self) -> Mapping[str, Any]:
         """What vLLM's kernel reads, by the names that tensors have in slots and in the store; once it is built."""
-        return self._kernel_params
+        return self.spac_conversion.parameters
 
     @property
     def staged_bytes(self) -> int:
@@ -219,8 +241,8 @@ class StagedExperts(_Layer):
             one = {name: torch.ones_like(p.data[:1]) for name, p in self._staged.items()}  # scales of 0 are refused
             appear_unquantised(self.quant_method)
             return {n: TensorSpec(tuple(t.shape[1:]), t.dtype) for n, t in self.spac_packing(one).items()}
-        packed = self._convert({name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()})
-        self._restore()
+        blanks = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
+        packed = self.spac_conversion.convert(blanks)
         read = packed if self._converts else self._staged
         return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in read.items()}
 
@@ -229,95 +251,14 @@ class StagedExperts(_Layer):
         raw = {name: p.data[start:stop] for name, p in self._staged.items()}
         if self.spac_packing is not None:
             return self.spac_packing(raw)
-        if not self._converts or (self._plain and start > 0):
-            return raw
-        packed = self._convert({name: t[:1] for name, t in raw.items()} if self._plain else raw)
-        self._restore()
-        if not self._plain:
-            return packed
-        self._check_plain(raw, packed)
+        if self._converts and not self._plain:
+            return self.spac_conversion.convert(raw)
+        if self._converts and start == 0:
+            self.spac_conversion.check_plain(raw)
         return raw
-
-    def _check_plain(self, raw: dict[str, Tensor], packed: dict[str, Tensor]) -> None:
-        """Raises ``SpacError`` if vLLM changed the first expert's layout or values for its kernel."""
-        for name, tensor in raw.items():
-            ours, given = tensor[:1], packed[name].to(tensor.device)
-            if ours.shape != given.shape or not torch.equal(_bits(ours), _bits(given)):
-                kernel = self.quant_method.experts_cls.__name__
-                raise SpacError(f"spac: {kernel} does not read {name} of {self.layer_name} as the checkpoint has it")
 
     def forget(self) -> None:
         """Frees the staged weights."""
         for param in self._staged.values():
             param.data = param.data.new_empty(0)
         self._packed = True
-
-    def _bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Makes vLLM's kernel read ``tensors``, name -> [slots, ...], instead of the parameters it was built with.
-
-        Raises:
-            SpacError: the kernel keeps its own copy of scales, zero points or biases.
-        """
-        for name, param in self._kernel_params.items():
-            param.data = tensors[name]
-        self._parameters.update(self._named_for_kernel)
-        self._check_bound()
-
-    def _convert(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Runs vLLM's own conversion on some of the experts; afterwards the kernel is built with ``_kernel_params``.
-
-        For all that ``quant_schemes`` allows, the conversion is independent per expert, so parts equal a whole layer.
-        """
-        device, experts = self.spac.device, len(next(iter(raw.values())))
-        self._before = {n: param for n, param in self._parameters.items() if quant_schemes.is_of_experts(n)}
-        for name, tensor in raw.items():
-            param = torch.nn.Parameter(tensor.to(device), requires_grad=False)
-            param.__dict__.update(self._staged[name].__dict__)
-            self._parameters[name] = param
-        self.quant_method.moe_kernel = self.quant_method.moe_quant_config = None  # else vLLM treats it as an update
-        with _of_experts(self.quant_method, experts):
-            self._to_kernel(self)
-        self._named_for_kernel = quant_schemes.kernel_parameters(self, experts)
-        staged_first = [name for name in raw if name in self._named_for_kernel] + list(self._named_for_kernel)
-        once = {id(self._named_for_kernel[name]): name for name in reversed(staged_first)}
-        self._kernel_params = {n: self._named_for_kernel[n] for n in dict.fromkeys(staged_first) if n in once.values()}
-        return {name: param.data for name, param in self._kernel_params.items()}
-
-    def _restore(self) -> None:
-        """Registers the parameters of before again under their names, by which loaders look them up."""
-        for name in [name for name in self._parameters if quant_schemes.is_of_experts(name)]:
-            del self._parameters[name]  # some have a second name, and some are the kernel's own
-        self._parameters.update(self._before)
-        self._kernel_params = {name: _emptied(param) for name, param in self._kernel_params.items()}
-
-    def _check_bound(self) -> None:
-        """Raises ``SpacError`` if vLLM's kernel reads scales, zero points or biases other than those of the slots."""
-        config = self.quant_method.moe_kernel.fused_experts.quant_config
-        slots = {param.data_ptr() for param in self._kernel_params.values()}
-        for name in quant_schemes.KERNEL_READS:
-            tensor = getattr(config, name)
-            if tensor is not None and tensor.data_ptr() not in slots:
-                raise SpacError(f"spac: vLLM's kernel of {self.layer_name} keeps {name} for itself, outside the slots")
-
-
-@contextlib.contextmanager
-def _of_experts(method: Any, experts: int) -> Iterator[None]:
-    """Context in which ``method`` converts that many experts; GPT-OSS's asks for as many as the layer has."""
-    before = getattr(method, "num_experts", None)
-    if before is None:
-        yield
-        return
-    method.num_experts = experts
-    try:
-        yield
-    finally:
-        method.num_experts = before
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def _emptied(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    param.data = param.data.new_empty(0)
-    return param

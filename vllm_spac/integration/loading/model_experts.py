@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,7 +103,8 @@ class ModelExperts:
         self.ranks = Ranks.of(vllm_config)
         machine.share(self.ranks.rank, self.ranks.size)
         self.execution = config.execution_class
-        self.packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
+        self.packing = packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
+        self.arrived, self.is_stored, self.pack = packing.arrived, packing.is_stored, packing.pack  # for the layers
         self.serving: Serving | None = None
         self.trees: Any = None  # of its runner, as ``RunnerAdapter.plant`` returns them
         self.cutter: DraftCutter | None = None
@@ -128,27 +129,11 @@ class ModelExperts:
         """Fingerprint of the weights; for calibrations and budgets."""
         return model_fingerprint(self.packing.checkpoint)
 
-    def _folder(self) -> Path:
-        """Folder of the checkpoint."""
-        return find_folder(self.vllm_config.model_config.model)
-
     # -- called by the layers ------------------------------------------------------------------------------
 
     def add(self, layer: ManagedExperts) -> None:
         layer.spac_number = len(self._layers)
         self._layers.append(layer)
-
-    def arrived(self, count: int) -> None:
-        """As ``Packing.arrived``."""
-        self.packing.arrived(count)
-
-    def is_stored(self, layer: ManagedExperts) -> bool:
-        """As ``Packing.is_stored``."""
-        return self.packing.is_stored(layer)
-
-    def pack(self, layer: ManagedExperts) -> None:
-        """As ``Packing.pack``."""
-        self.packing.pack(layer)
 
     # -- called by the loader and the runner ---------------------------------------------------------------
 
@@ -164,7 +149,9 @@ class ModelExperts:
             raise UnsupportedError(_no_layers(vllm_config))
         shapes = self._shapes()
         parts = self.ranks.size if self.ranks.divide_experts else 1
-        predictors = ahead.predictors(config, shapes, self.model_name, self._folder, parts)
+        predictors = ahead.predictors(
+            config, shapes, self.model_name, partial(find_folder, vllm_config.model_config.model), parts
+        )
         asked_on = torch.device("cpu") if config.has_workers else self.device  # rows are there on their way
         predictor = ahead.predictor(config, predictors, asked_on)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
@@ -201,7 +188,9 @@ class ModelExperts:
             ended = None if cuts is None else self._ended
             draft_planning.offer(vllm_config, guard if isinstance(guard, LengthChooser) else None, ended)
         for execution in executions:
-            self._balance(execution, plan)
+            if config.uses_cpu_experts:
+                assembly.balance(config, vllm_config, execution, self.packing.layer_of(execution.shape))
+            _log_serving(self, execution, self.serving)
         if saved is not None:
             runtime.watch(saved.timeline)
         runtime.report_stalls(config.folder, self.device)
@@ -287,22 +276,20 @@ class ModelExperts:
         # no rank allocates before all have seen what is free
         return self.ranks.least(both - fast_memory.beside_slots(vllm_config, shared))
 
-    def _balance(self, execution: Execution, plan: LoadPlan) -> None:
-        """Gives an execution its balancer, which is measured first, and logs what serves it."""
-        config, vllm_config = self.config, self.vllm_config
-        if config.uses_cpu_experts:
-            assembly.balance(config, vllm_config, execution, self.packing.layer_of(execution.shape))
-        assert self.runtime is not None
-        exactness = description.mode(plan.budget, self.runtime.executions)
-        entry = quant_config.of(vllm_config.model_config.hf_config.to_dict())
-        facts = device.query()
-        only_ours = facts is not None and quantisation.only_ours(entry, facts.capability)
-        exactness = description.shown_mode(exactness, config, self.on_cpu, only_ours)
-        told = plan.budget.describe()
-        mode = told if plan.budget.lossy else exactness + told.removeprefix("exact")
-        choices = description.choices(config, execution)
-        choices += "" if self.serving is None or self.serving.cuts is None else ", drafts=cut on the device"
-        logger.info("spac: mode=%s, %s, %s%s", mode, description.describe(execution), choices, self.ranks.describe())
+
+def _log_serving(experts: ModelExperts, execution: Execution, serving: Serving) -> None:
+    """Logs what serves the layers of an execution."""
+    config, budget = experts.config, serving.budget
+    exactness = description.mode(budget, serving.runtime.executions)
+    entry = quant_config.of(experts.vllm_config.model_config.hf_config.to_dict())
+    facts = device.query()
+    only_ours = facts is not None and quantisation.only_ours(entry, facts.capability)
+    exactness = description.shown_mode(exactness, config, experts.on_cpu, only_ours)
+    cut = budget.describe()
+    mode = cut if budget.lossy else exactness + cut.removeprefix("exact")
+    choices = description.choices(config, execution)
+    choices += "" if serving.cuts is None else ", drafts=cut on the device"
+    logger.info("spac: mode=%s, %s, %s%s", mode, description.describe(execution), choices, experts.ranks.describe())
 
 
 def _no_layers(vllm_config: VllmConfig) -> str:
