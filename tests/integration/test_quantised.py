@@ -475,8 +475,8 @@ def unquantised(monkeypatch):
 
 def test_what_a_kernel_reads_as_the_checkpoint_has_it_is_not_converted(unquantised):
     layer, given = unquantised
-    calls, to_kernel = [], layer._to_kernel
-    layer._to_kernel = lambda _: (calls.append(len(layer.w13_weight)), to_kernel(layer))
+    calls, to_kernel = [], layer.spac_conversion.to_kernel
+    layer.spac_conversion.to_kernel = lambda _: (calls.append(len(layer.w13_weight)), to_kernel(layer))
     parts = [layer.convert(start, stop) for start, stop in ((0, 2), (2, 5), (5, EXPERTS))]
     assert calls == [1], "one expert is, to see that it is so"
     assert same({n: torch.cat([part[n] for part in parts]) for n in given}, given)
@@ -494,13 +494,13 @@ def test_what_a_kernel_reads_as_the_checkpoint_has_it_is_not_converted(unquantis
 )
 def test_a_kernel_that_is_given_experts_otherwise_is_noticed(unquantised, change):
     layer, _ = unquantised
-    to_kernel = layer._to_kernel
+    to_kernel = layer.spac_conversion.to_kernel
 
     def converted(_):
         to_kernel(layer)
         layer.w13_weight.data = change(layer.w13_weight.data)
 
-    layer._to_kernel = converted
+    layer.spac_conversion.to_kernel = converted
     with pytest.raises(SpacError, match="TritonExperts does not read w13_weight of .* as the checkpoint has it"):
         layer.convert(0, 2)
 

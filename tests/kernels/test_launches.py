@@ -25,6 +25,7 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
 from vllm_spac.cpu_kernels._thread import ExecutorThread  # noqa: E402
 from vllm_spac.cpu_kernels.torch import Torch  # noqa: E402
+from vllm_spac.execution.device.layer_launches import LayerRows  # noqa: E402
 from vllm_spac.execution.device.pointers_execution import PointerExecution  # noqa: E402
 from vllm_spac.methods.moe_spec import replay  # noqa: E402
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer  # noqa: E402
@@ -100,8 +101,8 @@ def test_no_operation_is_launched_for_the_first_time_in_a_capture(device, name, 
     vLLM runs a forward of each size before it captures that, by default. Where it does not, each operation and type has
     run at least once, for some size.
     """
-    ahead = None if name is None else ahead_by(predictor(name, *MODELS["the toy"]), 0.1)
-    made = pool(*MODELS["the toy"], BATCHED, ahead=ahead)
+    more = {} if name is None else {"ahead": ahead_by(predictor(name, *MODELS["the toy"]), 0.1)}
+    made = pool(*MODELS["the toy"], BATCHED, **more)
     with device:
         forward(made, BATCHED)
         before = set(map(of_any_size, device.ran))
@@ -151,8 +152,9 @@ def test_what_is_compiled_decides_and_moves_nothing(device):
     assert made._ahead._votes.any()
     state = [*admission._experts, *admission._offers, admission.counts, made._live, made._ahead._said]
     before = [tensor.clone() for tensor in state]
-    forward = made._localised(torch.zeros(4, D), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32), None)
-    made._compile(0, forward, "silu")
+    ids = torch.zeros(4, 2, dtype=torch.int32)
+    rows = LayerRows.of(torch.zeros(4, D), torch.zeros(4, 2), ids, made._live, None, False, None)
+    made._compile(0, rows, "silu")
     assert device.keys and all(map(torch.equal, state, before))
     made.close()
 

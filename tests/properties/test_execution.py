@@ -338,7 +338,7 @@ def test_who_is_late_offers_what_is_void(made, monkeypatch):
     with monkeypatch.context() as patch:
         late(pool, patch)
         used = sum(pool.check(DECODE, rng) for _ in range(60))
-        assert len(pool.admission._reports) == 3, "it was told at once"
+        assert len(pool.admission.reports) == 3, "it was told at once"
         Late.made += 2
     stats = pool.snapshot()
     assert stats["hits"] + stats["misses"] == used and moved(stats, shape())

@@ -231,7 +231,7 @@ def test_what_warms_up_moves_nothing(made) -> None:
     """Before any step, and in the middle of one that may read ahead: slots, offers and guesses stay what they were."""
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
     admission, ahead, rng = pool.admission, pool._ahead, torch.Generator().manual_seed(0)
-    state = [*admission._experts, *admission._offers, admission._guessed, ahead._said]
+    state = [*admission._experts, *admission._offers, admission.reports.guesses, ahead._said]
 
     def warm_up() -> None:
         before = [tensor.clone() for tensor in state]
@@ -273,7 +273,7 @@ def test_padding_names_nothing(made) -> None:
                 of_the_row |= {guess.first + expert for expert in guess.scores.topk(TOP_K).indices[0].tolist()}
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
         pool._ahead.join()
-        read = set((pool.admission._guessed == ADMITTED).nonzero().flatten().tolist())
+        read = set((pool.admission.reports.guesses == ADMITTED).nonzero().flatten().tolist())
         pool.end_forward()
         pool.admission.check_integrity()
         assert read <= of_the_row and pool.snapshot()["prefetches"] - before == len(read)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.execution.address_table import AddressTable, Kernels, grouped_gemm_over
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
+from vllm_spac.execution.device.layer_lookahead import DeviceLookahead
+from vllm_spac.execution.row_shares import numbered_there
 
 
 class LayerRows(NamedTuple):
@@ -34,6 +37,22 @@ class LayerRows(NamedTuple):
     live: Tensor
     guess: Tensor | None = None
     captured: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        live: Tensor,
+        guess: Tensor | None,
+        captured: bool,
+        numbers: Tensor | None,
+    ) -> LayerRows:
+        """Returns what a router chose, ``ids`` of the model; ``numbers``: as of ``numbers_there``, if some are held."""
+        of_model = ids.int().contiguous()
+        own = of_model if numbers is None else numbered_there(of_model, numbers)
+        return cls(x.contiguous(), own, of_model, weights.float().contiguous(), live, guess, captured)
 
 
 class LayerLaunches:
@@ -99,3 +118,27 @@ class LayerLaunches:
         if cpu is None:
             return gemm(rows.weights, out, self.counts[layer])
         return cpu.finish(layer, rows.ids, self._admission.decisions["sources"], gemm, out)
+
+    def compile(
+        self, layer: int, x: Tensor, activation: str, sizes: Sequence[int], live: Tensor, ahead: DeviceLookahead | None
+    ) -> None:
+        """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
+
+        Writes to the counts of ``layer`` and the next one, whose own launches come next and overwrite them.
+
+        Args:
+            sizes: of a forward of each variant.
+            live: as in ``LayerRows``.
+        """
+        if self.cpu is not None:
+            self.cpu.ready(x)
+        for size in sizes:
+            ids = torch.full((size, self._shape.top_k), -1, dtype=torch.int32, device=x.device)
+            rows = LayerRows(x.new_zeros(size, x.shape[1]), ids, ids, torch.zeros(ids.shape, device=x.device), live)
+            self.enter(layer, rows)
+            if ahead is not None:
+                ahead.compile(layer, rows.x, ids, rows.weights)
+            tables, out = self.tables_of(layer), torch.empty_like(rows.x)
+            self.compute(tables, layer, rows, activation, out)
+            if self.cpu is not None:  # other forwards of the same variant may have too many rows for it
+                self.compute(tables, layer, rows, activation, out, whole=True)

@@ -34,17 +34,16 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.predictors.base import DRAFTING, Predictor
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, kernels_for
-from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.draft_lookahead import DraftLookahead
 from vllm_spac.execution.device.layer_launches import LayerLaunches, LayerRows
 from vllm_spac.execution.device.layer_lookahead import DeviceLookahead
-from vllm_spac.execution.device.slot_offers import Learned
 from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
-from vllm_spac.execution.row_shares import numbered_there, numbers_there
+from vllm_spac.execution.row_shares import numbers_there
 from vllm_spac.execution.waves import filled_experts
 from vllm_spac.system.host_memory import gib
 
@@ -76,6 +75,7 @@ class PointerExecution(Execution):
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch", "speculate"})
+    check_layer, check_shape = staticmethod(check_layer), staticmethod(check_shape)
 
     def __init__(self, context: ExecutionContext) -> None:
         super().__init__(context)
@@ -125,14 +125,6 @@ class PointerExecution(Execution):
             self.signals = predictor.needs
 
     @classmethod
-    def check_layer(cls, layer: LayerFacts) -> None:
-        check_layer(layer)
-
-    @classmethod
-    def check_shape(cls, shape: MoEShape) -> None:
-        check_shape(shape)
-
-    @classmethod
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
         count, staged = divide(slots, staging, shape, free_bytes)
         return Room(count, staged, count * shape.expert_bytes + (staging_bytes(shape) if staged else 0))
@@ -173,13 +165,10 @@ class PointerExecution(Execution):
     def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """As in ``Execution``; called before a forward is captured, since the next one compiles further kernels."""
         check = CpuCheck(self.counters, time.monotonic) if checked else None
-        self.launches.cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
-        self.balancer, self.admission.on_report = balancer, self._tell_cpu
+        cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
+        self.balancer, self.launches.cpu = balancer, cpu
+        self.admission.reports.on_report = lambda learned: cpu.reported(learned.computed, learned.late)
         self._compiled.clear()
-
-    def _tell_cpu(self, learned: Learned) -> None:
-        assert self.launches.cpu is not None
-        self.launches.cpu.reported(learned.computed, learned.late)
 
     # -- between steps -------------------------------------------------------------------------------------
 
@@ -191,7 +180,9 @@ class PointerExecution(Execution):
         """Starts a forward of the target model for real requests; the admission offers slots."""
         self._step, self._staged = step, False
         self._prompt = None if self.holds_all else step.prompt_end
-        self._pad_from(step.rows)
+        if step.rows != self._rows:  # rows from there on are padding, until the next step
+            self._compute.submit(self._live.fill_, step.rows * self.shape.top_k)
+        self._rows = step.rows
         if self._staging is not None:
             self._staging[1].begin()
         self.counters.began(step.kind)
@@ -203,12 +194,6 @@ class PointerExecution(Execution):
         if self.launches.cpu is not None:
             self.launches.cpu.begin(step)
 
-    def _pad_from(self, rows: int) -> None:
-        """Marks rows from ``rows`` on as padding, until the next step; one launch if the number has changed."""
-        if rows != self._rows:
-            self._compute.submit(self._live.fill_, rows * self.shape.top_k)
-        self._rows = rows
-
     def end_forward(self) -> None:
         step, self._step = self._step, None
         chosen, self._chosen, self._prompt = self._chosen, [], None
@@ -218,7 +203,7 @@ class PointerExecution(Execution):
             self.admission.end(step, staged=self._staged, prompt=chosen)
 
     def snapshot(self) -> dict:
-        self.admission.take()
+        self.admission.reports.take()
         return self.counters.snapshot()
 
     # -- a layer -------------------------------------------------------------------------------------------
@@ -252,21 +237,15 @@ class PointerExecution(Execution):
             out: [T, d] like x, is overwritten.
             guess: as in ``Rows``.
         """
-        rows = self._localised(x, weights, ids, guess)
+        captured = capturing(ids)
+        live = self._live if captured or self._step is not None else self._all
+        rows = LayerRows.of(x, weights, ids, live, guess, captured, self._numbers)
         if activation not in self._compiled:
             self._compile(layer, rows, activation)
         if self._prompt is not None and len(ids) >= self._prompt.stop and not rows.captured:
             self._chosen.append((layer, rows.ids[self._prompt]))
         with self._reading(layer, rows) as tables:
             return self.launches.compute(tables, layer, rows, activation, out)
-
-    def _localised(self, x: Tensor, weights: Tensor, ids: Tensor, guess: Tensor | None) -> LayerRows:
-        """Returns the rows as the kernels read them, with this process's numbers of their experts."""
-        captured = capturing(ids)
-        live = self._live if captured or self._step is not None else self._all
-        x, of_model, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        own = of_model if self._numbers is None else numbered_there(of_model, self._numbers)
-        return LayerRows(x, own, of_model, weights, live, guess, captured)
 
     @contextlib.contextmanager
     def _reading(self, layer: int, rows: LayerRows) -> Iterator[Mapping[str, Tensor]]:
@@ -291,27 +270,12 @@ class PointerExecution(Execution):
             self.counters.moved(f"{self._path} staged", missing * self.shape.expert_bytes)
 
     def _compile(self, layer: int, like: LayerRows, activation: str) -> None:
-        """Launches each kernel variant that forwards like ``like`` need, over padding only; decides and moves nothing.
-
-        Writes to the counts of ``layer`` and the next one, whose own launches come next and overwrite them.
-        """
+        """Launches each kernel variant that forwards like ``like`` need, and what reads ahead."""
         assert not (like.captured and self._sizes), "a forward must run before one is captured"
-        start, launches = time.perf_counter(), self.launches
+        start = time.perf_counter()
         if self._sizes and self._drafts is not None:
             self._drafts.compile()
-        if launches.cpu is not None:
-            launches.cpu.ready(like.x)
-        for size in self._sizes:
-            x = like.x.new_zeros(size, like.x.shape[1])
-            ids = torch.full((size, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
-            rows = LayerRows(x, ids, ids, torch.zeros(ids.shape, device=x.device), self._all)
-            launches.enter(layer, rows)
-            if self._ahead is not None:
-                self._ahead.compile(layer, x, ids, rows.weights)
-            tables, out = launches.tables_of(layer), torch.empty_like(x)
-            launches.compute(tables, layer, rows, activation, out)
-            if launches.cpu is not None:  # other forwards of the same variant may have too many rows for it
-                launches.compute(tables, layer, rows, activation, out, whole=True)
+        self.launches.compile(layer, like.x, activation, self._sizes, self._all, self._ahead)
         self._compiled.add(activation)
         if self._sizes:
             logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)

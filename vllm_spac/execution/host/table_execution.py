@@ -14,9 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape
 from vllm_spac.execution.address_table import check_layer, check_shape, grouped_gemm_over, kernels_for
-from vllm_spac.execution.base import ExecutionContext, LayerFacts, LayerKernel, Rows
+from vllm_spac.execution.base import ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 
 logger = logging.getLogger("vllm.spac")
@@ -28,6 +27,7 @@ class TableExecution(SlotExecution):
     _elsewhere: ClassVar[int] = 0  # no row reads these, where this process holds all experts
     keeps_bits = False  # the kernel sums in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+    check_layer, check_shape = staticmethod(check_layer), staticmethod(check_shape)
 
     def __init__(self, context: ExecutionContext) -> None:
         self.check_shape(context.shape)
@@ -38,14 +38,6 @@ class TableExecution(SlotExecution):
         self._places = torch.tensor(places, device=self._device)  # int64 [names, slots]
         self._kernels: dict[tuple[int, str], TableKernel] = {}
         self._compiled: set[str] = set()  # activations
-
-    @classmethod
-    def check_layer(cls, layer: LayerFacts) -> None:
-        check_layer(layer)
-
-    @classmethod
-    def check_shape(cls, shape: MoEShape) -> None:
-        check_shape(shape)
 
     def describe(self) -> str:
         return "" if self.shape.packed is None else f"weights {self.shape.packed.describe()}"
