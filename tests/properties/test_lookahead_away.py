@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_lookahead import BUSY, EXPERTS, POLICIES, STEPS, TOP, Kernel, Pool, draft, run
 from torch import Tensor
 
-from vllm_spac.cache.named import BudgetHint, Named, named
+from vllm_spac.cache.named import BudgetHint, PredictedExperts, named
 from vllm_spac.core import RowKind
 from vllm_spac.decisions.predictors.base import START, Guess
 from vllm_spac.execution.exchange import Exchange
@@ -188,7 +188,7 @@ def test_names_are_those_of_the_scores(data) -> None:
     hint = BudgetHint(
         data.draw(st.sampled_from([None, (1, 1, 3, 2, 4)])), data.draw(st.sampled_from([None, np.array(votes)]))
     )
-    ours, theirs = list(Named.of(guess, EXPERTS, top).by_layer(hint)), list(named(guess, EXPERTS, top, hint))
+    ours, theirs = list(PredictedExperts.of(guess, EXPERTS, top).by_layer(hint)), list(named(guess, EXPERTS, top, hint))
     assert [layer for layer, _ in ours] == [layer for layer, _ in theirs] == [2 + number for number in range(layers)]
     assert [experts.tolist() for _, experts in ours] == [experts.tolist() for _, experts in theirs]
 
@@ -199,7 +199,7 @@ def test_under_a_budget_a_name_counts_as_much_as_its_weight(logits: bool, bounds
     scores = torch.zeros(3, EXPERTS)
     scores[0, 0], scores[1:, 2], scores[1:, 3] = 10.0, 0.2, 0.1
     guess, hint = Guess(0, scores, logits), BudgetHint(bounds)
-    [(_, ours)] = Named.of(guess, EXPERTS, TOP, hint).by_layer(hint)
+    [(_, ours)] = PredictedExperts.of(guess, EXPERTS, TOP, hint).by_layer(hint)
     [(_, theirs)] = named(guess, EXPERTS, TOP, hint)
     assert ours[0] == theirs[0] == first and (bounds is None or len(ours) == len(theirs) == 1)
 
@@ -208,7 +208,7 @@ def test_under_a_budget_a_name_counts_as_much_as_its_weight(logits: bool, bounds
 def test_weights_of_names_are_the_same_on_both_sides(seed: int, rows: int, layers: int, bound: int) -> None:
     scores = 3 * torch.randn(rows, layers * EXPERTS, generator=torch.Generator().manual_seed(seed))
     guess, hint = Guess(0, scores, logits=True), BudgetHint((bound,) * layers)
-    ours = [experts.tolist() for _, experts in Named.of(guess, EXPERTS, TOP, hint).by_layer(hint)]
+    ours = [experts.tolist() for _, experts in PredictedExperts.of(guess, EXPERTS, TOP, hint).by_layer(hint)]
     assert ours == [experts.tolist() for _, experts in named(guess, EXPERTS, TOP, hint)]
 
 

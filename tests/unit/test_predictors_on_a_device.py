@@ -16,7 +16,7 @@ from test_predictor_calls import made as imagined
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vllm_spac.cache.named import Named
+from vllm_spac.cache.named import PredictedExperts
 from vllm_spac.decisions.guard import draft_states
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.predictor_file import kinds
@@ -67,7 +67,7 @@ def asked(predictor: Trained, device: str) -> Iterator[tuple[int, Guess]]:
 def test_nothing_is_read_on_the_host(name: str) -> None:
     predictor = on("meta", file(2).build(name))
     with AsOnAGpu():
-        found = [Named.of(guess, imagined.EXPERTS, imagined.TOP_K) for _, guess in asked(predictor, "meta")]
+        found = [PredictedExperts.of(guess, imagined.EXPERTS, imagined.TOP_K) for _, guess in asked(predictor, "meta")]
     assert found and all(each.ids.device.type == "meta" for each in found)
 
 
@@ -87,7 +87,7 @@ def test_a_shadow_stays_there() -> None:
     [guess] = Shadow(num_experts=12).guesses(
         Seen(START, draft_ids=torch.zeros(2, 3, 2, dtype=torch.int64, device="meta"))
     )
-    assert Named.of(guess, 4, 2).ids.device.type == "meta"
+    assert PredictedExperts.of(guess, 4, 2).ids.device.type == "meta"
 
 
 def test_states_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:

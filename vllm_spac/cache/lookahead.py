@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_spac.cache.allowance import Depths
 from vllm_spac.cache.link import Link
-from vllm_spac.cache.named import UNBOUNDED, BudgetHint, Named, named
+from vllm_spac.cache.named import UNBOUNDED, BudgetHint, PredictedExperts, named
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
@@ -83,11 +83,11 @@ class Expected:
         for layer, experts in named(guess, self._of_model, self._top_k, self.hint):
             self.expect(layer, self.held(experts))
 
-    def names(self, guess: Guess) -> Named:
+    def names(self, guess: Guess) -> PredictedExperts:
         """Returns what ``guess`` names, on its device; for ``receive``."""
-        return Named.of(guess, self._of_model, self._top_k, self.hint)
+        return PredictedExperts.of(guess, self._of_model, self._top_k, self.hint)
 
-    def receive(self, names: Named) -> None:
+    def receive(self, names: PredictedExperts) -> None:
         """As ``name``, of ``names`` that are on the host."""
         for layer, experts in names.by_layer(self.hint):
             self.expect(layer, self.held(experts))
@@ -232,11 +232,11 @@ class Lookahead(Prefetcher):
             self._places[key] = self._read_at.pop(key)
         self._used[first + self.expected.held(used.ravel())] = True
 
-    def ask(self, seen: Seen) -> list[Named]:
+    def ask(self, seen: Seen) -> list[PredictedExperts]:
         asked = self._away and not self._broken and (seen.layer == START or self._guesser.reach > 0)
         return self._guesses(seen, self.expected.names) if asked else []
 
-    def draft(self, seen: Seen | None, names: Sequence[Named] = ()) -> None:
+    def draft(self, seen: Seen | None, names: Sequence[PredictedExperts] = ()) -> None:
         self.reap()
         if self._broken:
             return
@@ -269,7 +269,7 @@ class Lookahead(Prefetcher):
             self._hear(seen, ())
         self.proceed(0)
 
-    def observe_layer(self, seen: Seen, names: Sequence[Named] = ()) -> None:
+    def observe_layer(self, seen: Seen, names: Sequence[PredictedExperts] = ()) -> None:
         assert seen.ids is not None
         if not self._broken:
             used = seen.ids.numpy()
@@ -329,7 +329,7 @@ class Lookahead(Prefetcher):
             self._ahead.fetch(loads)
         return [key for key, _ in loads]
 
-    def _hear(self, seen: Seen | None, names: Sequence[Named]) -> None:
+    def _hear(self, seen: Seen | None, names: Sequence[PredictedExperts]) -> None:
         """Takes what the predictor names of ``seen``; where it is away, ``names``, which it has named of it."""
         if self._away:
             for each in names:

@@ -55,7 +55,7 @@ def named(guess: Guess, experts: int, top_k: int, hint: BudgetHint = UNBOUNDED) 
 
 
 @dataclass(frozen=True, eq=False)
-class Named:
+class PredictedExperts:
     """The experts that the rows of a guess name.
 
     Attributes:
@@ -80,9 +80,9 @@ class Named:
         """What has to arrive on the host."""
         return [self.ids] if self.weights is None else [self.ids, self.weights]
 
-    def arrived(self, tensors: Iterator[Tensor]) -> Named:
+    def arrived(self, tensors: Iterator[Tensor]) -> PredictedExperts:
         """Returns the same names on the host; takes the copies of ``tensors`` from an iterator."""
-        return Named(self.first, next(tensors), None if self.weights is None else next(tensors))
+        return PredictedExperts(self.first, next(tensors), None if self.weights is None else next(tensors))
 
     def by_layer(self, hint: BudgetHint = UNBOUNDED) -> Iterator[tuple[int, np.ndarray]]:
         """Yields what ``named`` does; ``ids`` are on the host."""

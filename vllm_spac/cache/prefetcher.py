@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_spac.cache.allowance import ReadAccount
 from vllm_spac.cache.link import Link, Moved
-from vllm_spac.cache.named import UNBOUNDED, BudgetHint, Named
+from vllm_spac.cache.named import UNBOUNDED, BudgetHint, PredictedExperts
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.balancers.base import Balancer
@@ -126,17 +126,17 @@ class Prefetcher(ABC):
         ``hint``: of its rows.
         """
 
-    def ask(self, seen: Seen) -> list[Named]:
+    def ask(self, seen: Seen) -> list[PredictedExperts]:
         """Returns what a predictor on a device names of ``seen``, for ``draft`` or ``observe_layer``; does not wait."""
         return []
 
-    def draft(self, seen: Seen | None, names: Sequence[Named] = ()) -> None:
+    def draft(self, seen: Seen | None, names: Sequence[PredictedExperts] = ()) -> None:
         """The drafter has read the tokens of some rows of the next step: for a predictor that looks at it.
 
         With a predictor on a device: ``names``, what it has named of ``seen``, have arrived on the host.
         """
 
-    def observe_layer(self, seen: Seen, names: Sequence[Named] = ()) -> None:
+    def observe_layer(self, seen: Seen, names: Sequence[PredictedExperts] = ()) -> None:
         """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers.
 
         Args:

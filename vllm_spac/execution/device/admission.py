@@ -68,8 +68,8 @@ class Admission:
         )
         # The host's offers for a step, in one tensor so that they are one copy. Floats are stored as their bits.
         self._parts = [2, *[slots] * 3, shape.total]
-        self._said = torch.zeros(sum(self._parts), **made)
-        state, places, owners, kept, used = self._said.split(self._parts)
+        self._offer_words = torch.zeros(sum(self._parts), **made)
+        state, places, owners, kept, used = self._offer_words.split(self._parts)
         self._offers = Offers(state, places, owners, kept.view(torch.float32), used.view(torch.float32))
         self._served = torch.zeros(1, **made)  # pairs of the step that slots are for: the first ones
         self._served_pairs = 0  # in ``_served``
@@ -78,7 +78,7 @@ class Admission:
         self._listed = 0  # slots that the host sent for the step, on offer or not
         # What a step leaves to the drafts after it, beside ``_offers``; None: drafts name nothing.
         self._between: Offers | None = None
-        self._found = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
+        self._draft_sources = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
         self._most = 0  # reads ahead while drafts are made
 
     def assign(self, key: int) -> int:
@@ -111,12 +111,12 @@ class Admission:
             return
         offered = self.offering.offer(every=drafts)
         self._listed = len(offered.slots)
-        said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
-        state, *places, used = said.split(self._parts)
+        words = torch.zeros(self._offer_words.shape, dtype=torch.int32, pin_memory=self._offer_words.is_cuda)
+        state, *places, used = words.split(self._parts)
         state[1] = offered.to_layers if step.leading else 0
         for place, values in zip((*places, used), offered[:-1], strict=True):
             place[: len(values)] = torch.from_numpy(values.view(np.int32))
-        self._compute.submit(self._said.copy_, said, True)
+        self._compute.submit(self._offer_words.copy_, words, True)
 
     def slots(self) -> np.ndarray:
         """Returns int32 [keys], slots or NOWHERE, in the step; waits for those before, whose result the device has."""
@@ -144,7 +144,7 @@ class Admission:
     def read_between(self, extra: float, prefetch: str, most: int) -> None:
         """``drafted`` may be called, too; as ``read_ahead``, with ``most`` reads from the end of a step to the next."""
         self.read_ahead(extra, prefetch)
-        self._most, self._found = most, torch.full_like(self.counts, UNUSED)
+        self._most, self._draft_sources = most, torch.full_like(self.counts, UNUSED)
         state, kept, used, offers = torch.zeros_like(self._offers.state), *self._offers[3:], self._offers
         # A slot is worth nothing to its owner beside what drafts name, as to a prefetcher on the host.
         self._between = Offers(state, offers.slots, offers.owners, torch.zeros_like(kept), torch.ones_like(used))
@@ -181,10 +181,10 @@ class Admission:
         """
         assert self._between is not None
         weights, key = ids.new_ones(ids.shape, dtype=torch.float32), first * self.shape.experts
-        given = self._experts, self._between, self.reports.decided, self._found, copies
-        self._kernels.admit(ids, weights, key, *given, live)
+        state = self._experts, self._between, self.reports.decided, self._draft_sources, copies
+        self._kernels.admit(ids, weights, key, *state, live)
         here, guesses = slice(key, key + len(copies) // 2), self.reports.guesses
-        torch.maximum(guesses[here], self._found[here], out=guesses[here])  # ADMITTED is the greatest
+        torch.maximum(guesses[here], self._draft_sources[here], out=guesses[here])  # ADMITTED is the greatest
         self._kernels.fetch(copies, self._experts, self._words)
 
     def end_drafts(self) -> None:
@@ -201,8 +201,8 @@ class Admission:
         decided: Callable[[], None] | None = None,
     ) -> None:
         first = layer * self.shape.experts
-        given = self._experts, self._offers, self.reports.decided, sources, self._copies
-        self._kernels.admit(ids, weights, first, *given, live)
+        state = self._experts, self._offers, self.reports.decided, sources, self._copies
+        self._kernels.admit(ids, weights, first, *state, live)
         if decided is not None:
             decided()
         self._kernels.fetch(self._copies, self._experts, self._words)
@@ -220,8 +220,8 @@ class Admission:
         """Checks every invariant, on the host and on the device, for which it waits; raises ``AssertionError``."""
         slot_of, residency = self.slots(), self.residency
         residency.check_integrity()
-        told, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
-        assert (told == slot_of).all() and (owner == residency.owner).all()
+        slot_there, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
+        assert (slot_there == slot_of).all() and (owner == residency.owner).all()
         expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
         assert (table == expected).all(), "a pointer is not where its expert is"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.named import Named
+from vllm_spac.cache.named import PredictedExperts
 from vllm_spac.decisions.predictors.base import START, Predictor, Seen
 from vllm_spac.execution.address_table import MAX_EXPERTS
 from vllm_spac.execution.device.admission import Admission
@@ -106,11 +106,11 @@ class DraftLookahead:
         rows = 0
         self._named.fill_(-1)
         for guess in self._predictor.guesses(seen):
-            found = Named.of(guess, self._of_model, self._k)
-            rows, layers = max(rows, len(found.ids)), min(found.ids.shape[1], self._layers - found.first)
+            named = PredictedExperts.of(guess, self._of_model, self._k)
+            rows, layers = max(rows, len(named.ids)), min(named.ids.shape[1], self._layers - named.first)
             if layers > 0:
-                there = slice(found.first, found.first + layers)
-                self._named[: len(found.ids), there].copy_(found.ids[:, :layers])
+                there = slice(named.first, named.first + layers)
+                self._named[: len(named.ids), there].copy_(named.ids[:, :layers])
         if rows:
             self._give(rows)
 

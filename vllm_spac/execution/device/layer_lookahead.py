@@ -62,11 +62,11 @@ class DeviceLookahead:
         self._named = torch.zeros(self._experts.shape, device=device)  # of these; 0: not
         # Of the step, written at once: what its rows count, 0 for one that names nothing, also as padding; and how
         # many of the names of each layer are read.
-        self._said = torch.zeros(self.rows + sizes.layers, device=device)
-        self._votes, self._limits = self._said[: self.rows, None], self._said[self.rows :]
+        self._step_words = torch.zeros(self.rows + sizes.layers, device=device)
+        self._votes, self._limits = self._step_words[: self.rows, None], self._step_words[self.rows :]
         self._nobody = torch.zeros_like(self._votes)
         self._top_k = sizes.top_k
-        self._step: tuple[list[float], list[int]] | None = None  # in ``_said``; None: forwards warm up
+        self._step: tuple[list[float], list[int]] | None = None  # in ``_step_words``; None: forwards warm up
         self._arrives: Event | None = None
         self._kept: tuple[Tensor | None, ...] = ()  # what the copy stream reads, not to be freed meanwhile
 
@@ -74,12 +74,12 @@ class DeviceLookahead:
         """Called after ``Admission.begin``; nothing is read ahead in steps with prompts, or while it does not pay."""
         ahead = self._last and not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
         votes = (step.generating_weights or [1.0] * step.rows) if ahead else []
-        said = votes, self._admission.read_of(step.bounds)
-        if said != self._step:
-            told = torch.zeros(self._said.shape, pin_memory=self._said.is_cuda)
-            told[: len(votes)], told[self.rows :] = (torch.tensor(each) for each in said)
-            self._compute.submit(self._said.copy_, told, True)
-        self._step = said
+        state = votes, self._admission.read_of(step.bounds)
+        if state != self._step:
+            words = torch.zeros(self._step_words.shape, pin_memory=self._step_words.is_cuda)
+            words[: len(votes)], words[self.rows :] = (torch.tensor(each) for each in state)
+            self._compute.submit(self._step_words.copy_, words, True)
+        self._step = state
 
     def compile(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Launches on the copy stream all that ``start`` may launch later, for no row: nothing is named or moved.

@@ -37,7 +37,7 @@ def with_prompts(counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> 
     return np.where((counts > 0) & (sources == UNUSED), np.where(has_slot, HIT, STREAMED), sources)
 
 
-class Offered(NamedTuple):
+class SlotOffers(NamedTuple):
     """Slots that the layers of a step may take; see ``vllm_spac.kernels.types.Offers``.
 
     Attributes:
@@ -95,7 +95,7 @@ class Offering:
         self._unused: set[int] = set()  # read ahead, and no layer has used them
         self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
 
-    def offer(self, *, every: bool = False) -> Offered:
+    def offer(self, *, every: bool = False) -> SlotOffers:
         """Returns the slots that are worth at least as much to some expert without a slot as to their owner.
 
         Args:
@@ -108,7 +108,7 @@ class Offering:
         most = standing.used[residency.slot_of == NOWHERE].max(initial=-np.inf)
         count = int(np.searchsorted(kept, most, side="right"))
         owners, kept = (order, kept) if every else (order[:count], kept[:count])
-        return Offered(residency.slot_of[owners], owners.astype(np.int32), kept.astype(np.float32), used, count)
+        return SlotOffers(residency.slot_of[owners], owners.astype(np.int32), kept.astype(np.float32), used, count)
 
     def learn(
         self,

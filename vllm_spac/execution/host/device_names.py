@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vllm_spac.cache.named import Named
+from vllm_spac.cache.named import PredictedExperts
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.exchange import Exchange, Sent
@@ -25,8 +25,8 @@ class DeviceNames:
 
     def __init__(self, exchange: Exchange | None, layers: SlotLayers) -> None:
         self._exchange, self._layers = exchange, layers
-        self._asked: list[Named] = []  # of the step, not on the host yet
-        self._sent: deque[tuple[Sent, list[Named]]] = deque()  # of drafts
+        self._asked: list[PredictedExperts] = []  # of the step, not on the host yet
+        self._sent: deque[tuple[Sent, list[PredictedExperts]]] = deque()  # of drafts
 
     def draft(self, drafted: Seen) -> None:
         """The drafter has read tokens: reads what the predictor names of them, on a device as soon as it arrives."""
@@ -53,7 +53,7 @@ class DeviceNames:
 
     def to_host(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Rows, *, asks: bool
-    ) -> tuple[Tensor, list[Named]]:
+    ) -> tuple[Tensor, list[PredictedExperts]]:
         """Returns ``ids`` on the CPU, and what the predictor named; waits once, for the router.
 
         Args:
@@ -76,5 +76,5 @@ class DeviceNames:
         return chosen, [each.arrived(tensors) for each in asked]
 
 
-def _tensors(names: Sequence[Named]) -> list[Tensor]:
+def _tensors(names: Sequence[PredictedExperts]) -> list[Tensor]:
     return [tensor for each in names for tensor in each.tensors]

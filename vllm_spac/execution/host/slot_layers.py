@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.named import UNBOUNDED, BudgetHint, Named
+from vllm_spac.cache.named import UNBOUNDED, BudgetHint, PredictedExperts
 from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.execution.host.cpu_division import CpuDivision
 from vllm_spac.execution.waves import row_waves
@@ -67,7 +67,7 @@ class SlotLayers:
         """Whether ``observe_layer`` is to be called in the layers of the step."""
         return self._seen is not None
 
-    def ask(self, layer: int, *there: Tensor | None) -> list[Named]:
+    def ask(self, layer: int, *there: Tensor | None) -> list[PredictedExperts]:
         """As ``Prefetcher.ask``, of the start of the step (``START``) or of a layer whose router has chosen.
 
         Args:
@@ -84,7 +84,7 @@ class SlotLayers:
         hidden: Tensor | None,
         ids: Tensor,
         weights: Tensor | None,
-        names: Sequence[Named] = (),
+        names: Sequence[PredictedExperts] = (),
     ) -> None:
         """A router has chosen for the rows of the step, none of them padding; before anything is loaded.
 
