@@ -16,8 +16,8 @@ def spoil(tensor: torch.Tensor) -> None:
 
 def poison_slots(execution: SlotExecution) -> None:
     """From now on, slots until they are loaded; again after ``read_ahead``. Without host memory."""
-    prefetcher = execution._loader.prefetcher
-    placed = prefetcher.placed
+    account = execution._loader.prefetcher.account
+    placed = account.place
 
     def poisoned(placement: Placement) -> None:
         placed(placement)
@@ -25,7 +25,7 @@ def poison_slots(execution: SlotExecution) -> None:
             for tensor in execution.tensors.values():
                 spoil(tensor[slot])
 
-    prefetcher.placed = poisoned
+    account.place = poisoned
 
 
 def poison_buffers(buffers: ExpertBuffers) -> None:

@@ -145,7 +145,8 @@ class World:
         self.ahead = self.transfers.ahead
         self.loader = ExpertLoader(self.residency, self.transfers, self.counters, EXPERTS, knobs)
         if poison:
-            self.loader.prefetcher.placed = partial(self.poisoned, self.loader.prefetcher.placed)
+            account = self.loader.prefetcher.account
+            account.place = partial(self.poisoned, account.place)
         self.held: list[list[int]] = []
         self.in_use: list[int] = []
 
