@@ -51,7 +51,7 @@ def test_a_head_s_experts_have_slots_as_the_model_s() -> None:
         (target({"slots": "auto"}), DRAFT, "slots=auto"),
         (target(on_cpu=False, graphs="PIECEWISE"), DRAFT, "CUDA graphs (PIECEWISE)"),
         (target(ranks=SimpleNamespace(size=2)), DRAFT, "several ranks"),
-        (target({"executor": "processes@workers=2"}), DRAFT, "execution=workers"),
+        (target({"executor": "processes@workers=2"}), DRAFT, "executor=processes@workers=2"),
         (target({"plane": "pointers", "store": "host"}), DRAFT, "plane=pointers"),
         (target(), SimpleNamespace(model="/other", runner_type="draft"), "another checkpoint"),
     ],
