@@ -34,17 +34,11 @@ _COUNT = r"[1-9][0-9]{0,5}"
 
 @dataclass(frozen=True)
 class Family:
-    """A family of components.
+    """A family of components."""
 
-    Attributes:
-        base: module with the abstract class, below ``vllm_spac``.
-        noun: ends the names of its modules in shared folders.
-        folder: holds nothing else than this family; None: there is none.
-    """
-
-    base: str
-    noun: str
-    folder: str | None = None
+    base: str  # module with the abstract class, below ``vllm_spac``
+    noun: str  # ends the names of its modules in shared folders
+    folder: str | None = None  # holds nothing else than this family; None: there is none
 
 
 FAMILIES = {
@@ -98,20 +92,15 @@ class ComponentName:
     """The type of a knob that names a component, as metadata of ``str``; pydantic validates it.
 
     Attributes:
-        family: a key of ``FAMILIES``.
-        noun: what its components are called in an error.
-        others: accepted values in addition to the names of components.
-        arguments: whether ``name@argument=value`` is accepted for arguments of the component.
         settings: arguments that are accepted besides, by name.
-        counts: whether a number from 1 on is accepted, too.
     """
 
-    family: str
-    noun: str
-    others: tuple[str, ...] = ()
-    arguments: bool = False
+    family: str  # a key of ``FAMILIES``
+    noun: str  # what its components are called in an error
+    others: tuple[str, ...] = ()  # accepted values in addition to the names of components
+    arguments: bool = False  # whether ``name@argument=value`` is accepted for arguments of the component
     settings: Mapping[str, Argument] = field(default_factory=dict, hash=False)
-    counts: bool = False
+    counts: bool = False  # whether a number from 1 on is accepted, too
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema

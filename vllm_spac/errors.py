@@ -92,15 +92,10 @@ def _option(name: str) -> str:
 
 
 class SpacError(RuntimeError):
-    """Base class of all errors that this package raises deliberately. The text is one line of printable characters.
+    """Base class of all errors that this package raises deliberately. The text is one line of printable characters."""
 
-    Attributes:
-        problem: the text without its remedies; empty unless ``refused`` made it.
-        remedies: each is a way out by itself.
-    """
-
-    problem: str = ""
-    remedies: tuple[Remedy, ...] = ()
+    problem: str = ""  # the text without its remedies; empty unless ``refused`` made it
+    remedies: tuple[Remedy, ...] = ()  # each is a way out by itself
 
     @classmethod
     def refused(cls, problem: str, *remedies: Remedy) -> Self:

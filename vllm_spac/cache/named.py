@@ -17,15 +17,10 @@ from vllm_spac.decisions.predictors.base import Guess
 
 
 class BudgetHint(NamedTuple):
-    """What a budget of experts per layer leaves of the names of a step.
+    """What a budget of experts per layer leaves of the names of a step."""
 
-    Attributes:
-        bounds: most experts of each layer; None: all that are named.
-        votes: float [rows], how much each row counts; None: as much as any other.
-    """
-
-    bounds: Sequence[int] | None = None
-    votes: np.ndarray | None = None
+    bounds: Sequence[int] | None = None  # most experts of each layer; None: all that are named
+    votes: np.ndarray | None = None  # float [rows], how much each row counts; None: as much as any other
 
     def of(self, layer: int, experts: np.ndarray) -> np.ndarray:
         """Returns the first of ``experts`` of ``layer``, the likeliest first, as many as it may run."""
@@ -56,16 +51,11 @@ def named(guess: Guess, experts: int, top_k: int, hint: BudgetHint = UNBOUNDED) 
 
 @dataclass(frozen=True, eq=False)
 class PredictedExperts:
-    """The experts that the rows of a guess name.
-
-    Attributes:
-        ids: int64 [rows, layers, k], experts, the likeliest first, on any device; -1: the row names no more.
-        weights: float32 [rows, layers, k], of the names, for a budget's hint; None: by their place.
-    """
+    """The experts that the rows of a guess name."""
 
     first: int
-    ids: Tensor
-    weights: Tensor | None = None
+    ids: Tensor  # int64 [rows, layers, k], experts, the likeliest first, on any device; -1: the row names no more
+    weights: Tensor | None = None  # float32 [rows, layers, k], of the names, for a budget's hint; None: by their place
 
     @classmethod
     def of(cls, guess: Guess, experts: int, top_k: int, hint: BudgetHint = UNBOUNDED) -> Self:

@@ -60,19 +60,12 @@ _FREE, _LOADING, _READY = map(int, SlotState)  # numpy takes a microsecond for a
 
 
 class Placement(NamedTuple):
-    """Result of a call that assigns slots.
+    """Result of a call that assigns slots."""
 
-    Attributes:
-        hits: number of keys that were READY.
-        loads: (key, slot) pairs to load now.
-        waits: (key, slot) pairs that are being loaded already.
-        victims: keys that were evicted.
-    """
-
-    hits: int
-    loads: tuple[tuple[int, int], ...]
-    waits: tuple[tuple[int, int], ...] = ()
-    victims: tuple[int, ...] = ()
+    hits: int  # number of keys that were READY
+    loads: tuple[tuple[int, int], ...]  # (key, slot) pairs to load now
+    waits: tuple[tuple[int, int], ...] = ()  # (key, slot) pairs that are being loaded already
+    victims: tuple[int, ...] = ()  # keys that were evicted
 
 
 @dataclass(frozen=True, slots=True)

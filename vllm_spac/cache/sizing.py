@@ -159,18 +159,15 @@ class Widths:
 
     Attributes:
         heads, kv_heads, head: of attention, and the size of one.
-        dense: intermediate size of dense layers; 0: there are none.
-        moe: the distinct kinds of MoE layers.
-        itemsize: bytes of a value.
     """
 
     hidden: int
     heads: int
     kv_heads: int
     head: int
-    dense: int
-    moe: tuple[MoEWidths, ...]
-    itemsize: int
+    dense: int  # intermediate size of dense layers; 0: there are none
+    moe: tuple[MoEWidths, ...]  # the distinct kinds of MoE layers
+    itemsize: int  # bytes of a value
 
     @property
     def row(self) -> int:

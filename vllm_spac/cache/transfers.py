@@ -34,15 +34,10 @@ HOST = "host"
 
 @dataclass(frozen=True)
 class HostRows:
-    """Host memory between slots and store.
+    """Host memory between slots and store."""
 
-    Attributes:
-        tier: which expert is in which row; owned.
-        block: the rows; owned.
-    """
-
-    tier: HostTier
-    block: HostBlock
+    tier: HostTier  # which expert is in which row; owned
+    block: HostBlock  # the rows; owned
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -40,28 +40,21 @@ class BudgetKnob:
     all else but ``off`` is a path. The arguments of ``off`` are for budgets that are set while a server runs.
 
     Attributes:
-        text: the bound as it was given, without arguments.
-        given: the arguments that were given.
-        experts: experts per layer (B).
-        mass: share of the routing mass, above 0 and at most 1.
-        file: of budgets by layer.
         mass_of, ranking, coverage, when, votes: as in ``BudgetSettings``.
-        alpha: the power of the probability by which draft rows count; None: all rows count the same.
-        calibration: the file of a calibration.
     """
 
-    text: str = OFF
-    given: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    experts: int | None = None
-    mass: float | None = None
-    file: Path | None = None
+    text: str = OFF  # the bound as it was given, without arguments
+    given: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the arguments that were given
+    experts: int | None = None  # experts per layer (B)
+    mass: float | None = None  # share of the routing mass, above 0 and at most 1
+    file: Path | None = None  # of budgets by layer
     mass_of: str = "selected"
     ranking: str = "selected"
     coverage: str = "substitution"
     when: str = "verify"
     votes: str = "uniform"
-    alpha: float | None = None
-    calibration: Path | None = None
+    alpha: float | None = None  # the power of the probability by which draft rows count; None: all rows count the same
+    calibration: Path | None = None  # the file of a calibration
 
     @classmethod
     def parse(cls, text: str) -> BudgetKnob:

@@ -111,14 +111,10 @@ class DynamicShape(TreeShape):
 
 @dataclass(frozen=True)
 class StaticShape(TreeShape):
-    """One shape for every step, as EAGLE-1's: constant index tensors, whatever the drafter says.
-
-    Attributes:
-        paths: of the nodes, in the order in which they are verified; each path's parent comes before it.
-    """
+    """One shape for every step, as EAGLE-1's: constant index tensors, whatever the drafter says."""
 
     fixed = True
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...]  # of the nodes, in the order in which they are verified; each path's parent comes before it
 
     def __post_init__(self) -> None:
         seen: set[Path] = {()}

@@ -96,25 +96,21 @@ class TunedProfile(BaseModel):
     """A tuned profile.
 
     Attributes:
-        model: as it was named; ``identity``: its content, as of ``identity``.
-        choice: name of the variant; ``default`` if none was faster.
         knobs: that ``vllm serve`` adds; ``speculative_config``: likewise. Both empty with ``default``.
-        ratio: of the choice over the default, in turns; None if no variant came to that.
-        engine: further arguments of the engines that were measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     format: Literal["spac-tuned-4"] = FORMAT
-    model: str
+    model: str  # as it was named; ``identity``: its content, as of ``identity``
     identity: str
     machine: Machine
     versions: dict[str, str]
-    choice: str
+    choice: str  # name of the variant; ``default`` if none was faster
     knobs: dict[str, Knob]
     speculative_config: dict[str, Any] | None = None
-    ratio: Ratio | None = None
-    engine: dict[str, Any] = {}
+    ratio: Ratio | None = None  # of the choice over the default, in turns; None if no variant came to that
+    engine: dict[str, Any] = {}  # further arguments of the engines that were measured
     command: str = ""
     date: str = ""
 

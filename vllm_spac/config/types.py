@@ -118,13 +118,9 @@ SlotsText = Annotated[str, BeforeValidator(_slots_text)]
 
 @dataclass(frozen=True, eq=False)
 class WithArguments:
-    """The type of a knob with few values, some of which take arguments, as metadata of ``str``; pydantic validates it.
+    """The type of a knob with few values, of which some take arguments, as metadata of ``str`` for pydantic."""
 
-    Attributes:
-        names: value -> its arguments by name.
-    """
-
-    names: Mapping[str, Mapping[str, Argument]]
+    names: Mapping[str, Mapping[str, Argument]]  # value -> its arguments by name
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema

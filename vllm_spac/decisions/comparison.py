@@ -67,33 +67,23 @@ def orders(seed: int, arms: int = 2) -> Iterator[tuple[int, ...]]:
 
 
 class Said(BaseModel):
-    """What the default answers to a prompt.
-
-    Attributes:
-        second: the second best token at each place; empty where it was not asked for.
-        gap: log-probability of the best less that of the second, at each place.
-    """
+    """What the default answers to a prompt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ids: tuple[int, ...]
-    second: tuple[int, ...] = ()
-    gap: tuple[float, ...] = ()
+    second: tuple[int, ...] = ()  # the second best token at each place; empty where it was not asked for
+    gap: tuple[float, ...] = ()  # log-probability of the best less that of the second, at each place
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the tokens of a candidate compare with those of the default.
-
-    Attributes:
-        gap: the largest gap at which an answer first differed from the default's; 0 if none did.
-        differ: number of answers that differ, of ``answers``.
-    """
+    """How the tokens of a candidate compare with those of the default."""
 
     verdict: Verdict
     answers: int = 0
-    differ: int = 0
-    gap: float = 0.0
+    differ: int = 0  # number of answers that differ, of ``answers``
+    gap: float = 0.0  # the largest gap at which an answer first differed from the default's; 0 if none did
 
     def __str__(self) -> str:
         if self.verdict == "equal":

@@ -209,16 +209,13 @@ class Attained(_Frozen):
     """What a machine attains of a data sheet's peaks, and what it does beside them: assumed, and counted by plans only.
 
     Attributes:
-        link: share of the peak of loads from host memory.
-        cpu: share of the peak of host memory that experts on the CPU read.
         host_work: the plugin's own, about what it was on another machine; where the host decides, with vLLM's own.
-        vllm: vLLM's own in CUDA graphs, what it was on another machine.
     """
 
-    link: float = Field(gt=0, le=1)
-    cpu: float = Field(1.0, gt=0, le=1)
+    link: float = Field(gt=0, le=1)  # share of the peak of loads from host memory
+    cpu: float = Field(1.0, gt=0, le=1)  # share of the peak of host memory that experts on the CPU read
     host_work: HostWork
-    vllm: VllmStep = VllmStep()
+    vllm: VllmStep = VllmStep()  # vLLM's own in CUDA graphs, what it was on another machine
 
 
 class Costs(_Frozen):

@@ -35,33 +35,22 @@ _SIZES = tuple(field.name for field in fields(Sizes) if field.name != "layers")
 
 @dataclass(frozen=True)
 class Identity:
-    """The model that predictors are of.
+    """The model that predictors are of."""
 
-    Attributes:
-        fingerprint: identifies the model, its revision and its weights.
-        layers: names of the MoE layers, in the order of execution.
-    """
-
-    fingerprint: str
+    fingerprint: str  # identifies the model, its revision and its weights
     model: str
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # names of the MoE layers, in the order of execution
 
 
 @dataclass(frozen=True, eq=False)
 class PredictorFile:
-    """Trained predictors in memory; the module's docstring describes the format.
-
-    Attributes:
-        tokens: rows that the predictors were fitted to.
-        tensors: predictor -> its tensors.
-        left_out: predictor -> why it is not in the file.
-    """
+    """Trained predictors in memory; the module's docstring describes the format."""
 
     identity: Identity
     sizes: Sizes
-    tokens: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    left_out: Mapping[str, str]
+    tokens: int  # rows that the predictors were fitted to
+    tensors: Mapping[str, Mapping[str, Tensor]]  # predictor -> its tensors
+    left_out: Mapping[str, str]  # predictor -> why it is not in the file
 
     @classmethod
     def load(cls, path: str | Path, identity: Identity, experts: int) -> PredictorFile:

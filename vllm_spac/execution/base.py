@@ -65,21 +65,16 @@ class LayerFacts:
     """Properties of a layer because of which an execution may refuse it.
 
     Attributes:
-        name: name of the layer.
-        activation: name of its activation.
         limit, alpha: parameters of the activation, if it has any.
-        weighs_input: router weights multiply the input of an expert and not its output.
-        quantised: name of vLLM's quantisation method, None for plain weights.
-        packed: whether ``checkpoint.repacking`` can pack its quantised weights for ``vllm_spac.kernels``.
     """
 
-    name: str
-    activation: str
+    name: str  # name of the layer
+    activation: str  # name of its activation
     limit: float | None = None
     alpha: float | None = None
-    weighs_input: bool = False
-    quantised: str | None = None
-    packed: bool = False
+    weighs_input: bool = False  # router weights multiply the input of an expert and not its output
+    quantised: str | None = None  # name of vLLM's quantisation method, None for plain weights
+    packed: bool = False  # whether ``checkpoint.repacking`` can pack its quantised weights for ``vllm_spac.kernels``
 
 
 class Rows(NamedTuple):
@@ -102,17 +97,11 @@ class Rows(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Fast memory of the experts of one shape.
+    """Fast memory of the experts of one shape."""
 
-    Attributes:
-        slots: number of slots.
-        staged: whether there are staging buffers for prompts in addition to the slots.
-        nbytes: bytes of slots and buffers together.
-    """
-
-    slots: int
-    staged: bool
-    nbytes: int
+    slots: int  # number of slots
+    staged: bool  # whether there are staging buffers for prompts in addition to the slots
+    nbytes: int  # bytes of slots and buffers together
 
 
 @dataclass(frozen=True)
@@ -120,33 +109,23 @@ class ExecutionContext:
     """What an execution is built from.
 
     Attributes:
-        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
         policy, store: owned by the execution.
-        tensors: name -> slots of shape [slots, ...] on the device that computes.
-        path: name of the store in the counters.
-        rows: number of rows of the largest forward.
-        staged: as in ``Room``.
-        io_threads: maximum number of reads in flight.
-        ahead: what is read ahead of need.
-        host: host memory between the slots and the store, if any; owned by the execution.
-        exchange: copies small tensors between device and host; None on a CPU.
-        local_of: as in ``Execution``.
     """
 
     shape: MoEShape
-    slots: int
+    slots: int  # number of slots, from ``shape.top_k`` to ``shape.total``
     policy: Policy
     store: ExpertStore
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # name -> slots of shape [slots, ...] on the device that computes
     _: KW_ONLY
-    path: str
-    rows: int = 1
-    staged: bool = False
-    io_threads: int = 1
-    ahead: PrefetchSettings = field(default_factory=PrefetchSettings)
-    host: HostRows | None = None
-    exchange: Exchange | None = None
-    local_of: Tensor | None = None
+    path: str  # name of the store in the counters
+    rows: int = 1  # number of rows of the largest forward
+    staged: bool = False  # as in ``Room``
+    io_threads: int = 1  # maximum number of reads in flight
+    ahead: PrefetchSettings = field(default_factory=PrefetchSettings)  # what is read ahead of need
+    host: HostRows | None = None  # host memory between the slots and the store, if any; owned by the execution
+    exchange: Exchange | None = None  # copies small tensors between device and host; None on a CPU
+    local_of: Tensor | None = None  # as in ``Execution``
 
     @property
     def device(self) -> torch.device:

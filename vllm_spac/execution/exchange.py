@@ -233,17 +233,11 @@ class CallerLane(CallerStream):
 
 
 class Sent(NamedTuple):
-    """Tensors on their way to the CPU.
+    """Tensors on their way to the CPU."""
 
-    Attributes:
-        tensors: on the CPU, in memory that is theirs until ``Exchange.read``.
-        arrived: when they are there.
-        buffer: that memory.
-    """
-
-    tensors: list[Tensor]
-    arrived: Event
-    buffer: Tensor
+    tensors: list[Tensor]  # on the CPU, in memory that is theirs until ``Exchange.read``
+    arrived: Event  # when they are there
+    buffer: Tensor  # that memory
 
 
 class Exchange:

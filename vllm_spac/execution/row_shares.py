@@ -17,16 +17,11 @@ class Share:
     A kernel needs ``top_k`` experts per row: the place of a pair that belongs to the other processor repeats the row's
     first own expert, with weight 0. So no row runs an expert that its router did not choose, whose output could be
     infinite (0 * inf is NaN), and none reads a slot that is not ready.
-
-    Attributes:
-        rows: int64 [m], the rows that have a pair in this share, ascending.
-        ids: [m, top_k], experts.
-        own: bool [m, top_k], the pairs of this processor; at least one per row.
     """
 
-    rows: Tensor
-    ids: Tensor
-    own: Tensor
+    rows: Tensor  # int64 [m], the rows that have a pair in this share, ascending
+    ids: Tensor  # [m, top_k], experts
+    own: Tensor  # bool [m, top_k], the pairs of this processor; at least one per row
 
     @classmethod
     def of(cls, ids: Tensor, own: Tensor) -> Share:

@@ -118,12 +118,9 @@ class Watchdog:
         notes: of the thread that runs the model.
         folder: of the files; made where it is missing.
         streams: returns those of the device, called only where something may stand still.
-
-    Attributes:
-        period: seconds from one look to the next.
     """
 
-    period: ClassVar[float] = PERIOD
+    period: ClassVar[float] = PERIOD  # seconds from one look to the next
 
     def __init__(self, notes: Notes, folder: Path, streams: Callable[[], Busy] = device_streams) -> None:
         self._notes, self._folder, self._streams = notes, folder, streams

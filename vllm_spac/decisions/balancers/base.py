@@ -16,17 +16,11 @@ _STEPS = 64  # over which the number of drafts is averaged
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the active experts of a layer run in one forward: each is in exactly one tuple, in ascending order.
+    """Where the active experts of a layer run in one forward: each is in exactly one tuple, in ascending order."""
 
-    Attributes:
-        hit: resident in fast memory; run there.
-        stream: loaded into fast memory first; run there.
-        cpu: run on the CPU, from the store's memory.
-    """
-
-    hit: tuple[int, ...] = ()
-    stream: tuple[int, ...] = ()
-    cpu: tuple[int, ...] = ()
+    hit: tuple[int, ...] = ()  # resident in fast memory; run there
+    stream: tuple[int, ...] = ()  # loaded into fast memory first; run there
+    cpu: tuple[int, ...] = ()  # run on the CPU, from the store's memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,17 +22,14 @@ class CutNumbers(NamedTuple):
     Attributes:
         slope, places, requests: how likely a draft is accepted given that its parent is, as of ``Odds.terms``: a
             number, [D] and [R].
-        gain: seconds that an accepted draft saves, less than 0 if it takes more than it saves.
-        loss: seconds that a rejected one takes, at least 0.
-        most: drafts that a request may keep, [R].
     """
 
     slope: Tensor
-    gain: Tensor
-    loss: Tensor
+    gain: Tensor  # seconds that an accepted draft saves, less than 0 if it takes more than it saves
+    loss: Tensor  # seconds that a rejected one takes, at least 0
     places: Tensor
     requests: Tensor
-    most: Tensor
+    most: Tensor  # drafts that a request may keep, [R]
 
     @classmethod
     def unpacked(cls, packed: Tensor, requests: int) -> Self:

@@ -25,17 +25,11 @@ LOOK = 8  # steps, while it is not known what drafts cost: in one of them half a
 
 
 class StepDrafts(NamedTuple):
-    """What a step verified, once the host has heard of it.
+    """What a step verified, once the host has heard of it."""
 
-    Attributes:
-        drafts: of each request that had any, also those that were cut.
-        kept: of them, those that were not cut.
-        misses: experts of the step that were not in fast memory, of all layers.
-    """
-
-    drafts: Mapping[str, Drafted]
-    kept: Mapping[str, int]
-    misses: int
+    drafts: Mapping[str, Drafted]  # of each request that had any, also those that were cut
+    kept: Mapping[str, int]  # of them, those that were not cut
+    misses: int  # experts of the step that were not in fast memory, of all layers
 
 
 class DeviceChooser:

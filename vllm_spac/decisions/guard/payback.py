@@ -20,21 +20,14 @@ LONGEST = 16384
 
 
 class Verdict(NamedTuple):
-    """Steps have the technique for ``steps`` steps, or ``stop`` having it for as many.
-
-    Attributes:
-        ratio: seconds per row of the steps with the technique over those without.
-        error: one standard error of it.
-        pairs: blocks of each kind that were compared.
-        changes: whether it is the first one, or another one than the last.
-    """
+    """Steps have the technique for ``steps`` steps, or ``stop`` having it for as many."""
 
     stop: bool
     steps: int
-    ratio: float
-    error: float
-    pairs: int
-    changes: bool
+    ratio: float  # seconds per row of the steps with the technique over those without
+    error: float  # one standard error of it
+    pairs: int  # blocks of each kind that were compared
+    changes: bool  # whether it is the first one, or another one than the last
 
     @property
     def of_drafts(self) -> str:

@@ -20,15 +20,12 @@ class Samples:
     """Rows of texts in the order of the texts; L layers of N experts, k of them per row, d hidden dimensions.
 
     Attributes:
-        starts: first row of each text, ascending.
-        hidden: float [L, rows, d], input of each router.
-        logits: float32 [L, rows, N], by which a router chose: the k greatest of a row, unless it groups experts.
         ids, weights: int32 and float32 [L, rows, k], its choice and their routing weights.
     """
 
-    starts: tuple[int, ...]
-    hidden: Tensor
-    logits: Tensor
+    starts: tuple[int, ...]  # first row of each text, ascending
+    hidden: Tensor  # float [L, rows, d], input of each router
+    logits: Tensor  # float32 [L, rows, N], by which a router chose: the k greatest of a row, unless it groups experts
     ids: Tensor
     weights: Tensor
 

@@ -49,17 +49,11 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Gates:
-    """The routers of a model and the norms before them: router logits are norm(r) @ weight.T + bias, with RMSNorm.
+    """The routers of a model and the norms before them: router logits are norm(r) @ weight.T + bias, with RMSNorm."""
 
-    Attributes:
-        weight: float32 [L, N, d].
-        bias: float32 [L, N].
-        norm: float32 [L, d], weights of the RMSNorm whose output a router reads.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    norm: Tensor
+    weight: Tensor  # float32 [L, N, d]
+    bias: Tensor  # float32 [L, N]
+    norm: Tensor  # float32 [L, d], weights of the RMSNorm whose output a router reads
 
     def problem(self, samples: Samples) -> str:
         """Returns why these are not the routers and norms that ``samples`` come from; empty if they are."""
@@ -78,19 +72,13 @@ class Gates:
 
 @dataclass(frozen=True, eq=False)
 class Material:
-    """What predictors are made from.
-
-    Attributes:
-        others: samples of other texts, by which choices between predictors are made.
-        gates: the model's routers, or why they are not known or cannot be used.
-        outputs: float32 [L, N, d], mean output of each expert for the rows of ``samples`` that selected it.
-    """
+    """What predictors are made from."""
 
     sizes: Sizes
     samples: Samples
-    others: Samples
-    gates: Gates | str
-    outputs: Tensor
+    others: Samples  # samples of other texts, by which choices between predictors are made
+    gates: Gates | str  # the model's routers, or why they are not known or cannot be used
+    outputs: Tensor  # float32 [L, N, d], mean output of each expert for the rows of ``samples`` that selected it
 
 
 class Trained(Predictor):
@@ -101,14 +89,11 @@ class Trained(Predictor):
 
     Raises:
         ValueError: a tensor has values that it cannot have.
-
-    Attributes:
-        chooses: it is trained after all that do not choose, and asks them.
     """
 
     needs_file: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
-    chooses: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False  # it is trained after all that do not choose, and asks them
     reach = 1
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:

@@ -18,25 +18,15 @@ from vllm_spac.execution.row_shares import numbered_there
 
 
 class LayerRows(NamedTuple):
-    """The rows of a layer's forward, as the kernels read them.
+    """The rows of a layer's forward, as the kernels read them."""
 
-    Attributes:
-        x: [T, d], contiguous.
-        ids: int32 [T, k], experts as this process numbers them; -1 for others and for padding.
-        of_model: int32 [T, k], the same as the model numbers them; whatever else it contains is padding.
-        weights: float32 [T, k].
-        live: int32 [1] on the device, the pairs of requests; those behind them are padding.
-        guess: as in ``Rows``.
-        captured: the launches are captured into a CUDA graph.
-    """
-
-    x: Tensor
-    ids: Tensor
-    of_model: Tensor
-    weights: Tensor
-    live: Tensor
-    guess: Tensor | None = None
-    captured: bool = False
+    x: Tensor  # [T, d], contiguous
+    ids: Tensor  # int32 [T, k], experts as this process numbers them; -1 for others and for padding
+    of_model: Tensor  # int32 [T, k], the same as the model numbers them; whatever else it contains is padding
+    weights: Tensor  # float32 [T, k]
+    live: Tensor  # int32 [1] on the device, the pairs of requests; those behind them are padding
+    guess: Tensor | None = None  # as in ``Rows``
+    captured: bool = False  # the launches are captured into a CUDA graph
 
     @classmethod
     def of(

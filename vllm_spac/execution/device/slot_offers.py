@@ -38,37 +38,24 @@ def with_prompts(counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> 
 
 
 class SlotOffers(NamedTuple):
-    """Slots that the layers of a step may take; see ``vllm_spac.kernels.types.Offers``.
+    """Slots that the layers of a step may take; see ``vllm_spac.kernels.types.Offers``."""
 
-    Attributes:
-        slots: int32 [offers], the slots.
-        owners: int32 [offers], the expert in each slot.
-        kept: float32 [offers], ascending, the value of each slot to its owner.
-        used: float32 [keys], the value of a slot to an expert that the step uses.
-        to_layers: number of the first offers, those that are worth at least as much to some expert without a slot.
-    """
-
-    slots: np.ndarray
-    owners: np.ndarray
-    kept: np.ndarray
-    used: np.ndarray
-    to_layers: int
+    slots: np.ndarray  # int32 [offers], the slots
+    owners: np.ndarray  # int32 [offers], the expert in each slot
+    kept: np.ndarray  # float32 [offers], ascending, the value of each slot to its owner
+    used: np.ndarray  # float32 [keys], the value of a slot to an expert that the step uses
+    to_layers: int  # number of the first offers, those that are worth at least as much to some expert without a slot
 
 
 class Learned(NamedTuple):
-    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it.
-
-    Attributes:
-        computed: by the CPU; ``late``: of those streamed, what the CPU was to compute.
-        judged: as ``Allowance.end_step`` returns it.
-    """
+    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it."""
 
     streamed: int
     admitted: int
     ahead: int
-    computed: int
+    computed: int  # by the CPU; ``late``: of those streamed, what the CPU was to compute
     late: int
-    judged: tuple[int, int] | None
+    judged: tuple[int, int] | None  # as ``Allowance.end_step`` returns it
 
 
 class Offering:

@@ -16,18 +16,14 @@ class Routed(NamedTuple):
     """Rows of a layer with experts that can all be run.
 
     Attributes:
-        x: [rows, hidden].
-        weights: [rows, top_k], 0 for pairs that add nothing.
-        ids: [rows, top_k] on the CPU, experts as this process numbers them.
         on_device: [rows, top_k] on the device of ``x``, experts as the model numbers them; None: they are not there.
-        of_model: the same on the CPU; None: those of ``ids``.
     """
 
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
+    x: Tensor  # [rows, hidden]
+    weights: Tensor  # [rows, top_k], 0 for pairs that add nothing
+    ids: Tensor  # [rows, top_k] on the CPU, experts as this process numbers them
     on_device: Tensor | None = None
-    of_model: Tensor | None = None
+    of_model: Tensor | None = None  # the same on the CPU; None: those of ``ids``
 
     def pick(self, share: Share) -> Routed:
         """Returns the pairs of ``share``, which divides ``ids``."""
@@ -38,24 +34,17 @@ class Localised(NamedTuple):
     """A layer's forward as this process runs it.
 
     Attributes:
-        routed: what is run.
-        at: int64 [m], the rows of the forward that ``routed`` has, ascending; None: all.
         live: bool [rows, 1] on the CPU, which rows of ``routed`` run experts; None: all. No other result is used.
-        real: leading rows of ``routed`` that belong to requests.
-        own: int [requests' rows, top_k] on the CPU, what they chose, as this process numbers experts; -1: none.
-        chosen: the same, as the model numbers them.
-        asked: ``chosen`` with an expert in place of each -1, for predictors.
-        weights: [requests' rows, top_k], of ``chosen``.
     """
 
-    routed: Routed
-    at: Tensor | None
+    routed: Routed  # what is run
+    at: Tensor | None  # int64 [m], the rows of the forward that ``routed`` has, ascending; None: all
     live: Tensor | None
-    real: int
-    own: Tensor
-    chosen: Tensor
-    asked: Tensor
-    weights: Tensor
+    real: int  # leading rows of ``routed`` that belong to requests
+    own: Tensor  # int [requests' rows, top_k] on the CPU, what they chose, as this process numbers experts; -1: none
+    chosen: Tensor  # the same, as the model numbers them
+    asked: Tensor  # ``chosen`` with an expert in place of each -1, for predictors
+    weights: Tensor  # [requests' rows, top_k], of ``chosen``
 
     @property
     def empty(self) -> bool:

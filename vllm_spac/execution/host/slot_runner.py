@@ -22,15 +22,10 @@ from vllm_spac.recording.metrics import Counters
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows of a forward whose experts are all resident.
+    """Rows of a forward whose experts are all resident."""
 
-    Attributes:
-        rows: a slice, or int64 [wave] on the CPU, ascending.
-        slot_ids: slot numbers in place of experts, with the shape and dtype of the rows' routed ids.
-    """
-
-    rows: slice | Tensor
-    slot_ids: Tensor
+    rows: slice | Tensor  # a slice, or int64 [wave] on the CPU, ascending
+    slot_ids: Tensor  # slot numbers in place of experts, with the shape and dtype of the rows' routed ids
 
 
 def by_expert(

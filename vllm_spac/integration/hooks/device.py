@@ -54,18 +54,13 @@ _OLDEST = (8, 0)  # bfloat16, and what vLLM's Triton MoE kernels are tuned for
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Facts about one accelerator, as vLLM's platform reports them.
-
-    Attributes:
-        pinned: whether host memory can be page-locked for it.
-        unified: whether it can read such memory at the host's addresses (unified virtual addressing).
-    """
+    """Facts about one accelerator, as vLLM's platform reports them."""
 
     name: str
     cuda: bool
     capability: tuple[int, int]
-    pinned: bool
-    unified: bool
+    pinned: bool  # whether host memory can be page-locked for it
+    unified: bool  # whether it can read such memory at the host's addresses (unified virtual addressing)
 
 
 def is_cpu() -> bool:

@@ -44,16 +44,13 @@ class CutReport:
 
     Attributes:
         requests, drafts: of the batch, and how many each has.
-        cuts: whether some may have been cut.
-        sent: tokens and chances [R, n]; with ``cuts``, how many are kept [R]; of trees, what each follows [R, n].
-        before: experts missed before the step, and after it, once the next one has begun.
     """
 
     requests: Sequence[str]
     drafts: Sequence[int]
-    cuts: bool
-    sent: Sent
-    before: int
+    cuts: bool  # whether some may have been cut
+    sent: Sent  # tokens and chances [R, n]; with ``cuts``, how many are kept [R]; of trees, what each follows [R, n]
+    before: int  # experts missed before the step, and after it, once the next one has begun
     after: int | None = None
 
     def arrived(self, missed: int) -> StepDrafts:

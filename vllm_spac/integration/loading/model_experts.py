@@ -51,31 +51,21 @@ logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is decided once all layers are built, before any weight is loaded.
-
-    Attributes:
-        draft_states: keeps what is chosen of a draft model's tokens, for a predictor that looks at it.
-        other_weights: bytes of the model's weights that are not experts.
-    """
+    """What is decided once all layers are built, before any weight is loaded."""
 
     budget: BudgetControl
-    draft_states: DraftStates | None
-    other_weights: int
+    draft_states: DraftStates | None  # keeps what is chosen of a draft model's tokens, for a predictor that looks at it
+    other_weights: int  # bytes of the model's weights that are not experts
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves the model once its weights are loaded.
-
-    Attributes:
-        guard: decides how many drafts a step gets, if it does.
-        cuts: fits the numbers by which drafts are cut on the device, if they are.
-    """
+    """What serves the model once its weights are loaded."""
 
     runtime: Runtime
     budget: BudgetControl
-    guard: LengthChooser | Chooser | None
-    cuts: DeviceChooser | None
+    guard: LengthChooser | Chooser | None  # decides how many drafts a step gets, if it does
+    cuts: DeviceChooser | None  # fits the numbers by which drafts are cut on the device, if they are
     timeline_facts: TimelineFacts
     draft_states: DraftStates | None
     other_weights: int

@@ -13,15 +13,10 @@ from vllm_spac.methods.trees.tensors import Scratch
 
 
 class RunnerAdapter(ABC):
-    """One of vLLM's model runners.
+    """One of vLLM's model runners."""
 
-    Attributes:
-        runner: ``module:Class`` of it.
-        where: of the rows of ``patches`` that are its own.
-    """
-
-    runner: ClassVar[str]
-    where: ClassVar[Where]
+    runner: ClassVar[str]  # ``module:Class`` of it
+    where: ClassVar[Where]  # of the rows of ``patches`` that are its own
 
     @abstractmethod
     def install(self) -> None:

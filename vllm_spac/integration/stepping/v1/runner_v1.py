@@ -234,13 +234,9 @@ def last_tokens(sampled: Tensor | list[list[int]]) -> Tensor:
 
 
 class PlainSampling(NamedTuple):
-    """In place of the metadata of drafts, for a step that is sampled as without speculation.
+    """In place of the metadata of drafts, for a step that is sampled as without speculation."""
 
-    Attributes:
-        logits_indices: int32 [requests], the rows whose logits are sampled.
-    """
-
-    logits_indices: Tensor
+    logits_indices: Tensor  # int32 [requests], the rows whose logits are sampled
 
 
 def unless_plain(calculate: Callable):

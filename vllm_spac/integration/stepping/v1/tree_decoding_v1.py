@@ -89,17 +89,11 @@ class TreeDrafts(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What the target accepted in a step.
+    """What the target accepted in a step."""
 
-    Attributes:
-        last: int64 [requests], last accepted row of each tree; 0: none but the root.
-        paths: accepted rows per request, without the root.
-        output: vLLM's; its tokens are int32 [requests, levels] with -1 behind the last of each request.
-    """
-
-    last: Tensor
-    paths: list[list[int]]
-    output: SamplerOutput
+    last: Tensor  # int64 [requests], last accepted row of each tree; 0: none but the root
+    paths: list[list[int]]  # accepted rows per request, without the root
+    output: SamplerOutput  # vLLM's; its tokens are int32 [requests, levels] with -1 behind the last of each request
 
 
 def verified(
@@ -170,19 +164,12 @@ def _by_request(levels: Sequence[LogprobsTensors | None]) -> LogprobsTensors | N
 
 @dataclasses.dataclass
 class FirstPass:
-    """What vLLM's first pass of the drafter leaves: its outputs at the last token of each request.
+    """What vLLM's first pass of the drafter leaves: its outputs at the last token of each request."""
 
-    Attributes:
-        last: [requests, d], hidden states that logits are computed from.
-        hidden: [requests, d], hidden states that the next forward takes.
-        positions: int64 [requests], of these tokens.
-        metadata: of the pass; its block tables are the requests'.
-    """
-
-    last: Tensor
-    hidden: Tensor
-    positions: Tensor
-    metadata: CommonAttentionMetadata
+    last: Tensor  # [requests, d], hidden states that logits are computed from
+    hidden: Tensor  # [requests, d], hidden states that the next forward takes
+    positions: Tensor  # int64 [requests], of these tokens
+    metadata: CommonAttentionMetadata  # of the pass; its block tables are the requests'
 
 
 def first_pass(drafter: EagleProposer, propose: Callable, *args: Any, **kwargs: Any) -> FirstPass:
