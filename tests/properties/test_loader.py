@@ -190,7 +190,7 @@ class World:
 
     def release(self, number: int) -> None:
         if self.held:
-            self.loader.release(self.held.pop(number % len(self.held)))
+            self.loader.residency.release(self.held.pop(number % len(self.held)))
 
     def end_step(self, counts: np.ndarray | None) -> None:
         self.in_use = []

@@ -187,10 +187,6 @@ class ExpertLoader:
         self.residency.used()
         self.prefetcher.admit(keys)
 
-    def release(self, keys: list[int]) -> None:
-        """Unpins ``keys``."""
-        self.residency.release(keys)
-
     def end_step(self, counts: np.ndarray | None, prompt: np.ndarray | None = None) -> None:
         """Ends a forward: updates scores and policy, and starts prefetches.
 

@@ -107,15 +107,10 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return str(error).removeprefix("spac: ")
     if other.store_on("cuda") != config.store_on("cuda"):
         return f"experts are in store={config.store_on('cuda')}"
-    if not _ran_on_device(config.prefetch):
+    # Others gave stock's tokens on no GPU where the device decides, in CUDA graphs.
+    if config.prefetch != "off" and not components.find("predictors", config.prefetch).on_device:
         return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with plane=pointers"
     return None
-
-
-def _ran_on_device(prefetch: str) -> bool:
-    """Whether reads ahead by this predictor gave stock's tokens on a GPU where the device decides, in CUDA graphs."""
-    name, _, _ = prefetch.partition("@")
-    return name == "off" or components.find("predictors", prefetch).on_device
 
 
 def reason_for_host(model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None) -> str | None:

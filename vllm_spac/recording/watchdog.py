@@ -154,11 +154,12 @@ class Watchdog:
         notes = self._notes
         last = notes.last.copy()
         note = last[-1] if last else None
-        if self._stall.check(note, notes.in_step, notes.prompts, self.clock(), self._busy):
-            self._report([*last], notes.in_step)
 
-    def _busy(self) -> bool:
-        return any(busy() for busy in self._streams().values())
+        def busy() -> bool:
+            return any(has_work() for has_work in self._streams().values())
+
+        if self._stall.check(note, notes.in_step, notes.prompts, self.clock(), busy):
+            self._report([*last], notes.in_step)
 
     def _report(self, last: list[tuple[str, int]], in_step: bool) -> None:
         """First what needs no device, since asking a device that stands still may not return."""

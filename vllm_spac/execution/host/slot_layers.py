@@ -102,7 +102,7 @@ class SlotLayers:
             for start in range(0, len(keys), _FILL_BATCH):
                 batch = keys[start : start + _FILL_BATCH]
                 self.loader.hold(batch, None)
-                self.loader.release(batch)
+                self.loader.residency.release(batch)
                 yield len(batch)
 
     def together(
@@ -143,7 +143,7 @@ class SlotLayers:
 
     def release(self, keys: list[int]) -> None:
         """Unpins what ``together`` has pinned."""
-        self.loader.release(keys)
+        self.loader.residency.release(keys)
 
     def waves(self, layer: int, routed: np.ndarray, counters: Counters | None) -> Generator[HeldRows, None, None]:
         """Makes the experts of a layer resident, wave by wave; each is pinned until the next wave is requested.
@@ -173,7 +173,7 @@ class SlotLayers:
                         self.loader.ran(layer, len(routed), chosen + first)
                 yield HeldRows(rows, arrived)
             finally:
-                self.loader.release(keys)
+                self.loader.residency.release(keys)
         if counters is not None:
             counters.misses += len(missed)
             counters.hits += len(used) - len(missed)

@@ -126,7 +126,8 @@ class Packing:
 
     def begin(self) -> None:
         """Called once all stores are open, before any weight is loaded."""
-        missing = [self._store(layer) for layer in self._layers for key in self._keys(layer) if self._lacks(layer, key)]
+        of_layers = ((self._store(layer), key) for layer in self._layers for key in self._keys(layer))
+        missing = [store for store, key in of_layers if not store.holds(key)]
         packs = any(store.persistent for store in missing)
         self._bar = self._progress(len(missing), "Packing experts" if packs else "Loading experts", not missing)
 
@@ -249,9 +250,6 @@ class Packing:
 
     def _store(self, layer: ManagedExperts) -> ExpertStore:
         return self._stores[layer.layer_name]
-
-    def _lacks(self, layer: ManagedExperts, key: int) -> bool:
-        return not self._store(layer).holds(key)
 
     def _keys(self, layer: ManagedExperts) -> range:
         experts = self._store(layer).shape.experts
