@@ -153,7 +153,7 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     """Yields why this command: what fits, where the rest is, and what the alternatives would give."""
     choice, parts = plan.best.choice, plan.split
     beside = f"{gib(parts.fast - parts.room)} of {gib(parts.fast)}"
-    slots = choice.slots.replace('%', ' %')
+    slots = choice.slots.replace("%", " %")
     others = f" The other experts are in {_STORES[choice.store]}." if choice.store in _STORES else ""
     yield (
         f"- Experts: {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers: {beside}; "
