@@ -158,3 +158,10 @@ def test_a_text_fits_into_a_request_with_the_drafts_behind_it() -> None:
         engine.length_of(512, 4, {"max_model_len": 512})
     with pytest.raises(ConfigError, match=r"max_model_len 4; use max_model_len 516"):
         engine.length_of(512, 4, {"max_model_len": 4})
+
+
+def test_a_model_over_several_ranks_is_refused_before_vllm_starts() -> None:
+    """It is observed in this process, and ranks are others."""
+    started = engine.engine("model", {}, 512, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="--engine: .* one process; leave tensor_parallel_size out"), started:
+        pass

@@ -20,8 +20,11 @@ from vllm_spac.tools.evaluation import prompts
 def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **options: Any) -> Iterator[Any]:
     """Context with a ``vllm.LLM`` that runs the plugin and forwards a text of ``length`` tokens in one step.
 
-    ``length`` includes generated tokens; ``SpacError`` if vLLM refuses the model or the options.
+    ``length`` includes generated tokens; ``SpacError`` if vLLM refuses the model or the options, or for several ranks.
     """
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if options.get(name, 1) != 1:  # workers would be other processes
+            raise ConfigError(f"--engine: a model is observed in one process; leave {name} out")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if "kv_cache_memory_bytes" not in options:  # by default vLLM wants 92 % of all memory to be free
