@@ -11,7 +11,7 @@ folder, setuptools puts an import hook for exactly these packages on the path, n
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
@@ -39,6 +39,20 @@ class EditableWheel(editable_wheel):
         super().run()
 
 
+def simd() -> Extension:
+    """The kernels of CPU experts; without a C compiler the package is installed without them, and says so when used."""
+    source = "vllm_spac/cpu_kernels/source"
+    return Extension(
+        "vllm_spac.cpu_kernels._simd",
+        [f"{source}/{name}.c" for name in ("module", "products", "layer", "pool")],
+        depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / source).glob("*.h"))],
+        extra_compile_args=["-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math"],
+        extra_link_args=["-pthread"],
+        py_limited_api=True,
+        optional=True,
+    )
+
+
 def readme() -> str:
     path = ROOT / "README.md"
     return path.read_text(encoding="utf-8") if path.exists() else ""
@@ -55,11 +69,14 @@ setup(
     package_data={
         "": ["*.md"],
         "vllm_spac": ["py.typed"],
+        "vllm_spac.cpu_kernels": ["source/*"],
         "vllm_spac.decisions": ["profiles/*.json"],
         "vllm_spac.storage.checkpoint": ["published.json"],
         "vllm_spac.tools.tuning": ["prompts.jsonl"],
         "vllm_spac.integration.serving": ["grafana.json", "page/*"],
     },
+    ext_modules=[simd()],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     cmdclass={"editable_wheel": EditableWheel},
     license="Apache-2.0",
     python_requires=">=3.11",

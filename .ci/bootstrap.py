@@ -68,7 +68,8 @@ class SetupError(Exception):
 def key(device: str, site: str = "own") -> str:
     """Returns a key that changes whenever the set-up has to run again."""
     digest = hashlib.sha256(f"{ROOT}\n{sys.version}\n{device}\n{site}\n".encode())
-    for path in (ROOT / "setup.py", CONSTRAINTS, LOCK, Path(__file__)):
+    compiled = sorted((ROOT / "vllm_spac" / "cpu_kernels" / "source").iterdir())
+    for path in (ROOT / "setup.py", CONSTRAINTS, LOCK, Path(__file__), *compiled):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

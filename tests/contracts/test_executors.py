@@ -162,10 +162,11 @@ def test_pairs_of_weight_0_and_repeated_experts(name: str, case: str) -> None:
     assert ((out.double() - expected).abs() <= off).all()
 
 
+@pytest.mark.parametrize("name", ["native", "simd"])
 @pytest.mark.parametrize("case", ["silu", "silu, float32"])
-def test_bits_of_native_depend_on_no_number_of_threads_and_on_no_thread(case: str) -> None:
-    """So that a row whose experts are all on the CPU is the one that the slots would have given. torch's do depend."""
-    name, layer = "native", make(case, 20)
+def test_bits_depend_on_no_number_of_threads_and_on_no_thread(case: str, name: str) -> None:
+    """Of native: so a row whose experts are all on the CPU is the one that the slots would have given. torch's do."""
+    layer = make(case, 20)
     found = []
     for threads in (1, 2):
         executor, experts = build(name, layer, threads)
@@ -184,13 +185,14 @@ def same_threads() -> Iterator[None]:
     set_num_threads(before)
 
 
-def test_torch_refuses_an_activation_that_it_does_not_know() -> None:
+@pytest.mark.parametrize("name", ["torch", "simd"])
+def test_an_activation_that_it_does_not_know_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'situ'.*--spac-cpu-experts off"):
-        components.build("cpu_kernels", "torch", shape=make("silu").shape, threads=1, activation="situ")
+        components.build("cpu_kernels", name, shape=make("silu").shape, threads=1, activation="situ")
 
 
 def test_native_needs_a_kernel() -> None:
-    with pytest.raises(ConfigError, match="use torch"):
+    with pytest.raises(ConfigError, match="use simd"):
         components.build("cpu_kernels", "native", shape=make("silu").shape, threads=1, activation="silu")
 
 

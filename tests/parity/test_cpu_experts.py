@@ -97,12 +97,22 @@ def test_a_thread_that_fails_costs_no_token(fault, exact, checkpoint, monkeypatc
             answer(self, number, executor)
 
     monkeypatch.setattr(Mailbox, "answer", faulty)
-    spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64}
+    spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64, "cpu_kernel": "torch"}
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
     assert_same_tokens(run, exact)
     assert next(calls) > 10 and run.stats["cpu_experts"] > 0 and run.stats["cpu_late"] > 0
     if fault == "an error":
         assert "the CPU is on holiday" in caplog.text
+
+
+def test_compiled_kernels_that_answer_too_late_cost_no_token(exact, checkpoint, monkeypatch):
+    """Their thread needs no interpreter: it computes what nobody waits for, and later requests replace that."""
+    monkeypatch.setattr(cpu_share, "PATIENCE", 1)
+    monkeypatch.setattr(cpu_share, "LONGEST", 1)
+    spac = {"slots": "25%", "decisions": "device", "cpu_experts": 64, "cpu_kernel": "simd"}
+    run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
+    assert_same_tokens(run, exact)
+    assert run.stats["cpu_late"] > 10
 
 
 def test_moe_spac_as_the_paper_arranges_it() -> None:

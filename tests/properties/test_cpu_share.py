@@ -177,7 +177,7 @@ def test_an_executor_that_needs_layers_to_stop_is_refused() -> None:
     executor = Watched(pool.shape)
     executor.exclusive = True
     thread = ExecutorThread(executor)
-    with pytest.raises(UnsupportedError, match="use --spac-cpu-kernel torch"):
+    with pytest.raises(UnsupportedError, match="use --spac-cpu-kernel simd"):
         pool.balance(components.build("balancers", "fixed", layers=LAYERS, top_k=TOP_K), thread)
     thread.close()
     pool.close()
@@ -380,8 +380,8 @@ def test_a_thread_that_ends_is_told(shared, caplog) -> None:
     pool = shared(TOP_K, count=EXPERTS, policy="reuse")
     assert run(pool, 3)["cpu_experts"] > 0
     pool.launches.cpu._box.close()
-    pool.launches.cpu._serving.result(60)
-    assert run(pool, 3)["cpu_experts"] == 0 and "its thread has ended" in caplog.text
+    pool.launches.cpu._box._serving.result(60)
+    assert run(pool, 3)["cpu_experts"] == 0 and "the thread that computes CPU experts has ended" in caplog.text
 
 
 def test_a_pool_closes_while_its_thread_computes(patient) -> None:
@@ -412,9 +412,11 @@ def test_a_process_ends_though_nobody_closes_the_thread() -> None:
 
 def test_an_ARM_processor_orders_stores_otherwise(monkeypatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    check_processor(torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match="needs an x86 processor, and this is aarch64; use --spac-plane slots"):
-        check_processor(torch.device("cuda"))
+    check_processor(torch.device("cpu"), Torch(shape(), 1, "silu"))
+    with pytest.raises(
+        UnsupportedError, match="needs an x86 processor, and this is aarch64; use --spac-cpu-kernel simd"
+    ):
+        check_processor(torch.device("cuda"), Torch(shape(), 1, "silu"))
 
 
 def test_a_request_that_is_replaced_while_it_is_read_is_not_computed() -> None:

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import ConfigError
+from vllm_spac.kernels.types import Mail
 
 # (x, weights, ids, experts) -> output, as ``CpuExperts.run``.
 Kernel = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+
+
+class MailServer(Protocol):
+    """Answers requests of a device without the interpreter."""
+
+    def wake(self) -> None:
+        """A step may make requests soon."""
+
+    def failure(self) -> BaseException | None:
+        """Returns why it answers no more; None while it does."""
+
+    def close(self) -> None:
+        """Ends after the request that it computes."""
 
 
 class CpuExperts(ABC):
@@ -29,6 +43,7 @@ class CpuExperts(ABC):
         exclusive: no kernel of the layers may run concurrently; loads may.
         released: set when kernels of the layers may run again. A new event, not yet set, for each ``run``, at whose end
             it is set; a ``run`` of an exclusive executor may set it earlier, once it needs nothing of theirs any more.
+        answers: it has a ``serve``.
         offline: why no engine can serve with it; empty if one can.
 
     Args:
@@ -42,6 +57,7 @@ class CpuExperts(ABC):
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
     reads_packed: ClassVar[bool] = False
     exclusive: ClassVar[bool] = False
+    answers: ClassVar[bool] = False
     offline: ClassVar[str] = ""
 
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
@@ -71,6 +87,15 @@ class CpuExperts(ABC):
         Returns:
             [m, hidden] on the CPU, in float32 or the dtype of ``x``.
         """
+
+    def serve(self, mail: Mail, layers: Sequence[Mapping[str, Tensor]]) -> MailServer:
+        """Answers the requests in ``mail`` from now on; ``run`` is not called before that has ended.
+
+        Args:
+            mail: memory that a device writes too, see ``vllm_spac.kernels.mailbox``.
+            layers: the experts of each layer, as ``run`` takes them.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def describe(self) -> str:

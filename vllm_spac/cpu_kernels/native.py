@@ -25,7 +25,7 @@ class Native(CpuExperts):
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
         super().__init__(shape, threads, activation, kernel)
         if kernel is None:
-            raise ConfigError("spac: cpu_kernel=native needs layers whose kernel runs on the CPU; use torch")
+            raise ConfigError("spac: cpu_kernel=native needs layers whose kernel runs on the CPU; use simd")
         self._kernel = kernel
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:

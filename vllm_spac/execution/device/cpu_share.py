@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,11 +98,11 @@ class CpuShare:
         compute: Stream,
         check: CpuCheck | None = None,
     ) -> None:
-        check_processor(device)
+        check_processor(device, thread.executor)
         if thread.executor.exclusive:
             raise UnsupportedError(
                 f"spac: {thread.executor.describe()} computes while no layer does, and with plane=pointers layers do "
-                "not stop; use --spac-cpu-kernel torch, or --spac-plane slots"
+                "not stop; use --spac-cpu-kernel simd, or --spac-plane slots"
             )
         self._shape, self._thread, self._store, self._device = shape, thread, store, device
         self._compute, self._check, self._kernels = compute, check, mail_kernels_for(device)
@@ -123,7 +122,7 @@ class CpuShare:
         self._unread = made(torch.int32, shape.experts)  # counts that nobody reads
         self._box: Mailbox | None = None  # made when the dtype of rows is known
         self._late_rows: Tensor | None = None
-        self._serving: Future[None] | None = None  # None: not yet, or not any more
+        self._ended = False
         self._pause, self._left = 0, 0  # steps without the CPU after the next late answer; until it takes part again
         self._asked = self._late = 0  # experts
         self._warned = False
@@ -134,7 +133,8 @@ class CpuShare:
         if self._box is None:
             box = Mailbox(self.rows, self._shape.top_k, x.shape[1], x.dtype, self._device, self._store.layer)
             self._late_rows = torch.empty(self.rows, x.shape[1], dtype=x.dtype, device=self._device)
-            self._box, self._serving = box, self._thread.serve(box.serve)
+            box.start(self._thread, len(self._shape.layers))
+            self._box = box
 
     # -- between steps -------------------------------------------------------------------------------------
 
@@ -165,11 +165,10 @@ class CpuShare:
         self._began = now
 
     def _works(self) -> bool:
-        if self._serving is None or not self._serving.done():
-            return self._serving is not None
-        failed, self._serving = self._serving.exception(), None
-        what = "its thread has ended" if failed is None else str(failed)
-        logger.error("spac: the CPU computes no experts any more, the device all of them: %s", what, exc_info=failed)
+        if self._box is None or self._ended or (why := self._box.ended()) is None:
+            return self._box is not None and not self._ended
+        self._ended = True
+        logger.error("spac: the CPU computes no experts any more, the device all of them: %s", why, exc_info=why)
         return False
 
     def reported(self, computed: int, late: int) -> None:

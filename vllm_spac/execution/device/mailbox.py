@@ -1,9 +1,10 @@
 """The host's end of the mailbox through which layers hand experts to the CPU; ``vllm_spac.kernels.mailbox`` has the
 device's end, and the protocol.
 
-The thread polls the number of the last request, copies the request, computes it, and writes the results, then the
+A thread polls the number of the last request, copies the request, computes it, and writes the results, then the
 number. It writes nothing if the number has changed meanwhile: the device has not waited. It never waits for the device.
-The order of its stores is that of an x86 processor, which other processors do not promise.
+Compiled kernels bring a thread that does so without the interpreter. For others it is a loop here, which waits for the
+interpreter's lock, and whose order of stores is that of an x86 processor, which other processors do not promise.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
-from vllm_spac.cpu_kernels.base import CpuExperts
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.cpu_kernels.base import CpuExperts, MailServer
+from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.row_shares import Share
 from vllm_spac.kernels.types import Mail
 
@@ -32,12 +35,12 @@ _TIMER_SLACK = 29  # PR_SET_TIMERSLACK: how much later than asked for this threa
 logger = logging.getLogger("vllm.spac")
 
 
-def check_processor(device: torch.device) -> None:
+def check_processor(device: torch.device, executor: CpuExperts) -> None:
     """Raises ``UnsupportedError`` if the processor does not order stores as the protocol needs beside ``device``."""
-    if device.type == "cuda" and platform.machine() not in ("x86_64", "AMD64"):
+    if device.type == "cuda" and not executor.answers and platform.machine() not in ("x86_64", "AMD64"):
         raise UnsupportedError(
             f"spac: cpu_experts (--spac-cpu-experts) with plane=pointers needs an x86 processor, and this is "
-            f"{platform.machine()}; use --spac-plane slots"
+            f"{platform.machine()}; use --spac-cpu-kernel simd, or --spac-plane slots"
         )
 
 
@@ -79,13 +82,34 @@ class Mailbox:
         self._wake = threading.Event()
         self._closed = self._hasty = False
         self._asked, self._last, self._awake = self.mail.asked.numpy(), 0, 0.0
+        self._server: MailServer | None = None
+        self._serving: Future[None] | None = None
+
+    def start(self, thread: ExecutorThread, layers: int) -> None:
+        """Has requests answered from now on, of so many layers; ``thread`` computes nothing else meanwhile."""
+        if thread.executor.answers:
+            self._server = thread.executor.serve(self.mail, [self._layer(number) for number in range(layers)])
+        else:
+            self._serving = thread.serve(self.serve)
 
     def wake(self) -> None:
         """A step may make requests soon."""
+        if self._server is not None:
+            self._server.wake()
         self._wake.set()
 
+    def ended(self) -> BaseException | None:
+        """Returns why requests are not answered any more; None while they are."""
+        if self._server is not None:
+            return self._server.failure()
+        if self._serving is None or not self._serving.done():
+            return None
+        return self._serving.exception() or SpacError("spac: the thread that computes CPU experts has ended")
+
     def close(self) -> None:
-        """Ends ``serve`` after the request that it computes."""
+        """Ends after the request that is being computed."""
+        if self._server is not None:
+            self._server.close()
         self._closed = True
         self._wake.set()
 

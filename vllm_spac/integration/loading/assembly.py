@@ -18,6 +18,7 @@ from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO
 from vllm_spac.core import MoEShape, Rates
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.cpu_kernels._thread import ExecutorThread, binding, threads_of
 from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.decisions.balancers.base import Balancer
@@ -284,7 +285,7 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             "added; use --spac-cpu-experts off"
         )
     kernel = None if execution.layout == "plain" else cpu_kernel.of(layer)
-    kind = components.find("cpu_kernels", config.cpu_kernel or ("torch" if kernel is None else "native"))
+    kind = components.find("cpu_kernels", config.cpu_kernel or ("native" if kernel is not None else _compiled()))
     if kind.layout == "plain" and kernel is not None:
         raise ConfigError(
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read the layout that experts have on a "
@@ -293,7 +294,7 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
     if execution.shape.packed is not None and not kind.reads_packed:
         raise ConfigError(
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read experts that are packed for our "
-            f"kernels ({execution.shape.packed.describe()}); use torch"
+            f"kernels ({execution.shape.packed.describe()}); use simd"
         )
     layers = [execution.store.layer(number) for number in range(len(execution.shape.layers))]
     if kernel is not None and (name := binding()) is not None:
@@ -304,6 +305,14 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
         )
     executor = kind(execution.shape, threads_of(layer.spac.device), layer.activation.value, kernel)
     return ExecutorThread(executor, layers)
+
+
+def _compiled() -> str:
+    """Returns the kernel of experts as a checkpoint has them: the compiled one, or torch, with a warning."""
+    if not (why := missing()):
+        return "simd"
+    logger.warning("%s. Until then CPU experts run in torch, up to a hundred times slower", why)
+    return "torch"
 
 
 def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThread) -> Callable[[], torch.Tensor]:

@@ -1,0 +1,227 @@
+"""The compiled library of CPU experts, ``source/``: its structures, its calls, and why it is missing where it is.
+
+Calls release the interpreter's lock. What a structure points at must stay alive as long as it is used: the classes here
+keep it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac.errors import ConfigError, SpacError
+from vllm_spac.kernels.formats import Format
+from vllm_spac.kernels.types import Mail
+
+ISAS = ("plain", "avx2", "avx512", "neon")  # as ``enum Isa`` has them, later ones are faster
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+PATIENCE = 5.0  # seconds after which a thread of the pool is given up that has not finished its tile
+
+_CODES = ("float32", "float16", "bfloat16", "int8", "e4m3", "int4", "e2m1")
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_REFUSALS = (
+    "", "the format is not one of its own", "a tensor of the experts is smaller than their shapes say, or missing",
+    "an id is not an expert of the layer", "there is no memory for its intermediate results",
+    "the processor lacks the instruction set", "its threads belong to another process, or are closed",
+    f"one of its threads has not finished within {PATIENCE:g} s",
+)  # fmt: skip
+_SPEC = ("codes", "group", "rows", "zeros", "activations", "dtype", "activation", "hidden", "intermediate", "experts")
+_TENSORS = ("w13_weight", "w2_weight", "w13_scale", "w2_scale", "w13_bias", "w2_bias")
+
+
+class Spec(ctypes.Structure):
+    """What a layer's experts are."""
+
+    _fields_ = [(name, c_int32) for name in _SPEC]
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [("at", POINTER(c_uint64)), ("bytes", c_uint64)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, _Table) for name in _TENSORS]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [
+        ("spec", POINTER(Spec)), ("layer", POINTER(_Layer)), ("x", c_void_p), ("weights", c_void_p),
+        ("ids", c_void_p), ("rows", c_int32), ("top_k", c_int32), ("out", c_void_p),
+    ]  # fmt: skip
+
+
+class _Mail(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("asked", "answered", "head", "ids", "weights", "x", "results")),
+        ("rows", c_int32), ("top_k", c_int32),
+    ]  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Loads the library.
+
+    Raises:
+        ConfigError: it was not built with this installation, or cannot be loaded here.
+    """
+    try:
+        from vllm_spac.cpu_kernels import _simd  # type: ignore[attr-defined]
+
+        loaded = ctypes.CDLL(_simd.__file__)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"spac: the compiled kernels for CPU experts are missing ({error}): they are built when vllm_spac is "
+            "installed, where there is a C compiler: install one, then vllm_spac again"
+        ) from error
+    calls: dict[str, tuple[Any, list[Any]]] = {
+        "spac_isa": (c_int, [c_int]),
+        "spac_pool": (c_void_p, [c_int, POINTER(c_int32), c_int, c_double]),
+        "spac_run": (c_int, [c_void_p, POINTER(_Request)]),
+        "spac_close_pool": (None, [c_void_p]),
+        "spac_mailbox": (c_void_p, [c_void_p, POINTER(_Mail), POINTER(Spec), POINTER(_Layer), c_int, c_int]),
+        "spac_wake": (None, [c_void_p]),
+        "spac_refused": (c_int, [c_void_p]),
+        "spac_answers": (c_int64, [c_void_p]),
+        "spac_close_mailbox": (None, [c_void_p]),
+    }
+    for name, (result, arguments) in calls.items():
+        call = getattr(loaded, name)
+        call.restype, call.argtypes = result, arguments
+    return loaded
+
+
+def missing() -> str:
+    """Returns why the library cannot be used; empty if it can."""
+    try:
+        library()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def isas() -> tuple[str, ...]:
+    """Returns the instruction sets that this processor has, the fastest one last; ``plain`` is C without any."""
+    return tuple(name for number, name in enumerate(ISAS) if library().spac_isa(number))
+
+
+def spec_of(
+    dtype: torch.dtype, activation: str, hidden: int, intermediate: int, experts: int, kind: Format | None
+) -> Spec:
+    """Describes experts to the library; ``dtype`` is of rows, and of plain weights."""
+    codes = _DTYPES[dtype] if kind is None else _CODES.index(kind.codes)
+    group, rows, zeros, activations = (
+        (0, 1, False, None) if kind is None else (kind.group, kind.rows, kind.zeros, kind.activations)
+    )
+    rounding = -1 if activations is None else activations
+    number = ACTIVATIONS.index(activation)
+    return Spec(codes, group, rows, zeros, rounding, _DTYPES[dtype], number, hidden, intermediate, experts)
+
+
+class Layer:
+    """The experts of a layer, as the library takes them.
+
+    Args:
+        experts: name -> [experts, ...] on the CPU, each expert's part contiguous.
+    """
+
+    def __init__(self, experts: Mapping[str, Tensor]) -> None:
+        self._kept: list[Any] = [experts]
+        tables = [self._table(experts.get(name)) for name in _TENSORS]
+        self.structure = _Layer(*tables)
+
+    def _table(self, tensor: Tensor | None) -> _Table:
+        if tensor is None:
+            return _Table(None, 0)
+        assert tensor.device.type == "cpu" and tensor[0].is_contiguous()
+        step, first = tensor.stride(0) * tensor.element_size(), tensor.data_ptr()
+        at = (c_uint64 * len(tensor))(*range(first, first + step * len(tensor), step))
+        self._kept.append(at)
+        return _Table(at, tensor[0].nbytes)
+
+
+class Pool:
+    """Threads that compute requests; the thread that calls ``run`` is one of them.
+
+    Args:
+        cpus: one for each thread; the first is the caller's, which is not pinned.
+        isa: of ``isas()``.
+    """
+
+    def __init__(self, cpus: Sequence[int], isa: str) -> None:
+        self._library = library()
+        self.cpus = tuple(cpus)
+        self.handle = self._library.spac_pool(len(cpus), (c_int32 * len(cpus))(*cpus), ISAS.index(isa), PATIENCE)
+        if not self.handle:
+            raise SpacError(f"spac: {len(cpus)} threads that compute CPU experts with {isa} could not be started")
+        self._ends = weakref.finalize(self, self._library.spac_close_pool, self.handle)
+
+    def run(self, spec: Spec, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Computes [rows, hidden] float32; arguments as of ``CpuExperts.run``, ids int32.
+
+        Raises:
+            SpacError: the library refused the request, or a thread is stuck.
+        """
+        assert x.is_contiguous() and weights.is_contiguous() and ids.is_contiguous()
+        assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
+        assert x.shape == (len(ids), spec.hidden) and _DTYPES[x.dtype] == spec.dtype
+        out = torch.empty(x.shape, dtype=torch.float32)
+        request = _Request(
+            ctypes.pointer(spec), ctypes.pointer(layer.structure), x.data_ptr(), weights.data_ptr(), ids.data_ptr(),
+            *ids.shape, out.data_ptr(),
+        )  # fmt: skip
+        if (error := refused(self._library.spac_run(self.handle, byref(request)))) is not None:
+            raise error
+        return out
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.handle = None
+        self._ends()
+
+
+class Server:
+    """Answers the requests in a mailbox, as ``base.MailServer``; ``pool`` serves nobody else meanwhile."""
+
+    def __init__(self, pool: Pool, mail: Mail, spec: Spec, layers: Sequence[Layer]) -> None:
+        self._library, self._kept = library(), (pool, mail, layers)
+        tensors = mail.asked, mail.answered, mail.head, mail.ids, mail.weights, mail.x, mail.results
+        assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
+        structure = _Mail(*(tensor.data_ptr() for tensor in tensors), *mail.ids.shape)
+        of_layers = (_Layer * len(layers))(*(layer.structure for layer in layers))
+        self._handle = self._library.spac_mailbox(
+            pool.handle, byref(structure), byref(spec), of_layers, len(layers), pool.cpus[0]
+        )
+        if not self._handle:
+            raise SpacError("spac: the thread that answers requests of layers could not be started")
+        self._ends = weakref.finalize(self, self._library.spac_close_mailbox, self._handle)
+
+    def wake(self) -> None:
+        """A step may make requests soon."""
+        if self._handle:
+            self._library.spac_wake(self._handle)
+
+    def failure(self) -> SpacError | None:
+        """Returns why it answers no more; None while it does."""
+        return refused(self._library.spac_refused(self._handle)) if self._handle else None
+
+    @property
+    def answers(self) -> int:
+        """Requests answered so far; 0 once it is closed."""
+        return self._library.spac_answers(self._handle) if self._handle else 0
+
+    def close(self) -> None:
+        """Ends after the request that it computes."""
+        self._handle = None
+        self._ends()
+
+
+def refused(refusal: int) -> SpacError | None:
+    """Returns the error of a number that the library returned; None for 0."""
+    return SpacError(f"spac: CPU experts: {_REFUSALS[refusal]}") if refusal else None

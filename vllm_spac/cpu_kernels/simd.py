@@ -1,0 +1,67 @@
+"""CPU experts by compiled kernels, which read weights as they lie in host memory, at the rate of that memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.cpu_kernels._library import ACTIVATIONS, Layer, Pool, Server, Spec, isas, spec_of
+from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
+from vllm_spac.errors import ConfigError
+from vllm_spac.kernels.types import Mail
+from vllm_spac.system.machine import part
+
+
+class Simd(CpuExperts):
+    """Plain and packed experts; ``source/`` has the kernels, one for each format and instruction set.
+
+    Rounds to the dtype of x what vLLM's kernels round before an expert's second product; results are summed in float32
+    in the order of experts, and so do not depend on the number of threads. Rows of FP8 experts are rounded as on a GPU.
+    """
+
+    reads_packed: ClassVar[bool] = True
+    answers: ClassVar[bool] = True
+
+    def __init__(
+        self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None, isa: str | None = None
+    ) -> None:
+        super().__init__(shape, threads, activation, kernel)
+        if activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"spac: CPU experts have no activation {activation!r}, only {', '.join(ACTIVATIONS)}; "
+                "use --spac-cpu-experts off"
+            )
+        self.isa = isa or isas()[-1]
+        allowed = sorted(part(os.sched_getaffinity(0)))
+        self.pool = Pool([allowed[-1 - i % len(allowed)] for i in range(threads)], self.isa)
+        self._layers: dict[int, Layer] = {}
+
+    def layer(self, experts: Mapping[str, Tensor]) -> Layer:
+        """Returns the addresses of a layer's experts."""
+        if (known := self._layers.get(id(experts))) is None:
+            known = self._layers[id(experts)] = Layer(experts)  # which keeps ``experts``, and so its id
+        return known
+
+    def spec(self, experts: Mapping[str, Tensor], dtype: torch.dtype) -> Spec:
+        """Describes the experts of a layer, whose rows are of ``dtype``, to the library."""
+        w2, kind = experts["w2_weight"], self.shape.packed
+        columns = w2.shape[2] * (1 if kind is None else kind.per_byte)
+        return spec_of(dtype, self.activation, w2.shape[1], columns, len(w2), kind)
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        spec = self.spec(experts, x.dtype)
+        return self.pool.run(spec, self.layer(experts), x.contiguous(), weights.contiguous(), ids.int().contiguous())
+
+    def serve(self, mail: Mail, layers: Sequence[Mapping[str, Tensor]]) -> Server:
+        return Server(self.pool, mail, self.spec(layers[0], mail.x.dtype), [self.layer(experts) for experts in layers])
+
+    def describe(self) -> str:
+        return f"simd ({self.isa})"
+
+    def close(self) -> None:
+        self.pool.close()
