@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
@@ -72,9 +73,7 @@ def library() -> ctypes.CDLL:
         ConfigError: it was not built with this installation, or cannot be loaded here.
     """
     try:
-        from vllm_spac.cpu_kernels import _simd  # type: ignore[attr-defined]
-
-        loaded = ctypes.CDLL(_simd.__file__)
+        loaded = ctypes.CDLL(importlib.import_module(f"{__package__}._simd").__file__)
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"spac: the compiled kernels for CPU experts are missing ({error}): they are built when vllm_spac is "

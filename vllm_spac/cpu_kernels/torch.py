@@ -1,4 +1,4 @@
-"""CPU experts in plain torch: the reference, and the executor of GPU machines without another package."""
+"""CPU experts in plain torch: where the compiled kernels are missing, and what tests compare these with."""
 
 from __future__ import annotations
 

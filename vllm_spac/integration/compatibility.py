@@ -187,7 +187,7 @@ def _of_cpu_kernel(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
     yield (
         needs_vllm_s and ours,
         f"{named} is vLLM's kernel for a CPU, and {layers} experts are not in its layout",
-        (use(cpu_kernel="torch"), other),
+        (use(cpu_kernel="simd"), other),
     )
     yield (
         not needs_vllm_s and not ours,
