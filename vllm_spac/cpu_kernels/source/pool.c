@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SPINS = 64, SPIN = 50000, NAP = 4000, AWAKE = 500000000, REST = 1000000 };  // looks at once; nanoseconds
+enum { SPINS = 64, SPIN = 50000, LAYERS_SPIN = 300000, NAP = 4000, AWAKE = 500000000, REST = 1000000 };  // looks at once; nanoseconds
 
 struct Pool {
   int threads, isa;
@@ -250,7 +250,7 @@ static void *serve(void *argument) {
     const uint32_t woken = atomic_load(&box->wakes);
     if (woken != wakes) wakes = woken, active = now();
     const int64_t idle = now() - active;
-    if (idle < SPIN) {
+    if (idle < LAYERS_SPIN) {  // longer than from one layer's request to the next
       for (int i = 0; i < SPINS && asked(box) == last; i++) breathe();
     } else if (idle < AWAKE) {
       nanosleep(&(struct timespec){0, NAP}, NULL);
