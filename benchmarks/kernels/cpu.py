@@ -146,7 +146,11 @@ def mailbox(requests: int) -> list[dict]:
         device = ctypes.CDLL(str(library))
     specs = {"w13_weight": TensorSpec((64, 32), torch.bfloat16), "w2_weight": TensorSpec((32, 32), torch.bfloat16)}
     experts = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
-    sizes = {"ids": (torch.int32, 1, 1), "weights": (torch.float32, 1, 1), "x": (torch.bfloat16, 1, 32)}
+    sizes: dict[str, tuple] = {
+        "ids": (torch.int32, 1, 1),
+        "weights": (torch.float32, 1, 1),
+        "x": (torch.bfloat16, 1, 32),
+    }
     sizes |= {"asked": (torch.int64, 1), "answered": (torch.int64, 1), "head": (torch.int32, 2)}
     mail = Mail(**{n: torch.ones(s, dtype=t) for n, (t, *s) in sizes.items()}, results=torch.zeros(1, 32))
     mail.asked[0] = mail.head[0] = 0

@@ -229,7 +229,7 @@ def test_by_the_readme_alone_a_server_answers(evening: Path, tmp_path: Path) -> 
     """Its first three lines; what pip left wrong is told in one line, and mended one by one."""
     readme = (ROOT / "README.md").read_text()
     for line in ("pip install .", "vllm-spac check --fix", "vllm serve MODEL --plugin spac --spac-slots 25%"):
-        assert f"\n{line} " in readme
+        assert f"\n{line}" in readme
     line = told(called(evening / "vllm", "serve", TOY))
     assert "torchvision 2.0 beside torch" in line and "operator torchvision::nms does not exist" in line
     assert line.endswith("run: vllm-spac check --fix")
