@@ -114,7 +114,7 @@ def rates(name: str, threads: int, rounds: int, tick: Callable[[], None]) -> lis
     layer = Layer.of(FORMATS[name])
     nbytes = TOP_K * layer.shape.expert_bytes
     executors: dict[str, CpuExperts] = {isa: Simd(layer.shape, threads, "silu", isa=isa) for isa in isas()[1:]}
-    measured = {(isa, rows): [] for isa in executors for rows in ROWS}
+    measured: dict[tuple[str, int], list[tuple[float, float]]] = {(isa, rows): [] for isa in executors for rows in ROWS}
     for _ in range(rounds):
         for isa, rows in measured:
             read = read_rate(layer)
