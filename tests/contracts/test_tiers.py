@@ -134,6 +134,15 @@ def test_a_view_is_the_expert_where_it_lies(name: str, layout: str, tmp_path: Pa
 
 
 @every_store
+def test_holds_what_was_put(name: str, store: ExpertStore) -> None:
+    assert not any(map(store.holds, range(store.shape.total)))
+    for key in (4, 1):
+        store.put(key, expert(store.shape.tensors, key))
+        assert store.holds(key)
+    assert [key for key in range(store.shape.total) if store.holds(key)] == [1, 4]
+
+
+@every_store
 @pytest.mark.parametrize("key", [0, 5])
 def test_reading_what_was_never_put(name: str, key: int, store: ExpertStore) -> None:
     """Of a layer that has no expert at all, and of one that has others."""

@@ -207,6 +207,15 @@ def test_sizes_of_batch_are_told_apart() -> None:
     assert chooser.choose(0) == chooser.choose() == 0
 
 
+def test_steps_that_others_have_interrupted_are_not_compared() -> None:
+    """The machine may have become another one meanwhile."""
+    chooser = LengthChooser(4)
+    for requests, drafts, seconds in ((1, 0, 1.0), (16, 0, 5.0), (1, 2, 30.0), (1, 0, 20.0)):
+        for _ in range(8):
+            chooser.observe(drafts, [1] * requests, requests, seconds)
+    assert chooser._batches[0].costs.seconds[2] == pytest.approx(1.5), "by the last two alone"
+
+
 def test_what_is_no_plain_step_is_ignored() -> None:
     chooser = LengthChooser(4)
     before = chooser.facts()

@@ -134,6 +134,18 @@ def test_one_goes_on_when_the_other_stops(engine: Engine, tmp_path: Path) -> Non
     assert sum(event.get("cat") == "step" for event in events) == 1, "what was saved before stays"
 
 
+def test_what_stopped_costs_nothing_more(engine: Engine) -> None:
+    """Nobody waits for numbers of tokens, nor keeps events that will be read by nobody."""
+    engine.step()
+    shutil.rmtree(engine.folder)
+    engine.step()
+    run = engine.runtime
+    assert run.recorder.timeline is engine.experts.watching is run.recordings.trace is run.recordings.timeline is None
+    run.begin_step(DECODE)
+    assert not run.counts_tokens
+    run.captured()  # nothing looks at layers any more
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "bad disk"), AssertionError("rows are missing"), MemoryError()])
 @pytest.mark.parametrize("at", ["begin_step", "observe", "end_step", "save", "discard"])
 def test_whatever_fails_wherever(engine: Engine, at: str, error: Exception, monkeypatch) -> None:
