@@ -202,30 +202,6 @@ def test_hot_and_cold_are_all_hot(forwards, slots: int, balancer, policy: str) -
         layers.pool.close()
 
 
-def test_padding_does_not_weigh(make) -> None:
-    """The same experts run on the CPU as without it; it repeats the first row, whose experts would have most rows."""
-    layers = make(TOTAL - 1, count=2)
-    x, weights, _ = routed(8, 0)
-    ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 2]], dtype=torch.int32)
-    padded = torch.cat([ids, torch.full((4, TOP_K), -1, dtype=torch.int32)])
-    assert layers.cold(0, ids).tolist() == [[True, True], [True, False], [False, False], [False, False]]
-    layers.pool.begin_step(DECODE)
-    out = layers.pool.forward(0, x, weights, padded, layers, Rows(4))
-    assert torch.allclose(out[:4], layers.all_hot(0, x[:4], weights[:4], ids), atol=1e-5)
-    assert (layers.pool.counters.cpu_experts, layers.pool.counters.cpu_rows) == (2, 3)
-
-
-def test_fewer_waves(make) -> None:
-    """Four experts in two slots are two parts, unless two of them need no slot."""
-    ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    x, weights, _ = routed(2, 0)
-    for count, waves in ((1, 2), (2, 1), (4, 0)):
-        layers = make(2, count=count)
-        layers.pool.begin_step(DECODE)
-        layers.forward(0, x, weights, ids)
-        assert layers.pool.counters.waves == waves
-
-
 def test_policy_hears_of_what_ran_on_the_cpu(make) -> None:
     layers = make(4, count=EXPERTS, policy="utility")
     for _ in range(3):

@@ -61,12 +61,3 @@ def test_there_is_always_a_read_to_learn_from(history: list[tuple[int, list[int]
         assert 1 <= phases.reads <= before + 1 and phases.left == phases.reads
         if not asked:
             assert phases.reads == before, "nothing was learned"
-
-
-def test_what_a_phase_reads_counts_once_against_it() -> None:
-    phases = DraftPhases(4)
-    phases.ask([1, 2])
-    phases.ask([2, 3])
-    assert phases.left == 1
-    phases.end([3])
-    assert phases.reads == phases.left == 2

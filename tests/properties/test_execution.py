@@ -191,17 +191,6 @@ def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, layout):
     assert slots == LAYERS * EXPERTS - 1 or read > 0, "short steps read in place"
 
 
-def test_dummy_runs_are_staged_and_not_counted(made):
-    pool = made(6, staged=True)
-    for _ in range(2):
-        for layer in range(LAYERS):
-            x, weights = torch.ones(64, D), torch.full((64, TOP_K), 0.5)
-            ids = torch.arange(128).view(64, 2) % EXPERTS
-            out = pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
-            assert torch.equal(out, pool.expected(layer, x, weights, ids, "silu"))
-    assert pool.snapshot()["bytes"] == {}
-
-
 def test_with_a_slot_for_each_nothing_is_staged(made):
     assert not made(LAYERS * EXPERTS, store="resident", staged=True).staged
 
@@ -261,15 +250,6 @@ def test_hits_beside_a_prompt_are_those_of_the_same_rows_alone(made):
     assert loads([alone] * 40) == (0, 0), "all are there after a while"
     moved, missed = loads([mixed] * 40)
     assert moved == 0 < missed, "the same with a prompt, whose own experts are read where they are"
-
-
-def test_rows_after_a_prompt_get_no_slots(made):
-    step = Step((RequestRows(0, 2, RowKind.PREFILL), RequestRows(2, 5, RowKind.DECODE)))
-    assert step.leading == 0
-    pool, rng = made(6), torch.Generator().manual_seed(0)
-    for _ in range(3):
-        pool.check(step, rng)
-    assert not moved(pool.snapshot(), shape())
 
 
 def test_with_a_slot_for_each_nothing_moves(made):

@@ -135,23 +135,6 @@ def test_experts_are_computed_where_they_were_told_to_be_loaded_once() -> None:
     assert len(where(found.divide(1, np.arange(4)[None], [0, 1]))) == 2, "the hint was for one run of the layer"
 
 
-def test_a_hint_is_newer_than_the_answers_before_it() -> None:
-    found = divider(workers=2)
-    for worker in range(2):
-        found.sees(worker, has(*range(EXPERTS), layer=2))
-    told = where(found.expect(2, np.arange(5), [0, 1]))
-    found.sees(0, has(layer=2))
-    assert {w: sorted(mine) for w, mine in told.items()} == where(found.divide(2, np.arange(5)[None], [0, 1]))
-
-
-def test_a_worker_that_returns_has_nothing() -> None:
-    found = divider(workers=2)
-    found.sees(0, has(*range(EXPERTS)))
-    found.expect(0, np.arange(2), [0])
-    found.admit(0, SPEED)
-    assert len(where(found.divide(0, np.arange(4)[None], [0, 1]))) == 2
-
-
 def test_answers_of_a_worker_are_of_its_layers() -> None:
     found = ExpertDivider(LAYERS, EXPERTS, [(0, 2), (1,)])
     assert [found.served(worker) for worker in range(2)] == [2 * EXPERTS, EXPERTS]

@@ -147,10 +147,3 @@ def test_slots_and_rows_together_are_one_cache(rows: int, keys: list[int]) -> No
         assert found or key not in recent[-rows:-1]
         assert not found or key in recent[-1 - rows : -1]
         recent = [other for other in recent if other != key] + [key]
-
-
-def test_a_read_ahead_that_is_cancelled_leaves_the_old_expert_in_its_slot() -> None:
-    small = tier(rows=2)
-    load(small, 7, 0)
-    small.untouched(small.plan(8, 0))
-    assert load(small, 9, 0).saved == 7

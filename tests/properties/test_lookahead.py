@@ -159,16 +159,6 @@ def run(made: Pool, steps: list) -> None:
 # -- order ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_guessed_is_there_before_it_is_needed() -> None:
-    with pool(16) as made:
-        made.script.says = {START: [(0, (5, 6))], 0: [(1, (6, 7))]}
-        made.step((5, 6), (6, 7), (0, 1), (0, 1))
-        counters = made.counters
-    assert made.store.order == [5, 6, 14, 15]
-    assert (counters.misses, counters.loads, counters.prefetches, counters.prefetch_hits) == (0, 0, 4, 4)
-    assert made.script.asked == [START, 0, 1, 2, 3]
-
-
 def test_a_layer_s_own_loads_come_first() -> None:
     with pool(16) as made:
         made.script.says = {0: [(1, (6, 7)), (2, (6, 7))]}
@@ -436,19 +426,6 @@ def test_nothing_is_evicted_for_what_is_needed_later(steps: list, slots: int, po
         run(made, steps)
 
 
-def test_reads_ahead_evict_what_is_expected_later_only_if_all_is_expected() -> None:
-    """16 was used longest ago and is expected after 11, for which it would go without soft pins."""
-    with pool(4) as made:
-        made.begin()
-        made.layer(0, (0, 0))
-        made.layer(1, (0, 0))
-        made.end_forward()
-        made.script.says = {START: [(1, (0, 3)), (2, (0, 1))]}
-        made.begin()
-        assert sorted(made.store.order) == [11, 17]
-        made.residency.check_integrity()
-
-
 def test_soft_pins_keep_what_is_expected() -> None:
     """The oldest expert is the one that is expected, or it would be evicted, and loaded again."""
     for guess, loads in (({}, 3), ({0: [(1, (0, 1))]}, 2)):
@@ -503,17 +480,6 @@ def test_outcomes_are_counted_apart() -> None:
         made.end_forward()
         assert not made.there(27)
         assert (counters.prefetch_harmful, counters.prefetch_wasted, counters.prefetch_hits) == (1, 1, 0)
-
-
-def test_an_eviction_for_what_was_used_is_not_harmful() -> None:
-    with pool(4) as made:
-        made.script.says = {START: [(0, (3, 0))]}
-        made.begin()
-        assert not made.there(8)
-        made.layer(0, (3, 3))
-        made.layer(1, (0, 0))
-        assert made.counters.loads == 1, "that of 8"
-        assert (made.counters.prefetch_hits, made.counters.prefetch_harmful) == (1, 0)
 
 
 def test_reads_that_nobody_needs_add_a_tenth_and_then_stop(

@@ -173,18 +173,6 @@ def test_a_budget_and_votes_rank_what_rows_name(made) -> None:
     assert set(out[0].nonzero().flatten().tolist()) == set(order[:2])
 
 
-def test_wrong_guesses_are_bounded(made) -> None:
-    """What they add stays near ``extra`` of what layers need; a step's own reads are not known before its end."""
-    pool = made(12, ahead=ahead_by(predictor(), 0.1))
-    foreseen = Foreseen(pool, predictor(), 0.0)
-    for _ in range(200):
-        foreseen.step(1)
-    stats = pool.snapshot()
-    unused = stats["prefetches"] - stats["prefetch_hits"]
-    needed = stats["misses"] + stats["prefetch_hits"] - stats["prefetch_harmful"]
-    assert 0 < unused + stats["prefetch_harmful"] < 0.15 * needed
-
-
 def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> None:
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
     rng = torch.Generator().manual_seed(0)

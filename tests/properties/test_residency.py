@@ -204,18 +204,6 @@ def test_a_read_ahead_takes_the_slot_of_what_is_recycled_and_not_one_of_another_
     residency.check_integrity()
 
 
-def test_admitting_takes_the_first_victim_that_scores_less() -> None:
-    residency = Residency(6, 3, LRU())
-    for key in (2, 1, 0):
-        ready(residency, key)
-    assert residency.admit(4, SCORES) == Placement(0, ((4, 1),), victims=(1,))
-    assert residency.admit(5, SCORES) == Placement(0, ((5, 2),), victims=(0,))
-    before = snapshot(residency)
-    assert residency.admit(1, SCORES) is None, "2 scores more, 4 and 5 are loading"
-    assert snapshot(residency) == before
-    residency.check_integrity()
-
-
 @given(
     order=st.permutations(range(KEYS)),
     held=st.integers(SLOTS - 1, SLOTS),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from effort import examples
@@ -50,21 +48,6 @@ def test_pairs_that_are_sorted_by_expert_need_each_expert_once():
     ids = np.sort(drawn(300, 30, 3, seed=3).ravel())[:, None]
     held = [np.unique(ids[wave]).tolist() for wave in waves.row_waves(ids, 7, 30)]
     assert sorted(expert for wave in held for expert in wave) == np.unique(ids).tolist()
-
-
-@pytest.mark.parametrize(("rows", "experts", "top_k", "slots", "least"), [(96, 64, 8, 38, 1.5), (1024, 64, 8, 48, 5)])
-def test_waves_share_experts(rows, experts, top_k, slots, least):
-    """How many times fewer loads than rows in their order need."""
-    ids = drawn(rows, experts, top_k, seed=1)
-    shared = [set(ids[wave].ravel().tolist()) for wave in waves.row_waves(ids, slots, experts)]
-    in_order: list[set[int]] = [set()]
-    for row in map(set, ids.tolist()):
-        if len(in_order[-1] | row) <= slots:
-            in_order[-1] |= row
-        else:
-            in_order.append(row)
-    loads, before = (sum(len(wave - last) for last, wave in pairwise([set(), *each])) for each in (shared, in_order))
-    assert loads < before / least
 
 
 def test_a_row_that_no_wave_can_hold_is_a_mistake():

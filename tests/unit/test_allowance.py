@@ -33,28 +33,6 @@ def test_unused_reads_are_a_share_of_what_was_loaded(extra: float, count: int) -
     assert read_all(allowance) == count
 
 
-def test_used_reads_cost_nothing_and_are_needed_themselves() -> None:
-    allowance = Allowance(0.1)
-    allowance.loaded(100)
-    read_all(allowance)
-    allowance.used(10)
-    assert read_all(allowance) == 11
-
-
-def test_cancelled_reads_cost_nothing() -> None:
-    allowance = Allowance(0.1)
-    allowance.loaded(100)
-    read_all(allowance)
-    allowance.read(-3)
-    assert read_all(allowance) == 3
-
-
-def test_loads_that_reads_ahead_caused_are_extra_and_not_needed() -> None:
-    allowance = Allowance(0.1)
-    allowance.loaded(100, harm=3)
-    assert read_all(allowance) == 6, "0.1 of 97, less 3"
-
-
 @given(
     st.sampled_from([0.05, 0.1, 0.5]),
     st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1), st.floats(0, 1)), min_size=50, max_size=400),

@@ -80,14 +80,6 @@ def test_drafting_goes_on_while_the_next_draft_is_likely_to_pay() -> None:
     assert told(0.1, 0.5, making=0.1).goes_on([("a", [0.1]), ("b", [0.97])]), "one forward drafts for both"
 
 
-def test_a_level_of_a_tree_goes_on_for_all_its_nodes() -> None:
-    """Two paths that are not worth a forward each are worth one together; a second request has to pay its own."""
-    chooser, path = told(0.1, 0.1, making=0.15), [0.4]
-    assert not chooser.goes_on([("a", path)])
-    assert chooser.goes_on([("a", path), ("a", path), ("a", path)])
-    assert not chooser.goes_on([("a", path), ("b", path), ("c", path)])
-
-
 def learned(true, steps: int = 4000, requests: int = 1) -> Odds:
     odds, draw = Odds(), random.Random(0)
     for step in range(steps):
@@ -431,13 +423,6 @@ def test_a_drafter_that_idles_is_tried_again() -> None:
         chooser.took([length], [1 + length], 1, 1.5 + 0.02 * length + 0.1 * length, 0.1 * length, draw.randrange(20))
         drafts += length > 0
     assert drafts > 200, "within a few probes, less the blocks without drafts of a comparison"
-
-
-def test_a_drafter_that_costs_next_to_nothing_does_not_idle() -> None:
-    """It is learned from its drafts when they are worth verifying, though none is now."""
-    _, chooser = Machine(0.05, lambda rng: 0.02, making=0.0005).serve(1000)
-    facts = chooser.facts()
-    assert facts["drafted"] > 1500 and facts["verified"] < 0.1 * facts["drafted"], facts
 
 
 def test_a_machine_that_is_not_as_assumed_is_found_out() -> None:

@@ -269,26 +269,6 @@ def test_tiers_and_what_changed_since_the_last_report() -> None:
     assert codes(view) == [STORE, SLOT, STORE, SLOT, HOST, SLOT]
 
 
-def test_an_expert_that_left_and_came_back_was_loaded() -> None:
-    execution = Execution()
-    execution.load(0, 1, 2)
-    _, view = viewed(execution)
-    execution.load(3)  # takes the slot of 0
-    execution.load(1)
-    execution.load(0)  # takes that of 2
-    execution.load(2)  # takes that of 3
-    assert codes(view) == [SLOT | LOADED, SLOT, SLOT | LOADED, STORE, STORE, STORE]
-
-
-def test_an_expert_that_is_being_loaded_is_where_it_was() -> None:
-    execution = Execution(persistent=False)
-    _, view = viewed(execution)
-    execution.residency.prepare([2])
-    assert codes(view) == [HOST] * KEYS
-    execution.residency.loaded(2)
-    assert codes(view) == [HOST, HOST, SLOT | LOADED, HOST, HOST, HOST]
-
-
 def test_heat_grows_with_use_and_fades() -> None:
     execution = Execution()
     _, view = viewed(execution)

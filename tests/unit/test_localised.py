@@ -44,16 +44,6 @@ def test_a_skipped_pair_of_a_row_that_counts_weighs_nothing():
     assert here.routed.weights[0].tolist() == [1, 0] and (here.routed.ids >= 0).all()
 
 
-def test_cut_rows_and_padding_run_nothing():
-    here = of([[0, 1], [-1, -1], [2, 3], [4, 5]], Rows(3, cut=True))
-    assert here.live is not None and here.live.flatten().tolist() == [True, False, True, False]
-    assert here.own.tolist() == [[0, 1], [-1, -1], [2, 3]], "nothing is reported of a row that was cut"
-    assert (here.asked >= 0).all(), "a predictor is asked of experts"
-    hot = torch.zeros(4, 2, dtype=torch.bool)
-    on_cpu, loaded = here.divided(~hot)
-    assert on_cpu.rows.tolist() == [0, 2] and not len(loaded.rows)
-
-
 def test_a_rank_runs_the_rows_that_chose_its_experts():
     here = of([[0, 1], [2, 4], [3, 5], [1, 3]], Rows(3), local_of=LOCAL_OF)
     assert here.at is not None and here.at.tolist() == [0, 2] and here.real == len(here.routed.x) == 2
@@ -67,16 +57,6 @@ def test_predictors_of_a_rank_are_asked_of_experts_of_the_model():
     here = of([[0, 1], [-1, -1], [3, -1], [1, 3]], Rows(3, cut=True), local_of=LOCAL_OF)
     assert here.asked.tolist() == [[0, 1], [0, 1], [3, 1]] and here.own[1].tolist() == [-1, -1]
     assert here.weights.tolist() == [[1, 2], [0, 0], [5, 0]]
-
-
-def test_a_kernel_that_skips_other_ranks_experts_runs_all_rows():
-    here = of([[0, 1], [2, 4], [3, 5], [1, 3]], Rows(4, as_routed=True), local_of=LOCAL_OF, whole=True)
-    routed = here.routed
-    assert here.at is None and len(routed.x) == 4 and routed.on_device is not None
-    assert routed.on_device.tolist() == [[0, 1], [2, 4], [3, 5], [1, 3]], "as stock vLLM passes them to its kernel"
-    assert set(routed.ids.flatten().tolist()) == {0, 1, 2}, "only experts of this process are loaded"
-    padded = of([[0, 1], [2, 4], [3, 5], [-1, 9]], Rows(3), local_of=LOCAL_OF, whole=True).routed
-    assert padded.on_device is None and padded.of_model is not None and padded.of_model[3].tolist() == [0, 1]
 
 
 def test_nothing_runs_where_no_row_chose_an_expert_of_this_process():

@@ -21,7 +21,7 @@ import imagined as made
 
 from vllm_spac.config.types import SlotCount
 from vllm_spac.decisions.predictors._samples import SampleRecorder, Samples
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.errors import SpacError
 from vllm_spac.tools.evaluation import predictor_recall
@@ -133,15 +133,6 @@ def test_misses_are_those_of_an_lru_cache(slots: int, rows: list[list[int]]) -> 
 )
 def test_the_cache_of_a_layer(slots: SlotCount, size: int) -> None:
     assert predictor_recall.cache_of(slots, 12) == size
-
-
-def test_predictors_are_passed_what_they_need_and_no_more() -> None:
-    one = made.samples(texts=1)
-    names = {Signal.ROUTER_INPUT: "hidden", Signal.FUTURE: "future"}
-    for signal, name in names.items():
-        seen = one.seen(2, slice(3, 5), frozenset({signal}))
-        assert [field for field in ("hidden", "ids", "weights", "future") if getattr(seen, field) is not None] == [name]
-    assert torch.equal(one.seen(2, slice(3, 5), frozenset({Signal.ROUTING})).ids, one.ids[2, 3:5])
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from vllm_spac.integration.loading import description
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording import trace_writer
 from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
-from vllm_spac.recording.trace_file import Trace, TraceFacts
+from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
 from vllm_spac.runtime import Runtime
 
@@ -120,18 +120,6 @@ def test_steps_go_on_and_each_is_said_once(engine: Engine, fault: Callable, monk
         (one,) = (text for text in said if f"--spac-{name}" in text)
         assert reason in one and "\n" not in one and reason in engine.stopped[name]
     assert len(said) == 2 and engine.experts.closed
-
-
-def test_one_goes_on_when_the_other_stops(engine: Engine, tmp_path: Path) -> None:
-    engine.step()
-    engine.runtime.recordings.timeline.path = tmp_path / "gone" / "run.timeline"
-    engine.step()
-    engine.step()
-    engine.runtime.close()
-    assert set(engine.stopped) == {"timeline"}
-    assert len(Trace.load(engine.folder / "run.trace").step_kind) == 3
-    events = json.loads((engine.folder / "run.timeline").read_text())
-    assert sum(event.get("cat") == "step" for event in events) == 1, "what was saved before stays"
 
 
 def test_what_stopped_costs_nothing_more(engine: Engine) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.draft_states import DraftStates
-from vllm_spac.decisions.predictors._recall import Hits
-from vllm_spac.decisions.predictors._samples import Samples
 from vllm_spac.decisions.predictors.base import START, Seen, Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.hooks import drafts
@@ -37,17 +35,6 @@ def test_a_row_names_what_the_draft_model_chose_in_its_order_and_nothing_if_it_w
     assert guess.first == 0
     assert guess.scores.tolist() == [[-INF, 1, -INF, 2, -INF, 2, -INF, -INF, -INF, 1], [-INF] * 10]
     assert not list(Shadow(num_experts=2 * EXPERTS).guesses(Seen(0, draft_ids=ids))), "of a layer that runs"
-
-
-def test_recall_counts_what_is_named_alone() -> None:
-    """Row 0 names one of its two experts, row 1 names none; both use experts 0 and 1."""
-    ids = torch.tensor([[[0, 1], [0, 1]]], dtype=torch.int32)
-    nothing = torch.zeros(1, 2, 1)
-    hits = Hits(Samples((0,), nothing, torch.zeros(1, 2, EXPERTS), ids, ids))
-    scores = torch.full((2, EXPERTS), -INF)
-    scores[0, 1] = 1.0
-    hits.add(START, 0, slice(0, 2), scores)
-    assert hits.result()["recall_at_k"] == hits.result()["recall_at_2k"] == 1 / 4
 
 
 # -- what is kept of a draft model's routers ---------------------------------------------------------------------------

@@ -75,31 +75,6 @@ def test_what_became_of_reads_ahead() -> None:
     offering.residency.check_integrity()
 
 
-@pytest.mark.parametrize(("victim", "read", "harm"), [(0, 3, 1), (2, 3, 1), (4, 3, 0)])
-def test_a_read_that_was_used_first_did_no_harm(victim: int, read: int, harm: int) -> None:
-    """Layers of two: 3 is used in the second one, after 0, beside 2 and before 4, of which one was evicted for it."""
-    offering, others = filled(LRU(), keys=6, slots=5, experts=2), {0, 1, 2, 4} - {victim}
-    offering.residency.take_over(offering.residency.slot_of[[read]], np.array([5]))
-    owner = [*offering.residency.owner]
-    owner[owner.index(victim)] = read
-    offering.allowance = Allowance(1.0)
-    guessed = np.array([ADMITTED if key == read else UNUSED for key in range(6)])
-    sources = np.array([HIT if key in others | {read} else STREAMED if key == victim else UNUSED for key in range(6)])
-    counts = (sources != UNUSED).astype(np.int32)
-    offering.learn(counts, sources, np.array(owner), guessed, generating=counts)
-    assert offering._counters.prefetch_hits == 1 and offering._counters.prefetch_harmful == harm
-
-
-def test_hears_who_came_and_who_went() -> None:
-    offering = filled(LRU())
-    assert learn(offering, [HIT, UNUSED, UNUSED, ADMITTED, STREAMED], [0, 3, 2]) == (1, 1)
-    assert offering.residency.slot_of.tolist() == [0, -1, 2, 1, -1]
-    offering.residency.check_integrity()
-    assert offering.offer().owners.tolist() == [2, 0, 3]
-    counters = offering._counters
-    assert (counters.hits, counters.misses, counters.loads) == (1, 2, 1)
-
-
 def test_prompts_are_counted_and_say_nothing() -> None:
     offering = filled(LRU())
     before = offering.offer().owners.tolist()

@@ -154,32 +154,11 @@ def test_what_is_dropped_is_counted() -> None:
     assert (counted["rows"], counted["shortlists"]) == (2 * len(DECODING), 2)
 
 
-def test_it_predicts_from_what_is_run_without_padding() -> None:
-    logits = random(LAYERS, ROWS, EXPERTS)
-    predictor = Told(random(LAYERS, ROWS, EXPERTS, seed=1))
-    found = run(control(predictor, speculate="predicted"), RULES[0], logits)
-    assert [seen.layer for seen in predictor.seen] == [0, 1], "nothing follows the last layer"
-    for seen, (_, (weights, ids)) in zip(predictor.seen, found, strict=False):
-        assert torch.equal(seen.ids, ids[:6]) and torch.equal(seen.weights, weights[:6])
-        assert torch.equal(seen.hidden, random(ROWS, WIDTH, seed=seen.layer)[:6])
-
-
 def test_a_layer_that_nothing_is_known_about_runs_its_router_s_choice() -> None:
     logits = random(LAYERS, ROWS, EXPERTS)
     made = control(Told(-logits, knows=(2,)), speculate="predicted")
     found = run(made, RULES[0], logits)
     assert [torch.equal(natural[1], chosen[1]) for natural, chosen in found] == [True, True, False]
-
-
-def test_nothing_is_kept_of_a_step_that_failed() -> None:
-    """A step ends in its second layer; the next one begins with the first, with other rows."""
-    logits = random(LAYERS, ROWS, EXPERTS)
-    made = control(Told(-logits), speculate="predicted")
-    hidden = random(ROWS, WIDTH)
-    made.apply(0, logits[0], *routed(RULES[0], logits[0]), STEP, hidden=hidden)
-    natural = routed(RULES[0], logits[1])
-    other = Step((RequestRows(0, 1, RowKind.DECODE),), torch.arange(1))
-    assert torch.equal(made.apply(1, logits[1], *natural, other, hidden=hidden)[1], natural[1])
 
 
 def test_prompts_are_not_speculated_unless_asked_for() -> None:

@@ -119,21 +119,6 @@ def test_drafts_of_which_the_number_of_tokens_is_not_known(tmp_path: Path) -> No
     assert trace.step_tokens.tolist() == [0]
 
 
-def test_layers_together_are_layers_one_by_one(tmp_path: Path) -> None:
-    """Of six rows four are the step's."""
-    both = [chosen(6, seed) for seed in range(3)]
-    ids, weights = (np.stack(parts) for parts in zip(*both, strict=True))
-    traces = []
-    for together in (False, True):
-        writer = TraceWriter(tmp_path / str(together), FACTS)
-        writer.begin_step(decode(4))
-        for layers in [[0, 1, 2]] if together else [[0], [1], [2]]:
-            writer.observe(layers, ids[layers], weights[layers])
-        writer.end_step()
-        traces.append(Trace.load(writer.finish()))
-    assert same(*traces) and traces[0].ids.tolist() == ids[:, :4].reshape(-1, 2).tolist()
-
-
 def test_a_prompt_has_no_counts(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "a.trace", FACTS)
     writer.begin_step(Step((RequestRows(0, 4, RowKind.PREFILL),)))
