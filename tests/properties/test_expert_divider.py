@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
 import pytest
@@ -86,21 +85,6 @@ def test_greedy_of_any_costs(compute: list, load: list, message: int) -> None:
     found = greedy(*given, message)
     assert found == greedy(*kept, message) and all((a == b).all() for a, b in zip(given, kept, strict=True))
     assert finish(*given, message, found) <= min(finish(*given, message, [w] * 4) for w in range(3))
-
-
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.integers(1, 5))
-def test_greedy_is_the_fastest_for_experts_that_are_alike(each: list[int], experts: int) -> None:
-    compute = np.repeat(np.array(each, dtype=float)[:, None], experts, axis=1)
-    given = compute, np.zeros_like(compute), 0.0
-    fastest = min(finish(*given, where) for where in product(range(len(each)), repeat=experts))
-    assert finish(*given, greedy(*given)) == fastest
-
-
-def test_one_worker_where_the_greedy_list_is_slower() -> None:
-    """Workers share the link: two halve the computing, and each waits for the other's rows."""
-    compute, zeros = np.ones((2, 4)), np.zeros((2, 4))
-    assert len(set(greedy(compute, zeros, 1.0))) == 2
-    assert len(set(greedy(compute, zeros, 2.0))) == 1
 
 
 def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> None:

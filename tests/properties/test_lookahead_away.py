@@ -77,14 +77,6 @@ def away(*given, **knobs) -> Iterator[Away]:
         yield made
 
 
-def test_a_predictor_that_looks_at_no_layer_is_asked_once() -> None:
-    with away(16) as made:
-        made.script.reach = 0
-        made.script.says = {START: [(1, (6, 7))], 0: [(2, (6, 7))]}
-        made.step((0, 1), (6, 7), (0, 1), (0, 1))
-        assert made.script.asked == [START] and made.store.order == [14, 15]
-
-
 def test_prompts_and_dummy_forwards_ask_nothing() -> None:
     with away(16) as made:
         made.script.says = {START: [(1, (6, 7))], 0: [(1, (6, 7))]}

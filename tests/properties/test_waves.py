@@ -43,13 +43,6 @@ def test_each_row_is_in_one_wave_that_fits_and_takes_all_it_can(rows, experts, t
         assert all(len(held | set(row)) > slots for row in ids[left].tolist()), "another row would have fitted"
 
 
-def test_pairs_that_are_sorted_by_expert_need_each_expert_once():
-    """As kernels that compute an expert's rows together pass them."""
-    ids = np.sort(drawn(300, 30, 3, seed=3).ravel())[:, None]
-    held = [np.unique(ids[wave]).tolist() for wave in waves.row_waves(ids, 7, 30)]
-    assert sorted(expert for wave in held for expert in wave) == np.unique(ids).tolist()
-
-
 def test_a_row_that_no_wave_can_hold_is_a_mistake():
     with pytest.raises(AssertionError, match="more experts than there are slots"):
         list(waves.row_waves(np.arange(8, dtype=np.int32).reshape(2, 4), 3, 8))

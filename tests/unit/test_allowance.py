@@ -22,10 +22,6 @@ def read_all(allowance: Allowance, most: int = 10_000) -> int:
     return most
 
 
-def test_nothing_before_anything_was_needed() -> None:
-    assert not Allowance(1.0).left
-
-
 @pytest.mark.parametrize(("extra", "count"), [(0.0, 0), (0.1, 10), (0.25, 25), (1.0, 100)])
 def test_unused_reads_are_a_share_of_what_was_loaded(extra: float, count: int) -> None:
     allowance = Allowance(extra)
@@ -67,11 +63,6 @@ def judged(right: float, steps: int, allowance: Allowance | None = None) -> tupl
             allowance.used(round(4 * right * (step + 1)) - round(4 * right * step))
         found.append(allowance.end_step())
     return allowance, found
-
-
-def test_reads_that_pay_go_on() -> None:
-    allowance, found = judged(PAYS + 0.1, 5 * WINDOW)
-    assert not any(found) and allowance.left and not allowance.paused
 
 
 def test_reads_that_do_not_pay_pause_and_are_tried_again() -> None:

@@ -210,10 +210,3 @@ def test_others_may_not_write_what_is_written_whatever_the_umask(target: Path) -
         assert target.stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
-
-
-def test_whether_a_file_could_be_replaced(target: Path) -> None:
-    check_replaceable(target)
-    assert target.read_text() == "old" and alone(target)
-    with pytest.raises(OSError):
-        check_replaceable(target.parent / "no" / "a")

@@ -93,33 +93,9 @@ def test_forwards_do_not_cut_windows(chunks: tuple[int, ...]) -> None:
     assert same(made.result(), recorded())
 
 
-def test_a_window_does_not_reach_into_the_next_text() -> None:
-    """11 tokens: two windows; 3 are left over and dropped."""
-    made, again = recorder(), recorder()
-    for seed in range(3):
-        observe(made, text(seed))
-        observe(again, [probs[:8] for probs in text(seed)])
-    assert torch.equal(made.result().curves, again.result().curves)
-
-
-def test_curves_are_shares() -> None:
-    curves = recorded().curves
-    assert curves.shape == (2, len(LAYERS), EXPERTS)
-    assert (curves[..., 1:] >= curves[..., :-1]).all() and torch.allclose(curves[..., -1], torch.ones(2))
-    assert (curves[..., 0] >= 1 / EXPERTS).all()
-
-
 def test_nothing_observed_is_refused() -> None:
     with pytest.raises(ConfigError, match="saw no token; use prompts"):
         recorder().result()
-
-
-def test_layers_must_see_the_same_tokens() -> None:
-    made = recorder()
-    observe(made, text(0))
-    made.observe(0, text(1)[0], *text(1)[0].topk(TOP_K))
-    with pytest.raises(AssertionError, match="different numbers"):
-        made.result()
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -221,13 +197,6 @@ def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert (second.texts, second.tokens) == (2, 22)
     observe(second, text(2))
     assert same(second.result(), recorded())
-
-
-def test_progress_is_saved_between_texts() -> None:
-    made = recorder()
-    made.observe(0, text(0)[0], *text(0)[0].topk(TOP_K))
-    with pytest.raises(AssertionError, match="not over"):
-        made.save_progress("never")
 
 
 @pytest.mark.parametrize(

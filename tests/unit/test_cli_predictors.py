@@ -44,11 +44,6 @@ def trained(tmp_path: Path, few_steps: None) -> Path:
     return tmp_path / "p.safetensors"
 
 
-def test_help_has_examples() -> None:
-    for name in ("train", "measure"):
-        assert f"Examples vllm-spac predictors {name}" in run("predictors", name, "--help")
-
-
 SHORT = '{"max_model_len": 512}'
 
 

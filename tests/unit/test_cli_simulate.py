@@ -32,12 +32,6 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "run.trace"
 
 
-def test_help_has_examples() -> None:
-    assert "Examples vllm-spac trace show" in run("trace", "show", "--help")
-    assert "Examples vllm-spac trace simulate" in run("trace", "simulate", "--help")
-    assert "simulate" in run("trace", "--help") and "trace" in run("--help")
-
-
 def test_show(recorded: Path) -> None:
     text = run("trace", "show", recorded)
     for part in ("2 x 20 = 40", "30 verify", "30 verify, 60 draft", "is used again after", "hits of LRU"):

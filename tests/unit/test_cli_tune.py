@@ -89,12 +89,6 @@ def test_what_is_not_faster_once_more_is_not_kept(tmp_path: Path) -> None:
     assert "the interval includes 1, so the default is kept" in text and "run:" not in text
 
 
-def test_nothing_is_faster(tmp_path: Path) -> None:
-    Imagined.rate = staticmethod(faster(io_threads=0.9, drafts=0.9, policy=0.9, prefetch=0.9))
-    assert "nothing was faster than the default, which is kept" in run(tmp_path)
-    assert profile(tmp_path).keeps_default and profile(tmp_path).ratio is None
-
-
 def test_what_is_slower_gives_its_time_to_the_others(tmp_path: Path) -> None:
     Imagined.rate = staticmethod(faster(io_threads=0.5))
     assert re.search(r"io_threads=8 0.50 \(0.50 - 0.50\) 5.0 [0-9.]+ s 6 equal", run(tmp_path))
@@ -175,11 +169,6 @@ def test_the_time_is_kept(tmp_path: Path) -> None:
         text = run(tmp_path, "--minutes", minutes)
         assert Imagined.now <= 60 * minutes + 2 * START + 2 * 3 * 6.4  # the first start, and a last start and turn
         assert ("no time was left for: " in text) == (minutes < MINUTES)
-
-
-def test_while_nothing_is_faster_the_last_third_is_for_the_others_too(tmp_path: Path) -> None:
-    assert "nothing was faster than the default, which is kept" in run(tmp_path, "--minutes", 6.5)
-    assert Imagined.now > 4.4 * 60 and profile(tmp_path).keeps_default
 
 
 def test_too_little_time_writes_no_profile(tmp_path: Path) -> None:

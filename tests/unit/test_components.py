@@ -11,7 +11,6 @@ from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import Rates
 from vllm_spac.decisions import policies
-from vllm_spac.decisions.policies.lfu import LFU
 from vllm_spac.errors import ConfigError
 
 FAMILIES = sorted(components.FAMILIES)
@@ -48,12 +47,6 @@ def test_names_are_the_files_but_base(family: str, some: list[str]) -> None:
 def test_every_file_holds_one_component(family: str) -> None:
     for name in components.names(family):
         assert components.find(family, name).__module__ == components.modules(family)[name]
-
-
-def test_build_by_name_with_knobs() -> None:
-    policy = components.build("policies", "lfu", half_life=7)
-    assert type(policy) is LFU
-    assert policy._half_life == 7
 
 
 def test_arguments_are_part_of_a_name() -> None:

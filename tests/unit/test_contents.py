@@ -75,13 +75,6 @@ def test_nothing_is_read_twice(model: Path, opened: list[str], caplog: pytest.Lo
     assert "3 of 3 weight files (18.0 MiB) were not read: inodes, sizes, mtimes and ctimes" in caplog.text
 
 
-def test_a_copy_is_the_same_checkpoint(model: Path, opened: list[str]) -> None:
-    first = facts(model)
-    copy = shutil.copytree(model, model.parent / "copy", copy_function=shutil.copy)
-    opened.clear()
-    assert facts(copy) == first and len(opened) == 3
-
-
 @pytest.mark.parametrize("offset", [0, 100_000, (8 << 20) - 1, 8 << 20, SIZE - 1])
 def test_any_byte_that_changed_is_noticed_though_size_and_mtime_are_kept(
     model: Path, offset: int, opened: list[str]

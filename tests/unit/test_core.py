@@ -36,26 +36,11 @@ def test_kind_of_a_step(kinds: tuple[RowKind, ...], expected: str) -> None:
     assert type(step(*kinds).kind) is str, "it becomes a label of a metric"
 
 
-def test_the_end_of_prompts_is_told_where_nothing_else_runs() -> None:
-    prompts = RequestRows(0, 30, RowKind.PREFILL), RequestRows(30, 50, RowKind.PREFILL)
-    assert Step(prompts).prompt_end == slice(18, 50)
-    assert Step(prompts[:1]).prompt_end == slice(0, 30)
-    assert Step((*prompts, RequestRows(50, 51, RowKind.DECODE))).prompt_end is None
-    assert Step().prompt_end is None
-
-
 def test_what_rows_selected() -> None:
     chosen = [(1, np.array([[0, 2], [-1, 1]])), (0, np.array([[1, 1], [-1, -1]]))]
     expected = [[0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0]]
     assert selected(chosen, 2, 3).astype(int).tolist() == expected  # type: ignore[union-attr]
     assert selected([], 2, 3) is None
-
-
-def test_keys_number_the_experts_layer_by_layer() -> None:
-    shape = MoEShape(("a", "b", "c"), 5, 2, {"w": TensorSpec((2,), torch.float32)})
-    keys = [shape.key(layer, expert) for layer in range(3) for expert in range(5)]
-    assert keys == list(range(shape.total)) == list(range(15))
-    assert [shape.split(key) for key in keys] == [(layer, expert) for layer in range(3) for expert in range(5)]
 
 
 def test_bytes() -> None:

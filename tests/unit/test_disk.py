@@ -86,12 +86,6 @@ def test_data_begins_at_the_second_page(shape: MoEShape, tmp_path: Path) -> None
     assert all(part in raw[PAGE:] for part in parts)
 
 
-def test_paths_are_readable(tmp_path: Path) -> None:
-    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
-    assert store.path(4) == tmp_path / FINGERPRINT / "layer-001" / "expert-0001.safetensors"
-    assert len({store.path(key) for key in range(SHAPE.total)}) == SHAPE.total
-
-
 def test_reads_build_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would intern its parts: half a million of them made a server grow by 15 MB whenever Python sized up."""
     store = packed(tmp_path, SHAPE)
@@ -245,14 +239,6 @@ def test_disk_that_gets_full_while_writing(opener, tmp_path: Path, monkeypatch: 
     assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0)
 
 
-def test_file_in_the_place_of_a_layers_folder(tmp_path: Path) -> None:
-    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
-    store.path(1).parent.write_text("in the way")
-    with pytest.raises(StoreError, match="--spac-disk-dir") as error:
-        store.put(1, expert(SHAPE, 1))
-    assert str(store.path(1)) in str(error.value)
-
-
 # -- room and folders --------------------------------------------------------------------------------------------
 
 
@@ -275,13 +261,6 @@ def test_no_room(count: int, tmp_path: Path, free: Callable[[int], None]) -> Non
     store.reserve(0)
     free(2**40)
     store.reserve(5000)
-
-
-def test_missing_folders_are_made_and_nothing_else_is_left_in_them(tmp_path: Path) -> None:
-    store = DiskStore(SHAPE, FINGERPRINT, tmp_path / "a" / "b")
-    assert files(tmp_path) == []
-    store.put(0, expert(SHAPE, 0))
-    assert files(tmp_path) == [store.path(0)]
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=["read-only", "another user's"])

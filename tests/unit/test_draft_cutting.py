@@ -18,7 +18,7 @@ from vllm_spac.decisions.guard.cut_rule import along, pack
 from vllm_spac.decisions.guard.device_chooser import LOOK, DeviceChooser, StepDrafts
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.integration.hooks import draft_cutting
-from vllm_spac.integration.hooks.draft_cutting import CutReport, DraftCutter, surest
+from vllm_spac.integration.hooks.draft_cutting import DraftCutter, surest
 from vllm_spac.integration.stepping.draft_planning import PlannedDrafts
 from vllm_spac.integration.stepping.v2.tree_decoding_v2 import given_parents
 from vllm_spac.methods.trees.tensors import FILLER, TreeTensors
@@ -476,9 +476,3 @@ def test_a_cut_row_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> No
     runtime.end_forward()
     monkeypatch.setattr("vllm_spac.runtime.capturing", lambda tensor: True)
     assert runtime.route(0, hidden, logits, weights, ids)[1].tolist() == expected, "a graph holds it"
-
-
-def test_reports_without_a_cut_keep_all() -> None:
-    sent = Exchange(torch.device("cpu"), Lane()).send([torch.tensor([[5, 6]]), torch.tensor([[0.5, 0.25]])])
-    found = CutReport(["a"], [2], False, sent, before=3, after=8).arrived(99)
-    assert found == StepDrafts({"a": Drafted([5, 6], [0.5, 0.25], None)}, {"a": 2}, 5)

@@ -71,14 +71,6 @@ def test_layers_that_did_not_run_are_forgotten_and_others_of_the_next_step_not()
     assert soon(made) == [12], "layer 0 did not run either"
 
 
-def test_a_later_guess_takes_the_place_of_an_earlier_one() -> None:
-    made = expected()
-    made.begin()
-    made.name(guess(2, row(0, 1)))
-    made.name(guess(2, row(4, 1)))
-    assert list(made.ranked()) == [16, 13] and soon(made) == [13, 16]
-
-
 def test_nothing_is_guessed_about_the_running_layer() -> None:
     made = expected()
     made.enter(2, np.array([3]))
@@ -148,13 +140,6 @@ def test_a_layer_that_runs_again_without_a_step_has_passed_all_others() -> None:
         made.name(guess(layer, row(0, 1)))
     made.enter(1, np.array([2]))
     assert soon(made) == [8]
-
-
-def test_nothing_is_left_before_a_layer_has_run() -> None:
-    made = expected()
-    made.name(guess(0, row(0, 1)))
-    made.leave()
-    assert soon(made) == [0, 1]
 
 
 def test_what_a_row_does_not_name_is_not_expected() -> None:

@@ -58,10 +58,6 @@ def test_a_draft_is_as_large_as_its_files(folders, said, draft, method, predicti
     assert not said
 
 
-def test_without_speculation_there_is_none() -> None:
-    assert fast_memory.draft_bytes(SimpleNamespace(speculative_config=None, model_config=None)) == 0
-
-
 @pytest.mark.parametrize(("draft", "method"), [("someone/draft", "eagle3"), ("target", "dspark")])
 def test_a_draft_of_unknown_size_is_named(folders, said, draft: str, method: str) -> None:
     """One that is not here, or stages in the target's checkpoint of which nothing says the size."""

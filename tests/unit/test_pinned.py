@@ -33,12 +33,6 @@ def test_the_most_used_of_all_layers_are_pinned() -> None:
     assert pinned(6, share=0.5) == [2, 5, 7]
 
 
-def test_one_token_always_fits_beside_the_pinned() -> None:
-    assert pinned(4, share=1, top_k=2) == [2, 5]
-    assert pinned(2, share=1, top_k=2) == []
-    assert pinned(8, share=0) == []
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_no_such_share(share: float) -> None:
     with pytest.raises(ValueError, match="use 0 to 1"):

@@ -21,7 +21,7 @@ from vllm_spac.decisions.predictors.gate import Gate, folded
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural, distil, penalty, ridge
-from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, ratio, through_norm
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, through_norm
 
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -70,12 +70,6 @@ def test_the_quasi_hidden_state_splits_into_residual_and_default_vectors(
     parts = size * (made.normed(residual, own) @ folded(gate, norm, own)) + mixed @ through_norm(outputs, gate, norm)
     expected = made.normed(moved, norm) @ gate.T
     torch.testing.assert_close(parts / moved.square().mean(-1, keepdim=True).sqrt(), expected, **DOUBLE)
-
-
-def test_the_ratio_of_two_parts_is_found() -> None:
-    parts = [random(30, 8), random(30, 8, seed=1)]
-    offset = random(30, 1, seed=2)  # of rows, which changes no ranking
-    assert ratio(parts, 2.5 * parts[0] - 0.5 * parts[1] + offset).tolist() == pytest.approx([2.5, -0.5])
 
 
 @pytest.mark.parametrize("strength", [1e-4, 1e-2, 1.0])

@@ -51,11 +51,6 @@ def test_refused(tmp_path: Path, content: str | bytes, says: str) -> None:
         prompts.read(file_of(tmp_path, content))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        prompts.read(tmp_path / "none")
-
-
 def encode(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
@@ -63,10 +58,6 @@ def encode(text: str) -> list[int]:
 def test_long_texts_are_cut_and_no_token_is_lost() -> None:
     pieces = prompts.tokens(["abcdefgh", [1, 2, 3]], encode, 4)
     assert pieces == [encode("abcd"), encode("efgh"), [1, 2, 3]]
-
-
-def test_a_piece_of_one_token_predicts_nothing() -> None:
-    assert prompts.tokens(["abcde", "x"], encode, 4) == [encode("abcd")]
 
 
 @pytest.mark.parametrize(("limit", "lengths"), [(3, [3]), (4, [4]), (5, [4]), (6, [4, 2]), (99, [4, 4, 3])])

@@ -172,13 +172,6 @@ def test_report(results: dict) -> None:
     assert "saves 12.0% of the bytes (1.5 MiB of 12.5 MiB per step)" in text
 
 
-def test_points_of_a_ranking_and_coverage_are_together_the_fewest_experts_first(results: dict) -> None:
-    results["points"] = results["points"][1::-1] + results["points"][:1:-1]
-    ranking, coverage, bound, *others = (list(column.cells) for column in quality_table(results).columns)
-    assert ranking == ["router"] * 4 and coverage == ["truncation"] * 2 + ["substitution"] * 2
-    assert bound == ["B=8", "B=12"] * 2 and others[4] == ["8.0", "11.0", "7.0", "11.0"]
-
-
 def test_a_budget_that_costs_more_loads_than_it_saves_is_named(results: dict) -> None:
     assert "cost more loads" not in printed(results) and "1.00 x" in printed(results)
     assert quality.verdict(results["points"], results["generation"]) == results["points"][1]

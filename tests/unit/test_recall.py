@@ -74,12 +74,6 @@ def test_without_a_miss_there_is_no_recall_on_misses() -> None:
     assert found["recall_on_misses"] is None and found["recall_at_k"] == 2 / 4
 
 
-def test_equal_scores_rank_by_the_lowest_expert() -> None:
-    hits = predictor_recall.Hits(samples([[[0, 1], [4, 5]]]), torch.ones(1, 2, 2).bool())
-    hits.add(START, 0, slice(0, 2), torch.zeros(1, 6))
-    assert hits.result()["recall_at_k"] == 0.5
-
-
 def test_the_oracle_is_always_right() -> None:
     one = made.samples(texts=2)
     oracle = Oracle(made.LAYERS * made.EXPERTS)

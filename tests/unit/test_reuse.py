@@ -75,16 +75,6 @@ def test_of_equals_the_layers_that_are_over_go_first_and_the_next_layer_last() -
     assert layers == [1] * EXPERTS + [0] * EXPERTS + [2] * EXPERTS
 
 
-def test_a_popular_expert_of_a_past_layer_outlives_a_rare_one_of_the_next() -> None:
-    policy = seen(*[counts_of(0)] * 10, counts_of(0, EXPERTS))
-    policy.enter(range(EXPERTS))
-    assert policy.evict(KEYS, ())[-2:] == [EXPERTS, 0]
-
-
-def test_rows_do_not_matter_selection_does() -> None:
-    assert (seen(9 * counts_of(1, 9)).likely == seen(counts_of(1, 9)).likely).all()
-
-
 def test_without_steps_and_layers_it_is_lru() -> None:
     policy = Reuse()
     for key in (3, 1, 4, 5, 2, 6):

@@ -29,27 +29,12 @@ def suggestions(error: ConfigError) -> list[str]:
     return re.findall(r"--spac-slots (auto|[\d.]+%?)", str(error))
 
 
-def test_count_a_layer() -> None:
-    assert resolve(SlotCount(per_layer=3), shape(), 64 * MIB) == 12
-    assert resolve(SlotCount(per_layer=16), shape(), 64 * MIB) == 64
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.25, 16), (1.0, 64), (0.26, 17), (0.03125, 2)])
-def test_share_is_rounded_up(share: float, count: int) -> None:
-    assert resolve(SlotCount(share=share), shape(), 64 * MIB) == count
-
-
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 512))
 @settings(max_examples=examples(200), **BUSY)
 def test_whole_percentages_are_exact(percent: int, layers: int, experts: int) -> None:
     """7% of 100 experts are 7 slots: the smallest number that is not below the percentage."""
     wanted = shape(layers, experts, top_k=1, expert_bytes=1)
     assert resolve(SlotCount.parse(f"{percent}%"), wanted, wanted.total) == -(-percent * wanted.total // 100)
-
-
-@pytest.mark.parametrize(("free", "count"), [(64 * MIB, 64), (10**15, 64), (10 * MIB, 10), (3 * MIB - 1, 2)])
-def test_auto_takes_what_fits(free: int, count: int) -> None:
-    assert resolve(SlotCount(), shape(), free) == count
 
 
 @pytest.mark.parametrize("slots", [SlotCount(), SlotCount(share=0.25), SlotCount(share=0.01), SlotCount(per_layer=2)])

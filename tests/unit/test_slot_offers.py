@@ -75,13 +75,6 @@ def test_what_became_of_reads_ahead() -> None:
     offering.residency.check_integrity()
 
 
-def test_prompts_are_counted_and_say_nothing() -> None:
-    offering = filled(LRU())
-    before = offering.offer().owners.tolist()
-    assert learn(offering, [HIT, UNUSED, UNUSED, STREAMED, STREAMED], [0, 1, 2], prompts=True) == (2, 0)
-    assert offering.offer().owners.tolist() == before
-
-
 def test_beside_prompts_the_rows_that_generate_are_learned_of() -> None:
     """0 is used by a row that generates and 1 by one of a prompt: only 0 becomes the one used last."""
     offering = filled(LRU())

@@ -291,13 +291,6 @@ def test_the_beginning_of_a_file_is_read_with_a_bracket(clock, tmp_path: Path) -
         assert json.loads(whole) == json.loads(text)[: count - 1]
 
 
-def test_a_recording_without_steps_can_be_saved_and_read(clock, tmp_path: Path) -> None:
-    writer = TimelineWriter(tmp_path / "run.timeline", FACTS, 5)
-    clock.add(writer.timeline, Kind.LAYER, 1, 2)
-    writer.save()
-    assert read(tmp_path / "run.timeline") == ([], {1: "MainThread"})
-
-
 def test_an_existing_file_stays_until_there_is_a_step(clock, tmp_path: Path) -> None:
     path = tmp_path / "run.timeline"
     saved(two_steps(clock), path)

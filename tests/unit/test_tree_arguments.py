@@ -56,18 +56,6 @@ def test_what_the_user_chose_for_a_gpu_stays(monkeypatch) -> None:
     assert not args.enforce_eager and args.attention_backend is None
 
 
-def test_without_a_tree_nothing_changes() -> None:
-    args = engine_args()
-    tree_arguments.request(args, SpacConfig())
-    assert args == engine_args()
-
-
-def test_what_the_user_chose_stays() -> None:
-    args = engine_args(block_size=16, speculative_config=HEAD | {"num_speculative_tokens": 16})
-    tree_arguments.request(args, SpacConfig(tree=16))
-    assert args.block_size == 16
-
-
 @pytest.mark.parametrize(
     "given, problem",
     [

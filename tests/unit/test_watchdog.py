@@ -42,25 +42,11 @@ def test_a_step_that_stands_still_is_reported_once() -> None:
     assert told(begun(prompts=True), 500) == [PROMPT_SECONDS]
 
 
-def test_each_stall_is_reported() -> None:
-    notes, stall = begun(), Stall()
-    assert told(notes, 50, stall) == [SECONDS]
-    notes.add("layer", 3)
-    assert told(notes, 50, stall, begin=51.0) == [51.0 + SECONDS]
-
-
 def test_a_step_that_goes_on_is_no_stall_however_long_it_is() -> None:
     notes, stall = begun(), Stall()
     for number in range(30):
         assert told(notes, SECONDS - 2, stall, begin=number * SECONDS) == []
         notes.add("layer", 3)  # of the same number, and yet another note
-
-
-def test_nothing_is_reported_without_a_step() -> None:
-    ended = begun()
-    ended.end("end of a step")
-    assert told(ended, 500) == []
-    assert not any(Stall().check(None, False, False, now, lambda: True) for now in range(100)), "an idle start"
 
 
 def test_a_device_that_is_busy_long_after_its_step_stands_still() -> None:

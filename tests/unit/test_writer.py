@@ -119,14 +119,6 @@ def test_drafts_of_which_the_number_of_tokens_is_not_known(tmp_path: Path) -> No
     assert trace.step_tokens.tolist() == [0]
 
 
-def test_a_prompt_has_no_counts(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path / "a.trace", FACTS)
-    writer.begin_step(Step((RequestRows(0, 4, RowKind.PREFILL),)))
-    observe(writer, 0, *chosen(4))
-    writer.end_step()
-    assert list(Trace.load(writer.finish()).step_counts()) == [None]
-
-
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 200))
 @settings(max_examples=examples(40), deadline=None)
 def test_what_is_written_is_read_back(tmp_path_factory, runs, flush) -> None:
@@ -264,13 +256,6 @@ def test_misuse_is_an_error(tmp_path: Path) -> None:
     writer.discard()
 
 
-def test_saved_trace_is_the_trace(tmp_path: Path) -> None:
-    trace = synthetic_trace(layers=2, experts=16, top_k=2, steps=20, drafts=2)
-    trace.save(tmp_path / "t")
-    assert same(Trace.load(tmp_path / "t"), trace)
-    assert load_file(tmp_path / "t")["ids"].shape == (2 * 20 * 3, 2), "any safetensors reader opens it"
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -354,15 +339,6 @@ def test_traces_of_chains_are_read_and_stay_what_they_are(tmp_path: Path) -> Non
 
 
 # --- synthetic traces ------------------------------------------------------------------------------------------------
-
-
-def test_synthetic_traces_are_deterministic_and_valid() -> None:
-    knobs = {"layers": 2, "experts": 16, "top_k": 4, "steps": 30, "drafts": 3}
-    trace = synthetic_trace(**knobs)
-    assert same(trace, synthetic_trace(**knobs)) and not same(trace, synthetic_trace(**knobs, seed=1))
-    assert (np.diff(np.sort(trace.ids, axis=1), axis=1) > 0).all(), "a token uses an expert once"
-    assert trace.step_tokens.min() >= 1 and trace.step_tokens.max() <= 4
-    assert np.allclose(trace.weights.astype(np.float32).sum(axis=1), 1, atol=1e-2)
 
 
 def test_requests_decode_together_and_continue_where_their_steps_ended() -> None:
