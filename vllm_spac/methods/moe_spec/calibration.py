@@ -105,10 +105,7 @@ class Calibration:
             curves=curves,
         )
         check(0 < calibration.top_k <= experts and calibration.window > 0, "impossible model")
-        check(
-            bool((counts.sum(1) == calibration.tokens * calibration.top_k).all()),
-            "counts and tokens differ",
-        )
+        check(bool((counts.sum(1) == calibration.tokens * calibration.top_k).all()), "counts and tokens differ")
         check(bool(curves.isfinite().all()), "a curve is not a number")
         return calibration
 

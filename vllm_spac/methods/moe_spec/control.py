@@ -186,13 +186,7 @@ class BudgetControl(Rerouting):
         return None if speculated is None else speculated.guess
 
     def apply(
-        self,
-        index: int,
-        logits: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        step: Step,
-        hidden: Tensor | None = None,
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, step: Step, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Weights and ids [rows, k] of layer ``index`` within the budget; rows that are not cut keep theirs.
 

@@ -89,11 +89,7 @@ class RoutingRule:
         return {"renormalize": self.renormalize, "bias": bias, "scale": self.scale, **groups}
 
 
-_KINDS = {
-    "verify": (RowKind.VERIFY,),
-    "decode": (RowKind.VERIFY, RowKind.DECODE),
-    "all": tuple(RowKind),
-}
+_KINDS = {"verify": (RowKind.VERIFY,), "decode": (RowKind.VERIFY, RowKind.DECODE), "all": tuple(RowKind)}
 _MOST_PROBLEMS = 3  # named in one refusal
 
 

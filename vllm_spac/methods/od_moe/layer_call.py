@@ -20,13 +20,7 @@ from vllm_spac.execution.row_shares import combine
 from vllm_spac.methods.od_moe import division
 from vllm_spac.methods.od_moe.division import Assigned, ExpertDivider
 from vllm_spac.methods.od_moe.roster import Roster
-from vllm_spac.methods.od_moe.wire import (
-    Frame,
-    FrameKind,
-    Header,
-    encode,
-    run_payload,
-)
+from vllm_spac.methods.od_moe.wire import Frame, FrameKind, Header, encode, run_payload
 
 
 @dataclass(eq=False)

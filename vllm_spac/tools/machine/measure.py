@@ -131,12 +131,7 @@ def _capacity(gpu: bool) -> Capacity:
 
 
 def _provenance(
-    source: str,
-    size: ExpertSize,
-    store: str,
-    kernel: Kernel,
-    folder: Path,
-    points: dict[str, dict[int, float]],
+    source: str, size: ExpertSize, store: str, kernel: Kernel, folder: Path, points: dict[str, dict[int, float]]
 ) -> Provenance:
     return Provenance(
         how="measured",

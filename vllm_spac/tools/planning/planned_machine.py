@@ -40,11 +40,7 @@ class PlannedMachine:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        fast_memory: int | None = None,
-        host_memory: int | None = None,
-        folder: Path | None = None,
+        cls, name: str, fast_memory: int | None = None, host_memory: int | None = None, folder: Path | None = None
     ) -> PlannedMachine:
         """Returns the machine ``name``: ``here``, a packaged profile, or a file of ``vllm-spac check --measure``.
 

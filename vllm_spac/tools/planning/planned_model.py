@@ -74,12 +74,7 @@ class ServedModel:
 
     @classmethod
     def ways(
-        cls,
-        named: NamedModel,
-        plane: Plane = "auto",
-        *,
-        on_cpu: bool,
-        capability: Capability | None = None,
+        cls, named: NamedModel, plane: Plane = "auto", *, on_cpu: bool, capability: Capability | None = None
     ) -> Iterator[ServedModel]:
         """Yields the model as each execution serves it that an engine with this knob may choose.
 

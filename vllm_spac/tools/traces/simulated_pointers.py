@@ -42,13 +42,7 @@ class PointersReplay(Replay[list[Part]]):
     """
 
     def __init__(
-        self,
-        trace: Trace,
-        costs: Costs,
-        nbytes: int,
-        outcome: Outcome,
-        policy: Policy,
-        shares: Sequence[int] = (),
+        self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy, shares: Sequence[int] = ()
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         self._shares = shares
