@@ -114,6 +114,10 @@ SENTENCES = (
     SOAK + "all {{ '{:,}'.format(soak.requests.compared) }} answers outside of budgets equal stock's",
     SOAK + "{{ (soak.trends.rss.growth/1048576)|f(1) }} MiB more in the later half",
     "emit {{ result('paired_workers_toy').rows[0].ratio|f(1) }} times the tokens/s of an engine that reads each expert",
+    "[{{ result('paired_workers_toy').rows[0].ratio|f }} times as fast](../../../benchmarks/results/workers.md)",
+    "costs {{ result('worker_faults_toy').rows|selectattr('fault', 'eq', 'kill')|map(attribute='lost_seconds')|median"
+    "|f(1) }} s, and no token",
+    "no faster there ({{ result('paired_workers_divided_toy').rows[0].ratio|f }})",
     BATCHES + "{{ found[0] }} in bf16 and {{ found[1] }} in float32 differed",
     "{% set methods = (result('real_acceptance').methods.values()|list)[1:] %}"
     "{{ methods|map(attribute='requests_equal_to_no_speculation')|span }} of {{ methods[0].requests }} answers",
