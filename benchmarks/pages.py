@@ -31,6 +31,7 @@ SOURCES = ROOT / "benchmarks" / "pages"
 INDEX = "README"
 CARVED = '{% include "carved.jinja" %}'  # first on each page with figures of the carved model
 CLUSTERED = '{% include "clustered.jinja" %}'  # instead, where they are of the one before it
+PRESUMED = '{% include "presumed.jinja" %}'  # on each page with 4-bit experts on the CPU, measured with a pace
 WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 Row = Mapping[str, Any]
 
@@ -48,6 +49,7 @@ class Made:
         answered: the commit that still has what the commands of an answered question run; they run there.
         stale: why its results are not from the code, command or traces in the tree, until it is made again.
         clustered: its results are of the carved model before the present one, until it is made again.
+        presumed: the seconds of its CPU experts are not a kernel's.
         note: further remarks.
     """
 
@@ -59,6 +61,7 @@ class Made:
     answered: str = ""
     stale: str = ""
     clustered: bool = False
+    presumed: bool = False
     note: str = ""
 
 
@@ -126,6 +129,7 @@ def _page(name: str) -> tuple[str, str]:
     pictures = "".join(f"![{made.title}]({file})\n\n" for file in made.files if file.endswith(".png"))
     said = f"{made.title} {module.verdict} {body}"
     about = f"{expression(CLUSTERED if made.clustered else CARVED)}\n\n" if "carved" in said else ""
+    about += f"{expression(PRESUMED)}\n\n" if made.presumed else ""
     page = f"# {made.title}\n\n> {module.verdict}\n\n{about}{body.strip()}\n\n{pictures}## Made by\n\n{_footer(made)}"
     figure = "" if made.answered else module.figure
     return _tidy(page), f"| [{made.title}](results/{name}.md) | {figure} | {module.verdict} |"

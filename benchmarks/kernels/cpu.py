@@ -114,24 +114,22 @@ def rates(name: str, threads: int, rounds: int, tick: Callable[[], None]) -> lis
     layer = Layer.of(FORMATS[name])
     nbytes = TOP_K * layer.shape.expert_bytes
     executors: dict[str, CpuExperts] = {isa: Simd(layer.shape, threads, "silu", isa=isa) for isa in isas()[1:]}
+    few, loop = Layer.of(FORMATS[name], 2 * nbytes), Torch(layer.shape, threads, "silu")
     measured: dict[tuple[str, int], list[tuple[float, float]]] = {(isa, rows): [] for isa in executors for rows in ROWS}
+    measured["torch", 1] = []
     for _ in range(rounds):
         for isa, rows in measured:
             read = read_rate(layer)
-            seconds = seconds_of(executors[isa], layer, rows)
+            seconds = seconds_of(loop, few, 1) if isa == "torch" else seconds_of(executors[isa], layer, rows)
             measured[isa, rows].append((nbytes / seconds / read, seconds))
             tick()
-    found = [
+    for executor in executors.values():
+        executor.close()
+    return [
         {"format": name, "rows": rows, "isa": isa, "threads": threads, "bytes": nbytes}
         | {"seconds": statistics.median(s for _, s in taken), "share_of_read": statistics.median(r for r, _ in taken)}
         for (isa, rows), taken in measured.items()
     ]
-    few = Layer.of(FORMATS[name], 2 * nbytes)
-    seconds, read = seconds_of(Torch(few.shape, threads, "silu"), few, 1), read_rate(layer)
-    row = {"format": name, "rows": 1, "isa": "torch", "threads": threads, "bytes": nbytes, "seconds": seconds}
-    for executor in executors.values():
-        executor.close()
-    return [*found, row | {"share_of_read": nbytes / seconds / read}]
 
 
 def mailbox(requests: int) -> list[dict]:
@@ -196,7 +194,7 @@ def main(
     torch.set_num_threads(threads)
     rows: list[dict] = []
     with progress() as bar:
-        task = bar.add_task("rates", total=len(FORMATS) * rounds * len(ROWS) * len(isas()[1:]))
+        task = bar.add_task("rates", total=len(FORMATS) * rounds * (len(ROWS) * len(isas()[1:]) + 1))
         for name in FORMATS:
             rows += rates(name, threads, rounds, lambda: bar.advance(task))
     sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K}
