@@ -20,20 +20,14 @@ from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
 
 
 class RoutedLayer(NamedTuple):
-    """What a router makes of the rows of a layer.
+    """What a router makes of the rows of a layer."""
 
-    Attributes:
-        layer: its number; a step runs all layers in their order.
-        logits: [rows, N], of the router.
-        weights, ids: [rows, k], its choice.
-        hidden: [rows, d], its input; None where nothing is speculated.
-    """
-
-    layer: int
-    logits: Tensor
+    layer: int  # its number; a step runs all layers in their order
+    logits: Tensor  # [rows, N], of the router
+    # weights, ids: [rows, k], its choice
     weights: Tensor
     ids: Tensor
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # [rows, d], its input; None where nothing is speculated
 
     @property
     def natural(self) -> tuple[Tensor, Tensor]:
