@@ -149,8 +149,8 @@ def test_what_is_compiled_decides_and_moves_nothing(device):
     made.admission.offering.allowance.loaded(100)
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission
-    assert made._ahead._votes.any()
-    state = [*admission._experts, *admission._offers, admission.counts, made._live, made._ahead._step_words]
+    assert made.ahead.layers._votes.any()
+    state = [*admission._experts, *admission._offers, admission.counts, made._live, made.ahead.layers._step_words]
     before = [tensor.clone() for tensor in state]
     ids = torch.zeros(4, 2, dtype=torch.int32)
     rows = LayerRows.of(torch.zeros(4, D), torch.zeros(4, 2), ids, made._live, None, False, None)

@@ -154,7 +154,7 @@ def test_under_a_budget_nine_of_ten_reads_are_used(made) -> None:
 def test_a_budget_and_votes_rank_what_rows_name(made) -> None:
     """Places are reported of all that is named; of a layer at most the first are read."""
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
-    ahead, rng = pool._ahead, torch.Generator().manual_seed(5)
+    ahead, rng = pool.ahead.layers, torch.Generator().manual_seed(5)
     x, votes = torch.randn(3, D, generator=rng), torch.tensor([[1.0], [0.0], [0.25]])
     x[1] = float("nan")
     ids, out = torch.zeros(3, TOP_K, dtype=torch.int32), torch.zeros(1, EXPERTS)
@@ -182,7 +182,7 @@ def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> Non
     before = pool.snapshot()["prefetches"]
     for _ in range(10):
         pool.check(PROMPT, rng)
-        assert pool._ahead._step[0] == [], "nothing is scored either"
+        assert pool.ahead.layers._step[0] == [], "nothing is scored either"
     x = torch.randn(3, D)
     pool.run(0, x, torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32), "silu", torch.empty_like(x))
     many = Step((RequestRows(0, MOST_ROWS + 1, RowKind.DECODE),))
@@ -199,7 +199,7 @@ def test_every_trained_predictor_is_there() -> None:
 def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
     """By the router's input and choice; from a file that looks two layers ahead, too."""
     pool = made(10, ahead=ahead_by(file(reach=2).build(name, reach=1), 1.0))
-    named, ahead = file(reach=2).build(name, reach=1), pool._ahead
+    named, ahead = file(reach=2).build(name, reach=1), pool.ahead.layers
     rng = torch.Generator().manual_seed(3)
     ahead._limits.fill_(EXPERTS)  # as steps without a budget do
     for layer in range(LAYERS - 1):
@@ -218,7 +218,7 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
 def test_what_warms_up_moves_nothing(made) -> None:
     """Before any step, and in the middle of one that may read ahead: slots, offers and guesses stay what they were."""
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
-    admission, ahead, rng = pool.admission, pool._ahead, torch.Generator().manual_seed(0)
+    admission, ahead, rng = pool.admission, pool.ahead.layers, torch.Generator().manual_seed(0)
     state = [*admission._experts, *admission._offers, admission.reports.guesses, ahead._step_words]
 
     def warm_up() -> None:
@@ -227,7 +227,7 @@ def test_what_warms_up_moves_nothing(made) -> None:
             x, weights = torch.randn(3, D, generator=rng), torch.rand(3, TOP_K, generator=rng)
             ahead.compile(layer, x, torch.full((3, TOP_K), -1, dtype=torch.int32), weights)
             ahead.join()
-        pool._ahead._copy.record().wait()
+        pool.ahead.layers._copy.record().wait()
         assert all(map(torch.equal, state, before))
 
     warm_up()
@@ -260,7 +260,7 @@ def test_padding_names_nothing(made) -> None:
             for guess in named.guesses(Seen(layer, hidden=x[:1], ids=ids[:1], weights=weights[:1])):
                 of_the_row |= {guess.first + expert for expert in guess.scores.topk(TOP_K).indices[0].tolist()}
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
-        pool._ahead.join()
+        pool.ahead.layers.join()
         read = set((pool.admission.reports.guesses == ADMITTED).nonzero().flatten().tolist())
         pool.end_forward()
         pool.admission.check_integrity()
@@ -278,9 +278,9 @@ def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
         x = torch.randn(3, D, generator=rng)
         ids = torch.rand(3, EXPERTS, generator=rng).topk(TOP_K).indices.int()
         pool.run(0, x, torch.rand(3, TOP_K), ids, "silu", torch.empty_like(x))
-        assert pool._ahead._arrives is not None or pool._ahead._step[0] == []
+        assert pool.ahead.layers._arrives is not None or pool.ahead.layers._step[0] == []
         pool.end_forward()
-        assert pool._ahead._arrives is None and pool._ahead._kept == ()
+        assert pool.ahead.layers._arrives is None and pool.ahead.layers._kept == ()
     pool.check(DECODE, rng)
 
 
@@ -304,7 +304,7 @@ def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int, name: st
     )
     graph = Graph()
     monkeypatch.setattr("test_execution.Graph", lambda: graph)
-    monkeypatch.setattr(pool._ahead, "name", graph.kernel(pool._ahead.name))
+    monkeypatch.setattr(pool.ahead.layers, "name", graph.kernel(pool.ahead.layers.name))
     step, used = Replayed(pool, 5, monkeypatch), 0
     for _ in range(40):
         used += step.check(choice.randint(1, 5), rng)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ from vllm_spac.core import MoEShape
 from vllm_spac.execution.address_table import AddressTable, Kernels, grouped_gemm_over
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
-from vllm_spac.execution.device.layer_lookahead import DeviceLookahead
 from vllm_spac.execution.row_shares import numbered_there
 
 
@@ -110,7 +109,13 @@ class LayerLaunches:
         return cpu.finish(layer, rows.ids, self._admission.decisions["sources"], gemm, out)
 
     def compile(
-        self, layer: int, x: Tensor, activation: str, sizes: Sequence[int], live: Tensor, ahead: DeviceLookahead | None
+        self,
+        layer: int,
+        x: Tensor,
+        activation: str,
+        sizes: Sequence[int],
+        live: Tensor,
+        ahead: Callable[[int, LayerRows], None],
     ) -> None:
         """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
 
@@ -119,6 +124,7 @@ class LayerLaunches:
         Args:
             sizes: of a forward of each variant.
             live: as in ``LayerRows``.
+            ahead: launches what reads ahead after such rows.
         """
         if self.cpu is not None:
             self.cpu.ready(x)
@@ -126,8 +132,7 @@ class LayerLaunches:
             ids = torch.full((size, self._shape.top_k), -1, dtype=torch.int32, device=x.device)
             rows = LayerRows(x.new_zeros(size, x.shape[1]), ids, ids, torch.zeros(ids.shape, device=x.device), live)
             self.enter(layer, rows)
-            if ahead is not None:
-                ahead.compile(layer, rows.x, ids, rows.weights)
+            ahead(layer, rows)
             tables, out = self.tables_of(layer), torch.empty_like(rows.x)
             self.compute(tables, layer, rows, activation, out)
             if self.cpu is not None:  # other forwards of the same variant may have too many rows for it

@@ -24,23 +24,20 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
-from vllm_spac.decisions.predictors.base import DRAFTING, Predictor
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
-from vllm_spac.execution.device.draft_lookahead import DraftLookahead
 from vllm_spac.execution.device.layer_launches import LayerLaunches, LayerRows
-from vllm_spac.execution.device.layer_lookahead import DeviceLookahead
+from vllm_spac.execution.device.reads_ahead import ReadsAhead
 from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.row_shares import numbers_there
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
     from vllm_spac.core import Step
     from vllm_spac.cpu_kernels._thread import ExecutorThread
     from vllm_spac.decisions.balancers.base import Balancer
-    from vllm_spac.decisions.predictors._trained import Trained
 
 _FILL_BATCH = 16
 _ALL = 2**31 - 1  # pairs: none is padding
@@ -95,10 +91,8 @@ class PointerExecution(Execution):
             buffers = ExpertBuffers(store, memory, tensors)
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
-        self._ahead: DeviceLookahead | None = None
-        self._drafts: DraftLookahead | None = None
-        if context.ahead.prefetch != "off" and not self.holds_all:
-            self._read_ahead(context.ahead, context.rows)
+        self.ahead = ReadsAhead(context, self.admission, self._compute, self._copy, self._numbers)
+        self.signals = self.ahead.signals
         self._sizes = kernels.rows_to_compile(context.rows, shape.top_k, shape.experts, shape.packed)
         self._compiled: set[str] = set()  # activations
         # int32 [1], number of pairs of the requests' rows, after which padding begins; ``_all``: without padding.
@@ -109,20 +103,6 @@ class PointerExecution(Execution):
         self._prompt: slice | None = None  # of its rows, see ``Step.prompt_end``
         self._chosen: list[tuple[int, Tensor]] = []  # what a layer selected for them, int32 [rows, top_k]
         self._staged = False  # whether some layer of the step was
-
-    def _read_ahead(self, ahead: PrefetchSettings, rows: int) -> None:
-        shape, extra = self.shape, 1.0 if ahead.extra is None else ahead.extra
-        predictor: Predictor = ahead.build(shape.total)
-        shared = self.admission, self._compute, self._copy
-        if predictor.on_device:
-            self.admission.read_ahead(extra, ahead.prefetch)
-            self._ahead = DeviceLookahead(cast("Trained", predictor), *shared, rows, self._numbers)
-        else:
-            assert predictor.needs & DRAFTING, "refused by the rules"
-            self.admission.read_between(extra, ahead.prefetch, ahead.depth)
-            k = ahead.k or shape.top_k
-            self._drafts = DraftLookahead(predictor, *shared, k, ahead.cutoff, self._numbers)
-            self.signals = predictor.needs
 
     @classmethod
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -173,8 +153,8 @@ class PointerExecution(Execution):
     # -- between steps -------------------------------------------------------------------------------------
 
     def draft(self, read: Tensor) -> None:
-        assert self._drafts is not None
-        self._drafts.draft(read)
+        assert self.ahead.drafts is not None
+        self.ahead.drafts.draft(read)
 
     def begin_step(self, step: Step) -> None:
         """Starts a forward of the target model for real requests; the admission offers slots."""
@@ -186,19 +166,16 @@ class PointerExecution(Execution):
         if self._staging is not None:
             self._staging[1].begin()
         self.counters.began(step.kind)
-        if self._drafts is not None:
-            self._drafts.begin()
+        self.ahead.end_drafts()
         self.admission.begin(step)
-        if self._ahead is not None:
-            self._ahead.begin(step)
+        self.ahead.begin(step)
         if self.launches.cpu is not None:
             self.launches.cpu.begin(step)
 
     def end_forward(self) -> None:
         step, self._step = self._step, None
         chosen, self._chosen, self._prompt = self._chosen, [], None
-        if self._ahead is not None:
-            self._ahead.join()
+        self.ahead.join()
         if step is not None:
             self.admission.end(step, staged=self._staged, prompt=chosen)
 
@@ -250,14 +227,10 @@ class PointerExecution(Execution):
     @contextlib.contextmanager
     def _reading(self, layer: int, rows: LayerRows) -> Iterator[Mapping[str, Tensor]]:
         """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
-        if self._drafts is not None:
-            self._drafts.join()
+        self.ahead.join()
         if self._staging is None or rows.captured or rows.ids.numel() < ROWS * self._of_model:
-            if self._ahead is not None:
-                self._ahead.join()
             self.launches.enter(layer, rows)
-            if self._ahead is not None:
-                self._ahead.start(layer, rows.x, rows.of_model, rows.weights, rows.guess, captured=rows.captured)
+            self.ahead.start(layer, rows)
             yield self.launches.tables_of(layer)
             return
         slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step
@@ -273,9 +246,9 @@ class PointerExecution(Execution):
         """Launches each kernel variant that forwards like ``like`` need, and what reads ahead."""
         assert not (like.captured and self._sizes), "a forward must run before one is captured"
         start = time.perf_counter()
-        if self._sizes and self._drafts is not None:
-            self._drafts.compile()
-        self.launches.compile(layer, like.x, activation, self._sizes, self._all, self._ahead)
+        if self._sizes and self.ahead.drafts is not None:
+            self.ahead.drafts.compile()
+        self.launches.compile(layer, like.x, activation, self._sizes, self._all, self.ahead.compile)
         self._compiled.add(activation)
         if self._sizes:
             logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
