@@ -317,15 +317,13 @@ def best_over(rows: Sequence[Row], nodes: int, floor: float) -> str:
 
 def predictions(content: Row) -> dict[str, Any]:
     """Returns how often hot and cold experts were predicted, by trace with drafts, beside both base rates."""
-    found = [
-        {name: value["mean"] for name, value in content["prediction_accuracy"][trace].items()}
-        for trace, facts in content["traces"].items()
-        if facts["drafts"]
-    ]
-    best = [max(one["last step"], one["none"]) for one in found]
-    equal = [one["reuse"] for one, base in zip(found, best, strict=True) if one["reuse"] <= base]
-    below = {base: WORDS[sum(one["paper"] < one[base] for one in found)] for base in ("last step", "none")}
-    return {"traces": found, "below": below, "equal": max(equal, default=0), "above": WORDS[len(found) - len(equal)]}
+    return {
+        "traces": [
+            {name: value["mean"] for name, value in content["prediction_accuracy"][trace].items()}
+            for trace, facts in content["traces"].items()
+            if facts["drafts"]
+        ]
+    }
 
 
 def votes(contents: Iterable[Row]) -> list[dict[str, Any]]:
