@@ -139,14 +139,6 @@ def test_prompts_and_many_rows_stay_on_the_device(shared, rows: int, kind: RowKi
     assert (pool.snapshot()["cpu_experts"] > 0) == (rows <= 32 and kind == RowKind.VERIFY)
 
 
-def test_forwards_outside_of_steps_ask_for_nothing(shared) -> None:
-    pool, rng = shared(TOP_K, count=EXPERTS), torch.Generator().manual_seed(0)
-    for _ in range(2):
-        for layer in range(LAYERS):
-            pool.layer(layer, rng, 4)
-    assert pool.watched.calls == 0
-
-
 def test_what_the_balancer_says_by_the_number_that_is_missing() -> None:
     knobs = {"layers": 2, "top_k": 2}
     assert cpu_share.shares_of(components.build("balancers", "fixed", count=2, **knobs), 4) == [0, 1, 2, 2, 2]

@@ -77,15 +77,6 @@ BALANCERS = st.sampled_from(["none", "threshold", "waterfill"])
 
 @given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
 @settings(max_examples=examples(60), **BUSY)
-def test_reads_ahead_that_take_no_time(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
-    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VirtualLink, "read_ahead", lambda self, move: Flow(0.0, 0.0))
-        assert_same(simulated(case), executed(case, Instant))
-
-
-@given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
-@settings(max_examples=examples(60), **BUSY)
 def test_reads_ahead_that_never_end_unless_waited_for(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
     case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
     with pytest.MonkeyPatch.context() as patch:

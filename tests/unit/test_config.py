@@ -65,18 +65,6 @@ def test_other_slots_are_refused_with_what_would_be_right(text: str | int) -> No
         SlotCount.parse(text)
 
 
-def test_defaults() -> None:
-    config = SpacConfig.parse({})
-    assert config.parsed_slots == SlotCount()
-    assert (config.store, config.disk_dir, config.policy, config.io_threads) == (None, None, "reuse", 4)
-
-
-def test_values_are_kept() -> None:
-    config = SpacConfig.parse({"slots": 25, "store": "disk", "disk_dir": "/x/y", "policy": "lfu", "io_threads": 8})
-    assert config.parsed_slots == SlotCount(per_layer=25)
-    assert (config.store, config.disk_dir, config.policy, config.io_threads) == ("disk", Path("/x/y"), "lfu", 8)
-
-
 @pytest.mark.parametrize(
     ("asked", "count", "balancer"),
     [
@@ -242,26 +230,6 @@ def test_all_problems_are_told_at_once() -> None:
         SpacConfig.parse({"slots": "x", "io_threads": 0, "stor": "disk"})
 
 
-def test_a_bool_is_not_a_number_of_threads() -> None:
-    with pytest.raises(ConfigError, match="io_threads"):
-        SpacConfig.parse({"io_threads": True})
-
-
-@pytest.mark.parametrize("value", [0.25, True, None])
-def test_slots_of_a_wrong_type_are_told_what_would_be_right(value: object) -> None:
-    """``{"slots": 0.25}`` is what somebody writes who means 25%."""
-    with pytest.raises(ConfigError, match="25%"):
-        SpacConfig.parse({"slots": value})
-
-
-@pytest.mark.parametrize("policy", [":LRU", ".lru:LRU", "os:"])
-def test_malformed_outside_policy_is_a_configuration_error(policy: str) -> None:
-    from vllm_spac import components
-
-    with pytest.raises(ConfigError, match="policy|policies"):
-        components.find("policies", SpacConfig.parse({"policy": policy}).policy)
-
-
 @pytest.mark.parametrize(
     ("raw", "device", "store"),
     [
@@ -371,11 +339,6 @@ def test_the_configuration_cannot_be_changed() -> None:
         SpacConfig.parse({}).slots = "3"
 
 
-def test_flags() -> None:
-    assert flag("slots") == "--spac-slots"
-    assert flag("disk_dir") == "--spac-disk-dir"
-
-
 def test_policy_that_needs_a_calibration() -> None:
     with pytest.raises(ConfigError, match=r"needs a calibration; use --spac-policy pinned@share=0.5@calibration=FILE"):
         SpacConfig.parse({"policy": "pinned@share=0.5"})
@@ -392,31 +355,11 @@ def test_policy_that_must_know_the_future_cannot_serve() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("slots", "32"), ("slots", "25%"), ("slots", "auto"), ("store", "disk"), ("policy", "lfu"), ("io_threads", "8")],
-)
-def test_text_of_a_flag_is_accepted(name: str, text: str) -> None:
-    assert check_knob(name, text) == text
-
-
-@pytest.mark.parametrize("text", ["/fast/disk", "relative", "123"])
-def test_any_folder_name_is_accepted(text: str) -> None:
-    assert check_knob("disk_dir", text) == text
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
     [("slots", "0"), ("slots", "-1"), ("store", "3"), ("policy", "nope"), ("io_threads", "0"), ("io_threads", "x")],
 )
 def test_text_of_a_flag_is_refused(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=flag(name)):
         check_knob(name, text)
-
-
-@pytest.mark.parametrize("text", ["8", "25%", "auto"])
-def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
-    """``fold`` puts the text of a flag into the configuration as it stands."""
-    assert SpacConfig.parse({"slots": check_knob("slots", text)}).parsed_slots == SlotCount.parse(text)
-    assert SpacConfig.parse({"io_threads": check_knob("io_threads", "8")}).io_threads == 8
 
 
 def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only() -> None:

@@ -16,6 +16,7 @@ from vllm_spac.cache.host_tier import INCLUSIVE_FROM
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs, names
 from vllm_spac.execution.address_table import MAX_EXPERTS
+from vllm_spac.methods.od_moe import roster
 from vllm_spac.methods.od_moe.wire import MOST_BYTES
 from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import Checkpoint
@@ -65,6 +66,8 @@ BOUNDS = {
     "bytes of a copy without threads": (transfers._HAND_OFF, 1, min(experts())),
     # The largest expert is sent whole, and what else a peer may make a worker hold is no more than twice that.
     "bytes of a message": (MOST_BYTES, max(experts()), 2 * max(experts())),
+    # One failure may be chance; each further one is a deadline for which all rows of a step wait.
+    "failures before a worker is left out": (roster._MOST_FAILURES, 2, 3),
     # A link of half its width is noted, and one that attains what the H100's does is not.
     "share of the data sheet": (kernel_checks._OF_SHEET, in_place() / 2, in_place()),
     # Of what slots and host memory hold together, experts that are in both; less would be copied more often.

@@ -116,11 +116,6 @@ def test_steps_whose_drafts_vllm_leaves_out_are_not_the_guard_s() -> None:
     assert guard.ignored == 6 and all(told[3] == 1 for told in guard.told)
 
 
-def test_a_schedule_of_the_user_s_own_is_the_most() -> None:
-    drafts = PlannedDrafts(Told(4, 4, 0), most=[0, 4, 1])
-    assert [drafts[1], drafts[2], drafts[2]] == [4, 1, 0]
-
-
 def test_steps_out_of_order_are_a_bug_and_no_guess() -> None:
     drafts = PlannedDrafts(Told())
     drafts.planned(plan(a=1))

@@ -91,11 +91,6 @@ def test_each_arrives_beside_a_thread(calls) -> None:
     assert all(torch.equal(found, sent) for found, sent in kept)
 
 
-def test_on_a_cpu_a_copy_has_arrived_when_it_was_asked_for() -> None:
-    sent = Exchange(torch.device("cpu")).send([torch.tensor([1, 2])])
-    assert sent.arrived.done() and sent.tensors[0].tolist() == [1, 2]
-
-
 def test_a_buffer_is_not_written_while_it_is_read() -> None:
     lane = LateLane()
     kept = check(Exchange(torch.device("cpu"), lane), 9 * [(False, 8, 1, torch.int32)])

@@ -84,12 +84,6 @@ def test_groups_of_the_first_version(cgroup, tmp_path: Path) -> None:
     assert host_memory.available_host_bytes() == 2 * GIB
 
 
-def test_a_container_whose_own_group_is_not_to_be_seen(cgroup, tmp_path: Path) -> None:
-    cgroup(max=4 * GIB, current=GIB)
-    nested(tmp_path, "0::/docker/0123\n4:memory:/docker/0123\n", {})
-    assert host_memory.available_host_bytes() == 3 * GIB
-
-
 def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> None:
     """Also not those that were changed in memory, nor those of a file whose name has a blank in it."""
     path = tmp_path / "model 1.safetensors"

@@ -23,11 +23,6 @@ def forward(use: LayerUse, used: np.ndarray, rows: int = ROWS, missing: np.ndarr
     return named
 
 
-def test_few_rows_do_not_count() -> None:
-    use = LayerUse(LAYERS, EXPERTS, TOP_K)
-    assert [use.counts(rows) for rows in (1, 19, 20, 500)] == [False, False, True, True]
-
-
 def test_what_every_forward_uses_is_named_after_two() -> None:
     use = LayerUse(LAYERS, EXPERTS, TOP_K)
     assert forward(use, EVERY) == [[], []], "nothing is known"

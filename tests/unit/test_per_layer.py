@@ -46,12 +46,6 @@ def test_a_share_is_met_by_the_curve_that_says_so() -> None:
     assert choose(with_curves(*CURVES), 0.9, "truncation")[LAYERS[0]] == 3
 
 
-@pytest.mark.parametrize("mass", [0.0, 1.5])
-def test_tuning_to_no_share_is_refused(mass: float) -> None:
-    with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        choose(with_curves(*CURVES), mass)
-
-
 def test_tuning_without_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="saw 8 tokens and no window of 4; calibrate with more text"):
         choose(with_curves(*[[0.0] * EXPERTS] * 2), 0.9)

@@ -75,15 +75,6 @@ def test_of_equals_the_layers_that_are_over_go_first_and_the_next_layer_last() -
     assert layers == [1] * EXPERTS + [0] * EXPERTS + [2] * EXPERTS
 
 
-def test_without_steps_and_layers_it_is_lru() -> None:
-    policy = Reuse()
-    for key in (3, 1, 4, 5, 2, 6):
-        policy.insert(key)
-    for key in (1, 5):
-        policy.touch(key)
-    assert policy.evict(6, ()) == [3, 4, 2, 6, 1, 5]
-
-
 @pytest.mark.parametrize("half_lives", [(), (0,), (4, -1)])
 def test_refuses_wrong_half_lives(half_lives: tuple) -> None:
     with pytest.raises(ValueError, match="half_lives"):

@@ -91,13 +91,6 @@ def test_balancers_learn_what_a_draft_token_takes() -> None:
     assert balancer.rates.stream == 2e-4
 
 
-def test_a_draft_time_that_was_given_stays() -> None:
-    balancer = build("balancers", "threshold", rates=Rates(1e-4, 2e-4, 1e-4, draft=5e-3), layers=4, top_k=2)
-    balancer.drafted(1.0)
-    assert balancer.rates.draft == 5e-3
-    build("balancers", "none", rates=None, layers=4, top_k=2).drafted(1.0)  # weighs nothing
-
-
 def test_the_time_of_drafts_widens_the_window_of_loads() -> None:
     """With slow drafts, and more of them, more is read ahead: a lower threshold."""
     rows = np.zeros(8, dtype=np.int64)

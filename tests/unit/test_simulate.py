@@ -222,20 +222,6 @@ def test_reads_ahead_beside_a_cpu_that_computes_all_misses():
     )
 
 
-@pytest.mark.parametrize("balancer", components.names("balancers"))
-@pytest.mark.parametrize("slots", [5, 12, 30])
-def test_what_holds_with_reads_ahead(balancer: str, slots: int):
-    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=4, skew=1.0, reuse=0.7)
-    plain = simulate(trace, slots, COSTS, balancer=balancer)
-    outcome = simulate(trace, slots, COSTS, balancer=balancer, prefetch="utility@depth=4")
-    used = plain.hits + plain.misses + plain.cpu
-    assert outcome.hits + outcome.misses + outcome.cpu == used and outcome.prefetches > 0
-    assert outcome.prefetch_late <= outcome.prefetch_hits <= outcome.prefetches - outcome.prefetch_wasted
-    assert outcome.bytes == (outcome.loads + outcome.prefetches) * trace.facts.expert_bytes
-    assert outcome.seconds >= outcome.bound_seconds
-    assert outcome == simulate(trace, slots, COSTS, balancer=balancer, prefetch="utility@depth=4")
-
-
 def test_the_ceiling_of_predictors():
     """The oracle knows all, or as much as it is told to."""
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.3)
@@ -271,16 +257,6 @@ def test_predictors_that_a_trace_has_not_the_inputs_of(prefetch: str, lacks: str
     trace, name = synthetic_trace(layers=3, experts=16, top_k=4, steps=2), prefetch.partition("@")[0]
     with pytest.raises(ConfigError, match=f"prefetch {name} looks at .*{lacks}, which a trace does not hold"):
         simulate(trace, 12, COSTS, prefetch=prefetch)
-
-
-def test_knobs_reach_the_components():
-    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=3, skew=1.0, reuse=0.7)
-    default, binary = (simulate(trace, 16, COSTS, policy=p) for p in ("utility", "utility@upper=1@variant=literal"))
-    assert default.hits != binary.hits
-    fixed = [simulate(trace, 16, COSTS, balancer=f"threshold@fixed={tau}@misses=load") for tau in (1, 4)]
-    assert fixed[0].cpu < fixed[1].cpu
-    ahead = [simulate(trace, 16, COSTS, prefetch=f"utility@threshold={tau}").prefetches for tau in (1, 4)]
-    assert ahead[0] > ahead[1]
 
 
 @pytest.mark.parametrize(

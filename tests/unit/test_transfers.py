@@ -169,16 +169,6 @@ def test_a_failure_does_not_end_the_others_early(beside, make) -> None:
     assert values(slots)[:3] == [None, 1, 2]
 
 
-def test_close_stops_the_threads(beside, make) -> None:
-    transfers, _ = make()
-    before = threading.active_count()
-    transfers.load([(key, key) for key in range(8)], None)
-    assert threading.active_count() > before
-    transfers.close()
-    assert threading.active_count() == before
-    transfers.close()
-
-
 # -- queued copies: here what is copied and told; what a stream orders is checked on a GPU, below --------------------
 
 
