@@ -6,7 +6,7 @@
 
 enum Codes { F32, F16, BF16, INT8, E4M3, INT4, E2M1, CODES };
 enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, ACTIVATIONS };
-enum Isa { PLAIN, AVX2, AVX512, NEON, ISAS };
+enum Isa { PLAIN, AVX2, AVX512, AVX512_BF16, NEON, ISAS };
 enum Refusal {
   DONE,
   NO_SPEC,      // a number of the specification is out of range
@@ -61,6 +61,7 @@ typedef struct {
   Product *product;
   int bits;   // log2 of planes: a block of planes * lanes columns is stored plane by plane, column i * planes + j at [j][i]
   int lanes;
+  int half;  // x is bfloat16, with bytes of codes interleaved: log2 of the codes of a byte in bits, 64 bytes in lanes (0: as it is)
 } Kernel;
 
 // Returns the kernel of W [rows, columns] by an instruction set; a plain one for scales that it cannot apply.

@@ -40,6 +40,11 @@ static int room(Work *work, size_t bytes) {
   return 1;
 }
 
+static void clear_pad(Kernel kernel, float *x, size_t columns, size_t padded) {  // its block may have columns of x among it
+  const size_t from = columns / PAD * PAD, size = kernel.half ? 2 : 4;
+  memset((uint8_t *)x + from * size, 0, (padded - from) * size);
+}
+
 int prepare(Work *work, const Request *request, int isa, int threads) {
   const Spec *spec = work->spec = request->spec;
   const Layer *layer = work->layer = request->layer;
@@ -82,9 +87,7 @@ int prepare(Work *work, const Request *request, int isa, int threads) {
     const int at = count[expert]++;
     work->row[at] = (int)(i / (size_t)top_k), work->weight[at] = request->weights[i];
   }
-  const size_t last = (size_t)spec->intermediate / PAD * PAD;
-  for (int p = 0; last < work->narrow && p < work->pairs; p++)
-    memset(work->h + (size_t)p * work->narrow + last, 0, (work->narrow - last) * sizeof(float));
+  for (int p = 0; p < work->pairs; p++) clear_pad(work->second, work->h + (size_t)p * work->narrow, (size_t)spec->intermediate, work->narrow);
   int tile = spec->intermediate * (work->experts ? work->experts : 1) / (4 * threads);
   work->tile = tile = tile > MOST_TILE ? MOST_TILE : tile < 8 ? 8 : tile / 8 * 8;
   work->tiles[0] = rows;
@@ -94,7 +97,11 @@ int prepare(Work *work, const Request *request, int isa, int threads) {
   return DONE;
 }
 
-static size_t place(Kernel kernel, int column) {  // of a column among planes
+static size_t place(Kernel kernel, int column) {  // of a column of x
+  if (kernel.half) {
+    const int codes = column & ((kernel.lanes << kernel.bits) - 1), byte = codes >> kernel.bits, odd = codes & kernel.bits;
+    return (size_t)(kernel.lanes ? column - codes + 64 * odd + 32 * (byte >> 3 & 1) + 8 * (byte >> 4) + (byte & 7) : column);
+  }
   const int within = column & ((kernel.lanes << kernel.bits) - 1), plane = within & ((1 << kernel.bits) - 1);
   return (size_t)(column - within + plane * kernel.lanes + (within >> kernel.bits));
 }
@@ -116,12 +123,19 @@ static void round_row(float *values, int columns, int group, int fused) {
   }
 }
 
+static void put(Kernel kernel, float *x, int column, float value) {  // a half is a value of bfloat16
+  uint32_t word;
+  memcpy(&word, &value, 4);
+  if (kernel.half) ((uint16_t *)x)[place(kernel, column)] = (uint16_t)(word >> 16);
+  else x[place(kernel, column)] = value;
+}
+
 static void read_row(Work *work, int row) {
   const Spec *spec = work->spec;
   const size_t d = (size_t)spec->hidden, from = (size_t)row * d;
   float *x = work->x + (size_t)row * work->wide;
-  memset(x + d / PAD * PAD, 0, (work->wide - d / PAD * PAD) * sizeof *x);
-  for (int k = 0; k < spec->hidden; k++) x[place(work->first, k)] = element(spec->dtype, work->request->x, from + (size_t)k);
+  clear_pad(work->first, x, d, work->wide);
+  for (int k = 0; k < spec->hidden; k++) put(work->first, x, k, element(spec->dtype, work->request->x, from + (size_t)k));
   if (spec->activations >= 0) round_row(x, spec->hidden, spec->activations, 0);
 }
 
@@ -170,7 +184,7 @@ static void up(Work *work, int tile) {
         const size_t g = (size_t)(paired ? 2 * (from + c) : from + c), u = paired ? g + 1 : g + (size_t)spec->intermediate;
         const float gate = round_to(spec->dtype, y[i][of_gate] + (bias ? element(spec->dtype, bias, g) : 0));
         const float value = activated(spec, gate, round_to(spec->dtype, y[i][of_up] + (bias ? element(spec->dtype, bias, u) : 0)), fused);
-        h[place(work->second, from + c)] = fused ? value : round_to(spec->dtype, value);
+        put(work->second, h, from + c, fused ? value : round_to(spec->dtype, value));
       }
     }
   }

@@ -28,10 +28,23 @@ float round_to(int dtype, float value) {
 
 float round_to_e4m3(float value) { return rounded(value, 20, 0x1p-6f, 0x1.8p14f); }
 
+// Rows of x in blocks of 4, 2 or 1; a block of 4 that has 3 repeats its last row.
+#define PRODUCT(name, body, what)                                                                              \
+  FN static void name(const Matrix *w, int n0, int n1, const float *const *x, int m, float *const *y) {    \
+    for (; m > 0; m -= 4, x += 4, y += 4) {                                                                    \
+      const float *px[4] = {x[0], x[m > 1], x[m > 2 ? 2 : m > 1], x[m > 3 ? 3 : m > 2 ? 2 : m > 1]};           \
+      float *py[4] = {y[0], y[m > 1], y[m > 2 ? 2 : m > 1], y[m > 3 ? 3 : m > 2 ? 2 : m > 1]};                 \
+      if (m == 1) body(what, 1, w, n0, n1, px, py);                                                            \
+      else if (m == 2) body(what, 2, w, n0, n1, px, py);                                                       \
+      else body(what, 4, w, n0, n1, px, py);                                                                   \
+    }                                                                                                          \
+  }
+
 #ifdef __x86_64__
 #include <immintrin.h>
 #include "lanes_avx512.h"
 #include "products.h"
+#include "products_bf16.h"
 #include "lanes_avx2.h"
 #include "products.h"
 #endif
@@ -96,8 +109,9 @@ int has_isa(int isa) {
   __builtin_cpu_init();
   const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (isa == AVX2) return avx2;
-  if (isa == AVX512)
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (isa == AVX512) return avx512;
+  if (isa == AVX512_BF16) return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #endif
 #ifdef __aarch64__
   if (isa == NEON) return 1;
@@ -106,13 +120,14 @@ int has_isa(int isa) {
 }
 
 Kernel kernel_of(const Spec *spec, int isa) {
-  Kernel kernel = {NULL, 0, 1};
+  Kernel kernel = {NULL, 0, 1, 0};
 #ifdef __x86_64__
+  if (isa == AVX512_BF16) kernel = kernel_bf16(spec);
   if (isa == AVX512) kernel = kernel_avx512(spec);
   if (isa == AVX2) kernel = kernel_avx2(spec);
 #endif
 #ifdef __aarch64__
   if (isa == NEON) kernel = kernel_neon(spec);
 #endif
-  return kernel.product ? kernel : (Kernel){plain, 0, 1};
+  return kernel.product ? kernel : (Kernel){plain, 0, 1, 0};
 }

@@ -124,37 +124,25 @@ FN INLINE void ON(narrow)(const int how, const int M, const Matrix *w, int n0, i
   }
 }
 
-// Rows of x in blocks of 4, 2 or 1; a block of 4 that has 3 repeats its last row.
-#define PRODUCT(name, body, what)                                                                              \
-  FN static void ON(name)(const Matrix *w, int n0, int n1, const float *const *x, int m, float *const *y) {    \
-    for (; m > 0; m -= 4, x += 4, y += 4) {                                                                    \
-      const float *px[4] = {x[0], x[m > 1], x[m > 2 ? 2 : m > 1], x[m > 3 ? 3 : m > 2 ? 2 : m > 1]};           \
-      float *py[4] = {y[0], y[m > 1], y[m > 2 ? 2 : m > 1], y[m > 3 ? 3 : m > 2 ? 2 : m > 1]};                 \
-      if (m == 1) body(what, 1, w, n0, n1, px, py);                                                            \
-      else if (m == 2) body(what, 2, w, n0, n1, px, py);                                                       \
-      else body(what, 4, w, n0, n1, px, py);                                                                   \
-    }                                                                                                          \
-  }
-
-PRODUCT(f32, ON(wide), F32)
-PRODUCT(f16, ON(wide), F16)
-PRODUCT(bf16, ON(wide), BF16)
-PRODUCT(int8, ON(wide), INT8)
-PRODUCT(e4m3, ON(wide), E4M3)
-PRODUCT(whole, ON(narrow), ON(WHOLE))
-PRODUCT(lanes, ON(narrow), ON(LANES))
-PRODUCT(lanes_less, ON(narrow), ON(LANES_LESS))
-PRODUCT(mx, ON(narrow), ON(MX))
-PRODUCT(nv, ON(narrow), ON(NV))
+PRODUCT(ON(f32), ON(wide), F32)
+PRODUCT(ON(f16), ON(wide), F16)
+PRODUCT(ON(bf16), ON(wide), BF16)
+PRODUCT(ON(int8), ON(wide), INT8)
+PRODUCT(ON(e4m3), ON(wide), E4M3)
+PRODUCT(ON(whole), ON(narrow), ON(WHOLE))
+PRODUCT(ON(lanes), ON(narrow), ON(LANES))
+PRODUCT(ON(lanes_less), ON(narrow), ON(LANES_LESS))
+PRODUCT(ON(mx), ON(narrow), ON(MX))
+PRODUCT(ON(nv), ON(narrow), ON(NV))
 
 static Kernel ON(kernel)(const Spec *spec) {
   static Product *const WIDE[] = {ON(f32), ON(f16), ON(bf16), ON(int8), ON(e4m3)};
   const int group = spec->group, codes = spec->codes;
-  if (codes <= E4M3) return (Kernel){group % (DEPTH(codes) * L) ? NULL : WIDE[codes], codes == BF16, L};
-  if (codes == E2M1) return (Kernel){group == 32 ? ON(mx) : ON(nv), 3, L};
-  if (group % BLOCK4 == 0) return (Kernel){ON(whole), 3, L};
+  if (codes <= E4M3) return (Kernel){group % (DEPTH(codes) * L) ? NULL : WIDE[codes], codes == BF16, L, 0};
+  if (codes == E2M1) return (Kernel){group == 32 ? ON(mx) : ON(nv), 3, L, 0};
+  if (group % BLOCK4 == 0) return (Kernel){ON(whole), 3, L, 0};
   const int lanes = BLOCK4 % group == 0 && group % 16 == 0;
-  return (Kernel){!lanes ? NULL : spec->zeros ? ON(lanes_less) : ON(lanes), 3, L};
+  return (Kernel){!lanes ? NULL : spec->zeros ? ON(lanes_less) : ON(lanes), 3, L, 0};
 }
 
 #undef FN
@@ -177,4 +165,3 @@ static Kernel ON(kernel)(const Spec *spec) {
 #undef BLOCK4
 #undef DEPTH
 #undef EACH
-#undef PRODUCT

@@ -1,0 +1,180 @@
+// As products.h for rows of x in bfloat16, by AVX-512 BF16 and VBMI: pairs of products in one operation. All codes are
+// exact in bfloat16, so weights are looked up as such, and sums of a group are scaled in float32.
+//
+// Bytes of codes are interleaved by `unpack`, within 128 bits: x is stored in that order, see `place` in layer.c.
+#define FN __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx2,fma,f16c")))
+#define dot_(a, w, x) _mm512_dpbf16_ps(a, (__m512bh)(w), (__m512bh)(x))
+#define EACH(i, n) for (int i = 0; i < (n); i++)
+typedef __m512i Words;
+typedef struct { Words low, high; } Halves;  // bytes of bfloat16, by code
+
+static uint8_t e4m3_halves[2][128], four_halves[18][2][64];  // of 4 bits: code - zero for zeros 0 ... 16, and e2m1
+
+__attribute__((constructor)) static void fill_halves(void) {
+  static const float FLOATS[8] = {0, .5, 1, 1.5, 2, 3, 4, 6};
+  for (int i = 0; i < 128; i++) {
+    const float value = e4m3_of((uint8_t)i);
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    e4m3_halves[0][i] = (uint8_t)(word >> 16), e4m3_halves[1][i] = (uint8_t)(word >> 24);
+  }
+  for (int t = 0; t < 18; t++)
+    for (int i = 0; i < 64; i++) {
+      const int code = i & 15;
+      const float value = t == 17 ? (code & 8 ? -FLOATS[code & 7] : FLOATS[code & 7]) : (float)(code - t);
+      uint32_t word;
+      memcpy(&word, &value, 4);
+      four_halves[t][0][i] = (uint8_t)(word >> 16), four_halves[t][1][i] = (uint8_t)(word >> 24);
+    }
+}
+
+FN INLINE Words words_bf16(const void *p) { return _mm512_loadu_si512(p); }
+
+FN INLINE void clear_bf16(const int M, __m512 (*a)[4]) {
+  EACH(m, M) EACH(v, 4) a[m][v] = _mm512_setzero_ps();
+}
+
+FN INLINE __m512 both_bf16(__m512 *a) { return _mm512_add_ps(_mm512_add_ps(a[0], a[1]), _mm512_add_ps(a[2], a[3])); }
+
+FN INLINE void step_bf16(const int codes, const int M, const uint8_t *w, const uint16_t *const *x, size_t k, const Halves *t, __m512 (*a)[4], int from) {
+  if (codes == BF16) {
+    const Words v = words_bf16(w);
+    EACH(m, M) a[m][from] = dot_(a[m][from], v, words_bf16(x[m] + k));
+    return;
+  }
+  const Words u = words_bf16(w), low = _mm512_permutex2var_epi8(t[0].low, u, t[0].high);
+  Words high = _mm512_permutex2var_epi8(t[1].low, u, t[1].high);
+  high = _mm512_ternarylogic_epi32(u, _mm512_set1_epi8((char)0x80), high, 0xEA);  // its sign
+  const Words v[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+  EACH(d, 2) EACH(m, M) a[m][from + d] = dot_(a[m][from + d], v[d], words_bf16(x[m] + k + 32 * d));
+}
+
+FN INLINE void wide_bf16(const int codes, const int M, const Matrix *w, int n0, int n1, const float *const *px, float *const *y) {
+  const size_t size = codes == BF16 ? 2 : 1, width = codes == BF16 ? 32 : 64;
+  const size_t columns = (size_t)w->columns, group = w->spec->group ? (size_t)w->spec->group : columns;
+  const float *scales = w->scales;
+  const uint16_t *const *x = (const uint16_t *const *)px;
+  const Halves t[2] = {{words_bf16(e4m3_halves[0]), words_bf16(e4m3_halves[0] + 64)}, {words_bf16(e4m3_halves[1]), words_bf16(e4m3_halves[1] + 64)}};
+  for (int n = n0; n < n1; n++) {
+    const uint8_t *row = w->codes + (size_t)n * columns * size;
+    __m512 total[4], a[4][4];
+    EACH(m, M) total[m] = _mm512_setzero_ps();
+    for (size_t from = 0, g = 0; from < columns; from += group, g++) {
+      const size_t to = from + group < columns ? from + group : columns;
+      size_t k = from;
+      clear_bf16(M, a);
+      for (; k + 2 * width <= to; k += 2 * width) {
+        step_bf16(codes, M, row + k * size, x, k, t, a, 0);
+        step_bf16(codes, M, row + (k + width) * size, x, k + width, t, a, 2);
+      }
+      for (; k < to; k += width) {
+        uint8_t rest[64] = {0};
+        const size_t left = to - k < width ? to - k : width;
+        memcpy(rest, row + k * size, left * size);
+        step_bf16(codes, M, rest, x, k, t, a, 0);
+      }
+      const __m512 s = _mm512_set1_ps(scales ? scales[g * (size_t)w->across + (size_t)(n / w->spec->rows)] : 1.f);
+      EACH(m, M) total[m] = _mm512_fmadd_ps(both_bf16(a[m]), s, total[m]);
+    }
+    EACH(m, M) y[m][n - n0] = _mm512_reduce_add_ps(total[m]);
+  }
+}
+
+FN INLINE void block_bf16(const int M, const uint8_t *w, Halves t, const uint16_t *const *x, size_t k, __m512 (*a)[4]) {
+  const Words u = words_bf16(w), nibble = _mm512_set1_epi8(15);
+  const Words index[2] = {_mm512_and_si512(u, nibble), _mm512_and_si512(_mm512_srli_epi16(u, 4), nibble)};
+  EACH(i, 2) {
+    const Words low = _mm512_shuffle_epi8(t.low, index[i]), high = _mm512_shuffle_epi8(t.high, index[i]);
+    const Words v[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    EACH(d, 2) EACH(m, M) a[m][2 * i + d] = dot_(a[m][2 * i + d], v[d], words_bf16(x[m] + k + 64 * i + 32 * d));
+  }
+}
+
+FN INLINE Halves table_of(float zero) {
+  if (zero <= 16) return (Halves){words_bf16(four_halves[(int)zero][0]), words_bf16(four_halves[(int)zero][1])};
+  uint8_t low[64], high[64];  // no packer writes these: differences beyond 256 are rounded to bfloat16
+  for (int i = 0; i < 64; i++) {
+    const float value = round_to(BF16, (float)(i & 15) - zero);
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    low[i] = (uint8_t)(word >> 16), high[i] = (uint8_t)(word >> 24);
+  }
+  return (Halves){words_bf16(low), words_bf16(high)};
+}
+
+// NVFP4: the scales of groups 2 q (odd = 0) or 2 q + 1, in the lanes of 128 bits q.
+FN INLINE __m512 of_pairs(const uint32_t *s, size_t across, int block, int words, int odd) {
+  const uint32_t second = 2 * block + 1 < words ? s[(size_t)(2 * block + 1) * across] : 0;
+  const Words both = _mm512_set1_epi64((long long)((uint64_t)s[(size_t)(2 * block) * across] | (uint64_t)second << 32));
+  const Words lanes = _mm512_set_epi32(6, 6, 6, 6, 4, 4, 4, 4, 2, 2, 2, 2, 0, 0, 0, 0);
+  const Words at = _mm512_or_si512(_mm512_add_epi32(lanes, _mm512_set1_epi32(odd)), _mm512_set1_epi32((int)0x80808000));
+  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_slli_epi32(_mm512_shuffle_epi8(both, at), 7)));
+}
+
+FN INLINE void narrow_bf16(const int how, const int M, const Matrix *w, int n0, int n1, const float *const *px, float *const *y) {
+  const int columns = w->columns, group = w->spec->group ? w->spec->group : columns, words = (columns + 63) / 64;
+  const int fixed = how == MX_avx512 || how == NV_avx512 ? 17 : 8;
+  const uint16_t *const *x = (const uint16_t *const *)px;
+  for (int n = n0; n < n1; n++) {
+    const uint8_t *row = w->codes + (size_t)n * (size_t)(columns / 2);
+    const uint32_t *s = (const uint32_t *)w->scales + n;
+    __m512 total[4], a[4][4];
+    Halves t = {words_bf16(four_halves[fixed][0]), words_bf16(four_halves[fixed][1])};
+    uint8_t rest[64] = {0};
+    float scale = 0;
+    EACH(m, M) total[m] = _mm512_setzero_ps();
+    clear_bf16(M, a);
+    for (int k = 0, g = 0, until = 0; k < columns; k += 128, row += 64) {
+      if (k + 128 > columns) row = memcpy(rest, row, (size_t)(columns - k) / 2);
+      if (how == WHOLE_avx512) {
+        if (k == until) {
+          float zero;
+          EACH(m, M) total[m] = _mm512_fmadd_ps(both_bf16(a[m]), _mm512_set1_ps(scale), total[m]);
+          clear_bf16(M, a);
+          scale = int4_scale_avx512(w, s, g++, &zero), until += group;
+          if (w->spec->zeros) t = table_of(zero);
+        }
+        block_bf16(M, row, t, x, (size_t)k, a);
+        continue;
+      }
+      clear_bf16(M, a);
+      block_bf16(M, row, t, x, (size_t)k, a);
+      if (how == NV_avx512) {
+        const __m512 unit = _mm512_set1_ps(256.f * float_of(*s));
+        const __m512 even = _mm512_mul_ps(of_pairs(s + w->across, (size_t)w->across, k / 128, words, 0), unit);
+        const __m512 odd = _mm512_mul_ps(of_pairs(s + w->across, (size_t)w->across, k / 128, words, 1), unit);
+        EACH(m, M) total[m] = _mm512_fmadd_ps(_mm512_add_ps(a[m][0], a[m][2]), even, total[m]);
+        EACH(m, M) total[m] = _mm512_fmadd_ps(_mm512_add_ps(a[m][1], a[m][3]), odd, total[m]);
+      } else {
+        __m512 zeros;
+        const __m512 each = of_lanes_avx512(how, w, n, k / 128, &zeros);
+        EACH(m, M) total[m] = _mm512_fmadd_ps(both_bf16(a[m]), each, total[m]);
+      }
+    }
+    if (how == WHOLE_avx512) EACH(m, M) total[m] = _mm512_fmadd_ps(both_bf16(a[m]), _mm512_set1_ps(scale), total[m]);
+    EACH(m, M) y[m][n - n0] = _mm512_reduce_add_ps(total[m]);
+  }
+}
+
+PRODUCT(bf16_bf16, wide_bf16, BF16)
+PRODUCT(e4m3_bf16, wide_bf16, E4M3)
+PRODUCT(whole_bf16, narrow_bf16, WHOLE_avx512)
+PRODUCT(lanes_bf16, narrow_bf16, LANES_avx512)
+PRODUCT(mx_bf16, narrow_bf16, MX_avx512)
+PRODUCT(nv_bf16, narrow_bf16, NV_avx512)
+
+// What this has no kernel for is AVX-512's: other rows of x, INT8, rows in e4m3 with scales, zero points by small groups.
+static Kernel kernel_bf16(const Spec *spec) {
+  const int group = spec->group, codes = spec->codes;
+  Product *product = NULL;
+  if (spec->dtype != BF16 || spec->activations >= 0) return kernel_avx512(spec);
+  if (codes == BF16) return (Kernel){bf16_bf16, 0, 0, 1};
+  if (codes == E4M3 && group % 64 == 0) return (Kernel){e4m3_bf16, 0, 64, 1};
+  if (codes == E2M1) product = group == 32 ? mx_bf16 : nv_bf16;
+  else if (codes == INT4 && group % 128 == 0) product = whole_bf16;
+  else if (codes == INT4 && !spec->zeros && (group == 32 || group == 64)) product = lanes_bf16;
+  return product ? (Kernel){product, 1, 64, 1} : kernel_avx512(spec);
+}
+#undef FN
+#undef EACH
+#undef dot_
