@@ -195,20 +195,6 @@ def test_with_a_slot_for_each_nothing_is_staged(made):
     assert not made(LAYERS * EXPERTS, store="resident", staged=True).staged
 
 
-def test_what_is_asked_for_again_and_again_moves_in(made):
-    """A layer's worth of slots, filled with others: after a few steps every expert that is used is a hit."""
-    pool = made(2 * LAYERS)
-    rng, ids = torch.Generator().manual_seed(0), torch.tensor([[6, 7]])
-    step = Step((RequestRows(0, 1, RowKind.DECODE),))
-    for _ in range(4):
-        pool.check(step, rng, ids=ids)
-        pool.settle()
-    before = pool.snapshot()
-    assert pool.check(step, rng, ids=ids) == 2 * LAYERS
-    after = pool.snapshot()
-    assert after["hits"] - before["hits"] == 2 * LAYERS and after["misses"] == before["misses"] > 0
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_beside_a_prompt_get_slots_and_the_prompt_none(made, policy):
     """What the first rows need gets slots, and nothing else does; all experts are counted."""
@@ -250,14 +236,6 @@ def test_hits_beside_a_prompt_are_those_of_the_same_rows_alone(made):
     assert loads([alone] * 40) == (0, 0), "all are there after a while"
     moved, missed = loads([mixed] * 40)
     assert moved == 0 < missed, "the same with a prompt, whose own experts are read where they are"
-
-
-def test_with_a_slot_for_each_nothing_moves(made):
-    pool, rng = made(LAYERS * EXPERTS, store="resident"), torch.Generator().manual_seed(0)
-    assert pool.holds_all
-    used = sum(pool.check(DECODE, rng) for _ in range(3))
-    stats = pool.snapshot()
-    assert (stats["hits"], stats["misses"]) == (used, 0) and not moved(stats, shape())
 
 
 def test_dummy_runs_are_not_counted_and_decide_nothing(made):

@@ -69,15 +69,6 @@ def test_one_call_and_waves_are_equal(rows: int, top_k: int, seed: int, slots: i
     assert all(len(experts) <= slots for experts in kernel.seen) and len(calls) == len(kernel.seen)
 
 
-def test_waves_of_rows_would_not_be() -> None:
-    """A control: the kernel of these tests does depend on an expert's other rows."""
-    kernel, slot_of = Kernel(list(range(EXPERTS))), torch.arange(EXPERTS)
-    x, weights, ids = torch.randn(4, HIDDEN).bfloat16(), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int32)
-    whole = kernel(x, weights, slot_of[ids.long()])
-    alone = torch.cat([kernel(x[n : n + 1], weights[n : n + 1], slot_of[ids[n : n + 1].long()]) for n in range(4)])
-    assert not torch.equal(whole, alone)
-
-
 def test_a_kernel_that_takes_no_slots_is_a_mistake() -> None:
     kernel = Kernel(list(range(EXPERTS)))
     kernel.takes_slots = False  # type: ignore[misc]

@@ -375,13 +375,6 @@ def test_a_row_names_as_many_experts_as_k_says() -> None:
         assert [key for key in made.store.order if key < 2 * EXPERTS] == [5, 14]
 
 
-def test_slots_for_all_layers_below_the_cutoff_are_needed() -> None:
-    """What is expected of two layers fills all slots: of the third, nothing is read."""
-    with drafted(4) as made:
-        draft(made, (2, 3), (4, 5), (6, 7))
-        assert made.store.order == [2, 3, 12, 13]
-
-
 def test_the_reads_of_a_phase_are_as_many_as_the_last_ones_finished() -> None:
     with drafted(16, background=Endless) as made:
         phases = made._loader.prefetcher._phases
@@ -393,15 +386,6 @@ def test_the_reads_of_a_phase_are_as_many_as_the_last_ones_finished() -> None:
         draft(made, (5, 6), (6, 7))
         made.begin()
         assert made._loader.prefetcher._phases.reads == 5, "all have, and there could be no more"
-
-
-def test_drafts_are_forgotten_when_the_step_has_prompts() -> None:
-    with drafted(16, background=Endless) as made:
-        draft(made, (5, 6), (6, 7))
-        made.begin(1, RowKind.PREFILL)
-        ahead = made._loader._transfers.ahead
-        assert list(ahead.keys) == [5], "it is being read"
-        assert not any(key in made.expected for key in range(SHAPE.total))
 
 
 # -- evictions -----------------------------------------------------------------------------------------------------

@@ -437,31 +437,6 @@ def test_knob_for_the_reads_in_flight(make) -> None:
     assert [make(6, threads=4, background=n).ahead._threads for n in (1, 3, None)] == [1, 3, 2]
 
 
-def test_what_was_loaded_on_demand_is_not_asked_for(make) -> None:
-    """A forward that belongs to no step ran the layer while there was no room to read ahead."""
-    pool = make(12, depth=1)
-    pool.store.gate(16)
-    pool.want(16, 20, 22)
-    assert pool.store.begun[16].wait(PATIENCE)
-    pool.check(2, row(4, 5, 7))
-    pool.store.gates[16].set()
-    pool.until_read()
-    pool.check(0, row(1, 2, 3))
-    assert set(pool.ahead.keys) == {22} and pool.store.reads[20] == 1
-
-
-def test_stale_ones_are_dropped_at_the_end_of_a_step(make) -> None:
-    pool = make(12, threads=1)
-    pool.store.gate(18)
-    pool.want(18)
-    assert pool.store.begun[18].wait(PATIENCE)
-    pool.want(2, 3)
-    assert set(pool.ahead.keys) == {18, 2, 3}
-    pool.want(10)
-    assert {2, 3}.isdisjoint(pool.ahead.keys) and 10 in pool.ahead.keys, "18 has begun and goes on"
-    assert not pool.store.reads[2] + pool.store.reads[3]
-
-
 # -- failures ------------------------------------------------------------------------------------------------------
 
 

@@ -69,10 +69,6 @@ def test_no_other_number_of_drafts_saves_more(drafts: Drafted, accepted: float, 
     assert saved(chooser, drafts, chooser.keep("a", drafts)) == pytest.approx(best, abs=1e-9)
 
 
-def test_all_are_kept_until_costs_are_known() -> None:
-    assert Chooser(8).keep("a", Drafted([1, 2, 3], [0.01, 0.01, 0.01])) == 3
-
-
 def test_drafting_goes_on_while_the_next_draft_is_likely_to_pay() -> None:
     assert told(0.1, 0.5, making=0.1).goes_on([("a", [0.95])])
     assert not told(0.1, 0.5, making=0.1).goes_on([("a", [0.1])]), "its own draft is not even worth verifying"
@@ -159,15 +155,6 @@ def test_costs_are_found_and_followed() -> None:
             assert cost.plain == pytest.approx(2.0, abs=0.2)
             assert cost.accepted == pytest.approx(0.45, abs=0.1) and cost.rejected == pytest.approx(0.85, abs=0.15)
     assert cost.plain == pytest.approx(4.0, abs=0.4) and cost.rejected == pytest.approx(1.0, abs=0.2)
-
-
-def test_one_disturbed_step_says_nothing() -> None:
-    cost = StepCost()
-    for step in range(60):
-        cost.add(step % 2, step % 3, 1 + 0.1 * (step % 2) + 0.3 * (step % 3), 0)
-    before = cost.plain, cost.accepted, cost.rejected
-    cost.add(0, 2, 500.0, 0)
-    assert (cost.plain, cost.accepted, cost.rejected) == pytest.approx(before, abs=0.02)
 
 
 def test_what_a_draft_costs_is_hoped_to_be_less_unless_steps_are_slow() -> None:

@@ -179,16 +179,6 @@ def test_another_batch_is_never_sampled_as_if_nothing_was_cut() -> None:
         made._runner.rejection_sampler(None, batch([0], [3]))
 
 
-@pytest.mark.parametrize("what", ["budget", "warming up"])
-def test_nothing_is_cut_while(what: str) -> None:
-    made = cutter(Told(1.0, 1.0, most=0))
-    made.propose(batch([0], [0]))
-    made._runtime.budget.uncut, made._runtime.warms_up = "ranks" * (what == "budget"), what == "warming up"
-    made.begin(step := plan(), batch([0], [3]))
-    assert cut_rows(made) == []
-    assert (draft_cutting.CUT in vars(step)) == (what == "budget"), "what is made up teaches nothing"
-
-
 class Launched(TorchDispatchMode):
     """Notes each operation on tensors by its name and dtypes, as a kernel is chosen by them."""
 
@@ -370,10 +360,6 @@ def steps(chooser: DeviceChooser, count: int, seconds, right: float = 0.0, sure:
         drafts = {"a": Drafted([1, 2, 3], [sure] * 3)}
         said = {"a": [1, 2, 3, 4][: 1 + keep] if good else [9]}
         chooser.took(StepDrafts(drafts, {"a": keep}, 2 * keep), said, 1, seconds(keep))
-
-
-def test_nothing_is_cut_before_a_step_was_seen() -> None:
-    assert DeviceChooser(3).numbers(["a"], [3]) is None
 
 
 def test_what_costs_nothing_is_not_cut_but_to_see_that() -> None:

@@ -71,13 +71,6 @@ def test_layers_that_did_not_run_are_forgotten_and_others_of_the_next_step_not()
     assert soon(made) == [12], "layer 0 did not run either"
 
 
-def test_nothing_is_guessed_about_the_running_layer() -> None:
-    made = expected()
-    made.enter(2, np.array([3]))
-    made.name(guess(2, row(0, 1)))
-    assert soon(made) == [15] and not list(made.ranked())
-
-
 def test_until_a_key_are_those_of_its_layer_and_of_nearer_ones() -> None:
     made = expected()
     made.enter(1, np.array([0]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -106,14 +105,3 @@ def test_a_batch_of_misses_evicts_whom_single_misses_would(keys: list[int], laye
         expected += single.evict(1, newcomers)
         single.insert(key)
     assert together.evict(len(newcomers), newcomers) == expected
-
-
-def test_standing_takes_from_the_layer_that_holds_most() -> None:
-    policy = LayerLRU()
-    policy.enter(range(EXPERTS))
-    for key in (8, 0, 1, 2, 16, 9):
-        policy.insert(key)
-    assert policy.standing(KEYS).order.tolist() == [0, 8, 1, 2, 16, 9]
-    with pytest.raises(LookupError):
-        policy.evict(7, ())
-    assert len(policy) == 6

@@ -98,17 +98,6 @@ def test_it_follows_routing_that_changes_its_kind() -> None:
     assert np.mean(losses[-100:]) < 2 * ideal
 
 
-def test_a_layer_that_did_not_run_is_not_forgotten() -> None:
-    counts = np.zeros(KEYS, dtype=int)
-    counts[[0, 32]] = 1
-    estimate = fitted([counts])
-    shares = estimate._shares[:, 32:].copy()
-    partly = np.where(np.arange(KEYS) < 32, counts, -1)
-    for _ in range(30):
-        estimate.observe(partly)
-    assert (estimate._shares[:, 32:] == shares).all()
-
-
 def test_a_share_halves_in_a_half_life() -> None:
     once, never = np.ones(KEYS, dtype=int), np.zeros(KEYS, dtype=int)
     estimate = fitted([once, *[never] * 5], half_lives=(5.0,))

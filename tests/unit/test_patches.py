@@ -80,11 +80,6 @@ def test_methods_of_every_kind_are_wrapped_once(module: ModuleType) -> None:
     assert module.Thing.made(1) == ((module.Thing, 1), "wrapped")
 
 
-def test_a_name_that_is_gone_is_refused_with_its_name(module: ModuleType) -> None:
-    with pytest.raises(UnsupportedError, match=r"has no spac_patched:Thing\.gone .* a test"):
-        patches.wrap("spac_patched:Thing.gone", doubled)
-
-
 def test_a_parameter_that_is_gone_is_refused_with_its_name(module: ModuleType, monkeypatch) -> None:
     row = patches.Patch("spac_patched:Thing.method", "a test", "worker", ("one", "three"))
     monkeypatch.setattr(patches, "_BY_TARGET", {row.target: row})

@@ -72,13 +72,6 @@ def test_the_first_step_of_a_block_does_not_count() -> None:
     assert seen[-1] is not None and not seen[-1].stop and seen[-1].ratio == pytest.approx(0.5)
 
 
-def test_steps_count_per_row() -> None:
-    served = Served(0.9)
-    for number in range(LEAST * COMPARED):
-        verdict = served.step(rows=1 + number % 5)
-    assert verdict is not None and verdict.ratio == pytest.approx(0.9)
-
-
 @pytest.mark.parametrize(("times", "most"), [(1.5, 1.01), (1.1, 1.01), (1.03, 1.01), (0.97, 0.999), (0.8, 0.83)])
 def test_what_slows_down_costs_less_than_a_percent_and_what_pays_is_kept(times: float, most: float) -> None:
     """*Simulated*: 8,000 steps that vary by 30 % each (as measured at 25 % in slots on disk), 20 seeds."""
@@ -89,17 +82,6 @@ def test_what_slows_down_costs_less_than_a_percent_and_what_pays_is_kept(times: 
             served.step()
         ratios.append(served.seconds / served.steps)
     assert np.mean(ratios) < most and max(ratios) < max(1.02, most + 0.04), ratios
-
-
-def test_one_disturbed_step_decides_nothing() -> None:
-    served = Served(0.95, noise=0.05)
-    found = []
-    for number in range(MOST * COMPARED):
-        seconds = 500.0 if number == 3 else 0.0
-        plain = served.rng.lognormal(0, 0.05)
-        verdict = served.payback.end_step(1, seconds + plain * (1 if served.payback.stopped else 0.95))
-        found += [verdict] if verdict else []
-    assert found and not found[0].stop
 
 
 @pytest.mark.parametrize("later", range(0, 4 * BLOCK, 5))

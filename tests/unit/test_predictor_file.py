@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
-from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, flat, kinds, needed
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, flat, kinds
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.speculating_experts import neural_predictor
 
@@ -83,12 +83,6 @@ def test_a_shorter_reach_is_the_same_without_the_later_layers(file: PredictorFil
     assert (far.reach, near.reach) == (2, 1) and near.nbytes < far.nbytes
     assert one.first == other.first and one.scores.shape[1] == 2 * made.EXPERTS
     torch.testing.assert_close(one.scores[:, : made.EXPERTS], other.scores)  # products of other sizes round otherwise
-
-
-def test_bytes_are_those_of_what_is_asked_too_each_counted_once(file: PredictorFile) -> None:
-    assert file.build("gate").nbytes == len(file.sizes.jumps()) * 4 * made.EXPERTS * (made.WIDTH + 1)
-    hybrid = file.build("hybrid")
-    assert hybrid.nbytes == sum(file.build(name, reach=1).nbytes for name in set(hybrid.chosen))
 
 
 def test_the_file_is_as_documented(path: Path) -> None:
@@ -255,11 +249,3 @@ def test_what_does_not_fit_is_left_out_and_said_so(tmp_path: Path) -> None:
     assert found.left_out == {"gate": "it has no gate", "quasi_hidden": "it has no gate"}
     assert not {"gate", "quasi_hidden"} & set(found.names) and "hybrid" in found.names
     assert set(found.build("hybrid").chosen) <= set(found.names)
-
-
-def test_nobody_asks_what_is_not_trained_before() -> None:
-    before: set[str] = set()
-    for name in kinds():
-        assert set(needed(name, list(kinds()))) <= before, name
-        before.add(name)
-    assert list(kinds())[-1] == "hybrid"

@@ -149,15 +149,6 @@ def test_whatever_fails_wherever(engine: Engine, at: str, error: Exception, monk
     assert set(engine.stopped) == {"trace"} and engine.stopped["trace"] and engine.experts.closed
 
 
-def test_an_interrupt_is_no_failure_of_a_recording(engine: Engine, monkeypatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.runtime.recordings.trace, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-
-
 def test_statistics_say_what_stopped(engine: Engine, monkeypatch) -> None:
     config = SimpleNamespace(execution_name="slots", policy="lru")
     monkeypatch.setattr(description, "mode", lambda *_: "exact")

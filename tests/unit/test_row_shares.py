@@ -37,12 +37,6 @@ def test_each_pair_is_in_one_share_and_each_row_keeps_to_its_experts(cold: Tenso
     assert torch.equal(total, expected)
 
 
-def test_all_of_one_kind() -> None:
-    nobody, everybody = torch.zeros(3, 3, dtype=torch.bool), torch.ones(3, 3, dtype=torch.bool)
-    assert len(Share.of(IDS, nobody).rows) == 0 and Share.of(IDS, nobody).ids.shape == (0, 3)
-    assert torch.equal(Share.of(IDS, everybody).ids, IDS)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_combining_adds_in_float32_and_rounds_once(dtype: torch.dtype) -> None:
     """1 + 2**-8 + 2**-8 is 1 + 2**-7 in bfloat16, unless it is rounded on the way."""
