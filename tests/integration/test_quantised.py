@@ -911,7 +911,8 @@ def test_a_layer_over_slots_of_our_kernel_computes_what_pointers_do(backends, mo
             off = (share - answers[kind].float()).abs().max() / share.abs().max()
             assert off < 2**-6, "sums of bfloat16 numbers, and of float32 ones"
         layer.spac.runtime.close()
-    assert torch.equal(answers[TableExecution], answers[PointerExecution]) and answers[TableExecution].any()
+    pointers, table = answers[PointerExecution].float(), answers[TableExecution].float()
+    assert pointers.any() and (pointers - table).abs().max() / pointers.abs().max() < 2**-6, "sums in another order"
 
 
 def test_a_bias_that_the_model_does_not_have_is_not_left_out(backends):

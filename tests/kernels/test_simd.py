@@ -15,6 +15,7 @@ from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
 from vllm_spac.kernels.types import Quantised
 
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.cpu_kernels._gemm import CompiledGemm
 from vllm_spac.cpu_kernels._library import ACTIVATIONS, isas
 from vllm_spac.cpu_kernels.simd import Simd
 from vllm_spac.errors import SpacError
@@ -139,6 +140,36 @@ def test_every_format_and_instruction_set(kind: Format | None, dtype: torch.dtyp
 )  # fmt: skip
 def test_any_size(name, dtype, hidden, intermediate, rows, activation, biased, isa, threads) -> None:
     Case(FORMATS[name], 2 * hidden, 2 * intermediate, dtype, activation, biased).check(isa, rows, threads)
+
+
+@pytest.mark.parametrize("name", ["plain", "zeros", "mxfp4", "fp8 by block, rows too"])
+def test_as_the_grouped_gemm_of_a_GPU(name: str) -> None:
+    """Over addresses: what is padding or beyond the table is skipped, and not counted."""
+    case = Case(FORMATS[name], 256, 128, torch.bfloat16, "silu", biased=True)
+    gemm = CompiledGemm(2)
+    tables = {key: torch.tensor([part.data_ptr() for part in t]) for key, t in case.experts.items()}
+    quantised = None if case.kind is None else Quantised(case.kind, tables["w13_scale"], tables["w2_scale"])
+    for rows, live in ((1, None), (6, 11), (4, 0)):
+        x, weights, ids = case.request(rows)
+        ids[0, 0] = EXPERTS
+        fixed = (
+            tables["w13_weight"],
+            tables["w2_weight"],
+            weights,
+            ids.long(),
+            128,
+            tables["w13_bias"],
+            tables["w2_bias"],
+        )
+        made = []
+        for kernel in (gemm, grouped_gemm):
+            counts, out = torch.full((EXPERTS,), -1, dtype=torch.int32), torch.full_like(x, torch.nan)
+            still = None if live is None else torch.tensor([live], dtype=torch.int32)
+            assert kernel(x, *fixed, "silu", out=out, counts=counts, live=still, quantised=quantised) is out
+            made.append((out.float(), counts))
+        (found, counted), (expected, count) = made
+        assert torch.equal(counted, count)
+        assert (found - expected).abs().max() <= expected.abs().max() / (16 if "rows" in name else 64)
 
 
 def test_ids_beyond_the_layer_are_refused() -> None:

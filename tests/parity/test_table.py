@@ -1,6 +1,6 @@
 """Experts loaded into slots for our kernel (``plane=table``), on real engines: stock's greedy tokens in float32.
 
-On a CPU the kernel is its torch twin, which sums in another order than vLLM's; see ``test_pointers``.
+On a CPU the kernel is compiled C, which sums in another order than vLLM's.
 """
 
 from __future__ import annotations

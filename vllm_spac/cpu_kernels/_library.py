@@ -43,12 +43,14 @@ class Spec(ctypes.Structure):
     _fields_ = [(name, c_int32) for name in _SPEC]
 
 
-class _Table(ctypes.Structure):
+class Table(ctypes.Structure):
+    """The address of each expert's part of a tensor, and its bytes."""
+
     _fields_ = [("at", POINTER(c_uint64)), ("bytes", c_uint64)]
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, _Table) for name in _TENSORS]
+    _fields_ = [(name, Table) for name in _TENSORS]
 
 
 class _Request(ctypes.Structure):
@@ -135,14 +137,21 @@ class Layer:
         tables = [self._table(experts.get(name)) for name in _TENSORS]
         self.structure = _Layer(*tables)
 
-    def _table(self, tensor: Tensor | None) -> _Table:
+    @classmethod
+    def of_tables(cls, *tables: Table) -> Layer:
+        """As the names of ``_TENSORS``; the caller keeps what they point at."""
+        made = cls.__new__(cls)
+        made._kept, made.structure = [tables], _Layer(*tables)
+        return made
+
+    def _table(self, tensor: Tensor | None) -> Table:
         if tensor is None:
-            return _Table(None, 0)
+            return Table(None, 0)
         assert tensor.device.type == "cpu" and tensor[0].is_contiguous()
         step, first = tensor.stride(0) * tensor.element_size(), tensor.data_ptr()
         at = (c_uint64 * len(tensor))(*range(first, first + step * len(tensor), step))
         self._kept.append(at)
-        return _Table(at, tensor[0].nbytes)
+        return Table(at, tensor[0].nbytes)
 
 
 class Pool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from vllm_spac.cpu_kernels._library import ACTIVATIONS, Layer, Pool, Server, Spe
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.errors import ConfigError
 from vllm_spac.kernels.types import Mail
-from vllm_spac.system.machine import part
+from vllm_spac.system.machine import cpus, part
 
 
 class Simd(CpuExperts):
@@ -37,7 +36,7 @@ class Simd(CpuExperts):
                 "use --spac-cpu-experts off"
             )
         self.isa = isa or isas()[-1]
-        allowed = sorted(part(os.sched_getaffinity(0)))
+        allowed = sorted(part(cpus()))  # not the one that OpenMP may have bound this thread to
         self.pool = Pool([allowed[-1 - i % len(allowed)] for i in range(threads)], self.isa)
         self._layers: dict[int, Layer] = {}
 

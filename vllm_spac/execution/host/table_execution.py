@@ -2,7 +2,7 @@
 
 Where vLLM's kernel for a format cannot read slots, this can: experts in MXFP4, NVFP4 and INT8 by channel are kept,
 moved and read as they are packed. What the host decides is as with ``slots``: policies, predictors, disks, host memory
-before them, CPU experts, draft trees. On a CPU the kernel is its torch twin: for comparison, and slow.
+before them, CPU experts, draft trees. On a CPU the kernel is compiled C, or its torch twin where that is missing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from vllm_spac.cpu_kernels._gemm import CompiledGemm
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.execution.address_table import check_layer, check_shape, grouped_gemm_over, kernels_for
 from vllm_spac.execution.base import ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
@@ -34,6 +36,9 @@ class TableExecution(SlotExecution):
         super().__init__(context)
         self._device = context.device
         self.launches = kernels_for(self._device)
+        self._twin = self._device.type == "cpu" and bool(missing())
+        if self._device.type == "cpu" and not self._twin:
+            self.launches = self.launches._replace(grouped_gemm=CompiledGemm(torch.get_num_threads()))
         places = [[slot.data_ptr() for slot in tensor] for tensor in context.tensors.values()]
         self._places = torch.tensor(places, device=self._device)  # int64 [names, slots]
         self._kernels: dict[tuple[int, str], TableKernel] = {}
@@ -43,12 +48,9 @@ class TableExecution(SlotExecution):
         return "" if self.shape.packed is None else f"weights {self.shape.packed.describe()}"
 
     def caveat(self) -> str | None:
-        if self._device.type != "cpu":
+        if not self._twin:
             return None
-        return (
-            "plane=table on a CPU runs the torch twin of the GPU's kernel: for comparison, and slow; to serve, use "
-            "--spac-plane slots"
-        )
+        return f"plane=table runs the torch twin of the GPU's kernel, which is slow. {missing()}"
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         own = self._kernels.get((layer, kernel.activation))

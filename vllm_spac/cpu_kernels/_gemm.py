@@ -1,0 +1,72 @@
+"""The grouped GEMM of experts at given addresses, by the compiled kernels: what a CPU runs in place of Triton's."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import POINTER, c_uint64
+
+import torch
+from torch import Tensor
+
+from vllm_spac.cpu_kernels._library import Layer, Pool, Table, isas, spec_of
+from vllm_spac.kernels.reference.route import routed
+from vllm_spac.kernels.types import Quantised
+from vllm_spac.system.machine import cpus, part
+
+
+class CompiledGemm:
+    """``vllm_spac.kernels.grouped_gemm.grouped_gemm`` on a CPU; called by one thread, which computes too.
+
+    The sum over a row's experts is of float32, in the order of experts, and rounded once.
+
+    Raises:
+        ConfigError: the kernels were not compiled.
+    """
+
+    def __init__(self, threads: int) -> None:
+        allowed = sorted(part(cpus()))
+        self._pool = Pool([allowed[i % len(allowed)] for i in range(threads)], isas()[-1])
+
+    def __call__(
+        self,
+        x: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        intermediate: int,
+        b13: Tensor | None = None,
+        b2: Tensor | None = None,
+        activation: str = "silu",
+        out: Tensor | None = None,
+        tile: object = None,
+        counts: Tensor | None = None,
+        live: Tensor | None = None,
+        quantised: Quantised | None = None,
+    ) -> Tensor:
+        """Arguments as of ``kernels.grouped_gemm``; ``tile`` is a GPU's."""
+        hidden, size = x.shape[1], x.element_size()
+        kind, s13, s2 = (None, None, None) if quantised is None else quantised
+        ids = routed(topk_ids, topk_weights, len(w13), live)
+        if counts is not None:
+            counts.copy_(torch.bincount(ids + 1, minlength=len(w13) + 1)[1:])
+        tables = []
+        for codes, scales, rows, columns in ((w13, s13, 2 * intermediate, hidden), (w2, s2, hidden, intermediate)):
+            nbytes = rows * columns * size if kind is None else math.prod(kind.code_shape(rows, columns))
+            tables.append(
+                (_at(codes, nbytes), _at(scales, 0 if kind is None else 4 * math.prod(kind.scale_shape(rows, columns))))
+            )
+        biases = _at(b13, 2 * intermediate * size), _at(b2, hidden * size)
+        (up, up_scales), (down, down_scales) = tables
+        layer = Layer.of_tables(up, down, up_scales, down_scales, *biases)
+        spec = spec_of(x.dtype, activation, hidden, intermediate, len(w13), kind)
+        total = self._pool.run(spec, layer, x, topk_weights.float().contiguous(), ids.int().view(topk_ids.shape))
+        return total.to(x.dtype) if out is None else out.copy_(total)
+
+
+def _at(addresses: Tensor | None, nbytes: int) -> Table:
+    if addresses is None:
+        return Table(None, 0)
+    assert addresses.dtype == torch.int64 and addresses.is_contiguous()
+    return Table(ctypes.cast(addresses.data_ptr(), POINTER(c_uint64)), nbytes)
