@@ -109,7 +109,7 @@ def test_compiled_kernels_that_answer_too_late_cost_no_token(exact, checkpoint, 
     """Their thread needs no interpreter: it computes what nobody waits for, and later requests replace that."""
     monkeypatch.setattr(cpu_share, "PATIENCE", 1)
     monkeypatch.setattr(cpu_share, "LONGEST", 1)
-    spac = {"slots": "25%", "decisions": "device", "cpu_experts": 64, "cpu_kernel": "simd"}
+    spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64, "cpu_kernel": "simd"}
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
     assert_same_tokens(run, exact)
     assert run.stats["cpu_late"] > 10
