@@ -61,8 +61,13 @@ typedef struct {
   Product *product;
   int bits;   // log2 of planes: a block of planes * lanes columns is stored plane by plane, column i * planes + j at [j][i]
   int lanes;
-  int half;  // x is bfloat16, with bytes of codes interleaved: log2 of the codes of a byte in bits, 64 bytes in lanes (0: as it is)
+  // x is bfloat16, with bytes of codes interleaved: log2 of the codes of a byte in bits, 64 bytes in lanes (0: as it is).
+  // Where rows are rounded to e4m3 it is their codes, and the scales of groups are behind the padded columns, in float32.
+  int half;
 } Kernel;
+
+enum { PAD = 128 };  // rows of x are padded to blocks of so many columns
+static inline size_t padded_of(int columns) { return ((size_t)columns + PAD - 1) / PAD * PAD; }
 
 // Returns the kernel of W [rows, columns] by an instruction set; a plain one for scales that it cannot apply.
 Kernel kernel_of(const Spec *spec, int isa);

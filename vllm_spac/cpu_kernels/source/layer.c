@@ -4,7 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { AT_ONCE = 32, PAD = 128, MOST_TILE = 32 };  // rows of x of one product; columns; rows of a tile
+enum { AT_ONCE = 32, MOST_TILE = 32 };  // rows of x of one product; rows of a tile
+
+static const Kernel NATURAL = {NULL, 0, 1, 0};  // the order of columns before they are rounded
+
+static int rounds(const Spec *spec) { return spec->activations >= 0; }
 
 static int valid(const Spec *s) {
   return s->codes >= 0 && s->codes < CODES && s->dtype >= F32 && s->dtype <= BF16 && s->activation >= 0 && s->activation < ACTIVATIONS && s->hidden > 0 &&
@@ -40,9 +44,15 @@ static int room(Work *work, size_t bytes) {
   return 1;
 }
 
-static void clear_pad(Kernel kernel, float *x, size_t columns, size_t padded) {  // its block may have columns of x among it
-  const size_t from = columns / PAD * PAD, size = kernel.half ? 2 : 4;
-  memset((uint8_t *)x + from * size, 0, (padded - from) * size);
+// Of a row of x or h: its columns, padded, and the scales of its groups; lines of 64 bytes.
+static size_t stride_of(int columns) {
+  const size_t padded = padded_of(columns);
+  return padded + (padded / 64 + 15) / 16 * 16;
+}
+
+static void clear_pad(Kernel kernel, float *x, int columns) {  // its block may have columns of x among it
+  const size_t from = (size_t)columns / PAD * PAD, size = kernel.half ? 2 : 4;
+  memset((uint8_t *)x + from * size, 0, (padded_of(columns) - from) * size);
 }
 
 int prepare(Work *work, const Request *request, int isa, int threads) {
@@ -54,8 +64,7 @@ int prepare(Work *work, const Request *request, int isa, int threads) {
   if (!fits(spec, &layer->w2, &layer->s2, &layer->b2, spec->hidden, spec->intermediate, &work->w2)) return NO_MEMORY;
   work->request = request;
   work->first = work->second = kernel_of(spec, isa);
-  work->wide = ((size_t)spec->hidden + PAD - 1) / PAD * PAD;
-  work->narrow = ((size_t)spec->intermediate + PAD - 1) / PAD * PAD;
+  work->wide = stride_of(spec->hidden), work->narrow = stride_of(spec->intermediate);
   const size_t most = (size_t)rows * (size_t)top_k, experts = (size_t)spec->experts, r = (size_t)rows;
   const size_t integers = (3 * experts + 1 + most + 15) / 16 * 16;
   if (!room(work, 4 * (integers + (most + 15) / 16 * 16 + r * work->wide + most * work->narrow + r * (size_t)spec->hidden))) return NO_ROOM;
@@ -87,12 +96,12 @@ int prepare(Work *work, const Request *request, int isa, int threads) {
     const int at = count[expert]++;
     work->row[at] = (int)(i / (size_t)top_k), work->weight[at] = request->weights[i];
   }
-  for (int p = 0; p < work->pairs; p++) clear_pad(work->second, work->h + (size_t)p * work->narrow, (size_t)spec->intermediate, work->narrow);
+  for (int p = 0; p < work->pairs; p++) clear_pad(rounds(spec) ? NATURAL : work->second, work->h + (size_t)p * work->narrow, spec->intermediate);
   int tile = spec->intermediate * (work->experts ? work->experts : 1) / (4 * threads);
   work->tile = tile = tile > MOST_TILE ? MOST_TILE : tile < 8 ? 8 : tile / 8 * 8;
   work->tiles[0] = rows;
   work->tiles[1] = work->experts * ((spec->intermediate + tile - 1) / tile);
-  work->tiles[2] = spec->activations < 0 ? 0 : work->pairs;
+  work->tiles[2] = rounds(spec) ? work->pairs : 0;
   work->tiles[3] = rows ? (spec->hidden + tile - 1) / tile : 0;
   return DONE;
 }
@@ -110,19 +119,6 @@ static float element(int dtype, const void *values, size_t i) {
   return dtype == F32 ? ((const float *)values)[i] : dtype == F16 ? half_of(((const uint16_t *)values)[i]) : brain_of(((const uint16_t *)values)[i]);
 }
 
-// Rounds columns of a row to e4m3, by groups that share a scale; as `kernels/reference/grouped_gemm.rounded_rows`.
-static void round_row(float *values, int columns, int group, int fused) {
-  const int width = group ? group : columns;
-  for (int from = 0; from < columns; from += width) {
-    const int to = from + width < columns ? from + width : columns;
-    float largest = 0;
-    for (int i = from; i < to; i++) largest = fmaxf(largest, fabsf(values[i]));
-    const int divides = fused || !group;
-    const float scale = divides ? fmaxf(largest / 448, 1.f / (448 * 512)) : fmaxf(largest, 1e-10f) / 448, inverse = 1 / scale;
-    for (int i = from; i < to; i++) values[i] = round_to_e4m3(divides ? values[i] / scale : values[i] * inverse) * scale;
-  }
-}
-
 static void put(Kernel kernel, float *x, int column, float value) {  // a half is a value of bfloat16
   uint32_t word;
   memcpy(&word, &value, 4);
@@ -130,13 +126,35 @@ static void put(Kernel kernel, float *x, int column, float value) {  // a half i
   else x[place(kernel, column)] = value;
 }
 
+// Rounds columns of a row to e4m3, by groups that share a scale; as `kernels/reference/grouped_gemm.rounded_rows`. For a
+// kernel of halves codes stay codes, which are exact, in its order, with the scales behind them.
+static void round_row(Kernel kernel, float *values, int columns, int group, int fused) {
+  const int width = group ? group : columns, padded = (int)padded_of(columns);
+  float *scales = values + padded;
+  for (int from = 0; from < columns; from += width) {
+    const int to = from + width < columns ? from + width : columns;
+    float largest = 0;
+    for (int i = from; i < to; i++) largest = fmaxf(largest, fabsf(values[i]));
+    const int divides = fused || !group;
+    const float scale = divides ? fmaxf(largest / 448, 1.f / (448 * 512)) : fmaxf(largest, 1e-10f) / 448, inverse = 1 / scale;
+    for (int i = from; i < to; i++) values[i] = round_to_e4m3(divides ? values[i] / scale : values[i] * inverse) * (kernel.half ? 1 : scale);
+    if (kernel.half) scales[from / width] = scale;
+  }
+  for (int from = 0; kernel.half && from < padded; from += PAD) {  // in place: a block of halves begins before its values
+    float block[PAD];
+    memcpy(block, values + from, sizeof block);
+    for (int i = 0; i < PAD; i++) put(kernel, values, from + i, block[i]);
+  }
+}
+
 static void read_row(Work *work, int row) {
   const Spec *spec = work->spec;
   const size_t d = (size_t)spec->hidden, from = (size_t)row * d;
   float *x = work->x + (size_t)row * work->wide;
-  clear_pad(work->first, x, d, work->wide);
-  for (int k = 0; k < spec->hidden; k++) put(work->first, x, k, element(spec->dtype, work->request->x, from + (size_t)k));
-  if (spec->activations >= 0) round_row(x, spec->hidden, spec->activations, 0);
+  const Kernel kernel = rounds(spec) ? NATURAL : work->first;
+  clear_pad(kernel, x, spec->hidden);
+  for (int k = 0; k < spec->hidden; k++) put(kernel, x, k, element(spec->dtype, work->request->x, from + (size_t)k));
+  if (rounds(spec)) round_row(work->first, x, spec->hidden, spec->activations, 0);
 }
 
 static float activated(const Spec *spec, float gate, float up, int fused) {
@@ -164,6 +182,7 @@ static void up(Work *work, int tile) {
   const int from = tile % of_expert * work->tile, to = from + work->tile < spec->intermediate ? from + work->tile : spec->intermediate, width = to - from;
   const int paired = spec->activation == SWIGLUOAI;  // gate and up are neighbours
   const int fused = spec->codes == E4M3 && spec->activations == 128 && spec->rows == 128 && spec->activation == SILU;
+  const Kernel into = rounds(spec) ? NATURAL : work->second;
   const Matrix w = matrix_of(&work->w13, &work->layer->w13, &work->layer->s13, expert);
   const void *bias = work->layer->b13.at ? (const void *)(uintptr_t)work->layer->b13.at[expert] : NULL;
   float y[AT_ONCE][2 * MOST_TILE], *gates[AT_ONCE], *ups[AT_ONCE];
@@ -184,7 +203,7 @@ static void up(Work *work, int tile) {
         const size_t g = (size_t)(paired ? 2 * (from + c) : from + c), u = paired ? g + 1 : g + (size_t)spec->intermediate;
         const float gate = round_to(spec->dtype, y[i][of_gate] + (bias ? element(spec->dtype, bias, g) : 0));
         const float value = activated(spec, gate, round_to(spec->dtype, y[i][of_up] + (bias ? element(spec->dtype, bias, u) : 0)), fused);
-        put(work->second, h, from + c, fused ? value : round_to(spec->dtype, value));
+        put(into, h, from + c, fused ? value : round_to(spec->dtype, value));
       }
     }
   }
@@ -219,6 +238,6 @@ void compute(Work *work, int phase, int tile) {
   const int fused = spec->rows == 128 && spec->activations == 128 && spec->activation == SILU;
   if (phase == 0) read_row(work, tile);
   if (phase == 1) up(work, tile);
-  if (phase == 2) round_row(work->h + (size_t)tile * work->narrow, spec->intermediate, spec->activations, fused);
+  if (phase == 2) round_row(work->second, work->h + (size_t)tile * work->narrow, spec->intermediate, spec->activations, fused);
   if (phase == 3) down(work, tile);
 }

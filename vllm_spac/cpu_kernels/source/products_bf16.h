@@ -73,8 +73,11 @@ FN INLINE void wide_bf16(const int codes, const int M, const Matrix *w, int n0, 
         memcpy(rest, row + k * size, left * size);
         step_bf16(codes, M, rest, x, k, t, a, 0);
       }
-      const __m512 s = _mm512_set1_ps(scales ? scales[g * (size_t)w->across + (size_t)(n / w->spec->rows)] : 1.f);
-      EACH(m, M) total[m] = _mm512_fmadd_ps(both_bf16(a[m]), s, total[m]);
+      const float s = scales ? scales[g * (size_t)w->across + (size_t)(n / w->spec->rows)] : 1.f;
+      EACH(m, M) {
+        const float both = w->spec->activations < 0 ? s : s * px[m][padded_of(w->columns) + g];
+        total[m] = _mm512_fmadd_ps(both_bf16(a[m]), _mm512_set1_ps(both), total[m]);
+      }
     }
     EACH(m, M) y[m][n - n0] = _mm512_reduce_add_ps(total[m]);
   }
@@ -163,11 +166,11 @@ PRODUCT(lanes_bf16, narrow_bf16, LANES_avx512)
 PRODUCT(mx_bf16, narrow_bf16, MX_avx512)
 PRODUCT(nv_bf16, narrow_bf16, NV_avx512)
 
-// What this has no kernel for is AVX-512's: other rows of x, INT8, rows in e4m3 with scales, zero points by small groups.
+// What this has no kernel for is AVX-512's: other rows of x, INT8, zero points by small groups.
 static Kernel kernel_bf16(const Spec *spec) {
   const int group = spec->group, codes = spec->codes;
   Product *product = NULL;
-  if (spec->dtype != BF16 || spec->activations >= 0) return kernel_avx512(spec);
+  if (spec->dtype != BF16) return kernel_avx512(spec);
   if (codes == BF16) return (Kernel){bf16_bf16, 0, 0, 1};
   if (codes == E4M3 && group % 64 == 0) return (Kernel){e4m3_bf16, 0, 64, 1};
   if (codes == E2M1) product = group == 32 ? mx_bf16 : nv_bf16;
