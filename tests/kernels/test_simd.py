@@ -16,9 +16,12 @@ from vllm_spac.kernels.types import Quantised
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.cpu_kernels._gemm import CompiledGemm
-from vllm_spac.cpu_kernels._library import ACTIVATIONS, isas
+from vllm_spac.cpu_kernels._library import ACTIVATIONS, isas, missing
 from vllm_spac.cpu_kernels.simd import Simd
 from vllm_spac.errors import SpacError
+
+if missing():
+    pytest.skip(missing(), allow_module_level=True)
 
 EXPERTS, TOP_K = 5, 3
 FORMATS = {

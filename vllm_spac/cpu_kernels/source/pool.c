@@ -101,7 +101,7 @@ static void *work_on(void *argument) {
       for (int i = 0; i < SPINS && atomic_load_explicit(&pool->next, memory_order_relaxed) == seen; i++) breathe();
     if (atomic_load(&pool->next) != seen || (seen >> 32 & 255) != PHASES) continue;
     atomic_fetch_add(&pool->sleeping, 1);
-    if (atomic_load(&pool->tickets) == ticket) sleep_on(&pool->tickets, ticket, 0);
+    sleep_on(&pool->tickets, ticket, 0);  // unless it has changed
     atomic_fetch_sub(&pool->sleeping, 1);
   }
 }
