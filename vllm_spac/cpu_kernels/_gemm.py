@@ -9,7 +9,7 @@ from ctypes import POINTER, c_uint64
 import torch
 from torch import Tensor
 
-from vllm_spac.cpu_kernels._library import Layer, Pool, Table, isas, spec_of
+from vllm_spac.cpu_kernels._library import Pool, Table, Tables, isas, spec_of
 from vllm_spac.kernels.reference.route import routed
 from vllm_spac.kernels.types import Quantised
 from vllm_spac.system.machine import cpus, part
@@ -51,17 +51,16 @@ class CompiledGemm:
         ids = routed(topk_ids, topk_weights, len(w13), live)
         if counts is not None:
             counts.copy_(torch.bincount(ids + 1, minlength=len(w13) + 1)[1:])
-        tables = []
-        for codes, scales, rows, columns in ((w13, s13, 2 * intermediate, hidden), (w2, s2, hidden, intermediate)):
-            nbytes = rows * columns * size if kind is None else math.prod(kind.code_shape(rows, columns))
-            tables.append(
-                (_at(codes, nbytes), _at(scales, 0 if kind is None else 4 * math.prod(kind.scale_shape(rows, columns))))
-            )
-        biases = _at(b13, 2 * intermediate * size), _at(b2, hidden * size)
-        (up, up_scales), (down, down_scales) = tables
-        layer = Layer.of_tables(up, down, up_scales, down_scales, *biases)
+        sizes = (2 * intermediate, hidden), (hidden, intermediate)
+        if kind is None:
+            codes, scales = [rows * columns * size for rows, columns in sizes], [0, 0]
+        else:
+            codes = [math.prod(kind.code_shape(*each)) for each in sizes]
+            scales = [4 * math.prod(kind.scale_shape(*each)) for each in sizes]
+        addresses, nbytes = (w13, w2, s13, s2, b13, b2), (*codes, *scales, 2 * intermediate * size, hidden * size)
+        tables = Tables(*map(_at, addresses, nbytes))
         spec = spec_of(x.dtype, activation, hidden, intermediate, len(w13), kind)
-        total = self._pool.run(spec, layer, x, topk_weights.float().contiguous(), ids.int().view(topk_ids.shape))
+        total = self._pool.run(spec, tables, x, topk_weights.float().contiguous(), ids.int().view(topk_ids.shape))
         return total.to(x.dtype) if out is None else out.copy_(total)
 
 

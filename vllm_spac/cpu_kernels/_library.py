@@ -21,7 +21,7 @@ from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.types import Mail
 
-ISAS = ("plain", "avx2", "avx512", "avx512_bf16", "neon")  # as ``enum Isa`` has them, later ones are faster
+ISAS = ("plain", "avx2", "avx512", "avx512_bf16")  # as ``enum Isa`` has them, later ones are faster
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 PATIENCE = 5.0  # seconds after which a thread of the pool is given up that has not finished its tile
 
@@ -49,13 +49,15 @@ class Table(ctypes.Structure):
     _fields_ = [("at", POINTER(c_uint64)), ("bytes", c_uint64)]
 
 
-class _Layer(ctypes.Structure):
+class Tables(ctypes.Structure):
+    """The tensors of a layer's experts; whoever makes it keeps what they point at."""
+
     _fields_ = [(name, Table) for name in _TENSORS]
 
 
 class _Request(ctypes.Structure):
     _fields_ = [
-        ("spec", POINTER(Spec)), ("layer", POINTER(_Layer)), ("x", c_void_p), ("weights", c_void_p),
+        ("spec", POINTER(Spec)), ("layer", POINTER(Tables)), ("x", c_void_p), ("weights", c_void_p),
         ("ids", c_void_p), ("rows", c_int32), ("top_k", c_int32), ("out", c_void_p),
     ]  # fmt: skip
 
@@ -86,7 +88,7 @@ def library() -> ctypes.CDLL:
         "spac_pool": (c_void_p, [c_int, POINTER(c_int32), c_int, c_double]),
         "spac_run": (c_int, [c_void_p, POINTER(_Request)]),
         "spac_close_pool": (None, [c_void_p]),
-        "spac_mailbox": (c_void_p, [c_void_p, POINTER(_Mail), POINTER(Spec), POINTER(_Layer), c_int, c_int]),
+        "spac_mailbox": (c_void_p, [c_void_p, POINTER(_Mail), POINTER(Spec), POINTER(Tables), c_int, c_int]),
         "spac_wake": (None, [c_void_p]),
         "spac_refused": (c_int, [c_void_p]),
         "spac_answers": (c_int64, [c_void_p]),
@@ -135,14 +137,7 @@ class Layer:
     def __init__(self, experts: Mapping[str, Tensor]) -> None:
         self._kept: list[Any] = [experts]
         tables = [self._table(experts.get(name)) for name in _TENSORS]
-        self.structure = _Layer(*tables)
-
-    @classmethod
-    def of_tables(cls, *tables: Table) -> Layer:
-        """As the names of ``_TENSORS``; the caller keeps what they point at."""
-        made = cls.__new__(cls)
-        made._kept, made.structure = [tables], _Layer(*tables)
-        return made
+        self.structure = Tables(*tables)
 
     def _table(self, tensor: Tensor | None) -> Table:
         if tensor is None:
@@ -170,7 +165,7 @@ class Pool:
             raise SpacError(f"spac: {len(cpus)} threads that compute CPU experts with {isa} could not be started")
         self._ends = weakref.finalize(self, self._library.spac_close_pool, self.handle)
 
-    def run(self, spec: Spec, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def run(self, spec: Spec, tables: Tables, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Computes [rows, hidden] float32; arguments as of ``CpuExperts.run``, ids int32.
 
         Raises:
@@ -181,7 +176,7 @@ class Pool:
         assert x.shape == (len(ids), spec.hidden) and _DTYPES[x.dtype] == spec.dtype
         out = torch.empty(x.shape, dtype=torch.float32)
         request = _Request(
-            ctypes.pointer(spec), ctypes.pointer(layer.structure), x.data_ptr(), weights.data_ptr(), ids.data_ptr(),
+            ctypes.pointer(spec), ctypes.pointer(tables), x.data_ptr(), weights.data_ptr(), ids.data_ptr(),
             *ids.shape, out.data_ptr(),
         )  # fmt: skip
         if (error := refused(self._library.spac_run(self.handle, byref(request)))) is not None:
@@ -202,7 +197,7 @@ class Server:
         tensors = mail.asked, mail.answered, mail.head, mail.ids, mail.weights, mail.x, mail.results
         assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
         structure = _Mail(*(tensor.data_ptr() for tensor in tensors), *mail.ids.shape)
-        of_layers = (_Layer * len(layers))(*(layer.structure for layer in layers))
+        of_layers = (Tables * len(layers))(*(layer.structure for layer in layers))
         self._handle = self._library.spac_mailbox(
             pool.handle, byref(structure), byref(spec), of_layers, len(layers), pool.cpus[0]
         )

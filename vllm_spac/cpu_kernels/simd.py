@@ -54,7 +54,9 @@ class Simd(CpuExperts):
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         spec = self.spec(experts, x.dtype)
-        return self.pool.run(spec, self.layer(experts), x.contiguous(), weights.contiguous(), ids.int().contiguous())
+        return self.pool.run(
+            spec, self.layer(experts).structure, x.contiguous(), weights.contiguous(), ids.int().contiguous()
+        )
 
     def serve(self, mail: Mail, layers: Sequence[Mapping[str, Tensor]]) -> Server:
         return Server(self.pool, mail, self.spec(layers[0], mail.x.dtype), [self.layer(experts) for experts in layers])

@@ -10,6 +10,9 @@ static const Kernel NATURAL = {NULL, 0, 1, 0};  // the order of columns before t
 
 static int rounds(const Spec *spec) { return spec->activations >= 0; }
 
+// Whether h is rounded to e4m3 at once, as `Format.fused`.
+static int fuses(const Spec *spec) { return spec->rows == 128 && spec->activations == 128 && spec->activation == SILU; }
+
 static int valid(const Spec *s) {
   return s->codes >= 0 && s->codes < CODES && s->dtype >= F32 && s->dtype <= BF16 && s->activation >= 0 && s->activation < ACTIVATIONS && s->hidden > 0 &&
          s->intermediate > 0 && s->experts > 0 && s->group >= 0 && s->rows > 0 && s->activations >= -1 && s->hidden < 1 << 20 && s->intermediate < 1 << 20 && s->experts <= 1 << 16 &&
@@ -181,7 +184,7 @@ static void up(Work *work, int tile) {
   const int of_expert = (spec->intermediate + work->tile - 1) / work->tile, e = tile / of_expert, expert = work->of_expert[e];
   const int from = tile % of_expert * work->tile, to = from + work->tile < spec->intermediate ? from + work->tile : spec->intermediate, width = to - from;
   const int paired = spec->activation == SWIGLUOAI;  // gate and up are neighbours
-  const int fused = spec->codes == E4M3 && spec->activations == 128 && spec->rows == 128 && spec->activation == SILU;
+  const int fused = fuses(spec);
   const Kernel into = rounds(spec) ? NATURAL : work->second;
   const Matrix w = matrix_of(&work->w13, &work->layer->w13, &work->layer->s13, expert);
   const void *bias = work->layer->b13.at ? (const void *)(uintptr_t)work->layer->b13.at[expert] : NULL;
@@ -235,9 +238,8 @@ static void down(Work *work, int tile) {
 
 void compute(Work *work, int phase, int tile) {
   const Spec *spec = work->spec;
-  const int fused = spec->rows == 128 && spec->activations == 128 && spec->activation == SILU;
   if (phase == 0) read_row(work, tile);
   if (phase == 1) up(work, tile);
-  if (phase == 2) round_row(work->second, work->h + (size_t)tile * work->narrow, spec->intermediate, spec->activations, fused);
+  if (phase == 2) round_row(work->second, work->h + (size_t)tile * work->narrow, spec->intermediate, spec->activations, fuses(spec));
   if (phase == 3) down(work, tile);
 }

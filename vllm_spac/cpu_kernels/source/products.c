@@ -48,11 +48,6 @@ float round_to_e4m3(float value) { return rounded(value, 20, 0x1p-6f, 0x1.8p14f)
 #include "lanes_avx2.h"
 #include "products.h"
 #endif
-#ifdef __aarch64__
-#include <arm_neon.h>
-#include "lanes_neon.h"
-#include "products.h"
-#endif
 
 // -- one weight after the other ---------------------------------------------------------------------------------
 
@@ -113,9 +108,6 @@ int has_isa(int isa) {
   if (isa == AVX512) return avx512;
   if (isa == AVX512_BF16) return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #endif
-#ifdef __aarch64__
-  if (isa == NEON) return 1;
-#endif
   return isa == PLAIN;
 }
 
@@ -125,9 +117,6 @@ Kernel kernel_of(const Spec *spec, int isa) {
   if (isa == AVX512_BF16) kernel = kernel_bf16(spec);
   if (isa == AVX512) kernel = kernel_avx512(spec);
   if (isa == AVX2) kernel = kernel_avx2(spec);
-#endif
-#ifdef __aarch64__
-  if (isa == NEON) kernel = kernel_neon(spec);
 #endif
   return kernel.product ? kernel : (Kernel){plain, 0, 1, 0};
 }

@@ -165,8 +165,10 @@ class CpuShare:
         self._began = now
 
     def _works(self) -> bool:
-        if self._box is None or self._ended or (why := self._box.ended()) is None:
-            return self._box is not None and not self._ended
+        if self._box is None or self._ended:
+            return False
+        if (why := self._box.ended()) is None:
+            return True
         self._ended = True
         logger.error("spac: the CPU computes no experts any more, the device all of them: %s", why, exc_info=why)
         return False
