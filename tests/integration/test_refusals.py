@@ -592,11 +592,23 @@ def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, qu
         engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), {}, **options)
 
 
+def guarded(v2, executor, asynchronous, ranks):
+    """vLLM's configuration, as far as the guard looks at it."""
+    return SimpleNamespace(
+        use_v2_model_runner=v2,
+        speculative_config=SimpleNamespace(method="eagle3"),
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
+
+
 @pytest.mark.parametrize(
     ("v2", "executor", "asynchronous", "ranks", "remedy"),
     [
         (True, "uni", True, 1, None),
-        (True, "mp", False, 1, "--distributed-executor-backend uni, or use --spac-guard off"),
+        (True, "mp", False, 1, "set VLLM_USE_V2_MODEL_RUNNER=0, or use --spac-guard off"),
         (False, "mp", False, 1, None),
         (False, "uni", True, 1, "--no-async-scheduling, or use --spac-guard off"),
         (False, "mp", False, 2, "own clock; use --tensor-parallel-size 1, or use --spac-guard off"),
@@ -607,14 +619,7 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
     from vllm_spac.config.config import SpacConfig
     from vllm_spac.integration import compatibility
 
-    config = SimpleNamespace(
-        use_v2_model_runner=v2,
-        speculative_config=SimpleNamespace(method="eagle3"),
-        parallel_config=SimpleNamespace(
-            distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
-        ),
-        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
-    )
+    config = guarded(v2, executor, asynchronous, ranks)
     for config_of in (SpacConfig(), SpacConfig(guard="off")):  # on by itself, it is left out with a line in the log
         compatibility.check(config_of, config, gpu=False)
     if remedy is not None:
@@ -622,6 +627,14 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
             compatibility.check(SpacConfig(guard="on"), config, gpu=False)
         config.speculative_config = None
     compatibility.check(SpacConfig(guard="on"), config, gpu=False)
+
+
+def test_on_a_gpu_drafts_can_be_planned_in_the_engine_s_process(monkeypatch):
+    from vllm_spac.integration.hooks import device, drafts
+
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    reason = drafts.unguarded(guarded(True, "mp", False, 1))
+    assert reason.remedy.text == "add --distributed-executor-backend uni"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.errors import Remedy, add, drop, use
-from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks import device, patches
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -75,7 +75,8 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
         if trees and getattr(speculation, asked, None):
             return Reason(f"{asked} plans how many nodes are drafted", without(asked))
         if vllm_config.parallel_config.distributed_executor_backend != "uni":
-            within = add(vllm_distributed_executor_backend="uni")
+            # On a CPU vLLM takes mp for uni where the engine is a process of its own, as a server's is.
+            within = V1 if device.is_cpu() else add(vllm_distributed_executor_backend="uni")
             return Reason("V2's scheduler plans drafts in another process", within)
     elif vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans the drafts of a step before the last one has finished", IN_ORDER)
