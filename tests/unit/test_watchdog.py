@@ -17,7 +17,16 @@ from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.integration.hooks.runner_hooks import _failed
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording import watchdog
-from vllm_spac.recording.watchdog import KEPT, MOST_FILES, PROMPT_SECONDS, SECONDS, Notes, Stall, Watchdog
+from vllm_spac.recording.watchdog import (
+    ENDLESS_SECONDS,
+    KEPT,
+    MOST_FILES,
+    PROMPT_SECONDS,
+    SECONDS,
+    Notes,
+    Stall,
+    Watchdog,
+)
 from vllm_spac.runtime import Runtime
 
 DECODE = Step((RequestRows(0, 1, RowKind.DECODE),))
@@ -28,7 +37,7 @@ def told(notes: Notes, until: float, stall: Stall | None = None, begin: float = 
     """When a report is made, of looks once a second."""
     stall = stall or Stall()
     times = [begin + number for number in range(int(until) + 1)]
-    return [now for now in times if stall.check(notes.last[-1], notes.in_step, notes.prompts, now, busy)]
+    return [now for now in times if stall.check(notes, now, busy)]
 
 
 def begun(prompts: bool = False) -> Notes:
@@ -42,11 +51,42 @@ def test_a_step_that_stands_still_is_reported_once() -> None:
     assert told(begun(prompts=True), 500) == [PROMPT_SECONDS]
 
 
-def test_a_step_that_goes_on_is_no_stall_however_long_it_is() -> None:
+def test_a_long_step_is_no_stall() -> None:
     notes, stall = begun(), Stall()
     for number in range(30):
         assert told(notes, SECONDS - 2, stall, begin=number * SECONDS) == []
         notes.add("layer", 3)  # of the same number, and yet another note
+
+
+def noting(notes: Notes, stall: Stall, begin: int, seconds: float, ends: bool = False) -> list[float]:
+    """When a report is made of a thread that notes something each second."""
+    reports = []
+    for now in range(begin, begin + int(seconds) + 1):
+        notes.add("layer", now)
+        if stall.check(notes, float(now), lambda: False):
+            reports.append(float(now))
+        if ends:
+            notes.end("end of a step")
+            notes.begin(3, False)
+    return reports
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_step_that_goes_on_and_does_not_end_is_reported_once(prompts: bool) -> None:
+    notes, stall = begun(prompts), Stall()
+    assert noting(notes, stall, 0, 3 * ENDLESS_SECONDS) == [ENDLESS_SECONDS]
+    notes.end("end of a step")
+    notes.begin(3, prompts)
+    begin = 4 * int(ENDLESS_SECONDS)
+    assert noting(notes, stall, begin, ENDLESS_SECONDS) == [begin + ENDLESS_SECONDS], "the next one is another"
+
+
+def test_steps_that_end_are_no_stall_however_many_they_are() -> None:
+    assert noting(begun(), Stall(), 0, 3 * ENDLESS_SECONDS, ends=True) == []
+
+
+def test_a_step_that_stands_still_is_not_reported_as_endless_too() -> None:
+    assert told(begun(), 3 * ENDLESS_SECONDS) == [SECONDS]
 
 
 def test_a_device_that_is_busy_long_after_its_step_stands_still() -> None:
@@ -60,7 +100,7 @@ def test_a_device_that_is_busy_long_after_its_step_stands_still() -> None:
 def test_a_process_that_was_stopped_does_not_stand_still() -> None:
     notes, stall = begun(), Stall()
     for now in (0.0, 1.0, 3600.0, 3601.0):
-        assert not stall.check(notes.last[-1], True, False, now, lambda: False)
+        assert not stall.check(notes, now, lambda: False)
     assert told(notes, 100, stall, begin=3602.0), "but what stands still afterwards does"
 
 

@@ -3,7 +3,7 @@
 The thread that runs the model notes what it does (``Notes``): an append each, without a clock. Another thread looks at
 the last note once a second. Nothing is noted outside of steps, and so a warm-up, a compilation or a graph's capture is
 never a stall, and nor is an engine without requests. Behind the end of a step a GPU may still stand still in what was
-launched; then its streams are busy long after, and that is reported too.
+launched; then its streams are busy long after, and that is reported too. So is a step that goes on and does not end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.spac")
 
 SECONDS = 10.0  # without a note, of which a step is said to stand still
 PROMPT_SECONDS = 60.0  # of one with rows of prompts, which may wait long in one place
+ENDLESS_SECONDS = 900.0  # of a step that goes on; long prompts of a large model on a slow disk take minutes
 PERIOD = 1.0
 KEPT = 32  # notes
 MOST_FILES = 8  # of one process; later stalls write over the first ones
@@ -57,6 +58,7 @@ class Notes:
     Attributes:
         last: (what, number, e.g. of a layer), the newest last.
         in_step: whether a step has begun and not ended.
+        steps: how many have begun.
         prompts: whether it has rows of prompts.
         thread: that began it.
     """
@@ -64,13 +66,14 @@ class Notes:
     def __init__(self) -> None:
         self.last: deque[tuple[str, int]] = deque(maxlen=KEPT)
         self.in_step = self.prompts = False
-        self.thread = 0
+        self.steps = self.thread = 0
 
     def add(self, what: str, number: int) -> None:
         self.last.append((what, number))
 
     def begin(self, rows: int, prompts: bool) -> None:
         self.last.append(("step of rows", rows))
+        self.steps += 1
         self.thread, self.prompts, self.in_step = threading.get_ident(), prompts, True
 
     def end(self, what: str, number: int = 0) -> None:
@@ -81,34 +84,45 @@ class Notes:
 
 
 class Stall:
-    """Decides when a step stands still: once, until something is noted again. Pure.
+    """Decides when a step stands still: once, until something is noted again; or goes on without an end: once. Pure.
 
     A process that was stopped, or a machine that slept, did not look: such a time counts as two looks.
     """
 
     def __init__(self) -> None:
-        self._seen: object = None
-        self._at = self._quiet = 0.0
-        self._told = True
+        self._note: object = None  # told from others by its identity
+        self._steps = 0
+        self._at = self._quiet = self._running = 0.0
+        self._told = self._told_step = True
 
-    def check(self, note: object, in_step: bool, prompts: bool, now: float, busy: Callable[[], bool]) -> bool:
-        """Whether to report now.
+    def check(self, notes: Notes, now: float, busy: Callable[[], bool]) -> str | None:
+        """Returns what to report now.
 
         Args:
-            note: the last one, told from others by its identity; None before the first.
-            in_step, prompts: as of ``Notes``.
             now: monotonic time in seconds.
             busy: whether the device has work; asked once where no step has begun.
         """
-        passed, self._at = now - self._at, now
-        if note is not self._seen:
-            self._seen, self._quiet, self._told = note, 0.0, False
-            return False
-        self._quiet += min(passed, 2 * PERIOD)
-        if self._told or note is None or self._quiet < (PROMPT_SECONDS if prompts else SECONDS):
-            return False
-        self._told = True
-        return in_step or busy()
+        passed, self._at = min(now - self._at, 2 * PERIOD), now
+        note = notes.last[-1] if notes.last else None
+        self._quiet += passed
+        self._running += passed
+        if notes.steps != self._steps or not notes.in_step:
+            self._steps, self._running, self._told_step = notes.steps, 0.0, False
+        if note is not self._note:
+            self._note, self._quiet, self._told = note, 0.0, False
+        if self._told or note is None:
+            return None
+        where, limit = f"{note[0]} {note[1]}", PROMPT_SECONDS if notes.prompts else SECONDS
+        if self._quiet >= limit:
+            self._told = True
+            if notes.in_step:
+                return f"a step has done nothing for {limit:.0f} s, since {where}"
+            still = f"the device is busy, and no step has begun for {limit:.0f} s since {where}"
+            return still if busy() else None
+        if self._running >= ENDLESS_SECONDS and not self._told_step:
+            self._told_step = True
+            return f"a step goes on and has not ended for {ENDLESS_SECONDS:.0f} s, now at {where}"
+        return None
 
 
 class Watchdog:
@@ -151,27 +165,19 @@ class Watchdog:
 
     def check(self) -> None:
         """Looks once, and reports a stall."""
-        notes = self._notes
-        last = notes.last.copy()
-        note = last[-1] if last else None
 
         def busy() -> bool:
             return any(has_work() for has_work in self._streams().values())
 
-        if self._stall.check(note, notes.in_step, notes.prompts, self.clock(), busy):
-            self._report([*last], notes.in_step)
+        if state := self._stall.check(self._notes, self.clock(), busy):
+            self._report(state)
 
-    def _report(self, last: list[tuple[str, int]], in_step: bool) -> None:
+    def _report(self, state: str) -> None:
         """First what needs no device, since asking a device that stands still may not return."""
-        seconds = PROMPT_SECONDS if self._notes.prompts else SECONDS
-        what, number = last[-1]
-        state = f"a step has done nothing for {seconds:.0f} s, since {what} {number}"
-        if not in_step:
-            state = f"the device is busy, and no step has begun for {seconds:.0f} s since {what} {number}"
         path = self._folder / f"stall-{os.getpid()}-{self._reports % MOST_FILES}.txt"
         self._reports += 1
         frames = sys._current_frames()
-        text = f"vllm_spac: {state}\n\n{_noted(last)}\n{_stacks(frames)}"
+        text = f"vllm_spac: {state}\n\n{_noted(self._notes.last.copy())}\n{_stacks(frames)}"
         where = f"the stacks of all threads are in {path}" if self._write(path, text) else f"\n{text}"
         logger.warning("spac: stall: %s%s; %s", state, _place(frames, self._notes.thread), where)
         if streams := self._streams():
@@ -189,7 +195,7 @@ class Watchdog:
             return False
 
 
-def _noted(last: list[tuple[str, int]]) -> str:
+def _noted(last: Iterable[tuple[str, int]]) -> str:
     return "the last things noted, the newest last:\n" + "".join(f"  {what} {number}\n" for what, number in last)
 
 
