@@ -886,6 +886,20 @@ def test_a_path_to_nothing(tmp_path, monkeypatch, name):
         engine_config(name, {})
 
 
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("/nonexist/head", "is not a folder on this machine; check the path"),
+        ("{tmp}", "is a folder without config.json"),
+    ],
+)
+def test_a_drafter_that_is_not_there(moe, tmp_path, draft, says):
+    drafts = {"method": "eagle3", "model": draft.format(tmp=tmp_path / "empty"), "num_speculative_tokens": 2}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnsupportedError, match=f"spac: --speculative-config: {drafts['model']} {says}"):
+        engine_config(moe, {}, speculative_config=drafts)
+
+
 def test_a_name_that_the_hub_does_not_give():
     said = r"spac: nobody/nothing is not in the .* cache.*check the name"
     with pytest.raises(UnsupportedError, match=said) as caught, preflight.naming_model("nobody/nothing"):

@@ -65,6 +65,7 @@ def _checked(create_engine_config: Callable):
         patches.require_names("frontend")
         config = gpu_defaults.apply(self, tuned_start.apply(self, config))
         preflight.check_model(self.model)
+        preflight.check_drafter(self.speculative_config)
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         if config.parsed_slots.share != 1:

@@ -390,13 +390,19 @@ def _naming(config: SpacConfig, name: str) -> Iterator[None]:
         raise ConfigError(f"spac: {name}={getattr(config, name)} ({knob_flag(name)}): {problem}") from error
 
 
-def check_model(model: str) -> None:
-    """Refuses what is no checkpoint, and paths to nothing; ``UnsupportedError`` says what it is."""
+def check_model(model: str, option: str = "") -> None:
+    """Refuses what is no checkpoint, and paths to nothing; ``UnsupportedError`` says what it is, after ``option``."""
     problem = no_checkpoint(model)
     if not problem and model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
         problem = no_folder(model)
     if problem:
-        raise UnsupportedError(f"spac: {problem}")
+        raise UnsupportedError(f"spac: {option}{problem}")
+
+
+def check_drafter(speculation: Mapping | None) -> None:
+    """As ``check_model``, of the model that drafts."""
+    if isinstance(model := (speculation or {}).get("model"), str):
+        check_model(model, "--speculative-config: ")
 
 
 @contextmanager
