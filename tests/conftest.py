@@ -3,6 +3,7 @@
 import logging
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one core each: threads that wait for 
 
 sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share
 from effort import THOROUGH
+
+# A shell starts what it puts in the background with Ctrl-C ignored, which commands that tests interrupt would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The weights of the toy model, which `make setup` has unpacked, unless they have changed since.
 runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "toy" / "stored.py"))["unpack"]()
