@@ -85,8 +85,11 @@ def test_steps_that_end_are_no_stall_however_many_they_are() -> None:
     assert noting(begun(), Stall(), 0, 3 * ENDLESS_SECONDS, ends=True) == []
 
 
-def test_a_step_that_stands_still_is_not_reported_as_endless_too() -> None:
-    assert told(begun(), 3 * ENDLESS_SECONDS) == [SECONDS]
+def test_a_step_that_stood_still_and_goes_on_is_reported_once() -> None:
+    notes, stall = begun(), Stall()
+    assert told(notes, 3 * ENDLESS_SECONDS, stall) == [SECONDS]
+    begin = 4 * int(ENDLESS_SECONDS)
+    assert noting(notes, stall, begin, ENDLESS_SECONDS - 60) == []
 
 
 def test_a_device_that_is_busy_long_after_its_step_stands_still() -> None:

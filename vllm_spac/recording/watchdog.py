@@ -105,7 +105,7 @@ class Stall:
         passed, self._at = min(now - self._at, 2 * PERIOD), now
         note = notes.last[-1] if notes.last else None
         self._quiet += passed
-        self._running += passed
+        self._running += 0.0 if self._told else passed  # what stood still was reported
         if notes.steps != self._steps or not notes.in_step:
             self._steps, self._running, self._told_step = notes.steps, 0.0, False
         if note is not self._note:
@@ -114,7 +114,7 @@ class Stall:
             return None
         where, limit = f"{note[0]} {note[1]}", PROMPT_SECONDS if notes.prompts else SECONDS
         if self._quiet >= limit:
-            self._told = True
+            self._told, self._running = True, 0.0
             if notes.in_step:
                 return f"a step has done nothing for {limit:.0f} s, since {where}"
             still = f"the device is busy, and no step has begun for {limit:.0f} s since {where}"
