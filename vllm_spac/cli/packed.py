@@ -130,12 +130,13 @@ def _table(root: Path, found: list[Packed]) -> Table:
     table.add_column("fingerprint", no_wrap=True, min_width=32)  # never cut, so that it can be copied to --delete
     table.add_column("model", overflow="fold")
     table.add_column("layers", overflow="fold")
-    for name in ("experts", "size", "age", "leftovers"):
+    left = any(item.leftovers for item in found)  # by processes that were killed
+    for name in ("experts", "size", "age", *["leftovers"] * left):
         table.add_column(name, justify="right")
     for item in found:
         layers = f"{len(item.layers)} ({_number(item.layers[0])}..{_number(item.layers[-1])})" if item.layers else "0"
         row = (item.folder.name, item.model or "?", layers, str(len(item.experts)), gib(item.bytes), _age(item.newest))
-        table.add_row(*map(shown, row), str(len(item.leftovers)))
+        table.add_row(*map(shown, row), *[str(len(item.leftovers))] * left)
     return table
 
 

@@ -68,7 +68,7 @@ def _link(device: torch.device, size: tuple[int, int]) -> Iterator[CheckOutcome]
         yield kernel_checks.link(device, *size, profile_of(torch.cuda.get_device_name()))
         torch.cuda.empty_cache()
     else:
-        text = "not measured: there is no GPU, and kernels are their torch twins"
+        text = "not measured: there is no GPU"
         yield CheckOutcome(Finding("link", "note", text, "run it on the machine that serves"))
 
 
