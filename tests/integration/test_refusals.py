@@ -879,6 +879,13 @@ def test_a_folder_without_weights(moe):
     engine_config(moe, {})
 
 
+@pytest.mark.parametrize("text", ["{ not json", "[]"])
+def test_a_config_that_is_none(moe, text):
+    (moe / "config.json").write_text(text)
+    with pytest.raises(UnsupportedError, match=r"spac: \S+/config.json (is no mapping|cannot be read.*); download it"):
+        engine_config(moe, {})
+
+
 @pytest.mark.parametrize("name", ["./nonexist", "/nonexist/model", "../nonexist"])
 def test_a_path_to_nothing(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -39,6 +39,7 @@ from vllm_spac.recording.trace_writer import check_target
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.contents import no_weights, weight_files
 from vllm_spac.storage.checkpoint.headers import (
+    CONFIG,
     INDEX,
     LAYERS,
     check_shards,
@@ -48,6 +49,7 @@ from vllm_spac.storage.checkpoint.headers import (
     no_checkpoint,
     no_folder,
     read_checkpoint,
+    read_config,
 )
 from vllm_spac.storage.checkpoint.packed_folder import HEADER, scan
 from vllm_spac.storage.disk import check_room as check_disk_room
@@ -392,9 +394,14 @@ def _naming(config: SpacConfig, name: str) -> Iterator[None]:
 
 def check_model(model: str, option: str = "") -> None:
     """Refuses what is no checkpoint, and paths to nothing; ``UnsupportedError`` says what it is, after ``option``."""
-    problem = no_checkpoint(model)
+    problem, config = no_checkpoint(model), Path(model) / CONFIG
     if not problem and model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
         problem = no_folder(model)
+    try:
+        if not problem and config.is_file():
+            read_config(config)
+    except UnsupportedError as error:
+        problem = str(error)
     if problem:
         raise UnsupportedError(f"spac: {option}{problem}")
 

@@ -236,9 +236,9 @@ def _mapping(path: Path) -> dict:
     try:
         found = parse_json(read_text(path), strict=False)
     except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{path} cannot be read: {error}") from error
+        raise UnsupportedError(f"{path} cannot be read: {error}; download it again") from error
     if not isinstance(found, dict):
-        raise UnsupportedError(f"{path} is no mapping")
+        raise UnsupportedError(f"{path} is no mapping; download it again")
     return found
 
 
