@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -914,6 +915,18 @@ def test_a_name_that_the_hub_does_not_give():
     assert "Check your internet" not in str(caught.value)
     with pytest.raises(OSError, match="a disk"), preflight.naming_model("/a/folder"):
         raise OSError("a disk")
+
+
+def test_a_drafter_that_the_hub_does_not_give():
+    from vllm.transformers_utils import config
+
+    assert preflight.NO_MODEL in inspect.getsource(config.get_config)
+    drafts = {"method": "eagle3", "model": "nobody/head"}
+    said = "spac: --speculative-config: nobody/head is not in the .* cache.*check the name"
+    with pytest.raises(UnsupportedError, match=said), preflight.naming_drafter(drafts):
+        raise ValueError(f"1 validation error\n  Value error, {preflight.NO_MODEL} 'nobody/head'.\nPlease verify")
+    with pytest.raises(ValueError, match="another/model"), preflight.naming_drafter(drafts):
+        raise ValueError(f"{preflight.NO_MODEL} 'another/model'.")
 
 
 def test_a_kv_cache_that_one_request_does_not_fit_into(moe, monkeypatch):

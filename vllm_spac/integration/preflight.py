@@ -65,6 +65,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}  # load formats that prefer these
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of an element
 _LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
+NO_MODEL = "Invalid repository ID or local directory specified:"  # vLLM's words, which the name follows
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
 _WRITES = {  # what a file is given as -> how a user gets one
     "calibration": "vllm-spac quality calibrate writes one",
@@ -420,24 +421,32 @@ def naming_model(model: str) -> Iterator[None]:
     except OSError as error:
         if not is_hub_name(model):
             raise
-        raise UnsupportedError(
-            f"spac: {model} is not in the Hugging Face cache, and the hub does not give it: "
-            f"{brief(str(error).partition(chr(10))[0])}; check the name and the network, or name a folder"
-        ) from error
+        raise _not_given(model, f": {brief(str(error).partition(chr(10))[0])}") from error
+
+
+def _not_given(model: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"spac: {model} is not in the Hugging Face cache, and the hub does not give it{why}; check the name and the "
+        "network, or name a folder"
+    )
 
 
 @contextmanager
 def naming_drafter(speculation: Mapping | None) -> Iterator[None]:
-    """Says in one sentence that a drafter is no head of the method, where vLLM lists each architecture that it has."""
+    """Says in one sentence that the hub does not give a drafter, or that it is no head of the method.
+
+    vLLM says then what a checkpoint is, or lists each architecture that it has.
+    """
     try:
         yield
     except ValueError as error:
-        method, found = (speculation or {}).get("method"), _NO_HEAD.search(str(error))
-        if found is None or speculation is None:
+        method, model = ((speculation or {}).get(name) for name in ("method", "model"))
+        if f"{NO_MODEL} '{model}'" in str(error) and is_hub_name(str(model)):
+            raise _not_given(f"--speculative-config: {model}", "") from error
+        if (found := _NO_HEAD.search(str(error))) is None or speculation is None:
             raise
         raise UnsupportedError.refused(
-            f"spac: --speculative-config names {brief(speculation.get('model'))} as {method} head, and it is none: "
-            f"vLLM has no {found[1]}",
+            f"spac: --speculative-config names {brief(model)} as {method} head, and it is none: vLLM has no {found[1]}",
             Remedy(f"name a head that was trained as {method} for this model"),
             drop("vllm_speculative_config"),
         ) from error
