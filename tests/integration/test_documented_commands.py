@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "vllm_spac" / "USAGE.md")
 # A smaller model than a user's: nothing that a documented command decides, as how many requests run at once.
 SMALL = ["--max-model-len", "512", "--enforce-eager", "--dtype", "float32"]
-PLACEHOLDERS = {"Qwen/Qwen3-30B-A3B": str(TARGET), "MODEL": str(TARGET), "HEAD": str(TARGET.parent / "eagle3")}
+PLACEHOLDERS = {"Qwen/Qwen3-30B-A3B": str(TARGET), "MODEL": str(TARGET)}
 NOT_RUN = {
     "make demo": "it is a run of its own of many minutes",
     "pip install .": "it would replace the installation that is tested; test_packaging.py builds what it installs",
@@ -66,7 +66,7 @@ def filled(command: str) -> list[str]:
 
 ALL = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
 SERVED = [command for command in ALL if command.startswith("vllm serve")]
-ALWAYS = ("vllm serve MODEL --plugin spac", "--spac-tree")  # the whole command, and an end of another
+ALWAYS = "vllm serve MODEL --plugin spac"  # the others are full
 
 
 def test_each_command_is_run_or_says_why_not() -> None:
@@ -117,8 +117,7 @@ def _watched(server: Server) -> bytes:
 
 
 def _served(command: str):
-    often = command == ALWAYS[0] or ALWAYS[1] in command
-    return pytest.param(command, marks=() if often else pytest.mark.full)
+    return pytest.param(command, marks=() if command == ALWAYS else pytest.mark.full)
 
 
 @pytest.mark.parametrize("command", [_served(command) for command in SERVED])
@@ -130,12 +129,10 @@ def test_a_documented_server_starts_and_answers(command: str, tmp_path: Path) ->
     try:
         server.wait()
         assert server.complete("import os\n")
-        if command == ALWAYS[0]:
+        if command == ALWAYS:
             drawn = _watched(server)
             assert b"loads and waits since the start of the server" in drawn and b"Traceback" not in drawn
         log = server.log.read_text()  # vLLM's API server may log a traceback when its engine ends first
     finally:
         server.stop()
     assert log.count("spac: mode=") == 1 and "Traceback" not in log
-    if "--spac-tree" in flags:
-        assert re.search(r"spac: trees set --max-num-seqs \d+:", log) and "prefetch=gate" in log

@@ -996,6 +996,16 @@ def test_a_drafter_that_is_no_head(moe):
     assert "drop --speculative-config" in said
 
 
+def test_a_tree_bounds_the_requests_that_nobody_chose():
+    """A request has 17 rows; a number that the user chose is refused, with one that fits."""
+    drafts = {"method": "eagle3", "model": str(TARGET.parent / "eagle3")}
+    options = {"speculative_config": drafts, "max_num_batched_tokens": 256}
+    made = engine_config(TARGET, {"slots": "25%", "tree": 16}, **options)
+    assert made.scheduler_config.max_num_seqs == 256 // 17
+    with pytest.raises(UnsupportedError, match="use --max-num-seqs 15"):
+        engine_config(TARGET, {"slots": "25%", "tree": 16}, max_num_seqs=16, **options)
+
+
 def test_what_is_no_checkpoint(tmp_path):
     (tmp_path / "of_gguf").mkdir()
     (tmp_path / "of_gguf" / "a.gguf").write_bytes(b"GGUF")
