@@ -87,7 +87,7 @@ def processes(log: Path, *ends: str) -> list[str]:
         started.append(subprocess.Popen([*line, end], stdout=subprocess.PIPE, text=True))
         while not log.exists() and started[0].poll() is None:
             time.sleep(0.01)
-    return [process.communicate(timeout=60)[0] for process in started]
+    return [process.communicate(timeout=600)[0] for process in started]
 
 
 def test_workers_wait_for_the_first(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_a_worker_that_hangs_is_late(client) -> None:
 
     def hanging(*given):
         held.set()
-        go.wait(60)
+        go.wait(600)
         return row_by_row(*given)
 
     places.kernel = hanging
@@ -582,7 +582,7 @@ def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
 
     def hangs(session):
         held.set()
-        go.wait(60)
+        go.wait(600)
         return count(session)
 
     worker._count = hangs
