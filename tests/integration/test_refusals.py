@@ -533,16 +533,17 @@ def test_quantised_models(tmp_path, on_a_gpu, quantisation, options, named):
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "options"),
+    ("quantisation", "options", "spac"),
     [
-        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, {}),
-        (GPTQ, {"quantization": "moe_wna16"}),
-        (GPTQ, {}),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, {}, {}),
+        (GPTQ, {"quantization": "moe_wna16"}, {}),
+        (GPTQ, {}, {}),
+        (NVFP4, {}, {"executor": "processes@workers=2"}),
     ],
-    ids=["FP8", "GPTQ", "GPTQ, nothing named"],
+    ids=["FP8", "GPTQ", "GPTQ, nothing named", "NVFP4 at workers, which slots cannot hold"],
 )
-def test_quantised_models_that_their_layers_decide_on(tmp_path, on_a_gpu, quantisation, options):
-    engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), {}, **options)
+def test_quantised_models_that_their_layers_decide_on(tmp_path, on_a_gpu, quantisation, options, spac):
+    engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), spac, **options)
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

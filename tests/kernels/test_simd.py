@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -174,6 +176,54 @@ def test_as_the_grouped_gemm_of_a_GPU(name: str) -> None:
         (found, counted), (expected, count) = made
         assert torch.equal(counted, count)
         assert (found - expected).abs().max() <= expected.abs().max() / (16 if "rows" in name else 64)
+
+
+def test_experts_come_and_go() -> None:
+    """Each call reads the memory that it is given, whose tensors are nobody's afterwards."""
+    case = Case(FORMATS["int4"], 256, 128, torch.bfloat16, "silu", biased=False)
+    executor, layer, other = Simd(case.shape, 2, "silu"), case.experts, {}
+    request = case.request(4)
+    for seed in range(4):
+        codes = torch.randint(0, 256, layer["w13_weight"].shape, generator=torch.Generator().manual_seed(seed)).byte()
+        layer["w13_weight"] = codes  # the mapping is the same
+        other = dict(layer)  # often at the address of the one before
+        expected = case.twin(*request)
+        for experts in (layer, other):
+            found = executor.run(*request, experts)
+            assert (found - expected).abs().max() <= expected.abs().max() / 64, seed
+    gone = [weakref.ref(tensor) for tensor in layer.values()]
+    layer.clear()
+    del other, experts, codes
+    assert not any(ref() is not None for ref in gone), "somebody keeps them"
+    executor.close()
+
+
+def test_an_expert_whose_part_is_not_contiguous_is_refused() -> None:
+    case = Case(None, 32, 16, torch.bfloat16, "silu", biased=False)
+    executor, request = Simd(case.shape, 1, "silu"), case.request(2)
+    expected = executor.run(*request, case.experts)
+    apart = {name: torch.stack([t, t], 1)[:, 0] for name, t in case.experts.items()}  # experts with gaps between them
+    assert torch.equal(executor.run(*request, apart), expected)
+    with pytest.raises(AssertionError, match="contiguous"):
+        executor.run(*request, {name: torch.stack([t, t], -1)[..., 0] for name, t in case.experts.items()})
+    executor.close()
+
+
+def test_several_threads_call_one_executor() -> None:
+    """Each gets what its rows give; one that calls later than another has closed it is refused."""
+    case = Case(None, 256, 128, torch.bfloat16, "silu", biased=False)
+    executor = Simd(case.shape, 2, "silu")
+    requests = [case.request(rows) for rows in (1, 2, 5, 9)]
+    expected = [executor.run(*request, case.experts) for request in requests]
+
+    def ask(number: int) -> bool:
+        return all(torch.equal(executor.run(*requests[number], case.experts), expected[number]) for _ in range(300))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(4)))
+    executor.close()
+    with pytest.raises(SpacError, match="closed"):
+        executor.run(*requests[0], case.experts)
 
 
 def test_ids_beyond_the_layer_are_refused() -> None:

@@ -95,6 +95,20 @@ def test_same_tokens_with_drafts_and_compiled(scheme: str, folder, tmp_path: Pat
         assert_split(run, scheme)
 
 
+@pytest.mark.parametrize(
+    "scheme", ["int4 by 64", *(pytest.param(scheme, marks=pytest.mark.full) for scheme in ("fp8", "mxfp4"))]
+)
+def test_workers_compute_what_this_process_does(scheme: str, folder, tmp_path: Path) -> None:
+    """To the bit: experts are packed by an engine, kept by two workers, and computed by the same kernel there."""
+    workers = {"slots": "50%", "executor": "processes@workers=2", "disk_dir": str(tmp_path)}
+    here, there = quantised.runs(folder(scheme), [{"slots": "50%", "plane": "table"}, workers])
+    assert len({tuple(tokens) for tokens in here.tokens}) > 4, "this model says the same to everything"
+    assert here.tokens == there.tokens
+    assert (there.stats["mode"], there.stats["execution"]) == ("exact up to rounding", "workers")
+    assert there.stats["misses"] > 0 and there.stats["worker_rows_elsewhere"] == 0
+    assert there.stats["expert_bytes"] == here.stats["expert_bytes"]
+
+
 @pytest.mark.parametrize("scheme", ["fp8", pytest.param("int8", marks=pytest.mark.full), "int4 by 64", "mxfp4"])
 def test_pointers_compute_what_dequantised_weights_do(scheme: str, folder, tmp_path: Path) -> None:
     """To the bit: engines whose experts are read as they are packed, and as the weights that they mean.

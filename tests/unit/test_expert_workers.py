@@ -14,6 +14,7 @@ import zmq
 from memory_store import MemoryStore
 from msgspec.structs import replace
 from torch import Tensor
+from vllm_spac.kernels.formats import Format
 from worker_threads import (
     ANOTHER,
     EXPERTS,
@@ -35,6 +36,8 @@ from worker_threads import (
     until,
 )
 
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.methods.od_moe.client import WorkerClient
@@ -48,6 +51,7 @@ from vllm_spac.methods.od_moe.wire import (
     FrameKind,
     Header,
     Limits,
+    Service,
     Speed,
     decode,
     encode,
@@ -417,12 +421,19 @@ def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
 
 
 def test_where_an_engine_is_on_a_gpu_a_worker_may_round_otherwise_and_no_more(client) -> None:
-    """In torch, as there; the sum of a row's experts is rounded once, and not after each one."""
-    torch_kernel = cpu_kernel.of_worker(cpu_kernel.TORCH, "silu", SHAPE)
-    assert_right(client(Threads(2, torch_kernel), exact=False), 0, exact=False)
+    """The sum of a row's experts is rounded once, and not after each one. Two workers call the kernel at a time.
+
+    Three slots: experts are replaced between layers, and while the rows of a prompt are computed.
+    """
+    simd_kernel = cpu_kernel.of_worker(cpu_kernel.SIMD, "silu", SHAPE)
+    found = client(Threads(2, simd_kernel), exact=False, slots="3")
+    for step, rows in enumerate((1, 7, 300, 2), 1):
+        for layer in range(LAYERS):
+            assert_right(found, layer, rows, seed=layer, step=step, exact=False)
+    assert found.shares.elsewhere == 0 and counts_of(found)["misses"] > 4 * LAYERS
 
     def wrong(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
-        return 1.001 * torch_kernel(x, weights, ids, experts)
+        return 1.001 * simd_kernel(x, weights, ids, experts)
 
     with pytest.raises(ConfigError, match="worker-0 at .* compared with this process: results differ by"):
         client(Threads(2, wrong), exact=False)
@@ -644,3 +655,38 @@ def test_counts_are_taken_once_and_only_when_they_were_asked_for() -> None:
     counts.ask(0, link, 7, 1)  # type: ignore[arg-type]
     assert not heard(7, 2) and not heard(8, 1) and counts.of(0)["hits"] == 0
     assert heard(7, 1) and not heard(7, 1) and counts.of(0)["hits"] == 3
+
+
+@pytest.mark.parametrize("kind", [Format("int4", 32), Format("e2m1", 32)], ids=["int4", "mxfp4"])
+def test_a_worker_computes_experts_as_they_are_packed(kind: Format) -> None:
+    """As the weights that they mean, whose rows a loop of torch operators computes."""
+    hidden, intermediate = 64, 32
+    sizes = {"w13": (2 * intermediate, hidden), "w2": (hidden, intermediate)}
+    rng, experts = torch.Generator().manual_seed(3), {}
+    for name, (rows, columns) in sizes.items():
+        codes = torch.randint(0, 256, (SHAPE.total, *kind.code_shape(rows, columns)), generator=rng)
+        word = 0x7A7A7A7A if kind.exponents else 0x3D003D00  # 2**-5 of four groups; 1/32 in bfloat16 of two
+        experts[f"{name}_weight"] = codes.byte()
+        experts[f"{name}_scale"] = torch.full((SHAPE.total, *kind.scale_shape(rows, columns)), word, dtype=torch.int32)
+    specs = {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in experts.items()}
+    shape = MoEShape(SHAPE.layers, EXPERTS, TOP_K, specs, kind)
+    store = MemoryStore(shape, FINGERPRINT)
+    for key in range(shape.total):
+        store.put(key, {name: tensor[key] for name, tensor in experts.items()})
+    mine = (1, 4)
+    sent = Service.of(
+        shape, FINGERPRINT, mine, hidden=hidden, dtype=torch.bfloat16, slots="3", policy="lru", isa=cpu_kernel.SIMD
+    )
+    service = decode(encode(Header(FrameKind.SERVE), text_payload(sent)), Limits()).text(Service)
+    assert service == sent and service.shape == shape
+    pool = ExpertPool(service, store, cpu_kernel.of_worker(service.isa, "silu", service.shape), 1 << 20)
+    loop = Torch(shape, 1, "silu")
+    for step, layer in enumerate([*mine, *mine], 1):
+        x, weights = torch.randn(9, hidden, generator=rng).bfloat16(), torch.rand(9, TOP_K, generator=rng)
+        ids = torch.randint(0, EXPERTS, (9, TOP_K), generator=rng, dtype=torch.int32)
+        found = pool.run(Forward(step), layer, x, weights, ids)
+        own = {name: tensor[layer * EXPERTS : (layer + 1) * EXPERTS] for name, tensor in experts.items()}
+        expected = loop.run(x, weights, ids, own)
+        assert (found.float() - expected).abs().max() < expected.abs().max() / 64
+    assert pool.counts()["misses"] > EXPERTS, "slots are used again, by experts of both layers"
+    pool.close()

@@ -100,6 +100,10 @@ def test_a_service_is_read_as_it_was_written() -> None:
         {"tensors": {}},
         {"experts": 1 << 20},
         {"surprise": 1},
+        {"packed": {"codes": "int3"}},
+        {"packed": {"codes": "int4", "group": 3}},
+        {"packed": {"codes": "e2m1", "group": 48}},
+        {"dtype": "int64"},
     ],
     ids=str,
 )

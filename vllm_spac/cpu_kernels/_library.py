@@ -1,7 +1,7 @@
 """The compiled library of CPU experts, ``source/``: its structures, its calls, and why it is missing where it is.
 
 Calls release the interpreter's lock. What a structure points at must stay alive as long as it is used: the classes here
-keep it.
+keep it. Nothing is kept of experts but in a ``Layer``, which is made for each call, or by who keeps them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import math
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
@@ -135,30 +137,35 @@ class Layer:
     """
 
     def __init__(self, experts: Mapping[str, Tensor]) -> None:
-        self._kept: list[Any] = [experts]
-        tables = [self._table(experts.get(name)) for name in _TENSORS]
+        tables = [_table(experts.get(name)) for name in _TENSORS]
+        self._kept = tuple(experts.values()), tables
         self.structure = Tables(*tables)
 
-    def _table(self, tensor: Tensor | None) -> Table:
-        if tensor is None:
-            return Table(None, 0)
-        assert tensor.device.type == "cpu" and tensor[0].is_contiguous()
-        step, first = tensor.stride(0) * tensor.element_size(), tensor.data_ptr()
-        at = (c_uint64 * len(tensor))(*range(first, first + step * len(tensor), step))
-        self._kept.append(at)
-        return Table(at, tensor[0].nbytes)
+
+def _table(tensor: Tensor | None) -> Table:
+    if tensor is None:
+        return Table(None, 0)
+    assert tensor.is_cpu
+    return _addresses(tensor.data_ptr(), tensor.element_size(), tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(1024)  # numbers alone: what has gone from these addresses is no harm, and keeps no memory
+def _addresses(first: int, size: int, shape: Sequence[int], stride: Sequence[int]) -> Table:
+    part, steps = math.prod(shape[1:]), [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
+    assert all(n == 1 or step == own for n, step, own in zip(shape[1:], stride[1:], steps, strict=True)), "contiguous"
+    return Table((c_uint64 * shape[0])(*(first + stride[0] * size * i for i in range(shape[0]))), part * size)
 
 
 class Pool:
-    """Threads that compute requests; the thread that calls ``run`` is one of them.
+    """Threads that compute requests; the thread that calls ``run`` is one of them. Several may call, one after another.
 
     Args:
-        cpus: one for each thread; the first is the caller's, which is not pinned.
+        cpus: one for each thread, -1: any; the first is the caller's, which is not pinned.
         isa: of ``isas()``.
     """
 
     def __init__(self, cpus: Sequence[int], isa: str) -> None:
-        self._library = library()
+        self._library, self._lock = library(), threading.Lock()
         self.cpus = tuple(cpus)
         self.handle = self._library.spac_pool(len(cpus), (c_int32 * len(cpus))(*cpus), ISAS.index(isa), PATIENCE)
         if not self.handle:
@@ -179,14 +186,17 @@ class Pool:
             ctypes.pointer(spec), ctypes.pointer(tables), x.data_ptr(), weights.data_ptr(), ids.data_ptr(),
             *ids.shape, out.data_ptr(),
         )  # fmt: skip
-        if (error := refused(self._library.spac_run(self.handle, byref(request)))) is not None:
+        with self._lock:
+            error = refused(self._library.spac_run(self.handle, byref(request)))
+        if error is not None:
             raise error
         return out
 
     def close(self) -> None:
-        """Ends the threads."""
-        self.handle = None
-        self._ends()
+        """Ends the threads, after the request that they compute; later ones are refused."""
+        with self._lock:
+            self.handle = None
+            self._ends()
 
 
 class Server:

@@ -13,7 +13,8 @@ from vllm_spac.cpu_kernels._library import ACTIVATIONS, Layer, Pool, Server, Spe
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.errors import ConfigError
 from vllm_spac.kernels.types import Mail
-from vllm_spac.system.machine import cpus, part
+from vllm_spac.system import machine
+from vllm_spac.system.machine import part
 
 
 class Simd(CpuExperts):
@@ -21,13 +22,24 @@ class Simd(CpuExperts):
 
     Rounds to the dtype of x what vLLM's kernels round before an expert's second product; results are summed in float32
     in the order of experts, and so do not depend on the number of threads. Rows of FP8 experts are rounded as on a GPU.
+    Several threads may call ``run``.
+
+    Args:
+        isa: of ``isas()``; None: the fastest.
+        cpus: as of ``Pool``; None: this process's, the last ones first.
     """
 
     reads_packed: ClassVar[bool] = True
     answers: ClassVar[bool] = True
 
     def __init__(
-        self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None, isa: str | None = None
+        self,
+        shape: MoEShape,
+        threads: int,
+        activation: str,
+        kernel: Kernel | None = None,
+        isa: str | None = None,
+        cpus: Sequence[int] | None = None,
     ) -> None:
         super().__init__(shape, threads, activation, kernel)
         if activation not in ACTIVATIONS:
@@ -36,15 +48,8 @@ class Simd(CpuExperts):
                 "use --spac-cpu-experts off"
             )
         self.isa = isa or isas()[-1]
-        allowed = sorted(part(cpus()))  # not the one that OpenMP may have bound this thread to
-        self.pool = Pool([allowed[-1 - i % len(allowed)] for i in range(threads)], self.isa)
-        self._layers: dict[int, Layer] = {}
-
-    def layer(self, experts: Mapping[str, Tensor]) -> Layer:
-        """Returns the addresses of a layer's experts."""
-        if (known := self._layers.get(id(experts))) is None:
-            known = self._layers[id(experts)] = Layer(experts)  # which keeps ``experts``, and so its id
-        return known
+        allowed = sorted(part(machine.cpus()))  # not the one that OpenMP may have bound this thread to
+        self.pool = Pool(cpus or [allowed[-1 - i % len(allowed)] for i in range(threads)], self.isa)
 
     def spec(self, experts: Mapping[str, Tensor], dtype: torch.dtype) -> Spec:
         """Describes the experts of a layer, whose rows are of ``dtype``, to the library."""
@@ -54,12 +59,11 @@ class Simd(CpuExperts):
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         spec = self.spec(experts, x.dtype)
-        return self.pool.run(
-            spec, self.layer(experts).structure, x.contiguous(), weights.contiguous(), ids.int().contiguous()
-        )
+        layer = Layer(experts)  # kept until it is computed
+        return self.pool.run(spec, layer.structure, x.contiguous(), weights.contiguous(), ids.int().contiguous())
 
     def serve(self, mail: Mail, layers: Sequence[Mapping[str, Tensor]]) -> Server:
-        return Server(self.pool, mail, self.spec(layers[0], mail.x.dtype), [self.layer(experts) for experts in layers])
+        return Server(self.pool, mail, self.spec(layers[0], mail.x.dtype), [Layer(experts) for experts in layers])
 
     def describe(self) -> str:
         return f"simd ({self.isa})"

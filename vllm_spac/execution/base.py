@@ -147,7 +147,8 @@ class Execution(ABC):
             override its class.
         counts_votes: policies and predictors observe selections weighted by the rows' votes; else each row counts 1.
         layout: layout of experts in slots and in the store: ``kernel``, what vLLM's kernel reads, or ``plain``, that of
-            the checkpoint, of quantised experts as ``checkpoint.repacking`` packs them.
+            the checkpoint.
+        repacks: quantised experts are as ``checkpoint.repacking`` packs them for our kernels, whatever ``layout`` is.
         knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
             have none.
         offline: why no engine can serve with it; empty if one can.
@@ -166,6 +167,7 @@ class Execution(ABC):
     keeps_bits: bool = True
     counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
+    repacks: ClassVar[bool] = False
     knobs: ClassVar[frozenset[str]] = frozenset()
     offline: ClassVar[str] = ""
 

@@ -69,7 +69,7 @@ def _set_kernels(
     """
     if entry is None and model.quantization is not None:
         return  # quantised while it is loaded, which is refused
-    ours = config.execution_class.layout == "plain"
+    ours = config.execution_class.repacks
     kernels = FormatKernels.OURS if ours else FormatKernels.GPU
     options = quantisation.flags(entry, kernels, None if facts is None else facts.capability)
     wanted = dict(option.split() for option in options)

@@ -20,7 +20,6 @@ import psutil
 from vllm_spac import components
 from vllm_spac.cache import sizing
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.rules import WITHOUT_WORKERS
 from vllm_spac.config.types import SlotCount
 from vllm_spac.config.types import flag as knob_flag
 from vllm_spac.decisions.costs import Costs
@@ -224,8 +223,6 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ranks.Ref
     merge = Remedy("merge the adapter into the checkpoint", {"--enable-lora": None})
     named, auto = f"--load-format {vllm_config.load_config.load_format}", use(vllm_load_format="auto")
     model, load = vllm_config.model_config, vllm_config.load_config
-    workers = f"executor={config.executor} (--spac-executor) with quantised experts"
-    yield config.has_workers and model.quantization is not None, workers, (WITHOUT_WORKERS,)
     yield from ranks.refusals(vllm_config)
     yield vllm_config.parallel_config.enable_eplb, "--enable-eplb", (drop("vllm_enable_eplb"),)
     yield vllm_config.lora_config is not None, "--enable-lora", (merge,)
@@ -255,7 +252,7 @@ def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
             f"spac: --quantization {model.quantization} quantises experts while they are loaded: not "
             "supported; drop it, or use a checkpoint that is quantised already"
         )
-    ours, on_cpu = config.execution_class.layout == "plain", device.is_cpu()
+    ours, on_cpu = config.execution_class.repacks, device.is_cpu()
     kernels = (
         quantisation.FormatKernels.OURS
         if ours

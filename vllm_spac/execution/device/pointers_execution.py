@@ -70,6 +70,7 @@ class PointerExecution(Execution):
     needs_addressable_store: ClassVar[bool] = True
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+    repacks: ClassVar[bool] = True
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch", "speculate"})
     check_layer, check_shape = staticmethod(check_layer), staticmethod(check_shape)
 

@@ -29,6 +29,7 @@ class TableExecution(SlotExecution):
     _elsewhere: ClassVar[int] = 0  # no row reads these, where this process holds all experts
     keeps_bits = False  # the kernel sums in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+    repacks: ClassVar[bool] = True
     check_layer, check_shape = staticmethod(check_layer), staticmethod(check_shape)
 
     def __init__(self, context: ExecutionContext) -> None:

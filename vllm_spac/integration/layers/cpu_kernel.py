@@ -1,8 +1,9 @@
-"""vLLM's fused MoE kernel for CPUs, callable on any experts in its layout and from any thread."""
+"""Kernels of experts on a CPU: vLLM's fused one, callable from any thread; and ours, for those that a GPU reads."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.cpu_kernels.base import Kernel
+from vllm_spac.cpu_kernels.simd import Simd
 from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.layers import quant_schemes
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-TORCH = "torch"  # in place of an instruction set: vLLM's build for a GPU has no kernel for a CPU
+logger = logging.getLogger("vllm.spac")
+
+SIMD = "simd"  # in place of an instruction set: our kernel, for experts that vLLM has none for on a CPU
 _OF_SIDE = ("scale", "zp", "bias")  # tensors in vLLM's description of one projection
 
 
@@ -50,12 +55,27 @@ def isa_of(layer: RoutedExperts) -> str | None:
 
 
 def of_worker(isa: str, activation: str, shape: MoEShape) -> Kernel:
-    """As ``named``; with ``TORCH``, torch's own, for experts of ``shape`` in the checkpoint's layout.
+    """As ``named``; with ``SIMD``, ours, for experts of ``shape`` in the checkpoint's layout or packed.
+
+    It runs in as many threads as torch has, wherever the system puts them: workers share a machine.
 
     Raises:
-        ConfigError: torch's has no such activation.
+        ConfigError: ours has no such activation.
     """
-    return Torch(shape, 0, activation).run if isa == TORCH else named(isa, activation)
+    if isa != SIMD:
+        return named(isa, activation)
+    threads = torch.get_num_threads()
+    if compiled() == "torch":
+        return Torch(shape, threads, activation).run
+    return Simd(shape, threads, activation, cpus=[-1] * threads).run
+
+
+def compiled() -> str:
+    """Returns the kernel of experts as a checkpoint has them: the compiled one, or torch, with a warning."""
+    if not (why := missing()):
+        return "simd"
+    logger.warning("%s. Until then CPU experts run in torch, up to a hundred times slower", why)
+    return "torch"
 
 
 def named(isa: str, activation: str) -> Kernel:

@@ -75,10 +75,11 @@ class StagedExperts(_Layer):
         with torch.device("cpu"):
             super().__init__(layer_name, *args, **kwargs)
         self.spac = current()
-        self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
         is_quantised = quant_schemes.is_quantised(self)
-        self.spac_packing = WeightPacking.of(self) if is_quantised and not self._converts else None
+        self.spac_packing = WeightPacking.of(self) if is_quantised and self.spac.execution.repacks else None
         packed = self.spac_packing is not None
+        # else experts keep the checkpoint's layout
+        self._converts = self.spac.execution.layout == "kernel" and not packed
         # vLLM's parameters, with their loaders
         self._staged: dict[str, Any] = quant_schemes.expert_tensors(self, packed)
         self.spac_index = 0  # among the layers of its shape

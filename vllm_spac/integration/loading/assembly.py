@@ -18,7 +18,6 @@ from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO
 from vllm_spac.core import MoEShape, Rates
-from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.cpu_kernels._thread import ExecutorThread, binding, threads_of
 from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.decisions.balancers.base import Balancer
@@ -285,7 +284,9 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             "added; use --spac-cpu-experts off"
         )
     kernel = None if execution.layout == "plain" else cpu_kernel.of(layer)
-    kind = components.find("cpu_kernels", config.cpu_kernel or ("native" if kernel is not None else _compiled()))
+    kind = components.find(
+        "cpu_kernels", config.cpu_kernel or ("native" if kernel is not None else cpu_kernel.compiled())
+    )
     if kind.layout == "plain" and kernel is not None:
         raise ConfigError(
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read the layout that experts have on a "
@@ -305,14 +306,6 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
         )
     executor = kind(execution.shape, threads_of(layer.spac.device), layer.activation.value, kernel)
     return ExecutorThread(executor, layers)
-
-
-def _compiled() -> str:
-    """Returns the kernel of experts as a checkpoint has them: the compiled one, or torch, with a warning."""
-    if not (why := missing()):
-        return "simd"
-    logger.warning("%s. Until then CPU experts run in torch, up to a hundred times slower", why)
-    return "torch"
 
 
 def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThread) -> Callable[[], torch.Tensor]:

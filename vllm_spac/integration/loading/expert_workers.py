@@ -61,12 +61,13 @@ def store(
     try:
         count = len(places.addresses()) if config.workers is None else config.workers
         _check_count(config, count, len(shape.layers))
-        shared = _settings(config) | {"activation": activation, "isa": isa, "hidden": layer.moe_config.hidden_dim}
+        dtype = vllm_config.model_config.dtype
+        shared = _settings(config) | {"activation": activation, "isa": isa, "dtype": dtype}
+        shared["hidden"] = layer.moe_config.hidden_dim
         size = config.workers_per_layer
         mine = [division.layers_of(worker, len(shape.layers), count, size) for worker in range(count)]
         services = [Service.of(shape, fingerprint, layers, **shared) for layers in mine]
-        dtype = vllm_config.model_config.dtype
-        connections = Connections(places, services, kernel, dtype, exact=isa != cpu_kernel.TORCH)
+        connections = Connections(places, services, kernel, dtype, exact=isa != cpu_kernel.SIMD)
         opened = partial(components.build, "stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder)
         client = WorkerClient(connections, OwnCopy(opened, services[0], kernel), size)
         return WorkerStore(shape, fingerprint, client)
@@ -97,8 +98,9 @@ def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
         UnsupportedError: it does not compute ``layer``, or not what its slots would hold.
     """
     named = f"spac: executor={config.executor} (--spac-executor)"
-    if not layer.spac.on_cpu:
-        if not quant_schemes.is_plain(layer):
+    packed = layer.spac_packed is not None
+    if packed or not layer.spac.on_cpu:
+        if not packed and not quant_schemes.is_plain(layer):
             kernel = layer.quant_method.experts_cls.__name__
             problem = f"{named} needs experts as the checkpoint has them, and {kernel} converts {layer.layer_name}"
             raise UnsupportedError.refused(problem, use(vllm_moe_backend="triton"), WITHOUT_WORKERS)
@@ -108,13 +110,15 @@ def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
             limit=layer.swiglu_limit,
             alpha=layer.swiglu_alpha,
             weighs_input=layer.apply_router_weight_on_input,
+            quantised=type(layer.quant_method).__name__ if packed else None,
+            packed=packed,
         )
         try:
             check_layer(facts)
         except UnsupportedError as error:
-            problem = f"{named} on a GPU computes in torch, which has not what {layer.layer_name} needs"
+            problem = f"{named} has no kernel for {layer.layer_name}"
             raise UnsupportedError.refused(problem, WITHOUT_WORKERS) from error
-        return cpu_kernel.TORCH
+        return cpu_kernel.SIMD
     isa = cpu_kernel.isa_of(layer)
     if isa is None or layer.apply_router_weight_on_input:
         problem = f"{named} needs vLLM's fused CPU kernel, and {layer.layer_name} runs in another"

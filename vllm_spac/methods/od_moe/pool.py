@@ -43,7 +43,7 @@ class SomeLayers(ExpertStore):
     def __init__(self, store: ExpertStore, layers: Sequence[int]) -> None:
         names = tuple(store.shape.layers[layer] for layer in layers)
         whole = store.shape
-        super().__init__(MoEShape(names, whole.experts, whole.top_k, whole.tensors), store.fingerprint)
+        super().__init__(MoEShape(names, whole.experts, whole.top_k, whole.tensors, whole.packed), store.fingerprint)
         self._store, self._layers = store, tuple(layers)
 
     def holds(self, key: int) -> bool:

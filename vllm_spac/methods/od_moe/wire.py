@@ -20,9 +20,10 @@ from torch import Tensor
 
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError, brief
+from vllm_spac.kernels.formats import Format
 from vllm_spac.system.host_memory import gib
 
-PREFIX = b"SPAC\x05"  # and the version of the frames
+PREFIX = b"SPAC\x06"  # and the version of the frames
 MOST_TEXT = 1 << 20  # bytes of JSON: the longest is a service of 4,096 layers with names of 200 letters
 MOST_BYTES = 1 << 29  # of a payload: the largest expert, and a prompt's rows
 NO_FINGERPRINT = bytes(16)
@@ -30,7 +31,10 @@ _MOST_HEAD = 256  # bytes; a header has some 100
 _SUM = 16
 _ID = 4  # bytes of an expert's number (int32)
 _PAIR = 8  # bytes of a pair's weight (float32) and expert (int32)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {  # of rows, and of experts; of packed ones, also those after the third
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int32)
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -157,6 +161,8 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     experts: _Count
     top_k: _Count
     tensors: Annotated[dict[str, TensorSpec], Meta(min_length=1, max_length=16)]
+    packed: Format | None = None  # how ``tensors`` are stored
+    dtype: torch.dtype = torch.float32  # of rows
     hidden: _Count
     slots: str
     policy: str
@@ -196,13 +202,14 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             experts=shape.experts,
             top_k=shape.top_k,
             tensors=shape.tensors,
+            packed=shape.packed,
             **others,
         )
 
     @property
     def shape(self) -> MoEShape:
         """The shape of all layers."""
-        return MoEShape(self.layers, self.experts, self.top_k, self.tensors)
+        return MoEShape(self.layers, self.experts, self.top_k, self.tensors, self.packed)
 
     @property
     def limits(self) -> Limits:
@@ -219,11 +226,6 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def keys(self) -> list[int]:
         """The experts of ``mine``, as keys of ``shape``."""
         return [layer * self.experts + expert for layer in self.mine for expert in range(self.experts)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of an expert's tensors, and of rows."""
-        return next(iter(self.tensors.values())).dtype
 
     @property
     def digest(self) -> bytes:
@@ -245,7 +247,7 @@ class Frame(Struct, frozen=True):
         """Returns what a frame with text says; ``FrameError`` if it is no ``kind``."""
         try:
             return msgspec.json.decode(self.payload, type=kind, dec_hook=_decoded)
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:  # a format that cannot be asserts
             raise FrameError(
                 f"spac: a {self.header.kind.name} frame says something else: {brief(str(error))}"
             ) from None
@@ -353,7 +355,12 @@ def _check_sizes(header: Header, size: int, limits: Limits) -> None:
         FrameKind.HINT: (1, limits.experts, top_k * _ID),
     }.get(kind, (0, 0, 0))
     if kind in (FrameKind.RUN, FrameKind.ROWS):
-        right = header.dtype is not None and 0 < rows <= limits.rows and 0 < header.hidden <= limits.hidden
+        right = (
+            header.dtype is not None
+            and header.dtype.is_floating_point
+            and 0 < rows <= limits.rows
+            and 0 < header.hidden <= limits.hidden
+        )
     else:
         right = (rows, header.hidden, header.dtype) == (0, 0, None)
     if not right or not least <= top_k <= most:

@@ -117,7 +117,8 @@ class WorkerExecution(Execution):
     """Sends the rows of each layer to the worker that serves it, or divides their experts among several.
 
     Whole rows keep the bits of vLLM's kernel on a CPU; those whose experts are divided are exact up to rounding. So are
-    all rows of an engine on a GPU: they come to the host with their routing, in one wait for the router.
+    all rows of quantised experts, and of an engine on a GPU: they come to the host with their routing, in one wait for
+    the router.
 
     Args:
         policy: decides nothing here, where there are no slots; each worker has its own.
@@ -131,6 +132,7 @@ class WorkerExecution(Execution):
 
     offline: ClassVar[str] = "it is taken with --spac-executor processes"
     knobs: ClassVar[frozenset[str]] = frozenset({"prefetch"})
+    repacks: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class WorkerExecution(Execution):
         self.tensors = {name: torch.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in shape.tensors.items()}
         self.counters = Counters()
         self.holds_all = False
-        self.keeps_bits = exchange is None and not self._client.divides
+        self.keeps_bits = exchange is None and shape.packed is None and not self._client.divides
         self.residency = Residency(shape.total, 0, policy)
         self._steps = 0
         self._forward = Forward()
