@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -24,14 +24,14 @@ import torch
 import typer
 from torch import Tensor
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import Mail
+from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
+from vllm_spac.kernels.types import Mail, Quantised
 
 from benchmarks.common import RESULTS, Script, progress, provenance, show, write_result
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.cpu_kernels._library import isas
 from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.cpu_kernels.simd import Simd
-from vllm_spac.cpu_kernels.torch import Torch
 
 FORMATS = {
     "bf16": None,
@@ -79,6 +79,20 @@ class Layer(NamedTuple):
             yield x, weights, (torch.arange(TOP_K, dtype=torch.int32) + first).expand(rows, TOP_K).contiguous()
 
 
+class Twin(CpuExperts):
+    """The torch twin of our kernel: a loop that dequantises an expert at each use."""
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        tables = {name: torch.tensor([part.data_ptr() for part in tensor]) for name, tensor in experts.items()}
+        kind = self.shape.packed
+        quantised = None if kind is None else Quantised(kind, tables["w13_scale"], tables["w2_scale"])
+        w13, w2 = tables["w13_weight"], tables["w2_weight"]
+        return grouped_gemm(x, w13, w2, weights, ids, INTERMEDIATE, quantised=quantised)
+
+    def describe(self) -> str:
+        return "the torch twin"
+
+
 def _scales(kind: Format, shape: tuple[int, ...]) -> Tensor:
     if kind.codes == "e2m1":  # e8m0 of 2**-7; or e4m3 of 1, and 2**-7 of the row
         words = torch.full(shape, 0x78787878 if kind.exponents else 0x38383838, dtype=torch.int32)
@@ -110,11 +124,11 @@ def read_rate(layer: Layer) -> float:
 
 
 def rates(name: str, threads: int, rounds: int, tick: Callable[[], None]) -> list[dict]:
-    """Rows of the result: each instruction set and number of rows, and the loop of torch operators for one row."""
+    """Rows of the result: each instruction set and number of rows, and the torch twin for one row."""
     layer = Layer.of(FORMATS[name])
     nbytes = TOP_K * layer.shape.expert_bytes
     executors: dict[str, CpuExperts] = {isa: Simd(layer.shape, threads, "silu", isa=isa) for isa in isas()[1:]}
-    few, loop = Layer.of(FORMATS[name], 2 * nbytes), Torch(layer.shape, threads, "silu")
+    few, loop = Layer.of(FORMATS[name], 2 * nbytes), Twin(layer.shape, threads, "silu")
     measured: dict[tuple[str, int], list[tuple[float, float]]] = {(isa, rows): [] for isa in executors for rows in ROWS}
     measured["torch", 1] = []
     for _ in range(rounds):

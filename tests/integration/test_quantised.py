@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from looped_experts import Looped
 from memory_store import MemoryStore
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,7 +23,6 @@ from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.pointers_execution import PointerExecution
@@ -907,7 +907,7 @@ def test_a_layer_over_slots_of_our_kernel_computes_what_pointers_do(backends, mo
         answers[kind] = layer.forward_modular(x, weights, ids)
         if kind is TableExecution:  # what the CPU computes of them
             act = "swigluoai" if name == "gpt-oss" else "silu"
-            share = Torch(execution.shape, 1, act).run(x, weights, ids, execution.store.layer(0))
+            share = Looped(execution.shape, 1, act).run(x, weights, ids, execution.store.layer(0))
             off = (share - answers[kind].float()).abs().max() / share.abs().max()
             assert off < 2**-6, "sums of bfloat16 numbers, and of float32 ones"
         layer.spac.runtime.close()

@@ -976,7 +976,7 @@ def test_a_disk_without_room_for_what_is_not_packed_yet(moe, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
-        ({"cpu_kernel": "torch"}, ["cpu_kernel=torch (--spac-cpu-kernel)", "--spac-cpu-kernel native"]),
+        ({"cpu_kernel": "looped_experts:Looped"}, ["cpu_kernel=looped_experts:Looped", "--spac-cpu-kernel native"]),
         ({"cpu_kernel": "native", "plane": "table"}, ["--spac-plane", "use --spac-cpu-kernel"]),
         ({"cpu_kernel": "native", "plane": "pointers"}, ["--spac-plane", "use --spac-cpu-kernel"]),
     ],
@@ -986,6 +986,29 @@ def test_a_cpu_kernel_that_cannot_read_these_experts(moe, knobs, named):
     with pytest.raises(UnsupportedError) as caught:
         engine_config(moe, AUTO | knobs)
     assert all(part in str(caught.value) for part in named), caught.value
+
+
+@pytest.mark.parametrize("plane", ["slots", "table", "pointers"])
+def test_cpu_experts_where_nothing_was_compiled(moe, monkeypatch, plane):
+    """vLLM's kernel needs none of ours; a kernel that answers no device serves where the host decides."""
+    from vllm_spac.integration import compatibility
+
+    monkeypatch.setattr(compatibility, "missing", lambda: "no compiler")
+    knobs = AUTO | {"plane": plane}
+    if plane == "slots":
+        engine_config(moe, knobs)
+        return
+    with pytest.raises(UnsupportedError, match="not compiled .*; install a C compiler, .* or drop --spac-cpu-experts"):
+        engine_config(moe, knobs)
+    knobs["cpu_kernel"] = "looped_experts:Silent"
+    if plane == "table":
+        engine_config(moe, knobs)
+        return
+    with pytest.raises(
+        UnsupportedError, match="Silent .* answers no requests of a device, .*; use --spac-cpu-kernel simd"
+    ):
+        engine_config(moe, knobs)
+    engine_config(moe, knobs | {"cpu_kernel": "looped_experts:Looped"})
 
 
 def test_a_drafter_that_is_no_head(moe):

@@ -53,7 +53,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "tree": (1, 2, 16, "16@shape=static", "[[0],[1]]", "16@depth=1", "16@shape=static@width=1"),
     "cpu_experts": ("auto", "2", "waterfill", "threshold"),
     "profile": ("FILE",),
-    "cpu_kernel": ("torch",),
+    "cpu_kernel": ("simd",),
     "io_threads": (2,),
     "executor": ("processes", "processes@per_layer=2", "cluster@file=FILE"),
     "plane": ("slots", "table", "pointers", "pointers@staging=off"),

@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
 
 from launches import D, Device, forward, pool, predictor  # noqa: E402
+from looped_experts import Looped  # noqa: E402
 from vllm_spac.kernels.cover import cover  # noqa: E402
 from vllm_spac.kernels.formats import Format  # noqa: E402
 from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
@@ -24,7 +25,6 @@ from vllm_spac import components  # noqa: E402
 from vllm_spac.cache.prefetch_settings import PrefetchSettings  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
 from vllm_spac.cpu_kernels._thread import ExecutorThread  # noqa: E402
-from vllm_spac.cpu_kernels.torch import Torch  # noqa: E402
 from vllm_spac.execution.device.layer_launches import LayerRows  # noqa: E402
 from vllm_spac.execution.device.pointers_execution import PointerExecution  # noqa: E402
 from vllm_spac.methods.moe_spec import replay  # noqa: E402
@@ -222,7 +222,7 @@ def test_nothing_of_the_CPUs_share_compiles_in_a_capture_or_in_a_request(device,
 
 def share(made: PointerExecution) -> None:
     balancer = components.build("balancers", "fixed", layers=2, top_k=made.shape.top_k)
-    made.balance(balancer, ExecutorThread(Torch(made.shape, 1, "silu")))
+    made.balance(balancer, ExecutorThread(Looped(made.shape, 1, "silu")))
 
 
 def test_launches_of_a_layer_with_a_slot_for_each(device):

@@ -15,16 +15,20 @@ import pytest
 import torch
 from compare import METHODS, TOY, compare
 from exactness import FLOAT32, agreeing, assert_same_tokens
+from looped_experts import LoopedServer
 
 import vllm_spac
 from vllm_spac.core import Rates
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.decisions.guard.payback import LEAST
 from vllm_spac.execution import cpu_check
 from vllm_spac.execution.device import cpu_share
-from vllm_spac.execution.device.mailbox import Mailbox
 from vllm_spac.integration.loading import assembly
 
 FOR_THE_CPU = Rates(fast=1e-4, stream=1.0, cpu=1e-6, cpu_row=1e-9)  # it is to compute all that is missing
+
+
+compiled = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,7 @@ def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
     ],
     ids=str,
 )
+@compiled
 def test_same_tokens_where_the_device_decides(spac, exact, checkpoint, monkeypatch):
     """Layers of the twins hand experts to a thread, and compute the others meanwhile."""
     spac = {**spac, "plane": "pointers@staging=off"}
@@ -79,12 +84,12 @@ def test_same_tokens_where_the_device_decides(spac, exact, checkpoint, monkeypat
 def test_a_thread_that_fails_costs_no_token(fault, exact, checkpoint, monkeypatch, caplog):
     """From its tenth request on; the device computes what does not arrive, and the log tells an error."""
     monkeypatch.setattr(cpu_share, "PATIENCE", 10_000_000_000)
-    answer, calls = Mailbox.answer, itertools.count()
+    answer, calls = LoopedServer.answer, itertools.count()
 
     @torch.inference_mode()
-    def faulty(self: Mailbox, number: int, executor) -> None:
+    def faulty(self: LoopedServer, number: int) -> None:
         if next(calls) < 10:
-            answer(self, number, executor)
+            answer(self, number)
             return
         monkeypatch.setattr(cpu_share, "PATIENCE", 2_000_000)
         if fault == "an error":
@@ -94,10 +99,10 @@ def test_a_thread_that_fails_costs_no_token(fault, exact, checkpoint, monkeypatc
             self.mail.answered[0] = number + 1
         elif fault == "slow":
             time.sleep(0.02)
-            answer(self, number, executor)
+            answer(self, number)
 
-    monkeypatch.setattr(Mailbox, "answer", faulty)
-    spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64, "cpu_kernel": "torch"}
+    monkeypatch.setattr(LoopedServer, "answer", faulty)
+    spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64, "cpu_kernel": "looped_experts:Looped"}
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
     assert_same_tokens(run, exact)
     assert next(calls) > 10 and run.stats["cpu_experts"] > 0 and run.stats["cpu_late"] > 0
@@ -105,6 +110,7 @@ def test_a_thread_that_fails_costs_no_token(fault, exact, checkpoint, monkeypatc
         assert "the CPU is on holiday" in caplog.text
 
 
+@compiled
 def test_compiled_kernels_that_answer_too_late_cost_no_token(exact, checkpoint, monkeypatch):
     """Their thread needs no interpreter: it computes what nobody waits for, and later requests replace that."""
     monkeypatch.setattr(cpu_share, "PATIENCE", 1)

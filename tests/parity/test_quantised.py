@@ -8,6 +8,8 @@ import pytest
 import quantised
 from exactness import assert_same_tokens
 
+from vllm_spac.cpu_kernels._library import missing
+
 pytestmark = pytest.mark.skipif(quantised.missing() is not None, reason=str(quantised.missing()))
 SHORT = ("fp8", "gptq by 32", "mxfp4")  # one of each kind of kernel parameters; the others take long with `full`
 LAYERS = {"mxfp4": 2, "fp8, whole, latent attention": 2}  # with experts; others have 3
@@ -95,6 +97,7 @@ def test_same_tokens_with_drafts_and_compiled(scheme: str, folder, tmp_path: Pat
         assert_split(run, scheme)
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize(
     "scheme", ["int4 by 64", *(pytest.param(scheme, marks=pytest.mark.full) for scheme in ("fp8", "mxfp4"))]
 )

@@ -11,6 +11,8 @@ import zoo
 from compare import TOY, compare
 from exactness import FLOAT32, assert_same_tokens
 
+from vllm_spac.cpu_kernels._library import missing
+
 # What only the host decides, which pointers refuse: a disk with host memory before it and reads ahead by use; the CPU's
 # share; and the fewest slots, in waves.
 QUICK = [
@@ -31,6 +33,7 @@ def check(stock: engines.Run, runs: list[engines.Run], given: list[dict]) -> Non
         assert (run.stats["misses"] > 0) == (each["slots"] != "100%")
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())  # the CPU's share needs it
 @pytest.mark.parametrize("given", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=["quick", "more"])
 def test_same_tokens_as_stock(given):
     stock, *runs = compare(TOY / "target", [None, *knobs(given)], max_tokens=16, **FLOAT32)

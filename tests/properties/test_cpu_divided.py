@@ -16,6 +16,7 @@ import torch
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from looped_experts import Looped
 from poison import poison_slots
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import CpuExperts
-from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.decisions.guard import payback
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution import cpu_check
@@ -61,7 +61,7 @@ class Slow(HostStore):
         return super().read(key, into)
 
 
-class Watched(Torch):
+class Watched(Looped):
     """Fails on demand, waits on demand, and knows whether a kernel of the layer ran meanwhile."""
 
     exclusive = True
@@ -92,7 +92,7 @@ class Early(Watched):
     """Releases the kernels of the layers when it has computed, and then waits for ``gate``."""
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
-        out = Torch.run(self, x, weights, ids, experts)
+        out = Looped.run(self, x, weights, ids, experts)
         self.released.set()
         assert self.gate.wait(PATIENCE)
         return out
@@ -123,7 +123,7 @@ class Layers:
         poison_slots(self.pool)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
         self.pool.balance(chosen, ExecutorThread(self.executor), checked)
-        self.kernel = Torch(SHAPE, 1, "silu")
+        self.kernel = Looped(SHAPE, 1, "silu")
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return self.pool.forward(layer, x, weights, ids, self, Rows(len(x), as_routed=True))

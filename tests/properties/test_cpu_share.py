@@ -13,27 +13,28 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from looped_experts import Looped, LoopedServer
 from replay import Graph
-from test_execution import EXPERTS, LAYERS, TOP_K, D, Pool, packed, shape
+from test_execution import EXPERTS, LAYERS, TOP_K, D, Pool, packed
 from torch import Tensor
 from vllm_spac.kernels.reference import mailbox as twins
 from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, STREAMED, UNUSED, Division, Mail
 
 from vllm_spac import components
 from vllm_spac.core import Rates, RequestRows, RowKind, Step
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import check_same
-from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.device import cpu_share
-from vllm_spac.execution.device.mailbox import Mailbox, check_processor
+from vllm_spac.execution.device.mailbox import Mailbox
 
 RATES = Rates(fast=1e-5, stream=2e-4, cpu=1e-4, cpu_row=1e-6)
 LONG = 20_000_000_000  # nanoseconds: no machine is so busy
 SHORT = 5_000_000
 
 
-class Watched(Torch):
+class Watched(Looped):
     """Computes as told: after a gate has opened, or not at all."""
 
     def __init__(self, layout) -> None:
@@ -111,15 +112,6 @@ def test_layers_give_the_same_and_the_CPU_computes_some(shared, balancer: str, s
     assert stats["cpu_experts"] > 0 or slots == LAYERS * EXPERTS - 1
     streamed = stats["misses"] - stats["loads"]
     assert stats["bytes"].get("host streamed", 0) == streamed * pool.shape.expert_bytes
-
-
-@torch.inference_mode()
-def test_memory_that_a_model_made_is_written_by_the_thread(shared) -> None:
-    """vLLM runs models in inference mode, whose tensors other threads may not change outside of it."""
-    pool, rng = shared(7, policy="reuse"), torch.Generator().manual_seed(0)
-    for _ in range(6):
-        pool.step(rng)
-    assert pool.snapshot()["cpu_experts"] > 0 == pool.snapshot()["cpu_late"]
 
 
 def test_packed_experts(shared) -> None:
@@ -234,7 +226,7 @@ def test_each_pair_is_the_devices_or_the_CPUs(case: dict) -> None:
 
 
 def memory(rows: int, k: int, shares: list[int], d: int = 2) -> tuple[Division, Mail]:
-    box = Mailbox(rows, k, d, torch.float32, torch.device("cpu"), lambda layer: {})
+    box = Mailbox(rows, k, d, torch.float32, torch.device("cpu"))
     number, state = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     three = (torch.zeros(rows, k) for _ in range(3))
     table = torch.tensor(shares, dtype=torch.int32)
@@ -316,7 +308,7 @@ def test_a_thread_that_never_answers_costs_a_wait_a_step_and_fewer_and_fewer(sha
 
 def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, patient) -> None:
     patient(SHORT)
-    pool, gone, compute = shared(TOP_K, count=EXPERTS, policy="reuse"), threading.Event(), Torch.run
+    pool, gone, compute = shared(TOP_K, count=EXPERTS, policy="reuse"), threading.Event(), Looped.run
     kernels = pool.launches.cpu._kernels
 
     def post(*given, **named) -> None:
@@ -328,7 +320,7 @@ def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, pat
         if division.state[0]:
             gone.set()
 
-    class Slow(Torch):
+    class Slow(Looped):
         def run(self, *given) -> Tensor:
             gone.wait(60)  # until nobody waits
             return compute(self, *given) + 1e6
@@ -345,11 +337,11 @@ def test_a_wrong_number_is_no_answer(shared, patient, monkeypatch, off: int) -> 
     patient(SHORT)
     monkeypatch.setattr(cpu_share, "LONGEST", 1)  # it is asked in every other step
 
-    def answer(self: Mailbox, number: int, executor) -> None:
+    def answer(self: LoopedServer, number: int) -> None:
         self.mail.results.fill_(1e6)
         self.mail.answered[0] = number + off
 
-    monkeypatch.setattr(Mailbox, "answer", answer)
+    monkeypatch.setattr(LoopedServer, "answer", answer)
     pool = shared(TOP_K, count=EXPERTS, policy="reuse")
     found = run(pool, 10)
     assert found["cpu_late"] > 0 == found["cpu_experts"]
@@ -368,14 +360,6 @@ def test_an_error_of_the_executor_is_told_and_the_device_computes_all(shared, pa
     assert len(said) == 1 and "the CPU is on holiday" in said[0].message and said[0].exc_info is not None
 
 
-def test_a_thread_that_ends_is_told(shared, caplog) -> None:
-    pool = shared(TOP_K, count=EXPERTS, policy="reuse")
-    assert run(pool, 3)["cpu_experts"] > 0
-    pool.launches.cpu._box.close()
-    pool.launches.cpu._box._serving.result(60)
-    assert run(pool, 3)["cpu_experts"] == 0 and "the thread that computes CPU experts has ended" in caplog.text
-
-
 def test_a_pool_closes_while_its_thread_computes(patient) -> None:
     patient(SHORT)
     pool = Shared(TOP_K, count=EXPERTS, policy="reuse")
@@ -388,36 +372,19 @@ def test_a_pool_closes_while_its_thread_computes(patient) -> None:
 
 FORGOTTEN = """
 import torch
-from vllm_spac.core import MoEShape
-from vllm_spac.cpu_kernels._thread import ExecutorThread
-from vllm_spac.cpu_kernels.torch import Torch
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.cpu_kernels.simd import Simd
 from vllm_spac.execution.device.mailbox import Mailbox
-box = Mailbox(2, 1, 2, torch.float32, torch.device("cpu"), lambda layer: {})
-serving = ExecutorThread(Torch(MoEShape(("a",), 2, 1, {}), 1, "silu")).serve(box.serve)
+experts = {"w13_weight": torch.zeros(2, 4, 2), "w2_weight": torch.zeros(2, 2, 2)}
+box = Mailbox(2, 1, 2, torch.float32, torch.device("cpu"))
+box.start(Simd(MoEShape(("a",), 2, 1, {}), 2, "silu"), [experts])
+box.mail.asked[0] = 1
 """
 
 
-def test_a_process_ends_though_nobody_closes_the_thread() -> None:
-    """The interpreter waits for threads of executors before anything else that a package could be told by."""
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_process_ends_though_nobody_closes_the_threads() -> None:
     assert subprocess.run([sys.executable, "-c", FORGOTTEN], timeout=120, check=False).returncode == 0
-
-
-def test_an_ARM_processor_orders_stores_otherwise(monkeypatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    check_processor(torch.device("cpu"), Torch(shape(), 1, "silu"))
-    with pytest.raises(
-        UnsupportedError, match="needs an x86 processor, and this is aarch64; use --spac-cpu-kernel simd"
-    ):
-        check_processor(torch.device("cuda"), Torch(shape(), 1, "silu"))
-
-
-def test_a_request_that_is_replaced_while_it_is_read_is_not_computed() -> None:
-    _, mail = memory(2, 1, [0, 1])
-    box = Mailbox(2, 1, 2, torch.float32, torch.device("cpu"), lambda layer: {})
-    box.mail.asked[0], box.mail.head[1] = 8, 1
-    executor = Watched(shape())
-    box.answer(7, executor)
-    assert executor.calls == 0 and int(box.mail.answered) == int(mail.answered) == 0
 
 
 def test_late_is_told_from_computed(shared) -> None:

@@ -168,7 +168,7 @@ def test_arguments_of_a_budget() -> None:
             {"cpu_experts": 2, "profile": "x"},
             r"profile \(--spac-profile\).*cpu_experts=2 \(--spac-cpu-experts\); add --spac-cpu-experts auto",
         ),
-        ({"cpu_kernel": "torch"}, r"--spac-cpu-kernel\) computes nothing without"),
+        ({"cpu_kernel": "simd"}, r"--spac-cpu-kernel\) computes nothing without"),
         ({"budget": "16@votes=equal"}, r"\(--spac-budget\): votes='equal': use votes=uniform or votes=path"),
         (
             {"budget": "16@alpha=1"},
@@ -364,9 +364,9 @@ def test_text_of_a_flag_is_refused(name: str, text: str) -> None:
 
 def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only() -> None:
     """Each flag is parsed before the others are known; without them the configuration refuses it."""
-    assert check_knob("cpu_kernel", "torch") == "torch"
+    assert check_knob("cpu_kernel", "simd") == "simd"
     with pytest.raises(ConfigError, match="--spac-cpu-kernel"):
-        SpacConfig.parse({"cpu_kernel": "torch"})
+        SpacConfig.parse({"cpu_kernel": "simd"})
 
 
 @pytest.mark.parametrize(

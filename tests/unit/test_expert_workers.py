@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from looped_experts import Looped
 from memory_store import MemoryStore
 from msgspec.structs import replace
 from torch import Tensor
@@ -37,7 +38,7 @@ from worker_threads import (
 )
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.cpu_kernels.torch import Torch
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.methods.od_moe.client import WorkerClient
@@ -62,6 +63,8 @@ from vllm_spac.methods.od_moe.wire import (
 )
 from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
+
+compiled = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 @pytest.fixture(autouse=True)
@@ -420,6 +423,7 @@ def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
         client(Threads(2, nearly))
 
 
+@compiled
 def test_where_an_engine_is_on_a_gpu_a_worker_may_round_otherwise_and_no_more(client) -> None:
     """The sum of a row's experts is rounded once, and not after each one. Two workers call the kernel at a time.
 
@@ -657,6 +661,7 @@ def test_counts_are_taken_once_and_only_when_they_were_asked_for() -> None:
     assert heard(7, 1) and not heard(7, 1) and counts.of(0)["hits"] == 3
 
 
+@compiled
 @pytest.mark.parametrize("kind", [Format("int4", 32), Format("e2m1", 32)], ids=["int4", "mxfp4"])
 def test_a_worker_computes_experts_as_they_are_packed(kind: Format) -> None:
     """As the weights that they mean, whose rows a loop of torch operators computes."""
@@ -680,7 +685,7 @@ def test_a_worker_computes_experts_as_they_are_packed(kind: Format) -> None:
     service = decode(encode(Header(FrameKind.SERVE), text_payload(sent)), Limits()).text(Service)
     assert service == sent and service.shape == shape
     pool = ExpertPool(service, store, cpu_kernel.of_worker(service.isa, "silu", service.shape), 1 << 20)
-    loop = Torch(shape, 1, "silu")
+    loop = Looped(shape, 1, "silu")
     for step, layer in enumerate([*mine, *mine], 1):
         x, weights = torch.randn(9, hidden, generator=rng).bfloat16(), torch.rand(9, TOP_K, generator=rng)
         ids = torch.randint(0, EXPERTS, (9, TOP_K), generator=rng, dtype=torch.int32)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from looped_experts import Looped
 from typer.testing import CliRunner
 
 from vllm_spac.cache.measured_costs import serving_rates
@@ -17,7 +18,6 @@ from vllm_spac.cli import measuring
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels._thread import ExecutorThread
-from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.decisions.costs import (
     Costs,
     ExpertSize,
@@ -260,7 +260,7 @@ def test_rates_are_measured_in_the_engine_that_serves() -> None:
     store, calls = HostStore(shape, ""), []
     for key in range(shape.total):
         store.put(key, {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in tensors.items()})
-    group = ExecutorThread(Torch(shape, 1, "silu"))
+    group = ExecutorThread(Looped(shape, 1, "silu"))
     try:
         options = {
             "hidden": size.hidden,

@@ -104,8 +104,7 @@ class SpacConfig(BaseModel):
     cpu_kernel: Annotated[str | None, ComponentName("cpu_kernels", "CPU kernel")] = Field(
         None,
         description="Kernel of cpu_experts: vLLM's (native, the default for its layout on a CPU machine), "
-        "compiled ones that read experts as they are stored (simd, the default elsewhere), or torch's operators, "
-        "which need no compiler and are slow (torch).",
+        "or compiled ones that read experts as they are stored (simd, the default elsewhere).",
     )
     io_threads: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."

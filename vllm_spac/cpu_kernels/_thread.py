@@ -124,29 +124,6 @@ class ExecutorThread:
         finally:
             finish([job])
 
-    def serve(self, turn: Callable[[CpuExperts], bool]) -> Future[None]:
-        """Runs ``turn(executor)`` in the thread again and again while it returns true; each must end soon.
-
-        Returns a future that is done when that has ended, by itself or with an error. It also ends when the thread is
-        closed, or the interpreter, which waits for the turn that runs.
-        """
-        ended: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                more = turn(self.executor)
-            except BaseException as error:
-                ended.set_exception(error)
-                return
-            if more:
-                with contextlib.suppress(RuntimeError):  # closed
-                    self._pool.submit(run)
-                    return
-            ended.set_result(None)
-
-        self._pool.submit(run)
-        return ended
-
     def describe(self) -> str:
         """Returns a few words for the start-up line."""
         return f"{self.executor.describe()} in {self.executor.threads} threads"

@@ -43,7 +43,7 @@ class CpuExperts(ABC):
         exclusive: no kernel of the layers may run concurrently; loads may.
         released: set when kernels of the layers may run again. A new event, not yet set, for each ``run``, at whose end
             it is set; a ``run`` of an exclusive executor may set it earlier, once it needs nothing of theirs any more.
-        answers: it has a ``serve``.
+        answers: it has a ``serve``, which ``plane=pointers`` needs.
         offline: why no engine can serve with it; empty if one can.
 
     Args:

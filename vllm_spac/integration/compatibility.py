@@ -14,8 +14,9 @@ from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.rules import WITHOUT_WORKERS, plane
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
-from vllm_spac.errors import UnsupportedError, add, drop, flag, use
+from vllm_spac.errors import Remedy, UnsupportedError, add, drop, flag, use
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.hooks.ranks import Refusal
 
@@ -177,11 +178,20 @@ def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
 
 
 def _of_cpu_kernel(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
-    """A kernel of CPU experts that cannot read the layout that these have here."""
-    if config.cpu_kernel is None or not config.uses_cpu_experts:
+    """A kernel of CPU experts that is missing, or cannot read the layout that these have here."""
+    if not config.uses_cpu_experts:
         return
     ours = gpu or config.execution_class.layout == "plain"  # else vLLM's kernel runs the slots, on the CPU
-    needs_vllm_s = components.find("cpu_kernels", config.cpu_kernel).layout == "kernel"
+    kernel = config.cpu_kernel or ("simd" if ours else "native")
+    yield (
+        kernel == "simd" and bool(missing()),
+        f"{_given(config, 'cpu_experts')} needs kernels that were not compiled when vllm_spac was installed",
+        (Remedy("install a C compiler, then vllm_spac again"), drop("cpu_experts")),
+    )
+    if config.cpu_kernel is None:
+        return
+    kind = components.find("cpu_kernels", kernel)
+    needs_vllm_s = kind.layout == "kernel"
     named, other = _given(config, "cpu_kernel"), drop("cpu_kernel")
     layers = "on a GPU" if gpu else f"with {plane(config)}"
     yield (
@@ -193,6 +203,11 @@ def _of_cpu_kernel(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
         not needs_vllm_s and not ours,
         f"{named} cannot read the layout that experts have for vLLM's kernel on a CPU ({plane(config)})",
         (use(cpu_kernel="native"), other),
+    )
+    yield (
+        not config.execution_class.needs_host and not kind.answers,
+        f"{named} answers no requests of a device, which {plane(config)} makes",
+        (use(cpu_kernel="simd"), other),
     )
 
 

@@ -23,7 +23,7 @@ from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.cpu_check import CpuCheck
-from vllm_spac.execution.device.mailbox import Mailbox, check_processor
+from vllm_spac.execution.device.mailbox import Mailbox
 from vllm_spac.execution.device.staging import ROWS as STAGED_ROWS
 from vllm_spac.execution.exchange import Stream
 from vllm_spac.kernels.types import Division
@@ -98,7 +98,6 @@ class CpuShare:
         compute: Stream,
         check: CpuCheck | None = None,
     ) -> None:
-        check_processor(device, thread.executor)
         if thread.executor.exclusive:
             raise UnsupportedError(
                 f"spac: {thread.executor.describe()} computes while no layer does, and with plane=pointers layers do "
@@ -131,9 +130,10 @@ class CpuShare:
     def ready(self, x: Tensor) -> None:
         """Called by the first forward, before anything is captured; ``x``: rows as all forwards have them."""
         if self._box is None:
-            box = Mailbox(self.rows, self._shape.top_k, x.shape[1], x.dtype, self._device, self._store.layer)
+            box = Mailbox(self.rows, self._shape.top_k, x.shape[1], x.dtype, self._device)
             self._late_rows = torch.empty(self.rows, x.shape[1], dtype=x.dtype, device=self._device)
-            box.start(self._thread, len(self._shape.layers))
+            layers = [self._store.layer(number) for number in range(len(self._shape.layers))]
+            box.start(self._thread.executor, layers)
             self._box = box
 
     # -- between steps -------------------------------------------------------------------------------------

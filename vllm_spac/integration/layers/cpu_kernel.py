@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,18 +11,14 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
-from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.cpu_kernels.simd import Simd
-from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.layers import quant_schemes
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-logger = logging.getLogger("vllm.spac")
 
 SIMD = "simd"  # in place of an instruction set: our kernel, for experts that vLLM has none for on a CPU
 _OF_SIDE = ("scale", "zp", "bias")  # tensors in vLLM's description of one projection
@@ -60,22 +55,12 @@ def of_worker(isa: str, activation: str, shape: MoEShape) -> Kernel:
     It runs in as many threads as torch has, wherever the system puts them: workers share a machine.
 
     Raises:
-        ConfigError: ours has no such activation.
+        ConfigError: ours has no such activation, or was not compiled.
     """
     if isa != SIMD:
         return named(isa, activation)
     threads = torch.get_num_threads()
-    if compiled() == "torch":
-        return Torch(shape, threads, activation).run
     return Simd(shape, threads, activation, cpus=[-1] * threads).run
-
-
-def compiled() -> str:
-    """Returns the kernel of experts as a checkpoint has them: the compiled one, or torch, with a warning."""
-    if not (why := missing()):
-        return "simd"
-    logger.warning("%s. Until then CPU experts run in torch, up to a hundred times slower", why)
-    return "torch"
 
 
 def named(isa: str, activation: str) -> Kernel:

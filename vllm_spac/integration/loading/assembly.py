@@ -284,9 +284,7 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             "added; use --spac-cpu-experts off"
         )
     kernel = None if execution.layout == "plain" else cpu_kernel.of(layer)
-    kind = components.find(
-        "cpu_kernels", config.cpu_kernel or ("native" if kernel is not None else cpu_kernel.compiled())
-    )
+    kind = components.find("cpu_kernels", config.cpu_kernel or ("simd" if kernel is None else "native"))
     if kind.layout == "plain" and kernel is not None:
         raise ConfigError(
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read the layout that experts have on a "
