@@ -193,3 +193,5 @@ class Rates:
     # time per row of an expert on the CPU when arithmetic is the limit: an expert takes max(cpu, rows * cpu_row)
     cpu_row: float = 0.0
     draft: float = 0.0  # computing one draft token (t_draft)
+    # per expert while link and CPU read at once, both counted: they share host memory; 0: neither slows the other
+    memory: float = 0.0

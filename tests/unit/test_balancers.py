@@ -98,19 +98,21 @@ def test_threshold_refuses_what_the_search_cannot_trust(arrays, named):
     t_cpu=st.integers(0, 5),
     t_row=st.integers(0, 3),
     busy=st.integers(0, 6),
+    t_memory=st.integers(0, 4),
 )
 @settings(max_examples=examples(300), deadline=None)
-def test_waterfill_agrees_with_trying_every_subset(rows, t_stream, t_cpu, t_row, busy):
+def test_waterfill_agrees_with_trying_every_subset(rows, t_stream, t_cpu, t_row, busy, t_memory):
     experts = [3 * i + 1 for i in range(len(rows))][::-1]
 
     def finish(cpu: set[int]) -> tuple[float, int]:
         work = [max(t_cpu, r * t_row) for e, r in zip(experts, rows, strict=True) if e in cpu]
         streamed = len(rows) - len(cpu)
         ends = sum(work), (busy + streamed * t_stream if streamed else 0)
-        return max(ends), len(cpu)
+        both = len(rows) * t_memory if cpu and streamed else 0
+        return max(*ends, both), len(cpu)
 
     subsets = chain.from_iterable(combinations(experts, size) for size in range(len(rows) + 1))
-    costs = {"t_stream": t_stream, "t_cpu": t_cpu, "t_row": t_row, "busy": busy}
+    costs = {"t_stream": t_stream, "t_cpu": t_cpu, "t_row": t_row, "busy": busy, "t_memory": t_memory}
     streamed, cpu = waterfill.solve(experts, rows, **costs)
     assert sorted(streamed + cpu) == sorted(experts) and streamed == sorted(streamed) and cpu == sorted(cpu)
     assert finish(set(cpu)) == min(finish(set(subset)) for subset in subsets)

@@ -20,9 +20,10 @@ from benchmarks.replay.routing_locality import PUBLISHED, Locality
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
+from vllm_spac.decisions.read_shares import SHARES
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
-from vllm_spac.storage.checkpoint import published
+from vllm_spac.storage.checkpoint import published, quantisation
 from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
@@ -598,7 +599,7 @@ def test_executions_are_those_that_an_engine_may_choose(plane, where, found) -> 
 
 
 def test_a_plan_has_no_table_on_a_cpu() -> None:
-    with pytest.raises(ConfigError, match="--plane table is for a GPU"):
+    with pytest.raises(ConfigError, match="--plane table is planned for a GPU"):
         executions("table", ours=False, on_cpu=True)
 
 
@@ -641,36 +642,63 @@ MXFP4 = {"quant_method": "mxfp4"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 
 
+def compressed(weights: dict) -> dict:
+    """Rows are as the weights."""
+    group = {"weights": weights, "input_activations": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
 def quantised(folder: Path, settings: dict | None) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG | ({"quantization_config": settings} if settings else {})))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("settings", "execution", "nbytes", "flags"),
+    ("settings", "kind"),
     [
-        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-plane pointers --moe-backend marlin"),
-        (GPTQ, None, W_E // 4 + W_E // 32, "--quantization moe_wna16 --moe-backend triton"),
-        (GPTQ, "pointers", W_E // 4 + W_E // 32, "--spac-plane pointers"),
-        (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "--spac-plane pointers"),
-        (None, "pointers", W_E, "--spac-plane pointers --moe-backend triton"),
-        (None, None, W_E, "--moe-backend triton"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-block"),
+        ({"quant_method": "fp8"}, "fp8-channel"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": True}, "int4-zeros"),
+        (compressed({"type": "int", "num_bits": 4, "strategy": "group", "symmetric": False}), "int4-zeros"),
+        (compressed({"type": "int", "num_bits": 8, "strategy": "channel"}), "int8"),
+        (compressed({"type": "float", "num_bits": 8, "strategy": "block"}), "fp8-block"),
+        (compressed({"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}), "nvfp4"),
+    ],
+)
+def test_what_experts_are_to_kernels_of_a_cpu(settings, kind) -> None:
+    assert quantisation.kind(settings) == kind and kind in SHARES
+
+
+@pytest.mark.parametrize(
+    ("settings", "execution", "nbytes", "kind", "flags"),
+    [
+        (MXFP4, None, W_E // 4 + W_E // 64, "mxfp4", "--spac-plane pointers --moe-backend marlin"),
+        (GPTQ, None, W_E // 4 + W_E // 32, "int4", "--quantization moe_wna16 --moe-backend triton"),
+        (GPTQ, "pointers", W_E // 4 + W_E // 32, "int4", "--spac-plane pointers"),
+        (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "int8", "--spac-plane pointers"),
+        (None, "pointers", W_E, "bf16", "--spac-plane pointers --moe-backend triton"),
+        (None, None, W_E, "bf16", "--moe-backend triton"),
     ],
     ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised, pointers", "unquantised"],
 )
-def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, nbytes, flags) -> None:
+def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, nbytes, kind, flags) -> None:
     served = ServedModel.of(find_model(str(quantised(tmp_path, settings))), execution)
-    assert served.expert_bytes == nbytes
+    assert (served.expert_bytes, served.kind) == (nbytes, kind)
     assert command(Choice(25, "host"), served, machine(GIB, GIB), ONE).endswith(f" {flags}")
 
 
 def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
-    """No disk, no CPU experts of quantised ones; staging takes part of the room for slots, if it is a small one."""
+    """No disk; staging takes part of the room for slots, if it is a small one. The CPU reads packed experts, too."""
     served = ServedModel.of(find_model(str(quantised(tmp_path, MXFP4))))
     room = split(served, machine(GIB * 0.9, 0), ONE).room
     fast = GIB * 0.9 - room + served.experts_bytes // 2
     small = machine(fast, GIB)
-    assert {(choice.store, choice.cpu) for choice in plans.choices(served, small, ONE)} == {("host", False)}
+    assert {(choice.store, choice.cpu) for choice in plans.choices(served, small, ONE)} == {
+        ("host", False),
+        ("host", True),
+    }
+    in_slots = ServedModel.of(find_model(str(quantised(tmp_path, GPTQ))), "slots")
+    assert not any(choice.cpu for choice in plans.choices(in_slots, small, ONE)), "vLLM's kernel has their layout"
     found = split(served, small, ONE)
     assert found.staging == 0 and 4 * 2 * served.experts_bytes // 8 > found.room
     large = machine(fast + served.experts_bytes * 0.45, GIB)

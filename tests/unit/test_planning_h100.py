@@ -16,6 +16,7 @@ from statistics import median
 import pytest
 
 from vllm_spac.decisions.costs import Costs, Rate, names
+from vllm_spac.decisions.read_shares import PLAIN, SHARES
 from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
@@ -148,9 +149,10 @@ def test_each_profile_has_the_figures_that_it_names(name: str) -> None:
     assert assumed.vllm.layer == pytest.approx(compiled["h100"]["seconds_without_bytes"], rel=0.01)
     more = median(resident[batch] - stock[batch] for batch in BATCHES)
     assert assumed.host_work.step == pytest.approx(1e-3 * more, rel=0.01)
-    for part in ("gpu_h100.json", "run 4, stock", "run 4, ptr resident over stock", "attained.cpu: half"):
+    for part in ("gpu_h100.json", "run 4, stock", "run 4, ptr resident over stock", "attained.memory: 80 %"):
         assert part in said
     assert ("launches are the host's and not the card's" in said) == (name != "h100")
     costs = profile.as_attained()
-    assert costs.cpu.bytes_per_second == assumed.cpu * profile.cpu.bytes_per_second < profile.cpu.bytes_per_second
+    assert costs.memory == assumed.memory * profile.memory < profile.memory == profile.cpu.bytes_per_second
+    assert costs.cpu.bytes_per_second == SHARES[PLAIN].one * costs.memory < costs.memory
     assert (costs.vllm, costs.host_work) == (assumed.vllm, assumed.host_work)

@@ -17,6 +17,7 @@ from vllm_spac.cache.measured_costs import serving_rates
 from vllm_spac.cli import measuring
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape
+from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.costs import (
     Costs,
@@ -43,7 +44,7 @@ from vllm_spac.tools.machine.host_work import (
     host_work,
     measure_host_work,
 )
-from vllm_spac.tools.machine.measure import measure, measurements
+from vllm_spac.tools.machine.measure import compiled, host_memory, measure, measurements
 
 NBYTES = 6 * 64 * 32
 
@@ -255,7 +256,7 @@ def test_profiles_of_other_experts_are_refused(tmp_path: Path) -> None:
 def test_rates_are_measured_in_the_engine_that_serves() -> None:
     """The parts that are not measured are zero, the others are seconds of this store, group and kernel."""
     size = ExpertSize.of(NBYTES)
-    tensors = {f"{name}_weight": spec for name, spec in size.shape(1).tensors.items()}
+    tensors = size.shape(1).tensors
     shape = MoEShape(("a", "b"), 4, 2, tensors)
     store, calls = HostStore(shape, ""), []
     for key in range(shape.total):
@@ -272,8 +273,19 @@ def test_rates_are_measured_in_the_engine_that_serves() -> None:
         rates = serving_rates(store, group, lambda: calls.append(1), **options)
     finally:
         group.close()
-    assert min(rates.fast, rates.stream, rates.cpu) > 0 and rates.cpu_row >= 0 and rates.draft == 0
+    assert min(rates.fast, rates.stream, rates.cpu, rates.memory) > 0 and rates.cpu_row >= 0 and rates.draft == 0
     assert calls
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_compiled_kernel_and_the_memory_that_it_shares_with_loads(tmp_path: Path) -> None:
+    """As beside a GPU; here the experts are loaded to the CPU."""
+    size, told = ExpertSize.of(NBYTES), []
+    assert host_memory(size, tmp_path, torch.device("cpu"), 1, 0.001, told.append) > 0 and len(told) == 1
+    weights = torch.randn(2, 2 * size.intermediate, size.hidden), torch.randn(2, size.hidden, size.intermediate)
+    compiled(*(weight.bfloat16() for weight in weights))(
+        torch.randn(3, size.hidden).bfloat16(), torch.ones(3, 1), torch.tensor([[0], [1], [0]], dtype=torch.int32)
+    )
 
 
 @pytest.mark.parametrize(

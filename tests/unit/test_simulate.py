@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.replay import hot_experts
 from vllm_spac import components
-from vllm_spac.decisions import costs
+from vllm_spac.decisions import costs, read_shares
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
@@ -25,6 +25,8 @@ from vllm_spac.tools.traces.simulated_pointers import LAUNCHES
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ISA = "avx512_bf16"
 COSTS = Costs(
     format="spac-profile-1",
     name="round numbers",
@@ -93,6 +95,16 @@ def test_the_host_s_own_work_in_parts_and_beside_the_cpu():
         plain, outcome = (simulate(trace, 3, costs, balancer=balancer) for costs in (COSTS, works))
         assert outcome.cpu == plain.cpu == (more == 2)
         assert outcome.seconds - plain.seconds == pytest.approx(2 * 0.25 + more)
+
+
+def test_link_and_cpu_share_host_memory():
+    """Four experts, of which two are loaded in 21 seconds and two computed in 10."""
+    trace = decoding([[[[0, 1, 2, 3]]]])
+    for bandwidth, seconds in ((None, 21), (20, 21), (10, 40)):
+        known = COSTS.model_copy(update={"memory": bandwidth})
+        found = simulate(trace, 4, known, balancer="fixed@count=2", fill=False)
+        assert (found.loads, found.cpu) == (2, 2)
+        assert found.stall_seconds + 2 == pytest.approx(max(21 + 2, seconds)), "two experts run where they were loaded"
 
 
 def test_drafts_cost_time_and_rows_share_an_expert():
@@ -316,6 +328,10 @@ def test_the_cpu_s_share_of_what_pointers_miss():
         found = pointers(trace, 2, known, balancer="waterfill", fill=False)
         assert (found.misses, found.cpu, found.hits) == (4 - cpu, cpu, 0)
         assert found.seconds == pytest.approx(seconds, abs=1e-3) and found.bound_seconds <= found.seconds
+    cpu = Rate(bytes_per_second=20, flops_per_second=20)
+    both = COSTS.model_copy(update={"cpu": cpu, "memory": 25.0})  # 4 seconds for each of 4 experts, whoever reads it
+    found = pointers(trace, 2, both, balancer="waterfill", fill=False)
+    assert (found.misses, found.cpu, found.seconds) == (1, 3, pytest.approx(3 + 16, abs=1e-3))
     slow = COSTS.model_copy(update={"cpu": Rate(bytes_per_second=2)})  # 50 seconds
     found = pointers(trace, 2, slow, balancer="waterfill", fill=False)
     assert (found.cpu, found.seconds) == (0, pytest.approx(alone.seconds))
@@ -459,6 +475,26 @@ def test_rates():
     assert rate.ideal(100) == 10 and Rate(bytes_per_second=10).seconds(100, np.array([1, 9])).tolist() == [10, 10]
     assert COSTS.loading(0, 100) == 0 and COSTS.loading(3, 100) == 2 * 1 + 30
     assert COSTS.bound(100, 4, 1, 1) == 10 and COSTS.bound(100, 40, 1, 1) == 40 and COSTS.bound(100, 0, 0, 3) == 15
+    shared = COSTS.model_copy(update={"memory": 8.0})
+    assert shared.bound(100, 0, 1, 3) == 50 and shared.bound(100, 0, 0, 3) == 15, "both read 4 experts, or one alone"
+    assert (COSTS.rates(100).memory, shared.rates(100).memory) == (0, 12.5)
+
+
+def test_experts_of_other_formats_take_the_cpu_longer():
+    plain, shares = Costs.read("rtx4090").as_attained(), read_shares.SHARES
+    assert plain.with_experts("bf16").cpu == plain.cpu
+    for kind, share in shares.items():
+        cpu = plain.with_experts(kind).cpu
+        assert cpu.bytes_per_second == pytest.approx(share.one * plain.memory)
+        assert cpu.seconds(100, read_shares.ROWS) == pytest.approx(100 / (share.many * plain.memory))
+
+
+def test_shares_of_a_read_are_those_that_were_measured():
+    measured = json.loads((RESULTS / "cpu_rates.json").read_text())["rows"]
+    for kind, share in read_shares.SHARES.items():
+        found = {row["rows"]: row["share_of_read"] for row in measured if (row["format"], row["isa"]) == (kind, ISA)}
+        assert share.one == pytest.approx(found[1], abs=0.006) and share.many == pytest.approx(found[32], rel=0.03)
+    assert set(read_shares.SHARES) == {row["format"] for row in measured}
 
 
 @pytest.mark.parametrize(

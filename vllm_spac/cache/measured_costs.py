@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import Rates
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.costs import fit_compute
 from vllm_spac.storage.base import ExpertStore, allocate
-from vllm_spac.system.timing import ROWS, median
+from vllm_spac.system.timing import ROWS, median, median_of
 
 
 def serving_rates(
@@ -33,7 +36,7 @@ def serving_rates(
         group: computes on the CPU; measured while nothing else runs.
         fast: runs one row through ``shape.top_k`` experts in fast memory.
         device: of fast memory; ``shape.top_k`` more experts must fit there during the measurement.
-        seconds: approximate duration of each of the four measurements.
+        seconds: approximate duration of each of the five measurements.
     """
     shape, turn = store.shape, iter(range(1 << 62))
     x = torch.randn(ROWS[-1], hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -46,13 +49,16 @@ def serving_rates(
         with group.computing(x[:rows], torch.ones(rows, 1, dtype=torch.float32), ids, experts) as computation:
             computation.result()
 
-    stream = load_seconds(store, device, io_threads, seconds)
+    with loads(store, shape.top_k, device, io_threads) as load:
+        stream = median(load, seconds) / shape.top_k
+        memory = shared_seconds(store, group, x[:1], load, shape.top_k, seconds)
     cpu = fit_compute({rows: median(partial(compute, rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
     return Rates(
         fast=fast_seconds(fast, shape.top_k, device, seconds),
         stream=stream,
         cpu=float(cpu.seconds(1)),
         cpu_row=1 / cpu.flops_per_second if cpu.flops_per_second else 0.0,
+        memory=memory,
     )
 
 
@@ -67,9 +73,36 @@ def fast_seconds(fast: Callable[[], object], experts: int, device: torch.device,
     return median(synchronized, seconds) / experts
 
 
-def load_seconds(store: ExpertStore, device: torch.device, io_threads: int, seconds: float) -> float:
-    """Returns the seconds per load when ``top_k`` loads start together; arguments as in ``serving_rates``."""
-    shape, count, turn = store.shape, store.shape.top_k, iter(range(1 << 62))
+def shared_seconds(
+    store: ExpertStore, group: ExecutorThread, x: Tensor, load: Callable[[], None], count: int, seconds: float
+) -> float:
+    """Returns ``Rates.memory``: the seconds per expert, loaded or computed, while the CPU computes whole layers.
+
+    Args:
+        x: a row, [1, hidden].
+        load: loads ``count`` experts.
+        seconds: approximate duration.
+    """
+    shape, turn = store.shape, iter(range(1 << 62))
+    every = torch.arange(shape.experts, dtype=torch.int32)[None]
+
+    def both() -> float:
+        experts, loaded, begin = store.layer(next(turn) % len(shape.layers)), 0, time.perf_counter()
+        assert experts is not None, "a store in memory"
+        with group.computing(x, torch.ones(every.shape), every, experts) as computation:
+            while not computation.done:
+                load()
+                loaded += count
+            computation.result()
+        return (time.perf_counter() - begin) / (shape.experts + loaded)
+
+    return median_of(both, seconds)
+
+
+@contextmanager
+def loads(store: ExpertStore, count: int, device: torch.device, io_threads: int) -> Iterator[Callable[[], None]]:
+    """Context with a function that loads ``count`` experts together; other arguments as in ``serving_rates``."""
+    shape, turn = store.shape, iter(range(1 << 62))
     transfers = Transfers(store, allocate(shape.tensors, count, device), io_threads, "profile")
 
     def load() -> None:
@@ -78,6 +111,6 @@ def load_seconds(store: ExpertStore, device: torch.device, io_threads: int, seco
         transfers.finish()
 
     try:
-        return median(load, seconds) / count
+        yield load
     finally:
         transfers.close()

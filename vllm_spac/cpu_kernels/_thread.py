@@ -39,6 +39,11 @@ class Computation:
         self._timeline = timeline
         self.waited = 0.0
 
+    @property
+    def done(self) -> bool:
+        """Whether the output is there, or an error."""
+        return self._job.done()
+
     def give_way(self) -> None:
         """Called before the forward thread runs a kernel: waits if the two must not run concurrently."""
         if self._released is not None:

@@ -18,6 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_spac.core import MoEShape, Rates, TensorSpec
+from vllm_spac.decisions.read_shares import PLAIN, ROWS, SHARES
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.machine import Machine
 from vllm_spac.system.untrusted import read_text
@@ -108,8 +109,8 @@ class ExpertSize:
     def shape(self, experts: int) -> MoEShape:
         """Returns the shape of one layer of ``experts`` such experts."""
         tensors = {
-            "w13": TensorSpec((2 * self.intermediate, self.hidden), torch.bfloat16),
-            "w2": TensorSpec((self.hidden, self.intermediate), torch.bfloat16),
+            "w13_weight": TensorSpec((2 * self.intermediate, self.hidden), torch.bfloat16),
+            "w2_weight": TensorSpec((self.hidden, self.intermediate), torch.bfloat16),
         }
         return MoEShape(("profile",), experts, 1, tensors)
 
@@ -213,7 +214,7 @@ class Attained(_Frozen):
     """
 
     link: float = Field(gt=0, le=1)  # share of the peak of loads from host memory
-    cpu: float = Field(1.0, gt=0, le=1)  # share of the peak of host memory that experts on the CPU read
+    memory: float = Field(1.0, gt=0, le=1)  # share of the peak of host memory that all reads of it attain
     host_work: HostWork
     vllm: VllmStep = VllmStep()  # vLLM's own in CUDA graphs, what it was on another machine
 
@@ -231,6 +232,8 @@ class Costs(_Frozen):
         disk: cost of bringing an expert from disk, if ``load`` reads host memory; None where it is not known.
         capacity: memory of the machine; None in files of older versions.
         cpu: cost of computing an expert on the CPU from host memory.
+        memory: bytes per second of host memory, for CPU experts and loads of ``load`` together; None where it is not
+            known, or these loads are from elsewhere.
         other: seconds per step outside of the experts.
         draft: seconds per draft token.
         host_work: the plugin's own in layers over slots; 0 where it was not measured, as in files of older versions.
@@ -244,6 +247,7 @@ class Costs(_Frozen):
     fast: Rate
     load: Rate
     cpu: Rate
+    memory: float | None = Field(None, gt=0)
     host: Rate | None = None
     disk: Rate | None = None
     capacity: Capacity | None = None
@@ -258,13 +262,22 @@ class Costs(_Frozen):
         """Returns these costs with what ``attained`` assumes in place of peaks; the same ones if they were measured."""
         if self.attained is None or self.provenance.how == "measured":
             return self
-        shares = {"load": self.attained.link, "cpu": self.attained.cpu}
-        rates: dict[str, Rate] = {name: getattr(self, name) for name in shares}
-        slower = {
-            name: rate.model_copy(update={"bytes_per_second": shares[name] * rate.bytes_per_second})
-            for name, rate in rates.items()
-        }
-        return self.model_copy(update=slower | {"host_work": self.attained.host_work, "vllm": self.attained.vllm})
+        assumed = self.attained
+        load = self.load.model_copy(update={"bytes_per_second": assumed.link * self.load.bytes_per_second})
+        changes = {"load": load, "host_work": assumed.host_work, "vllm": assumed.vllm}
+        if self.memory is not None:
+            memory, kernel = assumed.memory * self.memory, SHARES[PLAIN]
+            cpu = Rate(bytes_per_second=kernel.one * memory, flops_per_second=ROWS * kernel.many * memory)
+            return self.model_copy(update=changes | {"memory": memory, "cpu": cpu})
+        return self.model_copy(update=changes)
+
+    def with_experts(self, kind: str) -> Costs:
+        """Returns these costs with CPU experts of ``kind``, one of ``SHARES``, in place of bfloat16 (calculated)."""
+        this, plain = SHARES[kind], SHARES[PLAIN]
+        changes = {"bytes_per_second": self.cpu.bytes_per_second * this.one / plain.one}
+        if self.cpu.flops_per_second is not None:
+            changes["flops_per_second"] = self.cpu.flops_per_second * this.many / plain.many
+        return self.model_copy(update={"cpu": self.cpu.model_copy(update=changes)})
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:
@@ -324,7 +337,12 @@ class Costs(_Frozen):
             cpu=float(self.cpu.seconds(nbytes)),
             cpu_row=nbytes / self.cpu.flops_per_second if self.cpu.flops_per_second else 0.0,
             draft=self.draft,
+            memory=self.sharing(nbytes),
         )
+
+    def sharing(self, nbytes: int) -> float:
+        """Returns the seconds of host memory per expert where link and CPU read at once; 0: they do not share it."""
+        return nbytes / self.memory if self.memory else 0.0
 
     def loading(self, count: int, nbytes: int) -> float:
         """Returns the seconds until ``count`` loads that start together have finished."""
@@ -338,6 +356,8 @@ class Costs(_Frozen):
         ideal = [hit * self.fast.ideal(nbytes), (stream - near) * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes)]
         if self.host is not None:
             ideal.append(near * self.host.ideal(nbytes))
+        if stream and cpu:
+            ideal.append((stream + cpu) * self.sharing(nbytes))
         return float(max(ideal))
 
 

@@ -12,10 +12,19 @@ _REPEATS = 5  # at least
 
 def median(job: Callable[[], object], seconds: float) -> float:
     """Returns the median duration of ``job`` in seconds, over as many runs as fit in ``seconds`` and at least five."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        job()
+        return time.perf_counter() - start
+
+    return median_of(timed, seconds)
+
+
+def median_of(measurement: Callable[[], float], seconds: float) -> float:
+    """Returns the median of what ``measurement`` returns, over as many runs as ``median`` makes."""
     found: list[float] = []
     begin = time.perf_counter()
     while len(found) < _REPEATS or time.perf_counter() - begin < seconds:
-        start = time.perf_counter()
-        job()
-        found.append(time.perf_counter() - start)
+        found.append(measurement())
     return statistics.median(found)

@@ -152,6 +152,21 @@ def is_nvfp4(quantisation: Mapping) -> bool:
     return any(map(group_is_nvfp4, groups(quantisation)))
 
 
+def kind(quantisation: Mapping) -> str:
+    """Returns what these experts are to CPU kernels, as ``decisions.read_shares`` names it."""
+    weights = [mapping(group.get("weights")) for group in groups(quantisation)]
+    if method(quantisation) == MXFP4:
+        return "mxfp4"
+    if is_nvfp4(quantisation):
+        return "nvfp4"
+    if _is_fp8(quantisation):
+        blocks = quantisation.get("weight_block_size") or any(each.get("strategy") == "block" for each in weights)
+        return "fp8-block" if blocks else "fp8-channel"
+    if quantisation.get("bits") == 8 or any(each.get("num_bits") == 8 for each in weights):
+        return "int8"
+    return "int4-zeros" if has_zero_points(quantisation) else "int4"
+
+
 def loader(quantisation: Mapping) -> str | None:
     """Returns the ``--quantization`` that keeps experts as slots of a GPU need them; None: the checkpoint's own."""
     return "moe_wna16" if method(quantisation) in GPTQ_LIKE else None

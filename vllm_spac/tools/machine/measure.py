@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from vllm_spac.cache.measured_costs import loads, shared_seconds
 from vllm_spac.cache.transfers import Transfers
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.cpu_kernels._library import missing
+from vllm_spac.cpu_kernels._thread import ExecutorThread, threads_of
+from vllm_spac.cpu_kernels.simd import Simd
+from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.decisions.costs import (
     FORMAT,
     WIDTH,
@@ -105,6 +112,11 @@ def measure(
     if gpu:
         points["GPU expert by rows"], fixed = _computes(size, device, _TRITON, seconds, tell)
         fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
+    memory = None
+    if gpu and store != "disk":
+        each = host_memory(size, folder, device, io_threads, seconds, tell)
+        points["host memory of an expert, link and CPU"] = {size.nbytes: each}
+        memory = size.nbytes / each
     points |= measure_host_work(device, io_threads, seconds, tell)
     store = store or ("host" if gpu else "disk")
     load = fit_load(points[f"{store} reads at once"], size.nbytes)
@@ -117,7 +129,7 @@ def measure(
     origin = _provenance(source, size, store, kernel, folder, points)
     return Costs(
         format=FORMAT, name="here", provenance=origin, fast=fast, load=load, host=host, disk=disk, cpu=cpu,
-        capacity=_capacity(gpu), load_at_once=io_threads + 1,
+        memory=memory, capacity=_capacity(gpu), load_at_once=io_threads + 1,
         host_work=host_work(points),
     )  # fmt: skip
 
@@ -154,8 +166,9 @@ def _provenance(
 def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) -> int:
     """Returns how often ``measure`` calls ``tell``."""
     processors = 1 + torch.cuda.is_available()
-    loads = len(_kinds(store)) * (1 + len(_in_flight(io_threads)))
-    return loads + 1 + processors * (1 + len(ROWS)) + MEASUREMENTS
+    reads = len(_kinds(store)) * (1 + len(_in_flight(io_threads)))
+    shared = torch.cuda.is_available() and store != "disk"
+    return reads + 1 + shared + processors * (1 + len(ROWS)) + MEASUREMENTS
 
 
 def _kinds(store: str | None) -> dict[str, type[ExpertStore]]:
@@ -254,7 +267,10 @@ def _expert(size: ExpertSize, rng: torch.Generator) -> dict[str, Tensor]:
     def normal(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=rng, dtype=torch.float32).div_(columns**0.5).bfloat16()
 
-    return {"w13": normal(2 * size.intermediate, size.hidden), "w2": normal(size.hidden, size.intermediate)}
+    return {
+        "w13_weight": normal(2 * size.intermediate, size.hidden),
+        "w2_weight": normal(size.hidden, size.intermediate),
+    }
 
 
 def _copy(nbytes: int, seconds: float) -> float:
@@ -262,6 +278,22 @@ def _copy(nbytes: int, seconds: float) -> float:
     source = np.ones((count, nbytes), np.uint8)
     target, turn = np.ones_like(source), iter(range(1 << 62))
     return median(lambda: np.copyto(target[(at := next(turn) % count)], source[at]), seconds)
+
+
+def host_memory(
+    size: ExpertSize, folder: Path, device: torch.device, io_threads: int, seconds: float, tell: Tell
+) -> float:
+    """Returns the seconds per expert, loaded to ``device`` or computed on the CPU, while both read host memory."""
+    tell("host: loads and CPU experts at once")
+    count = io_threads + 1
+    with _packed(HostStore, size, folder, count) as store:
+        kind = Torch if missing() else Simd
+        group = ExecutorThread(kind(store.shape, threads_of(device), "silu"))
+        try:
+            with loads(store, count, device, io_threads) as load:
+                return shared_seconds(store, group, torch.randn(1, size.hidden).bfloat16(), load, count, seconds)
+        finally:
+            group.close()
 
 
 def _computes(
@@ -279,7 +311,7 @@ def _computes(
 
 def _compute(size: ExpertSize, device: torch.device, kernel: Kernel, rows: int, count: int, seconds: float) -> float:
     one = _expert(size, torch.Generator().manual_seed(0))
-    run_rows = kernel.prepare(*(one[name].to(device).repeat(count, 1, 1) for name in ("w13", "w2")))
+    run_rows = kernel.prepare(*(one[name].to(device).repeat(count, 1, 1) for name in ("w13_weight", "w2_weight")))
     x = torch.randn(rows, size.hidden).bfloat16().to(device)
     weights = torch.ones(rows, 1, device=device)
     ids = [torch.full((rows, 1), index, dtype=torch.int32, device=device) for index in range(count)]
@@ -308,8 +340,23 @@ def _by_address(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], o
 _REFERENCE, _TRITON = Kernel("the torch reference", _by_address), Kernel("Triton", _by_address)
 
 
+def compiled(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """``Kernel.prepare`` of ``cpu_kernels.simd``, in as many threads as beside a GPU."""
+    experts = {"w13_weight": w13, "w2_weight": w2}
+    tensors = {name: TensorSpec(tuple(each.shape[1:]), each.dtype) for name, each in experts.items()}
+    simd = Simd(MoEShape(("profile",), len(w2), 1, tensors), threads_of(torch.device("cuda")), "silu")
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> None:
+        simd.run(x, weights, ids, experts)
+
+    weakref.finalize(run, simd.close)
+    return run
+
+
 def cpu_kernel() -> Kernel | None:
-    """vLLM's fused kernel for unquantised experts on this machine; None if vLLM was not built for the CPU."""
+    """The kernel of CPU experts here: ours beside a GPU, else vLLM's fused one; None: neither was compiled."""
+    if torch.cuda.is_available():
+        return None if missing() else Kernel("compiled kernels", compiled)
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 

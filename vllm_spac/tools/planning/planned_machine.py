@@ -99,9 +99,9 @@ class PlannedMachine:
         fixed = costs.other if costs.provenance.how == "measured" else 0.0
         other = fixed or model.read_bytes / costs.fast.bytes_per_second + self._own(store, model, cpu)
         origin = costs.provenance.model_copy(update={"store": "disk" if store in ("disk", "tiers") else "host"})
-        host = self.link if store == "tiers" else None
-        changes = {"load": load or costs.load, "host": host, "other": other, "draft": 0.0, "provenance": origin}
-        return costs.model_copy(update=changes)
+        host, memory = self.link if store == "tiers" else None, costs.memory if store == "host" else None
+        changes = {"load": load or costs.load, "host": host, "memory": memory, "other": other, "draft": 0.0}
+        return costs.with_experts(model.kind).model_copy(update=changes | {"provenance": origin})
 
     def host_step(self, store: Store, model: ServedModel, *, cpu: bool = False) -> float:
         """Returns the host's seconds in a step that pass while a GPU computes the step before (async scheduling).

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vllm_spac.decisions.read_shares import PLAIN
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.storage.checkpoint import quant_config
+from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.storage.checkpoint.published import NamedModel
 from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
@@ -96,6 +97,12 @@ class ServedModel:
         return entry is not None and not quant_config.spares_experts(entry, 1 + max(self.checkpoint.layer_bytes))
 
     @property
+    def kind(self) -> str:
+        """What its experts are to CPU kernels, as ``read_shares.SHARES`` names it."""
+        entry = self.checkpoint.quantisation
+        return quantisation.kind(entry) if entry is not None and self.quantised else PLAIN
+
+    @property
     def layers(self) -> int:
         """Number of MoE layers."""
         return len(self.checkpoint.layer_bytes)
@@ -128,8 +135,8 @@ def executions(plane: Plane, *, ours: bool, on_cpu: bool) -> tuple[Execution, ..
     """
     if plane == "table" and on_cpu:
         raise ConfigError(
-            "--plane table is for a GPU: on a CPU it is a slow twin, for comparison; leave --plane out, or name a "
-            "machine with a GPU"
+            "--plane table is planned for a GPU; leave --plane out, or name a machine with a GPU (on a CPU an engine "
+            "serves with --spac-plane table, too)"
         )
     if plane != "auto":
         return (plane,)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_spac.decisions.costs import Attained, HostWork, VllmStep
+from vllm_spac.decisions.read_shares import SHARES
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.published import NamedModel
@@ -228,7 +229,8 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
 
     Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
     """
-    on_the_cpu = bool(machine.gpu) and not model.quantised  # beside a GPU, some experts
+    # Beside a GPU, some experts: of packed ones, where our kernels read them.
+    on_the_cpu = bool(machine.gpu) and (model.execution != "slots" or not model.quantised)
     for drafts in (0, DRAFTS) if machine.gpu else (0,):
         percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
         for store in stores(model, machine, percent):
@@ -273,7 +275,7 @@ def _assumptions(plan: ServingPlan) -> Iterator[str]:
         yield model.remark
     yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
     stock = plan.stock
-    yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained, stock)
+    yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained, stock, model.kind)
     yield from machine.memory
     if model.architecture.recurrent and model.architecture.state is None:
         count = model.architecture.recurrent
@@ -299,16 +301,22 @@ def _assumptions(plan: ServingPlan) -> Iterator[str]:
         yield f"taken to take no time: {', '.join(unknown)}; real speeds are lower"
 
 
-def _attained(assumed: Attained, stock: bool) -> Iterator[str]:
-    """Yields what a machine of data sheets is assumed to attain; see ``Attained``. ``stock``: without the plugin."""
+def _attained(assumed: Attained, stock: bool, kind: str) -> Iterator[str]:
+    """Yields what a machine of data sheets is assumed to attain; see ``Attained``.
+
+    Args:
+        stock: without the plugin.
+        kind: of the experts, in ``SHARES``.
+    """
     work, vllm = assumed.host_work, assumed.vllm
     step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))
     if stock:
         yield f"a step takes {step} of vLLM's host while the GPU computes, as on the host of an H100"
         return
     yield (
-        f"PCIe attains {assumed.link:.0%} of its peak, GPU memory and disks all of theirs; experts on the CPU read "
-        f"{assumed.cpu:.0%} of memory's, which no row measures, and on an H100 they never paid"
+        f"PCIe attains {assumed.link:.0%} of its peak, host memory {assumed.memory:.0%}, GPU memory and disks all of "
+        f"theirs; experts on the CPU read {SHARES[kind].one:.0%} of what host memory attains, as on two cores of "
+        "another machine, and with the link no more than all of it"
     )
     layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
     yield (

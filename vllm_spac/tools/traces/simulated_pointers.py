@@ -6,7 +6,8 @@ Assumptions, each where nothing was measured:
   so it takes as long as the slower of two: the experts in slots, read from fast memory one after the other, or the
   others, each of which crosses the bus once. The bus hides the arithmetic of these.
 - The kernels that decide and copy are launched in every layer and take ``LAUNCHES`` seconds in addition to the bytes.
-- Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time.
+- Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time. A
+  layer takes at least as long as host memory needs for what crosses the bus and what the CPU reads.
 - The report of a step is known when the next one begins, as without async scheduling; with it, it is a step later.
 - Long prompts are no exception: an expert crosses the bus once, as with staging. Steps with only prompts do not count
   towards the time per token; steps that mix prompts with other rows do.
@@ -95,7 +96,8 @@ class PointersReplay(Replay[list[Part]]):
         copied, streamed, left = (sources.count(source) for source in (ADMITTED, STREAMED, COMPUTED))
         load = float(self.costs.load.ideal(self.nbytes))
         launches = LAUNCHES if outcome.slots < self.trace.facts.total else 0.0
-        took = launches + max(copied * load + max(computed, streamed * load), on_cpu)
+        memory = (copied + streamed + left) * self.costs.sharing(self.nbytes) if left else 0.0
+        took = launches + max(copied * load + max(computed, streamed * load), on_cpu, memory)
         outcome.parts += 1
         outcome.seconds += took
         outcome.stall_seconds += took - computed

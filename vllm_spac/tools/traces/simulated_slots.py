@@ -4,7 +4,8 @@
 
 - The time that a step spends outside its experts is divided equally and placed before its layers; reads ahead continue
   in it, while drafts are made, and while kernels run.
-- The CPU computes its experts from the beginning of a layer, concurrently with loads and kernels.
+- The CPU computes its experts from the beginning of a layer, concurrently with loads and kernels. Both read host
+  memory: a layer takes at least as long as this needs for both. Reads ahead do not slow the CPU.
 - The host's own work in a layer (``Costs.host_work``) runs concurrently with nothing but reads ahead.
 - An expert takes as long as its own rows need, on each side.
 """
@@ -123,9 +124,12 @@ class SlotsReplay(Replay[np.ndarray]):
         hot, on_cpu, deciding = self._divide(routed, cold)
         self.link.take_waited()
         took = computed = 0.0
+        waited = counters.loads
         for wave in self.layers.waves(layer, hot.ids, counters):
             seconds, busy = self._run(layer, hot, wave)
             took, computed = took + seconds, computed + busy
+        if on_cpu and (loaded := counters.loads - waited):
+            on_cpu = max(on_cpu, (loaded + counters.cpu_experts - cpu) * self.costs.sharing(self.nbytes))
         self.link.spend(max(0.0, on_cpu - took) + deciding)
         self.layers.cpu.admit()
         took = max(took, on_cpu) + deciding
