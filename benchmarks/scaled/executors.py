@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from benchmarks.scaled.machine import ScaledMachine
-from benchmarks.scaled.pacing import COMPUTATIONS, Pace
+from benchmarks.scaled.pacing import COMPUTATIONS, Pace, host_memory
 from vllm_spac.core import MoEShape
 from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.cpu_kernels.native import Native
@@ -17,6 +17,8 @@ from vllm_spac.cpu_kernels.native import Native
 
 class PacedExperts(Native):
     """The kernel of the slots on the scaled machine's other core; each expert takes the scaled machine's seconds.
+
+    Loads read host memory, too: a computation ends no earlier than memory has served both.
 
     Only the arithmetic excludes the kernels of the layers: while it sleeps they run, as they would on a GPU.
 
@@ -28,17 +30,19 @@ class PacedExperts(Native):
         super().__init__(shape, threads, activation, kernel)
         self.machine = ScaledMachine.of_environment(shape.expert_bytes)
         self._pace = Pace(COMPUTATIONS)
+        self._memory = host_memory(self.machine.memory_bytes_per_second)
         self._bound = False
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         if not self._bound:  # its thread has inherited the forward's core
             os.sched_setaffinity(0, {self.machine.core})
             self._bound = True
-        begin = time.perf_counter()
+        computed = len(ids[weights != 0].unique())
+        end = time.perf_counter() + computed * self.machine.cpu_seconds
+        end = max(end, self._memory.book(computed * self.machine.expert_bytes))
         out = super().run(x, weights, ids, experts)
         self.released.set()
-        computed = len(ids[weights != 0].unique())
-        self._pace.until(begin + computed * self.machine.cpu_seconds)
+        self._pace.until(end)
         return out
 
     def describe(self) -> str:

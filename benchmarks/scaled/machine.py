@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ class ScaledMachine(BaseModel):
         layer_seconds: measured seconds of a layer here, with all experts resident.
         load_seconds: seconds of an expert on the link.
         cpu_seconds: seconds of an expert on the CPU, for as many rows as it computes in this time.
+        memory_seconds: seconds of host memory per expert, loaded or computed; 0: the two do not slow each other.
         core: CPU that loads and computes experts; the forward has another one.
     """
 
@@ -35,12 +37,18 @@ class ScaledMachine(BaseModel):
     layer_seconds: float = Field(gt=0)
     load_seconds: float = Field(gt=0)
     cpu_seconds: float = Field(gt=0)
+    memory_seconds: float = Field(0.0, ge=0)
     core: int = Field(ge=0)
 
     @property
     def link_bytes_per_second(self) -> float:
         """Rate of the link."""
         return self.expert_bytes / self.load_seconds
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Rate of host memory."""
+        return self.expert_bytes / self.memory_seconds if self.memory_seconds else math.inf
 
     @classmethod
     def of_environment(cls, expert_bytes: int) -> ScaledMachine:

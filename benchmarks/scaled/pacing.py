@@ -7,6 +7,7 @@ are absolute: while transfers are waiting, what a sleep overshoots delays none o
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -86,6 +87,12 @@ class Link:
         with self._lock:
             self._free = max(self._clock(), self._free) + nbytes / self._rate
             return self._free
+
+
+@functools.cache
+def host_memory(bytes_per_second: float) -> Link:
+    """Returns the host memory of this process, which loads and CPU experts share."""
+    return Link(bytes_per_second)
 
 
 LOADS, COMPUTATIONS = Kept(), Kept()  # of this process

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.scaled.machine import ScaledMachine
-from benchmarks.scaled.pacing import LOADS, Link, Pace
+from benchmarks.scaled.pacing import LOADS, Link, Pace, host_memory
 from vllm_spac.core import MoEShape
 from vllm_spac.storage.host import HostStore
 
@@ -16,17 +16,20 @@ from vllm_spac.storage.host import HostStore
 class PacedStore(HostStore):
     """Host memory whose reads, by whatever thread, pass over one link in the order in which they begin.
 
+    CPU experts read it, too: a load ends no earlier than memory has served both.
+
     Raises:
         ConfigError: there is no scaled machine for these experts, see ``ScaledMachine.of_environment``.
     """
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         super().__init__(shape, fingerprint, folder)
-        self._link = Link(ScaledMachine.of_environment(shape.expert_bytes).link_bytes_per_second)
+        machine = ScaledMachine.of_environment(shape.expert_bytes)
+        self._channels = Link(machine.link_bytes_per_second), host_memory(machine.memory_bytes_per_second)
         self._pace = Pace(LOADS)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
-        end = self._link.book(self.shape.expert_bytes)
+        end = max(channel.book(self.shape.expert_bytes) for channel in self._channels)
         moved = super().read(key, into)
         self._pace.until(end)
         return moved

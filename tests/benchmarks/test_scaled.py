@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import types
 from pathlib import Path
@@ -127,7 +128,8 @@ def test_without_a_file_the_components_say_what_to_do(tmp_path: Path, monkeypatc
 def test_the_store_returns_what_was_packed_when_the_link_has_passed_it(scaled: Path) -> None:
     clock = Time()
     store = tiers.PacedStore(SHAPE, "")
-    store._link = pacing.Link(MACHINE.link_bytes_per_second, clock)
+    link, memory = (pacing.Link(rate, clock) for rate in (MACHINE.link_bytes_per_second, math.inf))
+    store._channels = link, memory
     store._pace = pacing.Pace(pacing.Kept(), clock, clock.sleep)
     packed = {"w13_weight": torch.arange(32.0).view(8, 4)}
     store.put(3, packed)
@@ -136,6 +138,11 @@ def test_the_store_returns_what_was_packed_when_the_link_has_passed_it(scaled: P
         assert store.read(3, slot) == SHAPE.expert_bytes
     assert torch.equal(slot["w13_weight"], packed["w13_weight"])
     assert clock.now == pytest.approx(100 + 3 * MACHINE.load_seconds)
+    store._channels = link, pacing.Link(SHAPE.expert_bytes / 5e-3, clock)
+    store._channels[1].book(2 * SHAPE.expert_bytes)  # by the CPU
+    before = clock.now
+    store.read(3, slot)
+    assert clock.now == pytest.approx(before + 3 * 5e-3), "memory serves loads and computations"
     assert store.addressable and store.describe().startswith("paced host")
 
 
@@ -149,12 +156,18 @@ def test_the_executor_releases_the_kernels_and_then_sleeps(scaled: Path, monkeyp
     found._pace = type(
         "Watched", (), {"until": lambda self, end: seen.append((end - begin, found.released.is_set()))}
     )()
+    found._memory = pacing.Link(math.inf, lambda: begin)
     weights, ids = torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([[0, 1], [1, 2]])
     for _ in range(2):
         found.released = threading.Event()
         assert found.run(torch.zeros(2, 4), weights, ids, {}).sum() == 8
     two = pytest.approx(2 * MACHINE.cpu_seconds)
     assert seen == [(two, True)] * 2, "expert 2 has no weight: two experts are computed"
+    found._memory = pacing.Link(SHAPE.expert_bytes / 5e-3, lambda: begin)
+    found._memory.book(3 * SHAPE.expert_bytes)  # by loads
+    found.released = threading.Event()
+    found.run(torch.zeros(2, 4), weights, ids, {})
+    assert seen[-1] == (pytest.approx(5 * 5e-3), True), "memory serves loads and computations"
     assert bound == [{MACHINE.core}], "once, in its own thread"
     assert found.exclusive and found.layout == "kernel"
 
@@ -163,13 +176,14 @@ def test_the_executor_releases_the_kernels_and_then_sleeps(scaled: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "load", "cpu"),
-    [("rtx4090", 2.40, 0.84), ("rtx4090-int4", 1.09, 0.38), ("h200", 5.7, 1.2), ("h200-int4", 2.6, 0.54)],
+    ("name", "load", "memory", "share"),
+    [("rtx4090", 2.40, 0.84, 0.8), ("rtx4090-int4", 1.09, 0.38, 0.49), ("h200", 5.7, 1.2, 0.8)],
 )
-def test_proportions_of_the_packaged_profiles(name: str, load: float, cpu: float) -> None:
-    """Against figures worked out by hand from the data sheets, to their two digits."""
+def test_proportions_of_the_packaged_profiles(name: str, load: float, memory: float, share: float) -> None:
+    """Against figures worked out by hand from the data sheets, to their two digits; link and memory attain .8."""
     real = proportions.Proportions.of(name)
-    assert (real.load, real.cpu) == (pytest.approx(load, rel=0.02), pytest.approx(cpu, rel=0.04))
+    assert (real.load, real.memory) == (pytest.approx(load / 0.8, rel=0.02), pytest.approx(memory / 0.8, rel=0.04))
+    assert real.cpu == pytest.approx(real.memory / share, rel=1e-6)
     assert real.expert_bytes == (2_359_296 if name.endswith("int4") else 9_437_184)
     profile = Costs.read(name.removesuffix("-int4"))
     rates = profile.rates(real.expert_bytes)
@@ -182,6 +196,7 @@ def test_a_machine_keeps_the_proportions() -> None:
     found = real.scaled(2e-3, 1 << 20, core=1)
     assert found.load_seconds / found.layer_seconds == pytest.approx(real.load)
     assert found.cpu_seconds / found.layer_seconds == pytest.approx(real.cpu)
+    assert found.memory_seconds / found.layer_seconds == pytest.approx(real.memory)
     with pytest.raises(ConfigError, match="no machine is called 'cray'; use one of a100, a100-int4, b200"):
         proportions.Proportions.of("cray")
 
