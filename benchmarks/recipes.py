@@ -36,7 +36,8 @@ _HEAD = """# Recipes
 Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan MODEL` does for your
 machine, context and requests: from `config.json`, data sheets, and the host's work that an H100's machine had.
 Real speeds are mostly lower. *Low* and *high* assume the locality that is published of Qwen3-30B-A3B, *no locality*
-that every token chooses anew. **CPU experts, too, are of data sheets: on an H100 they never paid.** Models in bf16
+that every token chooses anew. **CPU experts, too, are calculated: on an H100 they
+never paid, with an older kernel.** Models in bf16
 come first, each on one machine; quantised ones on four, with the second one's command."""
 _STORES = {"host": "host memory", "disk": "the disk", "tiers": "host memory, the rest of them on the disk"}
 _LIMITS = {
@@ -166,7 +167,7 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     for what, other in (("CPU experts", _without(plan, cpu=False)), ("drafts", _without(plan, drafts=0))):
         if other is not None:
             speeds = f"{other.low.tokens_per_second:.3g} - {other.high.tokens_per_second:.3g}"
-            measured = " On an H100 they never paid." if what == "CPU experts" else ""
+            measured = " On an H100, with an older kernel, they never paid." if what == "CPU experts" else ""
             yield f"- Without {what}: {speeds} tokens/s.{measured}"
 
 

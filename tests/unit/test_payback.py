@@ -16,8 +16,8 @@ COMPARED = 2 * BLOCK  # steps of a pair
 class Served:
     """Steps of a machine on which the technique makes a step ``times`` as long; single steps vary by ``noise``."""
 
-    def __init__(self, times: float, noise: float = 0.0, seed: int = 0) -> None:
-        self.payback, self.times, self.noise = Payback(), times, noise
+    def __init__(self, times: float, noise: float = 0.0, seed: int = 0, payback: Payback | None = None) -> None:
+        self.payback, self.times, self.noise = payback or Payback(), times, noise
         self.rng = np.random.default_rng(seed)
         self.seconds = self.steps = 0.0  # without it all steps would take ``steps`` seconds
 
@@ -84,10 +84,39 @@ def test_what_slows_down_costs_less_than_a_percent_and_what_pays_is_kept(times: 
     assert np.mean(ratios) < most and max(ratios) < max(1.02, most + 0.04), ratios
 
 
+def of_cpu() -> Payback:
+    return Payback(cpu_check.BLOCK, cpu_check.SETTLE, cpu_check.MOST, cpu_check.CLEAR)
+
+
+@pytest.mark.parametrize(
+    ("times", "steps", "most"),
+    [(1.3, 20_000, 1.01), (1.1, 20_000, 1.01), (1.02, 20_000, 1.01), (1.3, 2000, 1.02), (0.7, 2000, 0.74)],
+)
+def test_experts_on_the_cpu_where_they_do_not_pay(times: float, steps: int, most: float) -> None:
+    """*Simulated*, as above."""
+    ratios = []
+    for seed in range(20):
+        served = Served(times, noise=0.3, seed=seed, payback=of_cpu())
+        for _ in range(steps):
+            served.step()
+        ratios.append(served.seconds / served.steps)
+    assert np.mean(ratios) < most, ratios
+
+
+def test_two_clear_pairs_are_enough_on_one_side() -> None:
+    for times, pairs in ((1.3, 2), (0.7, 2), (1.1, LEAST)):
+        _, verdict = next(Served(times, payback=of_cpu()).verdicts(2 * cpu_check.BLOCK * LEAST))
+        assert (verdict.pairs, verdict.stop) == (pairs, times > 1)
+    payback, turns = of_cpu(), iter([1.5, 1.0, 1.0, 0.6])
+    for _ in range(4):  # a pair that is longer with it, and one that is shorter
+        seconds = next(turns)
+        assert all(payback.end_step(1, seconds) is None for _ in range(cpu_check.BLOCK))
+
+
 @pytest.mark.parametrize("later", range(0, 4 * BLOCK, 5))
 def test_reads_ahead_that_are_compared_meanwhile_do_not_shift_what_cpu_experts_bring(later: int) -> None:
     """Both take turns in the same steps; ``later`` is how many steps one began after the other."""
-    ahead, cpu = Payback(), Payback(cpu_check.BLOCK, cpu_check.SETTLE, cpu_check.MOST)
+    ahead, cpu = Payback(), of_cpu()
     for _ in range(later):
         ahead.end_step(1, 1.0)
     verdict = None

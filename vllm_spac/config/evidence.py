@@ -13,7 +13,10 @@ WINS: dict[str, tuple[str, str]] = {
     "prefetch": ("shadow", "paired_shadow_local_large.json"),
     "guard": ("off, with n-grams on code, half of the experts in slots", "speculation_real.json"),
     "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
-    "cpu_experts": ("waterfill, on a scaled machine; on an H100 none ever paid", "scaled_rtx4090_toy_local.json"),
+    "cpu_experts": (
+        "waterfill, on a scaled machine; on an H100, with an older kernel, none ever paid",
+        "scaled_rtx4090_toy_local.json",
+    ),
     "executor": ("processes, with all experts in memory, over a disk", "paired_workers_toy.json"),
     "plane": ("pointers, on an H100, over slots; table, for formats that vLLM reads in no slots", "gpu_h100.json"),
     "budget": ("16 and 24 with when=decode, where all experts have slots, LOSSY", "resident_budgets_toy.json"),

@@ -12,6 +12,7 @@ logger = logging.getLogger("vllm.spac")
 
 # Slots change slowly: without the CPU, what it computed before is loaded step by step.
 BLOCK, SETTLE, MOST = 40, 8, 16
+CLEAR = 1.2  # the mean of a block's steps varies by much less
 
 
 class CpuCheck:
@@ -24,7 +25,7 @@ class CpuCheck:
 
     def __init__(self, counters: Counters, clock: Callable[[], float]) -> None:
         self._counters, self._clock = counters, clock
-        self._payback = Payback(BLOCK, SETTLE, MOST)
+        self._payback = Payback(BLOCK, SETTLE, MOST, CLEAR)
         self._rows, self._began = 0, 0.0
 
     @property

@@ -50,14 +50,15 @@ class Payback:
         block: consecutive steps of one kind.
         settle: the first ones of a block, which do not count: slots are still those of the other kind.
         most: pairs of blocks after which the nearer decision is made.
+        clear: ratio of seconds beyond which two pairs are enough, if it is so in both and in favour of the same kind.
 
     Attributes:
         verdict: the last one; None: both were never compared to the end.
     """
 
-    def __init__(self, block: int = BLOCK, settle: int = 1, most: int = MOST) -> None:
+    def __init__(self, block: int = BLOCK, settle: int = 1, most: int = MOST, clear: float = math.inf) -> None:
         assert 0 <= settle < block and most >= LEAST
-        self._length, self._settle, self._most = block, settle, most
+        self._length, self._settle, self._most, self._clear = block, settle, most, math.log(clear)
         self.verdict: Verdict | None = None
         self._left = 0  # steps until both are compared again
         self._pause, self._keep = PAUSE, KEEP
@@ -110,11 +111,11 @@ class Payback:
 
     def _decide(self) -> Verdict | None:
         count = len(self._differences)
-        if count < LEAST:
+        if count < LEAST and not self._is_clear():
             return None
         mean = statistics.fmean(self._differences)
         error = statistics.stdev(self._differences, mean) / math.sqrt(count)
-        if abs(mean) <= CERTAIN * error and count < self._most:
+        if count >= LEAST and abs(mean) <= CERTAIN * error and count < self._most:
             return None
         stop = mean >= 0
         if stop:
@@ -125,6 +126,10 @@ class Payback:
         changes = self.verdict is None or self.verdict.stop != stop
         self.verdict = Verdict(stop, self._left, ratio, ratio * error, count, changes)
         return self.verdict
+
+    def _is_clear(self) -> bool:
+        one_side = len({difference > 0 for difference in self._differences}) == 1
+        return len(self._differences) > 1 and one_side and min(map(abs, self._differences)) > self._clear
 
     def _restart(self) -> None:
         """Compares from the beginning."""
