@@ -8,6 +8,8 @@ misses reads no offer. Else, with c_e the pairs of expert e::
                                   owner is used neither in this layer nor in one before it in this step
     wants       m_0 < m_1 < ...   e with c_e > 0 and no slot, to which one is worth at least what o_0 is to its owner
     admitted    m_i takes o_i     if there is an o_i, and it is worth at most as much to its owner as to m_i
+                if the CPU computes ``shares[misses]`` of these, no more want one than are left to the device: the
+                first by (rows, worth, number) do not
     next offer                    after the last o_i that some m_i considered; after all that were seen if they ran out
 
 From now on, a slot's old owner is read from host memory and the new one from the slot. The new owner's bytes must be in
@@ -36,7 +38,7 @@ _WARP = 256  # lanes that fit the registers of one warp, which needs neither sha
 def _admit_kernel(
     ids: tl.tensor, weights: tl.tensor, live: tl.tensor, slot_of: tl.tensor, owner: tl.tensor, table: tl.tensor,
     hosts: tl.tensor, places: tl.tensor, state: tl.tensor, slots: tl.tensor, owners: tl.tensor, kept: tl.tensor,
-    used: tl.tensor, counts: tl.tensor, sources: tl.tensor, copies: tl.tensor,
+    used: tl.tensor, counts: tl.tensor, sources: tl.tensor, copies: tl.tensor, pairs: tl.tensor, shares: tl.tensor,
     n_pairs: tl.tensor, n_experts: tl.tensor, n_keys: tl.tensor, n_slots: tl.tensor, first: tl.tensor,
     NAMES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
     UNUSED: tl.constexpr, HIT: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr,
@@ -69,6 +71,17 @@ def _admit_kernel(
 
     worth = tl.load(used + key, mask=mine, other=0.0)
     wants = missed & (worth >= lowest)
+    if shares is not None:
+        missing = tl.sum(missed.to(tl.int32), 0)
+        share = tl.where(tl.load(pairs) > 0, tl.load(shares + missing), 0)
+        wanting = wants.to(tl.int32)
+        for _ in range(tl.sum(wanting, 0) + share - missing):
+            fewest = tl.min(tl.where(wanting == 1, uses, 2147483647), 0)
+            best = (wanting == 1) & (uses == fewest)
+            least = tl.min(tl.where(best, worth, float("inf")), 0)
+            pick = tl.min(tl.where(best & (worth == least), lane, BINS), 0)
+            wanting = tl.where(lane == pick, 0, wanting)
+        wants = wanting == 1
     turn = tl.cumsum(wants.to(tl.int32), 0) - 1
     wanted = tl.sum(wants.to(tl.int32), 0)
 
@@ -112,6 +125,8 @@ def admit(
     sources: Tensor,
     copies: Tensor,
     live: Tensor | None = None,
+    pairs: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> None:
     """Decides admission for one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -128,15 +143,17 @@ def admit(
         copies: [1 + 2 N] int32, is overwritten: the number n of admitted experts; in [1 : 1 + n] their keys,
             ascending; in [1 + N : 1 + N + n] their slots. The rest is undefined.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
+        pairs, shares: of ``Division``, if the CPU may compute some of the missed experts.
 
     Raises:
         AssertionError: a shape, dtype or layout is not as above.
     """
     n_experts, (names, keys) = len(copies) // 2, experts.table.shape
     _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies, live)
+    assert (pairs is None) == (shares is None) and (shares is None or shares.shape == (n_experts + 1,))
     bins, chunk = lanes(n_experts), chunk_for(topk_ids.numel())
     _admit_kernel[(1,)](
-        topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies,
+        topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies, pairs, shares,
         topk_ids.numel(), n_experts, keys, len(experts.owner), first,
         NAMES=names, BINS=bins, CHUNK=chunk, UNUSED=UNUSED, HIT=HIT, STREAMED=STREAMED, ADMITTED=ADMITTED,
         num_warps=1 if max(bins, chunk) <= _WARP else 4, enable_fp_fusion=False,

@@ -58,8 +58,8 @@ class Proportions:
         rates = known.rates(nbytes)
         layer = TOP_K * rates.fast + known.other / LAYERS
         of_draft = [text.removeprefix("draft: ") for text in known.provenance.assumes if text.startswith("draft: ")]
-        each = (rates.stream, rates.cpu, rates.memory, rates.draft)
-        return cls(name, nbytes, layer, *(seconds / layer for seconds in each), "; ".join(of_draft))
+        load, cpu, memory, draft = (seconds / layer for seconds in (rates.stream, rates.cpu, rates.memory, rates.draft))
+        return cls(name, nbytes, layer, load, cpu, memory, draft, "; ".join(of_draft))
 
     def scaled(self, layer_seconds: float, expert_bytes: int, core: int) -> ScaledMachine:
         """Returns the machine with these proportions whose layer takes ``layer_seconds``.

@@ -99,7 +99,7 @@ def main(
     output = output or RESULTS / f"scaled_{machine}_toy.json"
     _serve(_Run(steps, sizes, settings, asked.ids, real, cores), result, output)
     title = f"{result['label']}: {model.name}"
-    times = "tpot_median", "tpot_interval", "speedup", "speedup_interval", "share_of_resident"
+    times = "tpot_median", "tpot_interval", "speedup", "speedup_interval", "share_of_resident", "served"
     counts = [f"counters.{name}" for name in ("hits", "misses", "loads", "cpu_experts", "prefetches")]
     show(title, result["rows"], "slots", "rung", *times, *counts, "turns", "equal_to_resident", "equal_to_first")
     remarks = [
@@ -132,7 +132,7 @@ def _serve(run: _Run, result: dict, output: Path) -> None:
         for size in run.sizes:
             rows = ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)
             _judge(rows, run, warm)
-            result["rows"] += rows
+            result["rows"] += [row | {"served": scale.served(row["tpot_median"])} for row in rows]
             write_result(output, result)
 
 

@@ -116,6 +116,14 @@ class Scale:
         """Seconds here per second of the real machine."""
         return self.machine.layer_seconds / self.real.layer_seconds
 
+    def served(self, tpot: float) -> float:
+        """Returns the bytes of experts that tokens of ``tpot`` seconds select, over those of link and host memory.
+
+        With all experts resident it is what fast memory serves.
+        """
+        selected = self.resident.layers * self.resident.top_k * self.machine.expert_bytes / tpot
+        return selected / (self.machine.link_bytes_per_second + self.machine.memory_bytes_per_second)
+
     def plain(self) -> dict:
         """Returns everything for a result."""
         return dataclasses.asdict(self) | {"machine": self.machine.model_dump(), "factor": self.factor}

@@ -201,6 +201,15 @@ def test_a_machine_keeps_the_proportions() -> None:
         proportions.Proportions.of("cray")
 
 
+def test_what_a_machine_serves_of_what_its_link_and_memory_move() -> None:
+    """Of 12 experts a token, in 30 ms, where the link moves one in 2 ms and memory one in 1."""
+    there = MACHINE.model_copy(update={"memory_seconds": 1e-3})
+    resident = scale.Resident(SHAPE.expert_bytes, 4, 3, [1.0])
+    real = proportions.Proportions.of("rtx4090")
+    found = scale.Scale(there, real, resident, probe.Speeds(1, 1, 1, 1))
+    assert found.served(30e-3) == pytest.approx((12 / 30e-3) / (1 / 2e-3 + 1 / 1e-3))
+
+
 @pytest.mark.parametrize(
     ("speeds", "problem"),
     [

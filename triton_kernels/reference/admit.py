@@ -19,6 +19,8 @@ def admit(
     sources: Tensor,
     copies: Tensor,
     live: Tensor | None = None,
+    pairs: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> None:
     """Twin of ``admit.admit``."""
     n, (begin, end) = len(copies) // 2, offers.state.tolist()
@@ -36,8 +38,13 @@ def admit(
     opened = ((experts.owner[slots] == old) & unused).nonzero().flatten()
     worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
     wants = (missed & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
-    pairs = min(len(wants), len(opened))
-    expert, offer = wants[:pairs], opened[:pairs]
+    if pairs is not None and shares is not None and pairs[0] > 0:
+        missing = int(missed.sum())
+        order = sorted(wants.tolist(), key=lambda each: (int(counts[first + each]), float(worth[each]), each))
+        left = order[: max(0, len(wants) + int(shares[missing]) - missing)]
+        wants = torch.tensor([each for each in wants.tolist() if each not in left], dtype=torch.int64)
+    served = min(len(wants), len(opened))
+    expert, offer = wants[:served], opened[:served]
     admitted = worth[expert] >= kept[offer]
     expert, offer = expert[admitted], offer[admitted]
     if len(wants) > len(opened) or not len(opened):

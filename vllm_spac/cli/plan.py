@@ -156,8 +156,8 @@ def _summary(found: ServingPlan) -> Iterator[str]:
         )
     if best.choice.cpu:
         yield (
-            "CPU experts are exact up to rounding, and on an H100, with an older kernel, they never paid; without them, "
-            "see the rows below the first"
+            "CPU experts are exact up to rounding, and on an H100, with an older kernel, they never paid; without "
+            "them, see the rows below the first"
         )
 
 

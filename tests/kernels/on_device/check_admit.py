@@ -25,6 +25,7 @@ class State:
         self.offers = Offers(*(torch.zeros(0) for _ in Offers._fields))
         self.counts, self.sources = (torch.full((keys,), -7, dtype=torch.int32) for _ in range(2))
         self.copies = torch.full((1 + 2 * n,), -7, dtype=torch.int32)
+        self.left: tuple[torch.Tensor, ...] = ()  # pairs and shares of a division, if the CPU computes some
 
     def offer(self, rng: torch.Generator, few: bool) -> None:
         """A part of the slots in some order, in some of them an owner of long ago; and what each expert would pay."""
@@ -40,11 +41,18 @@ class State:
         padded[0, :count], padded[1, :count] = order, owners
         self.offers = Offers(torch.tensor([0, count], dtype=torch.int32), padded[0], padded[1], kept, used)
 
+    def divide(self, rng: torch.Generator) -> None:
+        """The CPU computes some of what a layer misses, or takes no part, or there is none."""
+        shares = torch.cat((torch.zeros(1), torch.rand(self.n, generator=rng) * torch.arange(1, self.n + 1) + 0.5))
+        pairs = torch.randint(-1, 3, (1,), generator=rng, dtype=torch.int32)
+        self.left = (pairs, shares.int()) if pairs >= 0 else ()
+
     def to(self, device: str) -> "State":
         copy = object.__new__(State)
         copy.n = self.n
         copy.experts = Experts(*(tensor.to(device, copy=True) for tensor in self.experts))
         copy.offers = Offers(*(tensor.to(device, copy=True) for tensor in self.offers))
+        copy.left = tuple(tensor.to(device, copy=True) for tensor in self.left)
         for name in ("counts", "sources", "copies"):
             setattr(copy, name, getattr(self, name).to(device, copy=True))
         return copy
@@ -53,8 +61,9 @@ class State:
         first = layer * self.n
         device = self.copies.device
         function(
-            ids.to(device), weights.to(device), first, self.experts, self.offers, self.counts, self.sources, self.copies
-        )
+            ids.to(device), weights.to(device), first, self.experts, self.offers, self.counts, self.sources,
+            self.copies, None, *self.left,
+        )  # fmt: skip
 
     def said(self) -> list:
         """All that was decided; of ``copies`` what means something."""
@@ -64,7 +73,7 @@ class State:
         return [tensor.tolist() for tensor in tensors] + kept
 
 
-def naive(ids, weights, first, experts, offers, counts, sources, copies) -> None:
+def naive(ids, weights, first, experts, offers, counts, sources, copies, live=None, pairs=None, shares=None) -> None:
     """One expert, one offer at a time, as one would say it."""
     n = len(copies) // 2
     counts[first : first + n] = 0
@@ -86,6 +95,10 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies) -> None
         sources[key] = (HIT if there else STREAMED) if used else UNUSED
         if used and not there and opened and offers.used[key] >= offers.kept[opened[0]]:
             wants.append(key)
+    missed = sum(int(sources[key]) == STREAMED for key in range(first, first + n))
+    share = int(shares[missed]) if pairs is not None and pairs > 0 else 0
+    while len(wants) > missed - share:
+        wants.remove(min(wants, key=lambda key: (int(counts[key]), float(offers.used[key]), key)))
     for key, number in zip(wants, opened, strict=False):
         if offers.used[key] >= offers.kept[number]:
             admitted.append((key, int(offers.slots[number]), int(offers.owners[number])))
@@ -112,7 +125,9 @@ def steps(
     admitted = 0
     for step in range(count):
         states[-1].offer(rng, few=step % 3 == 0)  # the last is on the CPU
+        states[-1].divide(rng)
         for state in states[:-1]:
+            state.left = tuple(tensor.to(state.copies.device, copy=True) for tensor in states[-1].left)
             state.offers = Offers(*(tensor.to(state.copies.device, copy=True) for tensor in states[-1].offers))
         for layer in range(layers):
             ids = torch.randint(-1, n + 1, (rows, k), generator=rng, dtype=torch.int32)
@@ -175,6 +190,23 @@ def test_by_hand(device):
     experts = state.experts
     assert torch.equal(experts.table[:, 2], experts.places[:, 0])
     assert torch.equal(experts.table[:, 0], experts.hosts[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("pairs", "shares", "takers"),
+    [(0, 3, [2, 3]), (1, 0, [2, 3]), (1, 1, [3, 4]), (1, 2, [4]), (1, 3, [])],
+    ids=["the CPU takes no part", "none of three", "one of three", "two of three", "all"],
+)
+def test_what_the_cpu_computes_gets_no_slot(device, pairs, shares, takers):
+    """2, 3 and 4 are missed and both slots are offered. 2 is worth the least; 4 is worth as much as 3."""
+    state = State(1, 6, 2, 0)
+    state.experts.owner.copy_(torch.tensor([0, 1]))
+    state.experts.slot_of.copy_(torch.tensor([0, 1, -1, -1, -1, -1]))
+    state.offers = offers([0, 1], [0, 1], [0.5, 0.5], [1.0, 1.0, 1.0, 2.0, 2.0, 1.0])
+    state.left = tuple(torch.tensor(each, dtype=torch.int32) for each in ([pairs], [0, 0, 0, shares, 0, 0, 0]))
+    state = state.to(device)
+    state.run(admit, 0, torch.tensor([[2, 3, 4]]), torch.ones(1, 3))
+    assert [expert for expert in (2, 3, 4) if state.sources[expert] == ADMITTED] == takers
 
 
 @pytest.mark.parametrize(

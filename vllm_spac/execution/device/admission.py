@@ -20,7 +20,7 @@ from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.admission_reports import AdmissionReports
 from vllm_spac.execution.device.slot_offers import Offering
 from vllm_spac.execution.exchange import Stream
-from vllm_spac.kernels.types import UNUSED, Experts, Offers
+from vllm_spac.kernels.types import UNUSED, Division, Experts, Offers
 from vllm_spac.recording.metrics import Counters
 
 _WORD = 8  # bytes
@@ -123,13 +123,22 @@ class Admission:
         self.reports.wait()
         return self.residency.slot_of
 
-    def enter(self, layer: int, ids: Tensor, weights: Tensor, decided: Callable[[], None] | None = None) -> None:
+    def enter(
+        self,
+        layer: int,
+        ids: Tensor,
+        weights: Tensor,
+        decided: Callable[[], None] | None = None,
+        division: Division | None = None,
+    ) -> None:
         """Launches what precedes the kernel of a layer, ``ids`` and ``weights`` [T, k]; not called for staged layers.
 
-        ``decided``: launches what follows the decision and need not wait for the copies.
+        Args:
+            decided: launches what follows the decision and need not wait for the copies.
+            division: if the CPU may compute some of the missed experts, which then get no slots.
         """
         if not self._holds_all:
-            self._admit(layer, ids, weights, self.reports.sources, self._served, decided)
+            self._admit(layer, ids, weights, self.reports.sources, self._served, decided, division)
 
     @property
     def decisions(self) -> dict[str, Tensor]:
@@ -199,10 +208,12 @@ class Admission:
         sources: Tensor,
         live: Tensor | None,
         decided: Callable[[], None] | None = None,
+        division: Division | None = None,
     ) -> None:
         first = layer * self.shape.experts
         state = self._experts, self._offers, self.reports.decided, sources, self._copies
-        self._kernels.admit(ids, weights, first, *state, live)
+        left = () if division is None else (division.pairs, division.shares)
+        self._kernels.admit(ids, weights, first, *state, live, *left)
         if decided is not None:
             decided()
         self._kernels.fetch(self._copies, self._experts, self._words)

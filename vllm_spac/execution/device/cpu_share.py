@@ -86,6 +86,7 @@ class CpuShare:
 
     Attributes:
         rows: the most rows of a forward in which the CPU takes part.
+        division: how a layer's pairs are divided, on the device.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class CpuShare:
         self._fewest = next((missing for missing, share in enumerate(table) if share), shape.experts + 1)
         shares = torch.tensor(table, dtype=torch.int32, device=device)
         number, state = made(torch.int64, 1), made(torch.int32, 2)
-        self._division = Division(number, made(torch.int32, 1), state, shares, *pairs)
+        self.division = Division(number, made(torch.int32, 1), state, shares, *pairs)
         self._unread = made(torch.int32, shape.experts)  # counts that nobody reads
         self._box: Mailbox | None = None  # made when the dtype of rows is known
         self._late_rows: Tensor | None = None
@@ -152,7 +153,7 @@ class CpuShare:
         self._left, waits = max(0, self._left - 1), self._left > 0
         stopped = self._check is not None and self._check.stopped
         takes_part = compared and self._works() and not waits and not stopped
-        self._compute.submit(self._division.pairs.fill_, pairs if takes_part else 0)
+        self._compute.submit(self.division.pairs.fill_, pairs if takes_part else 0)
         if takes_part and self._box is not None:
             self._box.wake()
 
@@ -206,7 +207,7 @@ class CpuShare:
             admitted: ``used``, ``counts`` and ``sources``, as of ``kernels.mailbox.post``.
         """
         assert self._box is not None, "a forward must run before"
-        self._kernels.post(ids, weights, layer, x, **admitted, division=self._division, mail=self._box.mail, live=live)
+        self._kernels.post(ids, weights, layer, x, **admitted, division=self.division, mail=self._box.mail, live=live)
 
     def finish(
         self, layer: int, ids: Tensor, sources: Tensor, gemm: Callable[[Tensor, Tensor, Tensor], Any], out: Tensor
@@ -219,7 +220,7 @@ class CpuShare:
             gemm: launches the grouped GEMM over pairs of these weights into an output, and counts; called twice.
         """
         assert self._box is not None and self._late_rows is not None
-        division, rows = self._division, len(ids)
+        division, rows = self.division, len(ids)
         late = self._late_rows[:rows]
         gemm(division.kept[:rows], out, self._unread)
         self._kernels.await_answer(ids, layer, sources, division, self._box.mail, PATIENCE)

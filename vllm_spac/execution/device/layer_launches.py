@@ -67,10 +67,11 @@ class LayerLaunches:
 
     def enter(self, layer: int, rows: LayerRows) -> None:
         """Launches what precedes a layer's kernel: missed experts get slots, or are asked of the CPU."""
-        post = None
+        post = division = None
         if (cpu := self._share(rows)) is not None:
+            division = cpu.division
             post = partial(cpu.post, layer, rows.x, rows.ids, rows.weights, rows.live, self._admission.decisions)
-        self._admission.enter(layer, rows.ids, rows.weights, post)
+        self._admission.enter(layer, rows.ids, rows.weights, post, division)
 
     def compute(
         self,

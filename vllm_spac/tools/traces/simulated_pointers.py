@@ -46,7 +46,8 @@ class PointersReplay(Replay[list[Part]]):
         self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy, shares: Sequence[int] = ()
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
-        self._shares = shares
+        self._shares = torch.tensor(shares, dtype=torch.int32) if shares else None
+        self._all_pairs = torch.ones(1, dtype=torch.int32)  # it may take any of them
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         keys = trace.facts.total
         self.counters = Counters()
@@ -85,10 +86,13 @@ class PointersReplay(Replay[list[Part]]):
         start = self.trace.record_start[self._number]
         self._number += 1
         ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
-        admit(ids, torch.ones(ids.shape), first, self.experts, self.offers, self._decided, self._sources, self._copies)
+        state = self.experts, self.offers, self._decided, self._sources, self._copies
+        cpu = self._shares is not None and self._may_leave()
+        left = (self._all_pairs, self._shares) if cpu else ()
+        admit(ids, torch.ones(ids.shape), first, *state, None, *left)
         self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
-        on_cpu = self._leave(part) if self._shares and self._may_leave() else 0.0
+        on_cpu = self._leave(part) if cpu else 0.0
         sources = self._read_from()[part.keys].tolist()
         computed = sum(
             self.fast[rows] for rows, source in zip(part.rows, sources, strict=True) if source in (HIT, ADMITTED)
@@ -110,11 +114,12 @@ class PointersReplay(Replay[list[Part]]):
 
     def _leave(self, part: Part) -> float:
         """Gives the CPU its share of a layer's missing experts, as the twin of ``post`` does; returns its seconds."""
+        assert self._shares is not None
         rows, used = dict(zip(part.keys, part.rows, strict=True)), self.offers.used
         sources = self._read_from()[part.keys]
         streamed = [key for key, source in zip(part.keys, sources, strict=True) if source == STREAMED]
         missing = len(streamed) + int((sources == ADMITTED).sum())
-        taken = sorted(streamed, key=lambda key: (rows[key], float(used[key]), key))[: self._shares[missing]]
+        taken = sorted(streamed, key=lambda key: (rows[key], float(used[key]), key))[: int(self._shares[missing])]
         self._sources[taken] = COMPUTED
         return sum(self._cpu[rows[key]] for key in taken)
 
