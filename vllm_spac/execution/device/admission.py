@@ -6,7 +6,7 @@ The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,18 @@ from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.admission_reports import AdmissionReports
 from vllm_spac.execution.device.slot_offers import Offering
 from vllm_spac.execution.exchange import Stream
-from vllm_spac.kernels.types import UNUSED, Division, Experts, Offers
+from vllm_spac.kernels.types import UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters
 
 _WORD = 8  # bytes
+
+
+class CpuTurn(NamedTuple):
+    """The CPU's share of a layer: ``pairs`` and ``shares`` as of ``Division``, and what launches the request."""
+
+    pairs: Tensor
+    shares: Tensor
+    ask: Callable[[], None]
 
 
 class Admission:
@@ -123,22 +131,13 @@ class Admission:
         self.reports.wait()
         return self.residency.slot_of
 
-    def enter(
-        self,
-        layer: int,
-        ids: Tensor,
-        weights: Tensor,
-        decided: Callable[[], None] | None = None,
-        division: Division | None = None,
-    ) -> None:
+    def enter(self, layer: int, ids: Tensor, weights: Tensor, cpu: CpuTurn | None = None) -> None:
         """Launches what precedes the kernel of a layer, ``ids`` and ``weights`` [T, k]; not called for staged layers.
 
-        Args:
-            decided: launches what follows the decision and need not wait for the copies.
-            division: if the CPU may compute some of the missed experts, which then get no slots.
+        ``cpu``: if the CPU may compute some of the missed experts, which then get no slots.
         """
         if not self._holds_all:
-            self._admit(layer, ids, weights, self.reports.sources, self._served, decided, division)
+            self._admit(layer, ids, weights, self.reports.sources, self._served, cpu)
 
     @property
     def decisions(self) -> dict[str, Tensor]:
@@ -207,15 +206,15 @@ class Admission:
         weights: Tensor,
         sources: Tensor,
         live: Tensor | None,
-        decided: Callable[[], None] | None = None,
-        division: Division | None = None,
+        cpu: CpuTurn | None = None,
     ) -> None:
         first = layer * self.shape.experts
         state = self._experts, self._offers, self.reports.decided, sources, self._copies
-        left = () if division is None else (division.pairs, division.shares)
-        self._kernels.admit(ids, weights, first, *state, live, *left)
-        if decided is not None:
-            decided()
+        if cpu is None:
+            self._kernels.admit(ids, weights, first, *state, live)
+        else:
+            self._kernels.admit(ids, weights, first, *state, live, cpu.pairs, cpu.shares)
+            cpu.ask()  # it need not wait for the copies
         self._kernels.fetch(self._copies, self._experts, self._words)
 
     def end(self, step: Step, *, staged: bool, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.execution.address_table import AddressTable, Kernels, grouped_gemm_over
-from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.device.admission import Admission, CpuTurn
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.row_shares import numbered_there
 
@@ -67,11 +67,11 @@ class LayerLaunches:
 
     def enter(self, layer: int, rows: LayerRows) -> None:
         """Launches what precedes a layer's kernel: missed experts get slots, or are asked of the CPU."""
-        post = division = None
+        turn = None
         if (cpu := self._share(rows)) is not None:
-            division = cpu.division
-            post = partial(cpu.post, layer, rows.x, rows.ids, rows.weights, rows.live, self._admission.decisions)
-        self._admission.enter(layer, rows.ids, rows.weights, post, division)
+            ask = partial(cpu.post, layer, rows.x, rows.ids, rows.weights, rows.live, self._admission.decisions)
+            turn = CpuTurn(cpu.division.pairs, cpu.division.shares, ask)
+        self._admission.enter(layer, rows.ids, rows.weights, turn)
 
     def compute(
         self,

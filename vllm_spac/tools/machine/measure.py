@@ -31,7 +31,6 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.cpu_kernels._thread import ExecutorThread, threads_of
 from vllm_spac.cpu_kernels.simd import Simd
-from vllm_spac.cpu_kernels.torch import Torch
 from vllm_spac.decisions.costs import (
     FORMAT,
     WIDTH,
@@ -113,7 +112,7 @@ def measure(
         points["GPU expert by rows"], fixed = _computes(size, device, _TRITON, seconds, tell)
         fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
     memory = None
-    if gpu and store != "disk":
+    if _shares_memory(store):
         each = host_memory(size, folder, device, io_threads, seconds, tell)
         points["host memory of an expert, link and CPU"] = {size.nbytes: each}
         memory = size.nbytes / each
@@ -167,8 +166,12 @@ def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) 
     """Returns how often ``measure`` calls ``tell``."""
     processors = 1 + torch.cuda.is_available()
     reads = len(_kinds(store)) * (1 + len(_in_flight(io_threads)))
-    shared = torch.cuda.is_available() and store != "disk"
-    return reads + 1 + shared + processors * (1 + len(ROWS)) + MEASUREMENTS
+    return reads + 1 + _shares_memory(store) + processors * (1 + len(ROWS)) + MEASUREMENTS
+
+
+def _shares_memory(store: str | None) -> bool:
+    """Whether loads and CPU experts read host memory at once, and there is a kernel for the latter."""
+    return torch.cuda.is_available() and store != "disk" and not missing()
 
 
 def _kinds(store: str | None) -> dict[str, type[ExpertStore]]:
@@ -287,8 +290,7 @@ def host_memory(
     tell("host: loads and CPU experts at once")
     count = io_threads + 1
     with _packed(HostStore, size, folder, count) as store:
-        kind = Torch if missing() else Simd
-        group = ExecutorThread(kind(store.shape, threads_of(device), "silu"))
+        group = ExecutorThread(Simd(store.shape, threads_of(device), "silu"))
         try:
             with loads(store, count, device, io_threads) as load:
                 return shared_seconds(store, group, torch.randn(1, size.hidden).bfloat16(), load, count, seconds)
