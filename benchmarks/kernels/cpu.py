@@ -169,7 +169,8 @@ def mailbox(requests: int) -> list[dict]:
     executor = Simd(MoEShape(("layer",), 2, 1, specs), 1, "silu")
     server, found, first = executor.serve(mail, [experts]), [], 1
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, others := cores - {executor.pool.cpus[0]} or cores)
+    assert executor.pool is not None
+    os.sched_setaffinity(0, others := cores - set(executor.pool.cpus) or cores)
     for busy in (False, True):
         done = threading.Event()
         spinning = threading.Thread(target=_spin, args=(done, others))

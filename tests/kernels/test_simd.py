@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import one_thread
 import pytest
 import torch
 from effort import examples
@@ -17,10 +21,12 @@ from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
 from vllm_spac.kernels.types import Quantised
 
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.cpu_kernels import _gemm, _library, simd
 from vllm_spac.cpu_kernels._gemm import CompiledGemm
-from vllm_spac.cpu_kernels._library import ACTIVATIONS, isas, missing
+from vllm_spac.cpu_kernels._library import ACTIVATIONS, isas, library, missing
 from vllm_spac.cpu_kernels.simd import Simd
 from vllm_spac.errors import SpacError
+from vllm_spac.system.processors import Processors
 
 if missing():
     pytest.skip(missing(), allow_module_level=True)
@@ -45,6 +51,15 @@ FORMATS = {
     "nvfp4": Format("e2m1", 16),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def many_processors() -> Iterator[None]:
+    """Threads on processors that are not there are somewhere else; so tests have as many as they ask for."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (simd, _gemm):
+            patch.setattr(module, "processors", lambda: Processors(frozenset(range(8))))
+        yield
 
 
 def packed(kind: Format, rows: int, columns: int, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -248,3 +263,75 @@ def test_NaN_in_a_scale_or_a_row_is_NaN_in_what_it_reaches() -> None:
         found = executor.run(x, weights, torch.tensor([[0], [2], [1]]), case.experts)
         assert found.isnan().any(1).tolist() == [False, True, True]
         executor.close()
+
+
+@pytest.fixture
+def large() -> tuple[Case, Simd]:
+    """Some hundred tiles a request."""
+    case = Case(None, 512, 1024, torch.bfloat16, "silu", biased=False)
+    executor = Simd(case.shape, 3, "silu")
+    yield case, executor
+    executor.close()
+
+
+def stopping(executor: Simd, case: Case, request: tuple[Tensor, ...], done: threading.Event) -> threading.Thread:
+    """Computes a request again and again meanwhile, so that the pool's threads have tiles."""
+
+    def run() -> None:
+        while not done.is_set():
+            executor.run(*request, case.experts)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["stopped", "ended"])
+def test_a_thread_that_does_not_finish_its_tile_is_replaced(large, ends, monkeypatch, caplog) -> None:
+    """By new threads, which compute the request again; when it goes on it harms nobody."""
+    case, executor = large
+    request = case.request(2)
+    expected = executor.run(*request, case.experts)
+    assert executor.pool is not None
+    executor.pool.close()
+    monkeypatch.setattr(_library, "PATIENCE", 0.5)
+    monkeypatch.setattr(executor, "pool", None)
+    executor.run(*request, case.experts)
+    compute = ctypes.cast(library().compute, ctypes.c_void_p).value
+    done = threading.Event()
+    thread = stopping(executor, case, request, done)
+    with one_thread.stopped_in(one_thread.named("spac-experts")[0], compute) as tracer:
+        if ends:
+            one_thread.end(tracer)
+        while "given up" not in caplog.text:
+            thread.join(0.01)
+            assert thread.is_alive(), "the request failed"
+        done.set()
+        thread.join()
+        assert torch.equal(executor.run(*request, case.experts), expected)
+        assert len(executor.pool.cpus) == 2
+    assert torch.equal(executor.run(*request, case.experts), expected), (
+        "the thread goes on, and writes where nobody reads"
+    )
+
+
+def test_processors_that_go_away_while_threads_compute(large) -> None:
+    """`taskset -ap 1`: all threads share one; results stay."""
+    case, executor = large
+    request, before = case.request(2), os.sched_getaffinity(0)
+    expected = executor.run(*request, case.experts)
+    done = threading.Event()
+    thread = stopping(executor, case, request, done)
+    pool = one_thread.named("spac-experts")
+    assert len(pool) == 2
+    try:
+        for allowed in ({min(before)}, before, {max(before)}):
+            for number in (*pool, thread.native_id):
+                os.sched_setaffinity(number, allowed)
+            for _ in range(20):
+                thread.join(0.001)
+            assert thread.is_alive() and one_thread.named("spac-experts") == pool
+    finally:
+        done.set()
+        thread.join()
+    assert torch.equal(executor.run(*request, case.experts), expected)

@@ -18,6 +18,7 @@ PARTS = {
     "refusals": "what does not fit is refused",
     "mailbox": "requests are answered, replaced ones are not",
     "stuck": "a thread that never ends costs its patience, once",
+    "paused": "a process that was stopped goes on",
     "kids": "a fork has no threads",
 }
 

@@ -6,11 +6,16 @@ logits of a random model are that near once in about 1e6 tokens, and these runs 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import queue
+import threading
 import time
 
 import engines
 import late_experts
+import one_thread
 import pytest
 import torch
 from compare import METHODS, TOY, compare
@@ -19,7 +24,8 @@ from looped_experts import LoopedServer
 
 import vllm_spac
 from vllm_spac.core import Rates
-from vllm_spac.cpu_kernels._library import missing
+from vllm_spac.cpu_kernels import _library
+from vllm_spac.cpu_kernels._library import library, missing
 from vllm_spac.decisions.guard.payback import LEAST
 from vllm_spac.execution import cpu_check
 from vllm_spac.execution.device import cpu_share
@@ -119,6 +125,59 @@ def test_compiled_kernels_that_answer_too_late_cost_no_token(exact, checkpoint, 
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
     assert_same_tokens(run, exact)
     assert run.stats["cpu_late"] > 10
+
+
+class Stopper(threading.Thread):
+    """Stops or ends a thread of the compiled kernels in the middle of a layer, once there is one."""
+
+    def __init__(self, name: str, ends: bool) -> None:
+        super().__init__()
+        self.thread, self.ends, self.found, self.over = name, ends, queue.SimpleQueue[object](), threading.Event()
+
+    def run(self) -> None:
+        while not (threads := one_thread.named(self.thread)) and not self.over.is_set():
+            time.sleep(0.001)
+        try:
+            compute = ctypes.cast(library().compute, ctypes.c_void_p).value
+            with one_thread.stopped_in(threads[0], compute) as tracer:
+                if self.ends:
+                    one_thread.end(tracer)
+                self.found.put(None)
+                self.over.wait()
+        except BaseException as error:
+            self.found.put(error)
+
+
+@pytest.mark.skipif(missing() != "", reason=missing())
+@pytest.mark.parametrize(
+    "name, ends",
+    [("spac-experts", False), ("spac-experts", True), ("spac-mailbox", False)],
+    ids=["one of the pool stops", "one of the pool ends", "the one that answers stops"],
+)
+def test_a_compiled_thread_that_stops_in_a_layer_costs_no_token(name, ends, exact, checkpoint, monkeypatch) -> None:
+    """The device computes what it does not; and all, once it has been given up."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("a pool of two threads needs two processors")
+    monkeypatch.setattr(assembly, "threads_of", lambda _: 2)
+    monkeypatch.setattr(_library, "PATIENCE", 0.2)
+    spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64, "cpu_kernel": "simd"}
+    stopper = Stopper(name, ends)
+    stopper.start()
+    try:
+        with engines.engine(checkpoint("qwen3_moe"), spac, **FLOAT32) as llm:
+            while stopper.found.empty():
+                engines.say(llm, max_tokens=4)
+            if (error := stopper.found.get()) is not None:
+                raise error
+            before = vllm_spac.stats(llm)["workers"][0]["cpu_late"]
+            tokens = engines.say(llm)
+            late = vllm_spac.stats(llm)["workers"][0]["cpu_late"]
+            stopper.over.set()
+    finally:
+        stopper.over.set()
+        stopper.join()
+    assert tokens == exact.tokens
+    assert late >= before and late > 0
 
 
 def test_moe_spac_as_the_paper_arranges_it() -> None:

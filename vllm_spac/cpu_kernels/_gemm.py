@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_spac.cpu_kernels._library import Pool, Table, Tables, isas, spec_of
 from vllm_spac.kernels.reference.route import routed
 from vllm_spac.kernels.types import Quantised
-from vllm_spac.system.machine import cpus, part
+from vllm_spac.system.processors import asked, described, places, processors
 
 
 class CompiledGemm:
@@ -20,13 +20,21 @@ class CompiledGemm:
 
     The sum over a row's experts is of float32, in the order of experts, and rounded once.
 
+    Args:
+        threads: None: as many as OpenMP is given, else one per core.
+
     Raises:
-        ConfigError: the kernels were not compiled.
+        ConfigError: the kernels were not compiled, or there are not so many processors.
     """
 
-    def __init__(self, threads: int) -> None:
-        allowed = sorted(part(cpus()))
-        self._pool = Pool([allowed[i % len(allowed)] for i in range(threads)], isas()[-1])
+    def __init__(self, threads: int | None = None) -> None:
+        self._facts = facts = processors()
+        self._pool = Pool(places(facts, asked(facts) if threads is None else threads), isas()[-1])
+
+    def describe(self) -> str:
+        """Returns a few words for the start-up line."""
+        count = len(self._pool.cpus)
+        return f"{self._pool.isa} in {count} thread{'s' * (count > 1)}, {described(self._facts, self._pool.cpus)}"
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import logging
 import math
 import threading
 import weakref
@@ -23,6 +24,8 @@ from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.types import Mail
 
+logger = logging.getLogger("vllm.spac")
+
 ISAS = ("plain", "avx2", "avx512", "avx512_bf16")  # as ``enum Isa`` has them, later ones are faster
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 PATIENCE = 5.0  # seconds after which a thread of the pool is given up that has not finished its tile
@@ -35,6 +38,8 @@ _REFUSALS = (
     "the processor lacks the instruction set", "its threads belong to another process, or are closed",
     f"one of its threads has not finished within {PATIENCE:g} s",
 )  # fmt: skip
+_STUCK = 7
+_given_up: list[Any] = []  # what threads that did not finish may read when they go on
 _SPEC = ("codes", "group", "rows", "zeros", "activations", "dtype", "activation", "hidden", "intermediate", "experts")
 _TENSORS = ("w13_weight", "w2_weight", "w13_scale", "w2_scale", "w13_bias", "w2_bias")
 
@@ -159,6 +164,9 @@ def _addresses(first: int, size: int, shape: Sequence[int], stride: Sequence[int
 class Pool:
     """Threads that compute requests; the thread that calls ``run`` is one of them. Several may call, one after another.
 
+    A thread that does not finish (a debugger has stopped it, or its processor is another's) is given up, and a request
+    computed again by new threads, one fewer: it costs time, and no engine.
+
     Args:
         cpus: one for each thread, -1: any; the first is the caller's, which is not pinned.
         isa: of ``isas()``.
@@ -166,17 +174,22 @@ class Pool:
 
     def __init__(self, cpus: Sequence[int], isa: str) -> None:
         self._library, self._lock = library(), threading.Lock()
-        self.cpus = tuple(cpus)
-        self.handle = self._library.spac_pool(len(cpus), (c_int32 * len(cpus))(*cpus), ISAS.index(isa), PATIENCE)
+        self.isa = isa
+        self._start(tuple(cpus))
+
+    def _start(self, cpus: tuple[int, ...]) -> None:
+        self.cpus = cpus
+        numbers = (c_int32 * len(cpus))(*cpus)
+        self.handle = self._library.spac_pool(len(cpus), numbers, ISAS.index(self.isa), PATIENCE)
         if not self.handle:
-            raise SpacError(f"spac: {len(cpus)} threads that compute CPU experts with {isa} could not be started")
+            raise SpacError(f"spac: {len(cpus)} threads that compute CPU experts with {self.isa} could not be started")
         self._ends = weakref.finalize(self, self._library.spac_close_pool, self.handle)
 
     def run(self, spec: Spec, tables: Tables, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Computes [rows, hidden] float32; arguments as of ``CpuExperts.run``, ids int32.
 
         Raises:
-            SpacError: the library refused the request, or a thread is stuck.
+            SpacError: the library refused the request.
         """
         assert x.is_contiguous() and weights.is_contiguous() and ids.is_contiguous()
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
@@ -187,8 +200,17 @@ class Pool:
             *ids.shape, out.data_ptr(),
         )  # fmt: skip
         with self._lock:
-            error = refused(self._library.spac_run(self.handle, byref(request)))
-        if error is not None:
+            while (refusal := self._library.spac_run(self.handle, byref(request))) == _STUCK:
+                _given_up.append((tables, x))
+                logger.warning(
+                    "spac: a thread that computes experts has not finished its part within %g s: it is given up, and "
+                    "new threads take the place of all, one fewer than %s",
+                    PATIENCE,
+                    len(self.cpus),
+                )
+                self._ends()
+                self._start(self.cpus[:-1])
+        if (error := refused(refusal)) is not None:
             raise error
         return out
 
@@ -231,6 +253,8 @@ class Server:
 
     def close(self) -> None:
         """Ends after the request that it computes."""
+        if self._handle and self._library.spac_refused(self._handle) == _STUCK:
+            _given_up.append(self._kept)
         self._handle = None
         self._ends()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -16,10 +15,8 @@ from torch._C import set_num_threads  # not torch's own name for it, which vLLM 
 from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.errors import SpacError
 from vllm_spac.recording.timeline_recorder import Kind, Timeline, now
-from vllm_spac.system.machine import part
+from vllm_spac.system.processors import asked, places, processors
 from vllm_spac.system.threads import finish
-
-_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # the environment variables of OpenMP
 
 
 class Computation:
@@ -154,15 +151,12 @@ def _recorded(
 
 
 def threads_of(device: torch.device) -> int:
-    """Returns the number of threads that compute experts.
+    """Returns the number of threads that compute experts, as ``processors.places`` has it.
 
-    If fast memory is RAM it is half of torch's threads, because the others copy meanwhile; else this process's share of
-    all cores except one for the forward thread.
+    If fast memory is RAM it is half of those that compute layers, because the others copy meanwhile.
+
+    Raises:
+        ConfigError: OMP_NUM_THREADS is more than this process has.
     """
-    threads = torch.get_num_threads() // 2 if device.type == "cpu" else len(part(os.sched_getaffinity(0))) - 1
-    return max(1, threads)
-
-
-def binding() -> str | None:
-    """Returns the environment variable by which OpenMP pins the teams of all threads to the same cores, or None."""
-    return next((name for name in _BINDINGS if os.environ.get(name)), None)
+    facts = processors()
+    return max(1, len(places(facts, asked(facts))) // 2) if device.type == "cpu" else len(places(facts, beside=True))

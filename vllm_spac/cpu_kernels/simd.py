@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -13,8 +14,7 @@ from vllm_spac.cpu_kernels._library import ACTIVATIONS, Layer, Pool, Server, Spe
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.errors import ConfigError
 from vllm_spac.kernels.types import Mail
-from vllm_spac.system import machine
-from vllm_spac.system.machine import part
+from vllm_spac.system.processors import described, nodes_of, places, processors
 
 
 class Simd(CpuExperts):
@@ -26,7 +26,7 @@ class Simd(CpuExperts):
 
     Args:
         isa: of ``isas()``; None: the fastest.
-        cpus: as of ``Pool``; None: this process's, the last ones first.
+        cpus: as of ``Pool``; None: as ``processors.places`` has it, beside other threads.
     """
 
     reads_packed: ClassVar[bool] = True
@@ -48,8 +48,21 @@ class Simd(CpuExperts):
                 "use --spac-cpu-experts off"
             )
         self.isa = isa or isas()[-1]
-        allowed = sorted(part(machine.cpus()))  # not the one that OpenMP may have bound this thread to
-        self.pool = Pool(cpus or [allowed[-1 - i % len(allowed)] for i in range(threads)], self.isa)
+        self._facts, self._placing = processors(), threading.Lock()
+        self.pool = None if cpus is None else Pool(cpus, self.isa)
+        if self.pool is None:
+            places(self._facts, threads, beside=True)  # raises
+
+    def prepare(self, experts: Mapping[str, Tensor]) -> None:
+        self._placed(experts)
+
+    def _placed(self, experts: Mapping[str, Tensor]) -> Pool:
+        """Returns the threads, on the nodes of the memory of the first layer's experts first."""
+        with self._placing:
+            if self.pool is None:
+                on = places(self._facts, self.threads, beside=True, memory=nodes_of(experts.values()))
+                self.pool = Pool(on, self.isa)
+            return self.pool
 
     def spec(self, experts: Mapping[str, Tensor], dtype: torch.dtype) -> Spec:
         """Describes the experts of a layer, whose rows are of ``dtype``, to the library."""
@@ -59,14 +72,17 @@ class Simd(CpuExperts):
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         spec = self.spec(experts, x.dtype)
-        layer = Layer(experts)  # kept until it is computed
-        return self.pool.run(spec, layer.structure, x.contiguous(), weights.contiguous(), ids.int().contiguous())
+        pool, layer = self._placed(experts), Layer(experts)  # kept until it is computed
+        return pool.run(spec, layer.structure, x.contiguous(), weights.contiguous(), ids.int().contiguous())
 
     def serve(self, mail: Mail, layers: Sequence[Mapping[str, Tensor]]) -> Server:
-        return Server(self.pool, mail, self.spec(layers[0], mail.x.dtype), [Layer(experts) for experts in layers])
+        spec, pool = self.spec(layers[0], mail.x.dtype), self._placed(layers[0])
+        return Server(pool, mail, spec, [Layer(experts) for experts in layers])
 
     def describe(self) -> str:
-        return f"simd ({self.isa})"
+        on = "" if self.pool is None else f", {described(self._facts, self.pool.cpus)}"
+        return f"simd ({self.isa}{on})"
 
     def close(self) -> None:
-        self.pool.close()
+        if self.pool is not None:
+            self.pool.close()

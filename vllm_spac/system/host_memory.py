@@ -36,33 +36,33 @@ def available_host_bytes() -> int:
     The machine's, within the limits of each control group of this process, of both versions: its own group may have no
     limit and be inside of one that has (a job of Slurm, a scope of systemd).
     """
-    rooms = (_room(group, names) for group, names in _groups())
+    rooms = (_room(group, _V2 if second else _V1) for group, second in control_groups("memory"))
     return max(0, min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)]))
 
 
-def _groups() -> Iterator[tuple[Path, _Names]]:
-    """Yields the folders of the process's memory groups, each from its own up to the root.
+def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yields the folders of the process's control groups that limit ``controller``, each from its own up to the root.
 
-    Where a container shows its own group as the root, the path that the process is said to be in does not exist there,
-    and the root alone counts.
+    The second value is whether its files are those of version 2. Where a container shows its own group as the root, the
+    path that the process is said to be in does not exist there, and the root alone counts.
     """
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # no control groups on this system
         lines = []
-    yield _CGROUP, _V2
+    yield _CGROUP, True
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root, names = (_CGROUP / "memory", _V1) if controllers else (_CGROUP, _V2)
+        root = _CGROUP / controller if controllers else _CGROUP
         group = root / path.strip("/")
         for folder in (group, *group.parents):
             if folder == root:
                 break
-            yield folder, names
+            yield folder, not controllers
         if controllers:
-            yield root, names
+            yield root, False
 
 
 def _room(group: Path, names: _Names) -> int | None:

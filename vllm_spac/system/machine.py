@@ -60,6 +60,11 @@ def share(index: int, count: int) -> None:
     _share = index, count
 
 
+def shares() -> tuple[int, int]:
+    """Returns the number of this process, and how many processes share the CPUs."""
+    return _share
+
+
 def part(found: set[int]) -> set[int]:
     """Returns the CPUs of ``found`` that are this process's share: neighbours; all if there are fewer than shares."""
     index, count = _share

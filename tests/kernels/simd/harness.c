@@ -5,6 +5,7 @@
 #include "pool.h"
 #include "layer.h"
 #include <math.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,10 +14,10 @@
 
 void computed(Work *work, int phase, int tile);  // layer.c's
 static _Atomic int hang, hung, slow;             // the next tile of a pool's thread never ends; it has begun; microseconds
-static _Thread_local int calls;                  // this thread waits for the others
+static _Thread_local int calls, quick;           // this thread waits for the others; it is not slow
 
 void compute(Work *work, int phase, int tile) {
-  if (atomic_load(&slow)) usleep((useconds_t)atomic_load(&slow));
+  if (atomic_load(&slow) && !quick) usleep((useconds_t)atomic_load(&slow));
   if (!calls && atomic_exchange(&hang, 0)) {
     atomic_store(&hung, 1);
     for (;;) pause();
@@ -279,12 +280,42 @@ static void stuck(void) {
   _exit(wrong ? 1 : 0);  // the thread has the memory
 }
 
+// A process that is stopped for longer than its threads have patience goes on: none of them is stuck.
+static void paused(void) {
+  const Spec s = {BF16, 0, 1, 0, -1, BF16, SILU, 64, 64, 4};
+  Layer layer = layer_of(&s, 0);
+  Pool *pool = spac_pool(3, CPUS, PLAIN, .5);
+  void *x = rows_of(&s, 1);
+  const int32_t ids[2] = {0, 3};
+  const float weights[2] = {1, 1};
+  float out[64] = {0};
+  const Request request = {&s, &layer, x, weights, ids, 1, 2, out};
+  const pid_t parent = getpid(), child = fork();
+  if (!child) {
+    usleep(300000);
+    kill(parent, SIGSTOP);
+    usleep(1500000);
+    kill(parent, SIGCONT);
+    _exit(0);
+  }
+  quick = 1;
+  atomic_store(&slow, 20000);
+  int ended = 0, refusal = DONE;
+  while (!ended && refusal == DONE) refusal = spac_run(pool, &request), ended = waitpid(child, NULL, WNOHANG);
+  CHECK(refusal == DONE && ended == child, "it went on: %d", refusal)
+  atomic_store(&slow, 0);
+  CHECK(spac_run(pool, &request) == DONE, "after it")
+  spac_close_pool(pool);
+  free(x), free_layer(&layer, 4);
+}
+
 int main(int count, char **arguments) {
   const char part = count > 1 ? arguments[1][0] : 'f';
   if (part == 'f') formats();
   if (part == 'r') refusals();
   if (part == 'm') mailbox();
   if (part == 's') stuck();
+  if (part == 'p') paused();
   if (part == 'k') {  // a fork has no threads, and is told
     Pool *pool = spac_pool(2, CPUS, PLAIN, 60);
     const Spec s = {BF16, 0, 1, 0, -1, BF16, SILU, 32, 16, 4};

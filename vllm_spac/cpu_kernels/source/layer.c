@@ -59,13 +59,13 @@ static void clear_pad(Kernel kernel, float *x, int columns) {  // its block may 
 }
 
 int prepare(Work *work, const Request *request, int isa, int threads) {
-  const Spec *spec = work->spec = request->spec;
-  const Layer *layer = work->layer = request->layer;
+  work->request = *request, work->spec = *request->spec, work->layer = *request->layer;
+  const Spec *spec = &work->spec;
+  const Layer *layer = &work->layer;
   const int rows = request->rows, top_k = request->top_k;
   if (!valid(spec) || rows < 0 || top_k < 1 || top_k > 1 << 16 || rows > 1 << 24) return NO_SPEC;
   if (!fits(spec, &layer->w13, &layer->s13, &layer->b13, 2 * spec->intermediate, spec->hidden, &work->w13)) return NO_MEMORY;
   if (!fits(spec, &layer->w2, &layer->s2, &layer->b2, spec->hidden, spec->intermediate, &work->w2)) return NO_MEMORY;
-  work->request = request;
   work->first = work->second = kernel_of(spec, isa);
   work->wide = stride_of(spec->hidden), work->narrow = stride_of(spec->intermediate);
   const size_t most = (size_t)rows * (size_t)top_k, experts = (size_t)spec->experts, r = (size_t)rows;
@@ -151,12 +151,12 @@ static void round_row(Kernel kernel, float *values, int columns, int group, int 
 }
 
 static void read_row(Work *work, int row) {
-  const Spec *spec = work->spec;
+  const Spec *spec = &work->spec;
   const size_t d = (size_t)spec->hidden, from = (size_t)row * d;
   float *x = work->x + (size_t)row * work->wide;
   const Kernel kernel = rounds(spec) ? NATURAL : work->first;
   clear_pad(kernel, x, spec->hidden);
-  for (int k = 0; k < spec->hidden; k++) put(kernel, x, k, element(spec->dtype, work->request->x, from + (size_t)k));
+  for (int k = 0; k < spec->hidden; k++) put(kernel, x, k, element(spec->dtype, work->request.x, from + (size_t)k));
   if (rounds(spec)) round_row(work->first, x, spec->hidden, spec->activations, 0);
 }
 
@@ -180,14 +180,14 @@ static Matrix matrix_of(const Matrix *form, const Table *codes, const Table *sca
 }
 
 static void up(Work *work, int tile) {
-  const Spec *spec = work->spec;
+  const Spec *spec = &work->spec;
   const int of_expert = (spec->intermediate + work->tile - 1) / work->tile, e = tile / of_expert, expert = work->of_expert[e];
   const int from = tile % of_expert * work->tile, to = from + work->tile < spec->intermediate ? from + work->tile : spec->intermediate, width = to - from;
   const int paired = spec->activation == SWIGLUOAI;  // gate and up are neighbours
   const int fused = fuses(spec);
   const Kernel into = rounds(spec) ? NATURAL : work->second;
-  const Matrix w = matrix_of(&work->w13, &work->layer->w13, &work->layer->s13, expert);
-  const void *bias = work->layer->b13.at ? (const void *)(uintptr_t)work->layer->b13.at[expert] : NULL;
+  const Matrix w = matrix_of(&work->w13, &work->layer.w13, &work->layer.s13, expert);
+  const void *bias = work->layer.b13.at ? (const void *)(uintptr_t)work->layer.b13.at[expert] : NULL;
   float y[AT_ONCE][2 * MOST_TILE], *gates[AT_ONCE], *ups[AT_ONCE];
   const float *x[AT_ONCE];
   for (int begin = work->begins[e]; begin < work->begins[e + 1]; begin += AT_ONCE) {
@@ -213,17 +213,17 @@ static void up(Work *work, int tile) {
 }
 
 static void down(Work *work, int tile) {
-  const Spec *spec = work->spec;
+  const Spec *spec = &work->spec;
   const size_t d = (size_t)spec->hidden;
   const int from = tile * work->tile, to = from + work->tile < spec->hidden ? from + work->tile : spec->hidden;
   float y[AT_ONCE][MOST_TILE], *out[AT_ONCE];
   const float *h[AT_ONCE];
-  for (int row = 0; row < work->request->rows; row++) memset(work->total + (size_t)row * d + from, 0, (size_t)(to - from) * sizeof(float));
+  for (int row = 0; row < work->request.rows; row++) memset(work->total + (size_t)row * d + from, 0, (size_t)(to - from) * sizeof(float));
   for (int i = 0; i < AT_ONCE; i++) out[i] = y[i];
   for (int e = 0; e < work->experts; e++) {
     const int expert = work->of_expert[e];
-    const Matrix w = matrix_of(&work->w2, &work->layer->w2, &work->layer->s2, expert);
-    const void *bias = work->layer->b2.at ? (const void *)(uintptr_t)work->layer->b2.at[expert] : NULL;
+    const Matrix w = matrix_of(&work->w2, &work->layer.w2, &work->layer.s2, expert);
+    const void *bias = work->layer.b2.at ? (const void *)(uintptr_t)work->layer.b2.at[expert] : NULL;
     for (int begin = work->begins[e]; begin < work->begins[e + 1]; begin += AT_ONCE) {
       const int m = work->begins[e + 1] - begin < AT_ONCE ? work->begins[e + 1] - begin : AT_ONCE;
       for (int i = 0; i < m; i++) h[i] = work->h + (size_t)(begin + i) * work->narrow;
@@ -237,7 +237,7 @@ static void down(Work *work, int tile) {
 }
 
 void compute(Work *work, int phase, int tile) {
-  const Spec *spec = work->spec;
+  const Spec *spec = &work->spec;
   if (phase == 0) read_row(work, tile);
   if (phase == 1) up(work, tile);
   if (phase == 2) round_row(work->second, work->h + (size_t)tile * work->narrow, spec->intermediate, spec->activations, fuses(spec));

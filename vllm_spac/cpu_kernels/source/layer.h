@@ -5,9 +5,9 @@
 enum { PHASES = 4 };
 
 typedef struct {
-  const Spec *spec;
-  const Layer *layer;
-  const Request *request;
+  Spec spec;  // copies: a thread that was given up may still read them
+  Layer layer;
+  Request request;
   Kernel first, second;
   Matrix w13, w2;  // without an expert's addresses
   int tile, tiles[PHASES];

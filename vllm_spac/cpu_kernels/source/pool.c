@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SPINS = 64, SPIN = 50000, LAYERS_SPIN = 300000, NAP = 4000, AWAKE = 500000000, REST = 1000000 };  // looks at once; nanoseconds
+enum { SPINS = 64, SPIN = 50000, LAYERS_SPIN = 300000, NAP = 4000, AWAKE = 500000000, REST = 1000000, LOOK = 10000000 };  // looks at once; nanoseconds
 
 struct Pool {
   int threads, isa;
@@ -93,6 +93,7 @@ static void *work_on(void *argument) {
   Pool *pool = start.pool;
   free(argument);
   pin(start.cpu);
+  prctl(PR_SET_NAME, "spac-experts", 0, 0, 0);
   for (;;) {
     const uint32_t ticket = atomic_load(&pool->tickets);  // before what is looked at: what comes later changes it
     if (atomic_load(&pool->closing)) return NULL;
@@ -127,12 +128,18 @@ Pool *spac_pool(int threads, const int32_t *cpus, int isa, double patience) {
   return NULL;
 }
 
+// Waits for tiles that others compute. What passes while this thread does not run either is nobody's fault: a process that
+// was stopped goes on.
 static int finish(Pool *pool, int tiles) {
-  const int64_t begin = now();
+  int64_t last = now(), waited = 0;
   for (int spins = 0; atomic_load_explicit(&pool->finished, memory_order_acquire) < tiles; spins++) {
     if (spins < 16 * SPINS) breathe();
     else sched_yield();
-    if (spins % SPINS == SPINS - 1 && now() - begin > pool->patience) return 0;
+    if (spins % SPINS != SPINS - 1) continue;
+    const int64_t time = now();
+    waited += time - last < LOOK ? time - last : LOOK;
+    last = time;
+    if (waited > pool->patience) return 0;
   }
   return 1;
 }
@@ -234,6 +241,7 @@ static void *serve(void *argument) {
   int64_t last = 0, active = now();
   uint32_t wakes = 0;
   pin(box->cpu);
+  prctl(PR_SET_NAME, "spac-mailbox", 0, 0, 0);
   prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);  // else a nap of 4 microseconds takes 55
   while (!atomic_load_explicit(&box->closing, memory_order_acquire)) {
     const int64_t number = asked(box);
@@ -290,5 +298,6 @@ void spac_close_mailbox(Mailbox *box) {
   atomic_store(&box->closing, 1);
   spac_wake(box);
   pthread_join(box->handle, NULL);
+  if (atomic_load(&box->refused) == STUCK) return;  // the thread may still read its rows
   free(box->layers), free(box->ids), free(box->weights), free(box->x), free(box->results), free(box);
 }

@@ -37,16 +37,20 @@ class TableExecution(SlotExecution):
         super().__init__(context)
         self._device = context.device
         self.launches = kernels_for(self._device)
-        self._twin = self._device.type == "cpu" and bool(missing())
-        if self._device.type == "cpu" and not self._twin:
-            self.launches = self.launches._replace(grouped_gemm=CompiledGemm(torch.get_num_threads()))
+        on_cpu = self._device.type == "cpu"
+        self._twin = on_cpu and bool(missing())
+        self._compiled_gemm = CompiledGemm() if on_cpu and not self._twin else None
+        if self._compiled_gemm is not None:
+            self.launches = self.launches._replace(grouped_gemm=self._compiled_gemm)
         places = [[slot.data_ptr() for slot in tensor] for tensor in context.tensors.values()]
         self._places = torch.tensor(places, device=self._device)  # int64 [names, slots]
         self._kernels: dict[tuple[int, str], TableKernel] = {}
         self._compiled: set[str] = set()  # activations
 
     def describe(self) -> str:
-        return "" if self.shape.packed is None else f"weights {self.shape.packed.describe()}"
+        weights = None if self.shape.packed is None else f"weights {self.shape.packed.describe()}"
+        kernel = None if self._compiled_gemm is None else self._compiled_gemm.describe()
+        return ", ".join(filter(None, (weights, kernel)))
 
     def caveat(self) -> str | None:
         if not self._twin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,7 +19,7 @@ from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO
 from vllm_spac.core import MoEShape, Rates
-from vllm_spac.cpu_kernels._thread import ExecutorThread, binding, threads_of
+from vllm_spac.cpu_kernels._thread import ExecutorThread, threads_of
 from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs, ExpertSize
@@ -43,6 +44,7 @@ from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
 from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.processors import binding
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -296,7 +298,7 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             f"kernels ({execution.shape.packed.describe()}); use simd"
         )
     layers = [execution.store.layer(number) for number in range(len(execution.shape.layers))]
-    if kernel is not None and (name := binding()) is not None:
+    if kernel is not None and (name := binding(os.environ)) is not None:
         logger.warning(
             "spac: %s binds the threads that compute CPU experts to the cores of those that stream the others; "
             "set VLLM_CPU_OMP_THREADS_BIND=nobind",
