@@ -15,6 +15,7 @@ SOURCE = Path(vllm_spac.__file__).parent / "cpu_kernels" / "source"
 HARNESS = Path(__file__).parent / "simd" / "harness.c"
 PARTS = {
     "formats": "every instruction set and number of threads gives what plain C does",
+    "each product": "a product of any instruction set is plain C's but for the order of sums",
     "refusals": "what does not fit is refused",
     "mailbox": "requests are answered, replaced ones are not",
     "stuck": "a thread that never ends costs its patience, once",

@@ -26,7 +26,7 @@ from vllm_spac.kernels.types import Mail
 
 logger = logging.getLogger("vllm.spac")
 
-ISAS = ("plain", "avx2", "avx512", "avx512_bf16")  # as ``enum Isa`` has them, later ones are faster
+ISAS = ("plain", "avx2", "avx512", "avx512_bf16", "neon")  # as ``enum Isa`` has them, later ones are faster
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 PATIENCE = 5.0  # seconds after which a thread of the pool is given up that has not finished its tile
 

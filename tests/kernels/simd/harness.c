@@ -75,6 +75,9 @@ static Layer layer_of(const Spec *s, int biases) {
     if (s->codes > BF16) scales[i] = table(s->experts, scale_bytes(s, (int)rows[i], (int)columns[i]), s->codes == E2M1 ? 'c' : s->codes == INT4 ? 'b' : 'f');
     if (biases) bias[i] = table(s->experts, rows[i] * (s->dtype == F32 ? 4 : 2), s->dtype == F32 ? 'f' : 'b');
   }
+  for (int e = 0; s->zeros && e < s->experts; e++)  // points that are exact in bfloat16
+    for (int i = 0; i < 2; i++)
+      for (size_t w = 0; w < scales[i].bytes / 4; w++) ((uint16_t *)(uintptr_t)scales[i].at[e])[2 * w + 1] = (uint16_t)(draw() % (draw() % 2 ? 17 : 250));
   for (int e = 0; s->codes == E2M1 && e < s->experts; e++)  // exponents that keep sums small
     for (int i = 0; i < 2; i++)
       for (size_t b = 0; b < scales[i].bytes; b++) ((uint8_t *)(uintptr_t)scales[i].at[e])[b] = s->group == 32 ? 118 + draw() % 8 : 0x30 + draw() % 8;
@@ -99,15 +102,16 @@ static void *rows_of(const Spec *s, int rows) {
   return x;
 }
 
-// Every instruction set and number of threads gives what plain C in one thread does.
-static void formats(void) {
-  static const Spec SPECS[] = {
+static const Spec SPECS[] = {
       {F32, 0, 1, 0, -1, F32, SILU, 40, 24, 5},     {BF16, 0, 1, 0, -1, BF16, SWIGLUOAI, 72, 56, 5},  {INT8, 0, 1, 0, -1, BF16, GELU, 66, 34, 5},
       {INT8, 64, 1, 0, -1, BF16, SILU, 144, 80, 5}, {E4M3, 0, 1, 0, -1, BF16, SILU, 100, 44, 5},      {E4M3, 128, 128, 0, 128, BF16, SILU, 200, 150, 5},
       {E4M3, 0, 1, 0, 0, BF16, GELU_TANH, 90, 30, 5}, {INT4, 128, 1, 0, -1, BF16, SILU, 272, 144, 5}, {INT4, 32, 1, 1, -1, BF16, SILU, 160, 96, 5},
       {INT4, 128, 1, 1, -1, BF16, SILU, 272, 144, 5},
-      {INT4, 0, 1, 0, -1, BF16, SILU, 130, 62, 5},  {INT4, 48, 1, 0, -1, BF16, SILU, 96, 96, 5},      {E2M1, 32, 1, 0, -1, BF16, SWIGLUOAI, 160, 96, 5},
+      {INT4, 16, 1, 0, -1, BF16, SILU, 160, 96, 5}, {INT4, 16, 1, 1, -1, BF16, SILU, 160, 96, 5}, {INT4, 0, 1, 0, -1, BF16, SILU, 130, 62, 5},  {INT4, 48, 1, 0, -1, BF16, SILU, 96, 96, 5},      {E2M1, 32, 1, 0, -1, BF16, SWIGLUOAI, 160, 96, 5},
       {E2M1, 16, 1, 0, -1, BF16, SILU, 208, 48, 5}};
+
+// Every instruction set and number of threads gives what plain C in one thread does.
+static void formats(void) {
   for (size_t f = 0; f < sizeof SPECS / sizeof *SPECS; f++) {
     const Spec *s = &SPECS[f];
     Layer layer = layer_of(s, f % 2);
@@ -143,6 +147,42 @@ static void formats(void) {
       free(x), free(ids), free(weights), free(want), free(got);
     }
     free_layer(&layer, s->experts);
+  }
+}
+
+// Each product of a matrix is plain C's but for the order of sums: closer than what rounds of whole experts let see.
+static void products(void) {
+  for (size_t f = 0; f < sizeof SPECS / sizeof *SPECS; f++) {
+    const Spec *s = &SPECS[f];
+    Layer layer = layer_of(s, 0);
+    const int32_t ids[4] = {0, 0, 0, 0}, outputs = 2 * s->intermediate;
+    const float weights[4] = {1, 1, 1, 1};
+    void *x = rows_of(s, 4);
+    if (s->codes == E2M1 && s->group == 32) ((uint8_t *)(uintptr_t)layer.s13.at[0])[4 * 3 + 1] = 255;  // NaN in row 3
+    const Request request = {s, &layer, x, weights, ids, 4, 1, NULL};
+    float *want = NULL, most = 0;
+    for (int isa = PLAIN; isa < ISAS; isa++) {
+      if (!spac_isa(isa)) continue;
+      Work work = {.bytes = 0};
+      CHECK(prepare(&work, &request, isa, 1) == DONE, "format %zu", f)
+      float *y = calloc(4 * (size_t)outputs, 4), *py[4];
+      const float *px[4];
+      Matrix w = work.w13;
+      w.codes = (const uint8_t *)(uintptr_t)layer.w13.at[0];
+      w.scales = s->codes > BF16 ? (const void *)(uintptr_t)layer.s13.at[0] : NULL;
+      for (int row = 0; row < 4; row++) computed(&work, 0, row), px[row] = work.x + (size_t)row * work.wide, py[row] = y + row * outputs;
+      for (int m = 1; m <= 4; m++) work.first.product(&w, 0, outputs, px + 4 - m, m, py + 4 - m);
+      for (int i = 0; !want && i < 4 * outputs; i++) most = isnan(y[i]) ? most : fmaxf(most, fabsf(y[i]));
+      for (int i = 0; want && i < 4 * outputs; i++)
+        if (isnan(want[i]) != isnan(y[i]) || fabsf(y[i] - want[i]) > 1e-4f * most) {
+          CHECK(0, "format %zu isa %d: %g, not %g, at %d", f, isa, (double)y[i], (double)want[i], i)
+          break;
+        }
+      if (want) free(y);
+      else want = y;
+      free(work.memory);
+    }
+    free(want), free(x), free_layer(&layer, s->experts);
   }
 }
 
@@ -309,13 +349,44 @@ static void paused(void) {
   free(x), free_layer(&layer, 4);
 }
 
+static void *read_bytes(size_t bytes) {
+  void *memory = malloc(bytes + 1);
+  if (fread(memory, 1, bytes, stdin) != bytes) exit(2);
+  return memory;
+}
+
+// Computes a request of standard input, and writes its output: what a Python of another processor compares.
+static void twin(void) {
+  int32_t *head = read_bytes(4 * 4), isa = head[0], threads = head[1], rows = head[2], top_k = head[3];
+  const Spec *s = read_bytes(sizeof *s);
+  const uint64_t *bytes = read_bytes(6 * sizeof *bytes);
+  Table tables[6];
+  for (int t = 0; t < 6; t++) {
+    tables[t] = (Table){bytes[t] ? malloc((size_t)s->experts * 8) : NULL, bytes[t]};
+    for (int e = 0; bytes[t] && e < s->experts; e++) ((uint64_t *)(uintptr_t)tables[t].at)[e] = (uint64_t)(uintptr_t)read_bytes(bytes[t]);
+  }
+  const Layer layer = {tables[0], tables[1], tables[2], tables[3], tables[4], tables[5]};
+  const size_t pairs = (size_t)rows * (size_t)top_k, values = (size_t)rows * (size_t)s->hidden;
+  const void *x = read_bytes(values * (s->dtype == F32 ? 4 : 2));
+  const float *weights = read_bytes(pairs * 4);
+  const int32_t *ids = read_bytes(pairs * 4);
+  float *out = malloc(values * 4 + 1);
+  Pool *pool = spac_pool(threads, CPUS, isa, 60);
+  const int refusal = pool ? spac_run(pool, &(Request){s, &layer, x, weights, ids, rows, top_k, out}) : NO_ISA;
+  CHECK(refusal == DONE, "%d", refusal)
+  if (!wrong) fwrite(out, 4, values, stdout);
+  spac_close_pool(pool);
+}
+
 int main(int count, char **arguments) {
   const char part = count > 1 ? arguments[1][0] : 'f';
   if (part == 'f') formats();
+  if (part == 'e') products();
   if (part == 'r') refusals();
   if (part == 'm') mailbox();
   if (part == 's') stuck();
   if (part == 'p') paused();
+  if (part == 't') twin();
   if (part == 'k') {  // a fork has no threads, and is told
     Pool *pool = spac_pool(2, CPUS, PLAIN, 60);
     const Spec s = {BF16, 0, 1, 0, -1, BF16, SILU, 32, 16, 4};

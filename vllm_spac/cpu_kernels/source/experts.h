@@ -6,7 +6,7 @@
 
 enum Codes { F32, F16, BF16, INT8, E4M3, INT4, E2M1, CODES };
 enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, ACTIVATIONS };
-enum Isa { PLAIN, AVX2, AVX512, AVX512_BF16, ISAS };
+enum Isa { PLAIN, AVX2, AVX512, AVX512_BF16, NEON, ISAS };
 enum Refusal {
   DONE,
   NO_SPEC,      // a number of the specification is out of range

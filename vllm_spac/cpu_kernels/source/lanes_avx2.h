@@ -2,6 +2,7 @@
 #define FN __attribute__((target("avx2,fma,f16c")))
 #define ON(name) name##_avx2
 #define L 8
+#define CHAINS 2
 #define VF __m256
 #define VI __m256i
 #define zero_ _mm256_setzero_ps

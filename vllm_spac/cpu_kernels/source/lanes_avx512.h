@@ -2,6 +2,7 @@
 #define FN __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 #define ON(name) name##_avx512
 #define L 16
+#define CHAINS 2
 #define VF __m512
 #define VI __m512i
 #define zero_ _mm512_setzero_ps

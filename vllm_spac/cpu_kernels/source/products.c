@@ -47,6 +47,10 @@ float round_to_e4m3(float value) { return rounded(value, 20, 0x1p-6f, 0x1.8p14f)
 #include "products_bf16.h"
 #include "lanes_avx2.h"
 #include "products.h"
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include <arm_neon.h>
+#include "lanes_neon.h"
+#include "products.h"
 #endif
 
 // -- one weight after the other ---------------------------------------------------------------------------------
@@ -107,6 +111,8 @@ int has_isa(int isa) {
   const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (isa == AVX512) return avx512;
   if (isa == AVX512_BF16) return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+  if (isa == NEON) return 1;
 #endif
   return isa == PLAIN;
 }
@@ -117,6 +123,8 @@ Kernel kernel_of(const Spec *spec, int isa) {
   if (isa == AVX512_BF16) kernel = kernel_bf16(spec);
   if (isa == AVX512) kernel = kernel_avx512(spec);
   if (isa == AVX2) kernel = kernel_avx2(spec);
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+  if (isa == NEON) kernel = kernel_neon(spec);
 #endif
   return kernel.product ? kernel : (Kernel){plain, 0, 1, 0};
 }

@@ -2,31 +2,34 @@
 // vectors are named before: VF of L floats. A row of weights is read once, from its begin to its end, which is what
 // memory is fastest with; M rows of x share what is decoded of it.
 
-#define SUMS(M) ((M) > 2 ? 1 : 2)  // of each row of x: a chain of additions waits for each of them
+#define SUMS(M) ((M) > 2 ? 1 : CHAINS)  // of each row of x: a chain of additions waits for each of them
 #define BLOCK4 (8 * L)             // columns whose 4-bit codes are one vector of words
 #define DEPTH(codes) ((codes) == BF16 || (codes) == E4M3 ? 2 : 1)  // vectors that one load is decoded to
 #define EACH(i, n) for (int i = 0; i < (n); i++)  // n is known once a body is inlined: -O3 unrolls it
 
-FN INLINE void ON(clear)(const int M, VF (*a)[2]) {
-  EACH(m, M) a[m][0] = a[m][1] = zero_();
+FN INLINE void ON(clear)(const int M, VF (*a)[CHAINS]) {
+  EACH(m, M) EACH(s, SUMS(M)) a[m][s] = zero_();
 }
 
-FN INLINE void ON(add_scaled)(const int M, VF (*total)[2], VF (*a)[2], VF scale) {
+FN INLINE void ON(add_scaled)(const int M, VF (*total)[CHAINS], VF (*a)[CHAINS], VF scale) {
   EACH(m, M) EACH(s, SUMS(M)) total[m][s] = fma_(a[m][s], scale, total[m][s]);
 }
 
-FN INLINE void ON(store)(const int M, VF (*total)[2], float *const *y, int n) {
-  EACH(m, M) y[m][n] = sum_(SUMS(M) > 1 ? add_(total[m][0], total[m][1]) : total[m][0]);
+FN INLINE void ON(store)(const int M, VF (*total)[CHAINS], float *const *y, int n) {
+  EACH(m, M) {
+    for (int s = 1; s < SUMS(M); s++) total[m][0] = add_(total[m][0], total[m][s]);
+    y[m][n] = sum_(total[m][0]);
+  }
 }
 
-FN INLINE void ON(step)(const int codes, const int M, const uint8_t *w, const float *const *x, size_t k, VF (*a)[2]) {
+FN INLINE void ON(step)(const int codes, const int M, const uint8_t *w, const float *const *x, size_t k, VF (*a)[CHAINS], int from) {
   VF v[2];
   if (codes == F32) v[0] = load_((const float *)w);
   if (codes == F16) v[0] = ON(halves)(w);
   if (codes == INT8) v[0] = ON(bytes)(w);
   if (codes == BF16) ON(brains)(w, v);
   if (codes == E4M3) ON(eights)(w, v);
-  EACH(d, DEPTH(codes)) EACH(m, M) a[m][d % SUMS(M)] = fma_(v[d], load_(x[m] + k + d * L), a[m][d % SUMS(M)]);
+  EACH(d, DEPTH(codes)) EACH(m, M) a[m][(from + d) % SUMS(M)] = fma_(v[d], load_(x[m] + k + d * L), a[m][(from + d) % SUMS(M)]);
 }
 
 // Weights of 8 bits or more; a scale is of a row, or of whole steps.
@@ -36,21 +39,21 @@ FN INLINE void ON(wide)(const int codes, const int M, const Matrix *w, int n0, i
   const float *scales = w->scales, unit = codes == E4M3 ? 256.f : 1.f;
   for (int n = n0; n < n1; n++) {
     const uint8_t *row = w->codes + (size_t)n * columns * size;
-    VF total[4][2], a[4][2];
+    VF total[4][CHAINS], a[4][CHAINS];
     ON(clear)(M, total);
     for (size_t from = 0, g = 0; from < columns; from += group, g++) {
       const size_t to = from + group < columns ? from + group : columns;
       size_t k = from;
       ON(clear)(M, a);
       for (; k + 2 * width <= to; k += 2 * width) {
-        ON(step)(codes, M, row + k * size, x, k, a);
-        ON(step)(codes, M, row + (k + width) * size, x, k + width, a);
+        ON(step)(codes, M, row + k * size, x, k, a, 0);
+        ON(step)(codes, M, row + (k + width) * size, x, k + width, a, DEPTH(codes));
       }
-      for (; k + width <= to; k += width) ON(step)(codes, M, row + k * size, x, k, a);
+      for (; k + width <= to; k += width) ON(step)(codes, M, row + k * size, x, k, a, 0);
       if (k < to) {  // only at the end of a row, where x is padded with zeros
         uint8_t rest[4 * 2 * L] = {0};
         memcpy(rest, row + k * size, (to - k) * size);
-        ON(step)(codes, M, rest, x, k, a);
+        ON(step)(codes, M, rest, x, k, a, 0);
       }
       ON(add_scaled)(M, total, a, all_(scales ? unit * scales[g * (size_t)w->across + (size_t)(n / w->spec->rows)] : 1.f));
     }
@@ -58,7 +61,7 @@ FN INLINE void ON(wide)(const int codes, const int M, const Matrix *w, int n0, i
   }
 }
 
-FN INLINE void ON(block)(const int M, const int less, const uint8_t *w, ON(Lut) t, VF zeros, const float *const *x, VF (*a)[2]) {
+FN INLINE void ON(block)(const int M, const int less, const uint8_t *w, ON(Lut) t, VF zeros, const float *const *x, VF (*a)[CHAINS]) {
   VI u = words_(w);
   keep_(u);  // else the compiler loads it again for every shift
   EACH(j, 8) {
@@ -99,7 +102,7 @@ FN INLINE void ON(narrow)(const int how, const int M, const Matrix *w, int n0, i
   const ON(Lut) table = ON(lut)(how == ON(MX) || how == ON(NV) ? FLOATS : INTEGERS), centred = ON(scaled)(table, 8, 1);
   for (int n = n0; n < n1; n++) {
     const uint8_t *row = w->codes + (size_t)n * (size_t)(columns / 2);
-    VF total[4][2], a[4][2], zeros = zero_();
+    VF total[4][CHAINS], a[4][CHAINS], zeros = zero_();
     ON(Lut) t = how == ON(LANES) ? centred : table;
     ON(clear)(M, total);
     uint8_t rest[4 * L] = {0};
@@ -148,6 +151,7 @@ static Kernel ON(kernel)(const Spec *spec) {
 #undef FN
 #undef ON
 #undef L
+#undef CHAINS
 #undef VF
 #undef VI
 #undef zero_
