@@ -204,7 +204,7 @@ def test_a_thread_that_does_not_finish_its_tile_is_replaced(large, ends, monkeyp
     compute = ctypes.cast(library().compute, ctypes.c_void_p).value
     done = threading.Event()
     thread = stopping(executor, case, request, done)
-    with one_thread.stopped_in(one_thread.named("spac-experts")[0], compute) as tracer:
+    with one_thread.stopped_in(one_thread.named("spac-experts", 2)[0], compute) as tracer:
         if ends:
             one_thread.end(tracer)
         while "given up" not in caplog.text:
@@ -226,8 +226,7 @@ def test_processors_that_go_away_while_threads_compute(large) -> None:
     expected = executor.run(*request, case.experts)
     done = threading.Event()
     thread = stopping(executor, case, request, done)
-    pool = one_thread.named("spac-experts")
-    assert len(pool) == 2
+    pool = one_thread.named("spac-experts", 2)
     try:
         for allowed in ({min(before)}, before, {max(before)}):
             for number in (*pool, thread.native_id):
