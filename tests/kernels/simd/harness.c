@@ -10,14 +10,24 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 void computed(Work *work, int phase, int tile);  // layer.c's
 static _Atomic int hang, hung, slow;             // the next tile of a pool's thread never ends; it has begun; microseconds
-static _Thread_local int calls, quick;           // this thread waits for the others; it is not slow
+static _Atomic int busy;                         // as slow, in a thread's own time
+static _Thread_local int calls, quick;           // this thread waits for the others; it is a hundred times as fast
+
+static void work_for(int microseconds) {
+  struct timespec begin, now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
+  do clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  while ((now.tv_sec - begin.tv_sec) * 1000000 + (now.tv_nsec - begin.tv_nsec) / 1000 < microseconds);
+}
 
 void compute(Work *work, int phase, int tile) {
-  if (atomic_load(&slow) && !quick) usleep((useconds_t)atomic_load(&slow));
+  if (atomic_load(&slow)) usleep((useconds_t)atomic_load(&slow));
+  if (atomic_load(&busy)) work_for(atomic_load(&busy) / (quick ? 100 : 1));
   if (!calls && atomic_exchange(&hang, 0)) {
     atomic_store(&hung, 1);
     for (;;) pause();
@@ -324,7 +334,7 @@ static void stuck(void) {
 static void paused(void) {
   const Spec s = {BF16, 0, 1, 0, -1, BF16, SILU, 64, 64, 4};
   Layer layer = layer_of(&s, 0);
-  Pool *pool = spac_pool(3, CPUS, PLAIN, .5);
+  Pool *pool = spac_pool(3, CPUS, PLAIN, 1);
   void *x = rows_of(&s, 1);
   const int32_t ids[2] = {0, 3};
   const float weights[2] = {1, 1};
@@ -332,18 +342,20 @@ static void paused(void) {
   const Request request = {&s, &layer, x, weights, ids, 1, 2, out};
   const pid_t parent = getpid(), child = fork();
   if (!child) {
-    usleep(300000);
-    kill(parent, SIGSTOP);
-    usleep(1500000);
-    kill(parent, SIGCONT);
+    for (int i = 0; i < 3; i++) {
+      usleep(200000);
+      kill(parent, SIGSTOP);
+      usleep(1300000);
+      kill(parent, SIGCONT);
+    }
     _exit(0);
   }
   quick = 1;
-  atomic_store(&slow, 20000);
+  atomic_store(&busy, 20000);
   int ended = 0, refusal = DONE;
   while (!ended && refusal == DONE) refusal = spac_run(pool, &request), ended = waitpid(child, NULL, WNOHANG);
   CHECK(refusal == DONE && ended == child, "it went on: %d", refusal)
-  atomic_store(&slow, 0);
+  atomic_store(&busy, 0);
   CHECK(spac_run(pool, &request) == DONE, "after it")
   spac_close_pool(pool);
   free(x), free_layer(&layer, 4);

@@ -133,9 +133,11 @@ Pool *spac_pool(int threads, const int32_t *cpus, int isa, double patience) {
 static int finish(Pool *pool, int tiles) {
   int64_t last = now(), waited = 0;
   for (int spins = 0; atomic_load_explicit(&pool->finished, memory_order_acquire) < tiles; spins++) {
-    if (spins < 16 * SPINS) breathe();
-    else sched_yield();
-    if (spins % SPINS != SPINS - 1) continue;
+    if (spins < 16 * SPINS) {
+      breathe();
+      continue;
+    }
+    sched_yield();
     const int64_t time = now();
     waited += time - last < LOOK ? time - last : LOOK;
     last = time;
