@@ -30,6 +30,7 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError, StoreError, UnsupportedError
 from vllm_spac.integration import preflight
+from vllm_spac.integration.hooks import patches
 from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint import headers
 
@@ -552,11 +553,16 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 @pytest.mark.parametrize(
     ("amx", "spac", "named"),
     [
-        (False, {}, r"\(fp8\), for which stock vLLM has no kernel on a CPU without AMX; use an unquantised .* triton"),
-        (False, {"plane": "pointers", "store": "host"}, "no kernel on a CPU without AMX"),
-        (True, {}, None),
+        (False, {}, None),
+        (False, {"plane": "pointers", "store": "host"}, None),
+        (
+            False,
+            {"plane": "slots"},
+            r"\(fp8\), for which stock vLLM has no kernel on a CPU without AMX; use --spac-plane",
+        ),
+        (True, {"plane": "slots"}, None),
     ],
-    ids=["without AMX", "pointers without AMX", "with AMX"],
+    ids=["without AMX", "pointers without AMX", "slots without AMX", "slots with AMX"],
 )
 def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
     """Before anything is loaded, and with what works here."""
@@ -568,6 +574,10 @@ def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
         engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": FP8}), spac)
     spared = FP8 | {"modules_to_not_convert": ["experts"]}
     engine_config(write_config(tmp_path / "spared", QWEN | {"quantization_config": spared}), spac)
+    if not amx:  # and no layer can be built for our kernels
+        monkeypatch.setenv(patches.WITHOUT, patches.SUPPORTED)
+        with pytest.raises(ValueError, match="no kernel on a CPU without AMX"):
+            engine_config(tmp_path / "model", spac)
 
 
 @pytest.mark.parametrize(
@@ -579,9 +589,9 @@ def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
             r"FP8 experts by blocks of \[64, 64\] \(fp8\): vLLM has no kernel for",
         ),
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, {}, "FP8 experts without scales by block"),
-        (GPTQ | {"bits": 8}, {}, "experts of 8 bits .* use one in FP8 by blocks of 128 x 128, INT8 by channel, INT4"),
+        (GPTQ | {"bits": 8}, {}, "experts of 8 bits .*vLLM has no kernel for a CPU; use --spac-plane table"),
         (GPTQ, {"quantization": "moe_wna16"}, "--quantization moe_wna16 selects kernels of a GPU; drop it on a CPU"),
-        (NVFP4, {}, "quantised experts .*vLLM has no kernel for a CPU"),
+        (NVFP4, {}, "quantised experts .*vLLM has no kernel for a CPU; use --spac-plane table"),
     ],
     ids=["FP8 by other blocks", "FP8 by tensors", "GPTQ of 8 bits", "GPTQ for a GPU", "NVFP4"],
 )
@@ -591,7 +601,11 @@ def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, qu
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: True)
     with pytest.raises(ValueError, match=named):
-        engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), {}, **options)
+        engine_config(
+            write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}),
+            {"plane": "slots"},
+            **options,
+        )
 
 
 def guarded(v2, executor, asynchronous, ranks):

@@ -1,7 +1,8 @@
 """Random checkpoints whose experts are quantised, and engines that run them in vLLM's kernels for a CPU.
 
 vLLM selects these kernels on a CPU with AMX only. They also run on one with AVX-512 and its bf16 and integer products,
-where ``allow`` makes vLLM select them: for stock vLLM and for the plugin, so that both are compared here, too.
+where ``allow`` makes vLLM select them: for stock vLLM and for the plugin, so that both are compared here, too. Our own
+kernels read the same checkpoints on any CPU, without ``allow``.
 
 `quantised.py JSON` prints the runs of several engines, one after the other in one process.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 KERNELS = ("CPUExpertsFp8", "CPUExpertsInt8", "CPUExpertsInt4", "CPUExpertsMxfp4")
 NEEDED = {"avx512f", "avx512_bf16", "avx512_vnni"}  # or AMX
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 16, 4
-BLOCK, MX = 128, 32
+BLOCK, MX, NV = 128, 32, 16
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which column the nibbles of a word hold
 
@@ -46,6 +47,15 @@ def allow() -> None:
     for name in KERNELS:
         getattr(cpu_moe, name)._supports_current_device = staticmethod(lambda: True)
     linear.CPUFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+
+
+def allow_float32() -> None:
+    """Makes vLLM serve quantised checkpoints in float32, too, where rounding decides no token."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    for name in ("fp8", "compressed-tensors", "auto_gptq", "auto_awq", "gpt_oss_mxfp4"):
+        found = get_quantization_config(name)
+        found.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32, torch.float16, torch.bfloat16])
 
 
 # --- schemes ----------------------------------------------------------------------------------------------------------
@@ -82,6 +92,11 @@ def fp8_blocks(weight: Tensor, scale_name: str) -> dict[str, Tensor]:
     return {"weight": codes.to(torch.float8_e4m3fn), scale_name: scale}
 
 
+def fp8_channels(weight: Tensor) -> dict[str, Tensor]:
+    scale = (weight.float().abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-8)
+    return {"weight": (weight.float() / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
 def int8_channels(weight: Tensor) -> dict[str, Tensor]:
     scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
     return {"weight": (weight.float() / scale).round().to(torch.int8), "weight_scale": scale.to(torch.bfloat16)}
@@ -112,6 +127,21 @@ def awq(weight: Tensor, size: int) -> dict[str, Tensor]:
     return {"qweight": pack(codes.T), "scales": scale.T.to(torch.float16).contiguous(), "qzeros": pack(zero.T)}
 
 
+def nvfp4(weight: Tensor) -> dict[str, Tensor]:
+    """With another scale for each tensor, of which the checkpoint has the reciprocal."""
+    values, groups = torch.tensor(E2M1), weight.float().unflatten(1, (-1, NV))
+    of_tensor = 448 * 6 / groups.abs().max()
+    scale = (groups.abs().amax(-1) / 6 * of_tensor).to(torch.float8_e4m3fn)
+    scaled = groups / (scale.float() / of_tensor).clamp(min=1e-30)[..., None]
+    codes = ((scaled.abs()[..., None] - values).abs().argmin(-1) | ((scaled < 0).long() << 3)).flatten(1)
+    return {
+        "weight_packed": (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8),
+        "weight_scale": scale,
+        "weight_global_scale": of_tensor[None],
+        "input_global_scale": torch.tensor([1.0]),
+    }
+
+
 def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [..., K / 32, 16] and exponents uint8 [..., K / 32] of ``weight`` [..., K]."""
     values = torch.tensor(E2M1)
@@ -138,6 +168,7 @@ def compressed(layout: str, weights: dict[str, Any], rows: dict[str, Any] | None
 UNQUANTISED = ["self_attn", "mlp.gate", "lm_head"]  # as AWQ names parts of modules; FP8 names each
 _MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate")
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NV, "symmetric": True}
 _INT = {"type": "int", "symmetric": True, "dynamic": False}
 
 
@@ -213,6 +244,25 @@ SCHEMES = {
     ),
 }
 
+# Those that vLLM has no kernel for on any CPU.
+ONLY_OURS = {
+    "fp8 by channel": Scheme(
+        "qwen3_moe",
+        compressed(
+            "float-quantized",
+            _FP8 | {"strategy": "channel", "dynamic": False},
+            _FP8 | {"strategy": "token", "dynamic": True},
+        ),
+        fp8_channels,
+    ),
+    "int4 by 32": Scheme("qwen3_moe", _int4_entry(32), partial(int4_groups, size=32)),
+    "nvfp4": Scheme(
+        "qwen3_moe",
+        compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4 | {"dynamic": "local"}),
+        nvfp4,
+    ),
+}
+
 _WHOLE_FP8 = SCHEMES["fp8"].entry | {
     "modules_to_not_convert": ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(3))]
 }
@@ -230,8 +280,22 @@ WHOLE = {
 }
 
 
+def meant(scheme: Scheme, weight: Tensor, parts: dict[str, Tensor]) -> Tensor:
+    """The weight [N, K] that ``parts``, which were made of ``weight``, mean: float32."""
+    if "qweight" in parts:
+        size, zeros = scheme.entry["group_size"], scheme.entry["quant_method"] == "awq"
+        codes, scale, zero = grouped(weight, size, zeros)
+        return ((codes.unflatten(1, (-1, size)) - zero[..., None]) * scale[..., None]).flatten(1)
+    if "weight_global_scale" in parts:
+        packed, table = parts["weight_packed"], torch.tensor(E2M1 + [-value for value in E2M1])
+        values = table[torch.stack([packed & 15, packed >> 4], -1).flatten(1).long()]
+        scale = parts["weight_scale"].float() * (1 / parts["weight_global_scale"])
+        return (values.unflatten(1, (-1, NV)) * scale[..., None]).flatten(1)
+    return read_back(parts)
+
+
 def read_back(parts: dict[str, Tensor]) -> Tensor:
-    """The weight [N, K] that ``parts`` of FP8, INT8 or compressed-tensors' INT4 mean, rounded to bfloat16 once."""
+    """The weight [N, K] that ``parts`` of FP8, INT8 or compressed-tensors' INT4 mean: float32."""
     (scale,) = (part.float() for name, part in parts.items() if "scale" in name)
     if "weight_packed" in parts:
         shifts = 4 * torch.arange(8)
@@ -241,24 +305,24 @@ def read_back(parts: dict[str, Tensor]) -> Tensor:
     rows, columns = codes.shape
     for dim, size in ((0, rows), (1, columns)):
         scale = scale.repeat_interleave(-(-size // scale.shape[dim]), dim).narrow(dim, 0, size)
-    return (codes * scale).to(torch.bfloat16)
+    return codes * scale
 
 
 def read_back_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
-    """What codes [..., K / 32, 16] and exponents [..., K / 32] mean: [..., K] in bfloat16, which has all of them."""
+    """What codes [..., K / 32, 16] and exponents [..., K / 32] mean: [..., K], which bfloat16 has all of."""
     table = torch.tensor(E2M1 + [-value for value in E2M1])
     values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
-    return (values * torch.exp2(exponents.float() - 127)[..., None]).flatten(-2).to(torch.bfloat16)
+    return (values * torch.exp2(exponents.float() - 127)[..., None]).flatten(-2)
 
 
-def write(scheme: str, folder: Path, dequantised: bool = False) -> Path:
+def write(scheme: str, folder: Path, dequantised: torch.dtype | None = None) -> Path:
     """Writes the checkpoint of ``scheme`` into ``folder``, which it returns.
 
-    ``dequantised``: with the weights that its codes mean, in bfloat16.
+    ``dequantised``: with the weights that its codes mean, rounded to this dtype once.
     """
     import zoo
 
-    made_of = (SCHEMES | WHOLE)[scheme]
+    made_of = (SCHEMES | ONLY_OURS | WHOLE)[scheme]
     projection = made_of.projection
     torch.manual_seed(0)
     model = zoo.FAMILIES[made_of.family](hidden_size=HIDDEN, **_SIZES[made_of.family]).to(torch.bfloat16)
@@ -272,13 +336,13 @@ def write(scheme: str, folder: Path, dequantised: bool = False) -> Path:
         if projection is None:  # GPT-OSS has inputs first
             codes = mxfp4(tensor.transpose(1, 2))
             if dequantised:
-                made[name] = read_back_mxfp4(*codes).transpose(1, 2).contiguous()
+                made[name] = read_back_mxfp4(*codes).transpose(1, 2).contiguous().to(dequantised)
             else:
                 made[f"{name}_blocks"], made[f"{name}_scales"] = codes
             continue
         parts = projection(tensor)
         if dequantised:
-            made[name] = read_back(parts)
+            made[name] = meant(made_of, tensor, parts).to(dequantised)
         else:
             stem = name.removesuffix("weight")
             made |= {f"{stem}{last}": part.contiguous() for last, part in parts.items()}
@@ -309,31 +373,42 @@ _SIZES: dict[str, dict[str, Any]] = {
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def runs(model: Path, configurations: list[dict | None], **options: Any) -> list[Any]:
-    """What engines say in a process of their own, one after the other; None is stock vLLM."""
+def runs(model: Path, configurations: list[dict | None], allowed: bool = True, **options: Any) -> list[Any]:
+    """What engines say in a process of their own, one after the other; None is stock vLLM.
+
+    Not ``allowed``: vLLM selects its kernels as on this CPU, and serves quantised checkpoints in float32.
+    """
     import engines
     import forked
 
-    asked = json.dumps({"model": str(model), "configurations": configurations, "options": options})
+    asked = json.dumps({"model": str(model), "configurations": configurations, "options": options, "allowed": allowed})
     return [engines.Run(**each) for each in forked.answer(forked.run([__file__, asked]))]
 
 
-def logprobs(model: Path, configurations: list[dict | None]) -> list[list[list]]:
+def logprobs(model: Path, configurations: list[dict | None], allowed: bool = True, **options: Any) -> list[list[list]]:
     """As ``runs``: the log-probabilities of each prompt's tokens and of the five best at each answer's places."""
     import forked
 
-    asked = json.dumps({"model": str(model), "configurations": configurations, "logprobs": True})
+    asked = json.dumps(
+        {
+            "model": str(model),
+            "configurations": configurations,
+            "options": options,
+            "allowed": allowed,
+            "logprobs": True,
+        }
+    )
     return forked.answer(forked.run([__file__, asked]))
 
 
-def _logprobs(model: str, spac: dict | None) -> list[list]:
+def _logprobs(model: str, spac: dict | None, options: dict[str, Any]) -> list[list]:
     import engines
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=5, prompt_logprobs=0
     )
-    with engines.engine(model, spac) as llm:
+    with engines.engine(model, spac, **options) as llm:
         requests = [{"prompt_token_ids": prompt} for prompt in engines.PROMPTS]
         outputs = llm.generate(requests, sampling, use_tqdm=False)
     places = [[*(output.prompt_logprobs or [])[1:], *output.outputs[0].logprobs] for output in outputs]
@@ -343,9 +418,9 @@ def _logprobs(model: str, spac: dict | None) -> list[list]:
 def main(asked: dict[str, Any]) -> list:
     import engines
 
-    allow()
+    (allow if asked["allowed"] else allow_float32)()
     if asked.get("logprobs"):
-        return [_logprobs(asked["model"], spac) for spac in asked["configurations"]]
+        return [_logprobs(asked["model"], spac, asked["options"]) for spac in asked["configurations"]]
     return [asdict(engines.run(asked["model"], spac, **asked["options"])) for spac in asked["configurations"]]
 
 

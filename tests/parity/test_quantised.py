@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import quantised
+import torch
 from exactness import assert_same_tokens
 
 from vllm_spac.cpu_kernels._library import missing
@@ -119,7 +120,7 @@ def test_pointers_compute_what_dequantised_weights_do(scheme: str, folder, tmp_p
     Against stock vLLM, the latter are tested in float32 (``test_pointers.py``), which vLLM has no quantised experts in.
     """
     spac = {"slots": "50%", "plane": "pointers", "store": "host"}
-    plain = quantised.write(scheme, tmp_path / "plain", dequantised=True)
+    plain = quantised.write(scheme, tmp_path / "plain", torch.bfloat16)
     (packed,), (meant,) = (quantised.runs(model, [spac]) for model in (folder(scheme), plain))
     assert len({tuple(tokens) for tokens in meant.tokens}) > 4, "this model says the same to everything"
     assert packed.tokens == meant.tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -263,10 +263,17 @@ def show_model(console: Console, named: NamedModel) -> None:
         lines = [f"[green]supported[/]: {plain}"]
     else:
         lines = [f"[green]supported[/] on a GPU: {' '.join((plain, *quantisation.flags(quantised)))}"]
-        lines += [
-            f"not on a CPU: {shown(not_on_cpu)}" if not_on_cpu else f"[green]supported[/] on a CPU with AMX: {plain}"
-        ]
+        lines.append(_on_cpu(checkpoint, quantised, plain))
     say(console, "\n".join(lines))
+
+
+def _on_cpu(checkpoint: Checkpoint, quantised: Mapping, command: str) -> str:
+    """On which CPUs a quantised checkpoint is served; ``command``: with which."""
+    beside = {amx: quantisation.refusal_beside(quantised, checkpoint.fp8_beside, amx) for amx in (True, False)}
+    ours, stock = (quantisation.refusal(quantised, kernels) for kernels in (FormatKernels.OURS, FormatKernels.CPU))
+    if beside[True] or (ours and stock):
+        return f"not on a CPU: {shown(beside[True] or ours)}"
+    return f"[green]supported[/] on a CPU{' with AMX' if beside[False] or ours else ''}: {command}"
 
 
 def _sizes_table(name: str, checkpoint: Checkpoint, on_cpu: Checkpoint) -> Table:

@@ -1,4 +1,4 @@
-"""What an engine on a GPU gets where its user named nothing: the plane, and vLLM's options for it.
+"""What an engine gets where its user named nothing: the plane, and on a GPU vLLM's options for it.
 
 With ``plane=slots`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that
 took 13 ms per token of a model of 6 layers, of which the bytes take 4; with ``plane=pointers`` it took 3.7, and 5.6
@@ -7,6 +7,8 @@ Then formats that vLLM's kernel does not read from slots get ``plane=table``, ou
 
 vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
+
+On a CPU vLLM's own kernel runs the experts, exactly, in slots. Where it has none for them, ours does: ``plane=table``.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac import components
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED_ON_A_GPU
+from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
-from vllm_spac.integration.hooks import device
+from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage.checkpoint import quant_config, quantisation
+from vllm_spac.storage.checkpoint.headers import LAYERS, first_number
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     One line of the log says what was set, and why.
     """
     if device.is_cpu():
-        return config
+        return _on_a_cpu(engine_args, config)
     model = engine_args.create_model_config()
     entry = quant_config.of(model.hf_config.to_dict())
     facts = device.query()
@@ -51,13 +54,33 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     if config.plane == AUTO and not config.has_workers:
         plane, why = _plane(engine_args, config, model, entry, facts)
         choices.append(f"plane={plane}: {why}")
-        spac = {**engine_args.additional_config["spac"], "plane": plane}
-        engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
-        config = SpacConfig.parse(spac)
+        config = _with_plane(engine_args, plane)
     choices += _set_kernels(engine_args, config, model, entry, facts)
     if choices:
         logger.info("%s", printable(f"spac: {'; '.join(choices)}"))
     return config
+
+
+def _on_a_cpu(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
+    if config.plane != AUTO or config.has_workers or patches.is_off(patches.SUPPORTED):
+        return config
+    facts = engine_args.create_model_config().hf_config.to_dict()
+    entry = quant_config.of(facts)
+    if entry is None or quant_config.spares_experts(entry, first_number(facts, LAYERS)):
+        return config
+    amx = device.runs_quantised_experts()
+    stock = amx and quantisation.refusal(entry, FormatKernels.CPU) is None
+    if stock or quantisation.refusal(entry, FormatKernels.OURS) is not None:
+        return config
+    name, where = quant_config.method(entry), "a CPU" if amx else "a CPU without AMX"
+    logger.info("spac: plane=table, %s: stock vLLM has no kernel for these experts (%s) on %s", ROUNDED, name, where)
+    return _with_plane(engine_args, "table")
+
+
+def _with_plane(engine_args: EngineArgs, plane: str) -> SpacConfig:
+    spac = {**engine_args.additional_config["spac"], "plane": plane}
+    engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
+    return SpacConfig.parse(spac)
 
 
 def _set_kernels(

@@ -63,9 +63,10 @@ def _checked(create_engine_config: Callable):
         for loses, targets in patches.switched_off().items():
             logger.warning("spac: %s switches off %s: %s", patches.WITHOUT, ", ".join(targets), loses)
         patches.require_names("frontend")
-        config = gpu_defaults.apply(self, tuned_start.apply(self, config))
         preflight.check_model(self.model)
         preflight.check_drafter(self.speculative_config)
+        with preflight.naming_model(self.model):
+            config = gpu_defaults.apply(self, tuned_start.apply(self, config))
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         if config.parsed_slots.share != 1:

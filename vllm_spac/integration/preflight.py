@@ -26,7 +26,7 @@ from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, brief, drop, printable, use
 from vllm_spac.integration import compatibility
-from vllm_spac.integration.hooks import device, ranks
+from vllm_spac.integration.hooks import device, patches, ranks
 from vllm_spac.integration.hooks.device import WORKER_EXTENSION
 from vllm_spac.integration.loading import expert_workers, fast_memory, head_experts
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
@@ -261,11 +261,13 @@ def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
         else quantisation.FormatKernels.GPU
     )
     layers = first_number(model.hf_config.to_dict(), LAYERS)
-    if on_cpu and not quant_config.spares_experts(checkpoint, layers) and not device.runs_quantised_experts():
-        # The twins of our kernels would run anywhere, but vLLM builds no layer that it has no kernel for.
+    built = ours and not patches.is_off(patches.SUPPORTED)
+    if on_cpu and not (built or quant_config.spares_experts(checkpoint, layers) or device.runs_quantised_experts()):
         raise UnsupportedError(f"spac: {model.model} has {quantisation.refusal_without_amx(checkpoint)}")
     capability = None if (facts := device.query()) is None else facts.capability
     if (reason := quantisation.refusal(checkpoint, kernels, capability)) is not None:
+        raise UnsupportedError(f"spac: {model.model} has {reason}")
+    if on_cpu and (reason := _beside(model.model, checkpoint)) is not None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")
     loader = quantisation.loader(checkpoint)
     if kernels is quantisation.FormatKernels.GPU and loader not in (None, model.quantization):
@@ -275,6 +277,15 @@ def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
         )
     if kernels is quantisation.FormatKernels.CPU and loader is not None and model.quantization == loader:
         raise UnsupportedError(f"spac: --quantization {loader} selects kernels of a GPU; drop it on a CPU")
+
+
+def _beside(model: str, quantised: Mapping) -> str | None:
+    """Returns why vLLM cannot run the layers beside the experts on this CPU, as far as headers tell."""
+    try:
+        beside = read_checkpoint(find_folder(model)).fp8_beside
+    except (SpacError, OSError):  # not downloaded, or not safetensors: vLLM says so when it builds the first of them
+        return None
+    return quantisation.refusal_beside(quantised, beside, device.runs_quantised_experts())
 
 
 def _offloads(vllm_config: VllmConfig) -> bool:

@@ -67,6 +67,7 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
+SUPPORTED = f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
 _AUTOREGRESSIVE = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
@@ -87,6 +88,7 @@ _NO_CUTS_V2 = "with V2, all drafts of a step run their experts, whatever these c
 _NO_STATES_V2 = "with V2, predictors that look at the drafter are refused, and drafters run where no drafts are planned"
 _STATES_V2 = "hidden states that a drafter returns"
 _NO_ROUTING = "prefetch=shadow is refused, and the experts of an MTP head stay in fast memory"
+_ONLY_VLLMS_ON_A_CPU = "on a CPU, quantised experts are refused where vLLM has no kernel for them"
 _NO_TREES_V1, _NO_TREES_V2 = (f"with {runner}, draft trees are refused" for runner in ("V1", "V2"))
 
 PATCHES = (
@@ -432,6 +434,16 @@ PATCHES = (
         "cpu",
         until="a KV cache on the CPU that is allocated without being written to",
         loses="on a CPU, all of the KV cache is resident from the start",
+    ),
+    Patch(
+        SUPPORTED,
+        "a layer of quantised experts that our kernels compute is built, whether vLLM has a kernel for it or not",
+        "cpu",
+        ("cls", "moe_config", "weight_key", "activation_key", "activation_format"),
+        first=True,
+        until="a way for a plugin to provide a kernel for a CPU",
+        does=_REPLACES,
+        loses=_ONLY_VLLMS_ON_A_CPU,
     ),
     Patch(f"{WORKER}.shutdown", "traces are finished, threads stopped", "worker", until="a shutdown hook for plugins"),
     *(

@@ -15,6 +15,7 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.hooks.model_host import current
 from vllm_spac.integration.layers import quant_schemes
+from vllm_spac.integration.layers.built_for_ours import built_for_ours
 from vllm_spac.integration.layers.kernel_conversion import KernelConversion
 from vllm_spac.integration.layers.packed_experts import WeightPacking, appear_unquantised, blank
 from vllm_spac.kernels.formats import Format
@@ -72,7 +73,7 @@ class StagedExperts(_Layer):
     """
 
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):
+        with torch.device("cpu"), built_for_ours(current()):
             super().__init__(layer_name, *args, **kwargs)
         self.spac = current()
         is_quantised = quant_schemes.is_quantised(self)

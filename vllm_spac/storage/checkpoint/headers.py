@@ -56,6 +56,7 @@ class Checkpoint:
     draft_layer_bytes: dict[int, int] = field(default_factory=dict)  # those of experts among them, by layer
     dtypes: frozenset[str] = field(default_factory=frozenset)  # element types of the experts
     quantisation: Mapping | None = None
+    fp8_beside: str = ""  # the first tensor in e4m3 that is no expert's; empty: none
 
     @property
     def expert_bytes(self) -> list[int]:
@@ -182,7 +183,7 @@ def count(
     layers = first_number(config, LAYERS) or math.inf
     layer_bytes: Counter[int] = Counter()
     draft_layer_bytes: Counter[int] = Counter()
-    dtypes, draft, other, named = set(), 0, 0, set()
+    dtypes, draft, other, named, fp8_beside = set(), 0, 0, set(), ""
     coded: dict[str, dict] = {}
     quantised = quant_config.of(config)
     for name, entry in tensors:
@@ -201,6 +202,7 @@ def count(
             named.add(match["expert"])
         else:
             other += size
+            fp8_beside = fp8_beside or (name if entry["dtype"] == "F8_E4M3" else "")
     if not layer_bytes:
         raise UnsupportedError(f"{folder} speaks of {experts} experts, but none of its tensors is one")
     if None not in named and len(named) != experts:
@@ -217,6 +219,7 @@ def count(
         draft_layer_bytes=dict(sorted(draft_layer_bytes.items())),
         dtypes=frozenset(dtypes),
         quantisation=quantised,
+        fp8_beside=fp8_beside,
     )
 
 

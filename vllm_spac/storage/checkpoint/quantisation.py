@@ -29,7 +29,7 @@ class FormatKernels(Enum):
     Attributes:
         GPU: vLLM's Triton kernels, from slots.
         CPU: vLLM's kernels for a CPU, from slots.
-        OURS: our kernels, over pointers.
+        OURS: our kernels, in the checkpoint's layout: on a GPU, and on any CPU.
     """
 
     GPU = "gpu"
@@ -41,6 +41,7 @@ _REMEDY = (
     "use one in FP8 (scales by block or channel), in INT4 by group (compressed-tensors, AWQ, GPTQ with sym and without "
     "desc_act), with --spac-plane pointers also in MXFP4 (GPT-OSS), NVFP4 or INT8 by channel, or an unquantised one"
 )
+_TABLE = "use --spac-plane table, whose kernel is ours"
 _PER_TENSOR = (
     "FP8 experts with one scale per tensor, whose activations share a scale with other rows or experts: their result "
     "depends on what is computed with them"
@@ -66,10 +67,10 @@ def refusal(
         capability: of the GPU; None: not known, and every kernel is taken to run on it.
     """
     name = method(quantisation)
-    if kernels is FormatKernels.CPU:
-        reason = cpu_layouts.refusal(quantisation)
-        return None if reason is None else f"{reason} ({name}): vLLM has no kernel for a CPU; {cpu_layouts.REMEDY}"
     in_slots, repacked = (reasons.get(name, _unknown)(quantisation) for reasons in (_REASONS, _PACKED))
+    if kernels is FormatKernels.CPU:
+        reason, instead = cpu_layouts.refusal(quantisation), cpu_layouts.REMEDY if repacked else _TABLE
+        return None if reason is None else f"{reason} ({name}): vLLM has no kernel for a CPU; {instead}"
     if in_slots is None and capability is not None and capability < _FP8_FROM and _is_fp8(quantisation):
         in_slots = "FP8 experts, which vLLM's Triton kernel computes from sm_{}{} on".format(*_FP8_FROM)
     reason = repacked if kernels is FormatKernels.OURS else in_slots
@@ -81,12 +82,33 @@ def refusal(
 
 
 def refusal_without_amx(quantisation: Mapping) -> str:
-    """Returns why a CPU without AMX cannot run these experts, and what can."""
-    served = refusal(quantisation) is None
-    instead = f", or serve it on a GPU with {' '.join(flags(quantisation))}" if served else ""
+    """Returns why vLLM's kernels cannot run these experts on a CPU without AMX, and what can."""
+    ours = refusal(quantisation, FormatKernels.OURS) is None
+    instead = _TABLE if ours else "use an unquantised checkpoint here"
+    what = f"quantised experts ({method(quantisation)})"
+    return f"{what}, for which stock vLLM has no kernel on a CPU without AMX; {instead}"
+
+
+def refusal_beside(quantisation: Mapping, beside: str, amx: bool) -> str | None:
+    """Returns why vLLM cannot run the other layers of a checkpoint on a CPU, and what can; None if it can.
+
+    Layers in INT4, INT8, and FP8 by channel run on any.
+
+    Args:
+        beside: the first of their tensors that is in e4m3, as ``Checkpoint.fp8_beside``.
+        amx: whether the CPU has AMX.
+    """
+    found = groups(quantisation)
+    blocks = bool(quantisation.get("weight_block_size")) or any(
+        group_is_fp8(group) and mapping(group.get("weights")).get("strategy") == "block" for group in found
+    )
+    nvfp4 = is_nvfp4(quantisation)
+    if not beside or not (nvfp4 or (blocks and not amx)):
+        return None
+    kind, where = ("NVFP4", "a CPU") if nvfp4 else ("FP8 by block", "a CPU without AMX")
     return (
-        f"quantised experts ({method(quantisation)}), for which stock vLLM has no kernel on a CPU without AMX; use an "
-        f"unquantised checkpoint here{instead}"
+        f"layers in {kind} beside its experts ({beside}), for which vLLM has no kernel on {where}; use a checkpoint "
+        "that quantises its experts alone, or one in INT4 or INT8"
     )
 
 
