@@ -43,6 +43,7 @@ EVERYDAY = (
     "parity/test_exactness.py",
     "parity/test_families.py",
     "parity/test_modes.py",
+    "parity/test_packed_on_a_cpu.py",
     "parity/test_pointers.py",
     "parity/test_table.py",
 )

@@ -118,7 +118,7 @@ class WeightPacking:
             return cls(_METHODS[name](method))
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"spac: plane=pointers cannot read {error} of {layer.layer_name}; {_INSTEAD}"
+                f"spac: our kernels cannot read {error} of {layer.layer_name}; {_INSTEAD}"
             ) from error
 
     def __call__(self, raw: Mapping[str, Tensor]) -> dict[str, Tensor]:
