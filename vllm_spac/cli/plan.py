@@ -163,7 +163,8 @@ def _summary(found: ServingPlan) -> Iterator[str]:
 
 def _memory(found: ServingPlan) -> Table:
     model = found.model
-    title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {shown(found.machine.name)}: memory, calculated"
+    machine = "this machine" if found.machine.name == _HERE else shown(found.machine.name)
+    title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {machine}: memory, calculated"
     table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD)
     for side in ("left", "right", "left"):
         table.add_column(justify=cast(JustifyMethod, side))

@@ -107,7 +107,8 @@ class PlannedMachine:
         """Returns the host's seconds in a step that pass while a GPU computes the step before (async scheduling).
 
         A step takes as long as the slower of the two. There are none where layers wait for the host's decisions, nor
-        where the CPU computes experts: on an H100 steps took longer by as much (``gpu_h100.json``, run 11).
+        where the CPU computes experts: on an H100 steps took longer by as much (``gpu_h100.json``, run 11), with
+        experts computed by a thread in Python. Compiled kernels, which need no interpreter, were not timed there.
         """
         if not self.gpu or cpu or self._host_decides(store, model):
             return 0.0
