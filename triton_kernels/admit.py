@@ -8,8 +8,8 @@ misses reads no offer. Else, with c_e the pairs of expert e::
                                   owner is used neither in this layer nor in one before it in this step
     wants       m_0 < m_1 < ...   e with c_e > 0 and no slot, to which one is worth at least what o_0 is to its owner
     admitted    m_i takes o_i     if there is an o_i, and it is worth at most as much to its owner as to m_i
-                if the CPU computes ``shares[misses]`` of these, no more want one than are left to the device: the
-                first by (rows, worth, number) do not
+                if the CPU computes ``shares[misses]`` experts of a layer, as many want none, whether they do in the
+                end or not: the first by (rows, worth, number)
     next offer                    after the last o_i that some m_i considered; after all that were seen if they ran out
 
 From now on, a slot's old owner is read from host memory and the new one from the slot. The new owner's bytes must be in
@@ -57,6 +57,15 @@ def _admit_kernel(
         return
     tl.debug_barrier()  # offers of this layer's experts read the counts
 
+    worth = tl.load(used + key, mask=mine, other=0.0)
+    rows = tl.where(missed, uses, 0)
+    if shares is not None:
+        share = tl.where(tl.load(pairs) > 0, tl.load(shares + tl.sum(missed.to(tl.int32), 0)), 0)
+        for _ in range(share):
+            best = rows == tl.min(tl.where(rows > 0, rows, 2147483647), 0)
+            least = tl.min(tl.where(best, worth, float("inf")), 0)
+            rows = tl.where(lane == tl.min(tl.where(best & (worth == least), lane, BINS), 0), 0, rows)
+
     begin, end = tl.load(state), tl.load(state + 1)
     offer = begin + lane
     known = offer < end
@@ -69,19 +78,7 @@ def _admit_kernel(
     number = tl.cumsum(opened.to(tl.int32), 0) - 1
     lowest = tl.min(tl.where(opened, limit, float("inf")), 0)
 
-    worth = tl.load(used + key, mask=mine, other=0.0)
-    wants = missed & (worth >= lowest)
-    if shares is not None:
-        missing = tl.sum(missed.to(tl.int32), 0)
-        share = tl.where(tl.load(pairs) > 0, tl.load(shares + missing), 0)
-        wanting = wants.to(tl.int32)
-        for _ in range(tl.sum(wanting, 0) + share - missing):
-            fewest = tl.min(tl.where(wanting == 1, uses, 2147483647), 0)
-            best = (wanting == 1) & (uses == fewest)
-            least = tl.min(tl.where(best, worth, float("inf")), 0)
-            pick = tl.min(tl.where(best & (worth == least), lane, BINS), 0)
-            wanting = tl.where(lane == pick, 0, wanting)
-        wants = wanting == 1
+    wants = (rows > 0) & (worth >= lowest)
     turn = tl.cumsum(wants.to(tl.int32), 0) - 1
     wanted = tl.sum(wants.to(tl.int32), 0)
 
@@ -156,7 +153,7 @@ def admit(
         topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies, pairs, shares,
         topk_ids.numel(), n_experts, keys, len(experts.owner), first,
         NAMES=names, BINS=bins, CHUNK=chunk, UNUSED=UNUSED, HIT=HIT, STREAMED=STREAMED, ADMITTED=ADMITTED,
-        num_warps=1 if max(bins, chunk) <= _WARP else 4, enable_fp_fusion=False,
+        num_warps=1 if max(bins, chunk) <= _WARP else 4 if bins < 1024 or shares is None else 8, enable_fp_fusion=False,
     )  # fmt: skip
 
 

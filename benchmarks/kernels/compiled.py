@@ -216,8 +216,11 @@ def budgeted(ids, weights, count, substitute: bool) -> None:
     tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
 
 
-def admitting(ids, weights, count, names: int = 4) -> None:
-    """What a layer launches before its experts, with an expert's weights and biases."""
+def admitting(ids, weights, count, names: int = 4, *, divided: bool = False) -> None:
+    """What a layer launches before its experts, with an expert's weights and biases.
+
+    ``divided``: the CPU computes some of the missed experts.
+    """
     keys, slots = 2 * count, 3
     integers, addresses = torch.zeros(keys, dtype=torch.int32), torch.zeros(names, keys, dtype=torch.int64)
     experts = Experts(integers, integers[:slots], addresses, addresses, addresses[:, :slots].contiguous())
@@ -225,7 +228,8 @@ def admitting(ids, weights, count, names: int = 4) -> None:
     offers = Offers(state, places, owners, torch.zeros(slots), torch.zeros(keys))
     copies = torch.zeros(1 + 2 * count, dtype=torch.int32)
     live = torch.zeros(1, dtype=torch.int32)
-    admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live)
+    left = (integers[:1], torch.zeros(count + 1, dtype=torch.int32)) if divided else ()
+    admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live, *left)
     fetch.fetch(copies, experts, integers[:names])
 
 

@@ -204,6 +204,13 @@ def test_small_kernels(capability, rows):
         check(f"{name} M={rows}", capability, compile_for(capability, call))
 
 
+@pytest.mark.parametrize(("rows", "experts"), [(16, 128), (64, 128), (8, 1024)])
+@pytest.mark.parametrize("capability", SHARED)
+def test_an_admission_that_leaves_some_to_the_cpu(capability, rows, experts):
+    call = record(lambda: admitting(*ids_of(rows), experts, divided=True))["admit"]
+    check(f"admit M={rows} N={experts}, divided", capability, compile_for(capability, call))
+
+
 def test_a_row_of_1024_experts_fits():
     """The most that is allowed."""
     ids, weights = ids_of(8)

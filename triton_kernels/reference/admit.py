@@ -37,12 +37,12 @@ def admit(
     unused = (old >= first + n) | (counts[old] == 0)
     opened = ((experts.owner[slots] == old) & unused).nonzero().flatten()
     worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
-    wants = (missed & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
+    asking = missed.clone()
     if pairs is not None and shares is not None and pairs[0] > 0:
-        missing = int(missed.sum())
-        order = sorted(wants.tolist(), key=lambda each: (int(counts[first + each]), float(worth[each]), each))
-        left = order[: max(0, len(wants) + int(shares[missing]) - missing)]
-        wants = torch.tensor([each for each in wants.tolist() if each not in left], dtype=torch.int64)
+        missing = missed.nonzero().flatten().tolist()
+        order = sorted(missing, key=lambda each: (int(counts[first + each]), float(worth[each]), each))
+        asking[order[: int(shares[len(missing)])]] = False
+    wants = (asking & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
     served = min(len(wants), len(opened))
     expert, offer = wants[:served], opened[:served]
     admitted = worth[expert] >= kept[offer]

@@ -95,10 +95,10 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies, live=No
         sources[key] = (HIT if there else STREAMED) if used else UNUSED
         if used and not there and opened and offers.used[key] >= offers.kept[opened[0]]:
             wants.append(key)
-    missed = sum(int(sources[key]) == STREAMED for key in range(first, first + n))
-    share = int(shares[missed]) if pairs is not None and pairs > 0 else 0
-    while len(wants) > missed - share:
-        wants.remove(min(wants, key=lambda key: (int(counts[key]), float(offers.used[key]), key)))
+    missed = [key for key in range(first, first + n) if int(sources[key]) == STREAMED]
+    for _ in range(int(shares[len(missed)]) if pairs is not None and pairs > 0 else 0):
+        missed.remove(min(missed, key=lambda key: (int(counts[key]), float(offers.used[key]), key)))
+    wants = [key for key in wants if key in missed]
     for key, number in zip(wants, opened, strict=False):
         if offers.used[key] >= offers.kept[number]:
             admitted.append((key, int(offers.slots[number]), int(offers.owners[number])))
