@@ -331,7 +331,7 @@ def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(mak
     assert layers.pool._loader.prefetcher.scores[:2].all() and not layers.pool._loader.prefetcher.scores[EXPERTS:].any()
 
 
-@pytest.mark.parametrize(("times", "stops"), [(1.2, True), (0.8, False)])
+@pytest.mark.parametrize(("times", "stops"), [(1.1, True), (0.9, False)])
 def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
     times: float, stops: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
