@@ -227,7 +227,7 @@ class Started:
         from vllm.plugins import load_general_plugins
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        from vllm_spac.integration import preflight
+        from vllm_spac.integration import gpu_defaults, preflight
         from vllm_spac.integration.hooks import graphs
 
         load_general_plugins()
@@ -239,6 +239,8 @@ class Started:
             # AWQ for Triton is for GPUs: here vLLM is told of one of the oldest that the plugin serves on.
             any_gpu, platform = classmethod(lambda cls, device_id=0: DeviceCapability(8, 0)), platforms.current_platform
             patch.setattr(type(platform), "get_device_capability", any_gpu)
+            # What is for a GPU or for AMX is parsed on this CPU, which would get another plane.
+            patch.setattr(gpu_defaults, "_on_a_cpu", lambda engine_args, config: config)
             for module, name in ((graphs, "request"), (preflight, "check_engine")):
                 patch.setattr(module, name, partial(self._keep, getattr(module, name)))
             return EngineArgs.from_cli_args(args).create_engine_config()
