@@ -125,7 +125,8 @@ SENTENCES = (
     + "pointers took {% for each in times %}{{ each|span(2) }}{{ ', ' if not loop.last }}{% endfor %} of the time of",
     "{% set rows = result('paired_recipe_toy').rows %}{{ rows[0].ratio|f }} and {{ rows[1].ratio|f }}"
     " times `layer_lru` on a CPU",
-    "{% set x = {} %}{% for row in result('scaled_moe_spac_real').rows %}{% do x.update({row.rung: row.speedup|f}) %}"
+    "{% set x = {} %}{% for row in result('scaled_moe_spac_real').rows if row.slots == '25%' %}"
+    "{% do x.update({row.rung: row.speedup|f}) %}"
     "{% endfor %}{{ x.moe_spac }} times `layer_lru`, `reuse` with `waterfill` {{ x.cpu }} times",
     "{% set times = result('scaled_two_buffers_real').rows|map(attribute='tpot_median')|list %}"
     "{{ (1 - times[3]/times[1])|pct(1) }} % less executed, {{ (1 - times[2]/times[1])|pct(1) }} % exact",
