@@ -337,12 +337,12 @@ class Costs(_Frozen):
             cpu=float(self.cpu.seconds(nbytes)),
             cpu_row=nbytes / self.cpu.flops_per_second if self.cpu.flops_per_second else 0.0,
             draft=self.draft,
-            memory=self.sharing(nbytes),
+            memory=nbytes / self.memory if self.memory else 0.0,
         )
 
-    def sharing(self, nbytes: int) -> float:
-        """Returns the seconds of host memory per expert where link and CPU read at once; 0: they do not share it."""
-        return nbytes / self.memory if self.memory else 0.0
+    def sharing(self, nbytes: int, link: int, cpu: int) -> float:
+        """Returns the least seconds in which host memory serves these loads and CPU experts; 0 unless both read it."""
+        return (link + cpu) * nbytes / self.memory if self.memory and link and cpu else 0.0
 
     def loading(self, count: int, nbytes: int) -> float:
         """Returns the seconds until ``count`` loads that start together have finished."""
@@ -356,8 +356,7 @@ class Costs(_Frozen):
         ideal = [hit * self.fast.ideal(nbytes), (stream - near) * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes)]
         if self.host is not None:
             ideal.append(near * self.host.ideal(nbytes))
-        if stream and cpu:
-            ideal.append((stream + cpu) * self.sharing(nbytes))
+        ideal.append(self.sharing(nbytes, stream, cpu))
         return float(max(ideal))
 
 

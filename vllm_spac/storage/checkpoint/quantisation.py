@@ -98,12 +98,8 @@ def refusal_beside(quantisation: Mapping, beside: str, amx: bool) -> str | None:
         beside: the first of their tensors that is in e4m3, as ``Checkpoint.fp8_beside``.
         amx: whether the CPU has AMX.
     """
-    found = groups(quantisation)
-    blocks = bool(quantisation.get("weight_block_size")) or any(
-        group_is_fp8(group) and mapping(group.get("weights")).get("strategy") == "block" for group in found
-    )
     nvfp4 = is_nvfp4(quantisation)
-    if not beside or not (nvfp4 or (blocks and not amx)):
+    if not beside or not (nvfp4 or (_by_block(quantisation) and not amx)):
         return None
     kind, where = ("NVFP4", "a CPU") if nvfp4 else ("FP8 by block", "a CPU without AMX")
     return (
@@ -163,6 +159,14 @@ def _is_fp8(quantisation: Mapping) -> bool:
     return method(quantisation) == "fp8" or any(map(group_is_fp8, groups(quantisation)))
 
 
+def _by_block(quantisation: Mapping) -> bool:
+    """Whether FP8 weights have scales by block."""
+    return bool(quantisation.get("weight_block_size")) or any(
+        group_is_fp8(group) and mapping(group.get("weights")).get("strategy") == "block"
+        for group in groups(quantisation)
+    )
+
+
 def _default(quantisation: Mapping) -> FormatKernels:
     return FormatKernels.OURS if only_ours(quantisation) else FormatKernels.GPU
 
@@ -182,8 +186,7 @@ def kind(quantisation: Mapping) -> str:
     if is_nvfp4(quantisation):
         return "nvfp4"
     if _is_fp8(quantisation):
-        blocks = quantisation.get("weight_block_size") or any(each.get("strategy") == "block" for each in weights)
-        return "fp8-block" if blocks else "fp8-channel"
+        return "fp8-block" if _by_block(quantisation) else "fp8-channel"
     if quantisation.get("bits") == 8 or any(each.get("num_bits") == 8 for each in weights):
         return "int8"
     return "int4-zeros" if has_zero_points(quantisation) else "int4"

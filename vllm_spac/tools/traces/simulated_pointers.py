@@ -88,8 +88,8 @@ class PointersReplay(Replay[list[Part]]):
         ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
         state = self.experts, self.offers, self._decided, self._sources, self._copies
         cpu = self._shares is not None and self._may_leave()
-        left = (self._all_pairs, self._shares) if cpu else ()
-        admit(ids, torch.ones(ids.shape), first, *state, None, *left)
+        division = (self._all_pairs, self._shares) if cpu else ()
+        admit(ids, torch.ones(ids.shape), first, *state, None, *division)
         self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
         on_cpu = self._leave(part) if cpu else 0.0
@@ -100,7 +100,7 @@ class PointersReplay(Replay[list[Part]]):
         copied, streamed, left = (sources.count(source) for source in (ADMITTED, STREAMED, COMPUTED))
         load = float(self.costs.load.ideal(self.nbytes))
         launches = LAUNCHES if outcome.slots < self.trace.facts.total else 0.0
-        memory = (copied + streamed + left) * self.costs.sharing(self.nbytes) if left else 0.0
+        memory = self.costs.sharing(self.nbytes, copied + streamed, left)
         took = launches + max(copied * load + max(computed, streamed * load), on_cpu, memory)
         outcome.parts += 1
         outcome.seconds += took

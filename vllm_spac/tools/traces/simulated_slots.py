@@ -115,7 +115,7 @@ class SlotsReplay(Replay[np.ndarray]):
     def layer(self, layer: int, work: np.ndarray) -> None:
         routed, counters, outcome = work.astype(np.int32), self.counters, self.outcome
         hits, loads, cpu = counters.hits, counters.misses - counters.prefetch_late, counters.cpu_experts
-        near = counters.host_loads
+        near, began = counters.host_loads, counters.loads
         self.link.spend(self._between)
         if self.layers.observes_layers:
             self.layers.observe_layer(layer, None, torch.from_numpy(routed), self._weights())
@@ -124,12 +124,10 @@ class SlotsReplay(Replay[np.ndarray]):
         hot, on_cpu, deciding = self._divide(routed, cold)
         self.link.take_waited()
         took = computed = 0.0
-        waited = counters.loads
         for wave in self.layers.waves(layer, hot.ids, counters):
             seconds, busy = self._run(layer, hot, wave)
             took, computed = took + seconds, computed + busy
-        if on_cpu and (loaded := counters.loads - waited):
-            on_cpu = max(on_cpu, (loaded + counters.cpu_experts - cpu) * self.costs.sharing(self.nbytes))
+        on_cpu = max(on_cpu, self.costs.sharing(self.nbytes, counters.loads - began, counters.cpu_experts - cpu))
         self.link.spend(max(0.0, on_cpu - took) + deciding)
         self.layers.cpu.admit()
         took = max(took, on_cpu) + deciding
