@@ -8,7 +8,8 @@ nothing. Read-ahead decides how fast mapped files are, and large values ruin ran
 common default, sets it for the run. Limits and read-ahead need root.
 
 Both sides have weights of --dtype. With bfloat16, llama.cpp rounds what it multiplies with them to bfloat16, and keys
-and values to float16, so that it may choose other experts than vLLM; with float32 it rounds neither.
+and values to float16, so that it may choose other experts than vLLM; with float32 it rounds neither. With --four-bits
+experts are INT4 by 32 in the plugin, which computes them by its own kernel, and the same codes in Q4_0.
 
 Needs: pip install "vllm-spac[peers]" (llama.cpp in the wheel xllamacpp)
 """
@@ -30,12 +31,13 @@ import torch
 import typer
 
 from benchmarks.common import RESULTS, ROOT, PlanError, Script, is_toy, progress, provenance, show, wide, write_result
-from benchmarks.peers import gguf_model, process_memory
+from benchmarks.peers import gguf_model, int4, process_memory
 from benchmarks.serving import prompts
 from benchmarks.serving.cases import PACKED, Case, Drafts, PackedFolder, Settings, split
 from benchmarks.serving.processes import LiveEngine, LiveProcess
 from benchmarks.serving.turns import in_turns, ratio_of
 from vllm_spac.storage.checkpoint.headers import Checkpoint, read_checkpoint
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 
 LLAMA = Path(__file__).with_name("llama.py")
 KINDS = ("all", "weights", "process")
@@ -138,6 +140,7 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="Threads of llama.cpp.")] = 2,
     read_ahead_kib: Annotated[int | None, typer.Option(min=0, help="Of the disk; default: as it is.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of both sides.")] = Dtype.bfloat16,
+    four_bits: Annotated[bool, typer.Option("--four-bits", help="Experts of 4 bits; the others as --dtype.")] = False,
     disk_dir: PackedFolder = PACKED,
     work: Annotated[Path, typer.Option(help="Folder of the GGUF files.", show_default=".cache/peers")] = ROOT
     / ".cache"
@@ -148,15 +151,20 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON; a picture beside it.", show_default=False)] = RESULTS
     / "peers_toy.json",
 ) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    served, name, side = model, f"{model.resolve().parent.name}-{model.name}-{dtype}", "spac"
+    if four_bits:
+        served, name, side = work / f"{name}-int4", f"{name}-int4", "spac plane=table"
+        if not (served / "config.json").exists():
+            int4.write(model, served)
     settings = Settings(
-        model, Drafts(4, model, model), prompt_tokens, output_tokens, seed=seed, eager=eager, dtype=dtype.value,
+        served, Drafts(4, model, model), prompt_tokens, output_tokens, seed=seed, eager=eager, dtype=dtype.value,
         disk_dir=disk_dir, timeout=timeout, environment=_QUIET_OPENMP,
     )  # fmt: skip
-    cases = {size: Case.parse("spac", size) for size in split(slots)}
-    checkpoint, gguf = read_checkpoint(model), work / f"{model.resolve().parent.name}-{model.name}-{dtype}.gguf"
-    work.mkdir(parents=True, exist_ok=True)
+    cases = {size: Case.parse(side, size) for size in split(slots)}
+    checkpoint, gguf = read_checkpoint(served, FormatKernels.OURS if four_bits else None), work / f"{name}.gguf"
     if not gguf.exists():
-        gguf_model.convert(model, gguf, dtype.element)
+        gguf_model.convert(model, gguf, dtype.element, four_bits=four_bits)
     try:
         asked = prompts.load(model, warm + turns, prompt_tokens, seed)
     except PlanError as error:
@@ -169,6 +177,7 @@ def main(
         "warm_turns": warm,
         "threads": threads,
         "dtype": dtype,
+        "four_bits": four_bits,
         "enforce_eager": eager,
         "seed": seed,
         "gguf_bytes": gguf.stat().st_size,
@@ -183,7 +192,9 @@ def main(
         task = bar.add_task("", total=len(cases) * (warm + turns))
         for size, case in cases.items():
             bar.update(task, description=size)
-            compared = Comparison(case.job(settings), settings, checkpoint, gguf, threads)
+            compared = Comparison(
+                case.job(settings) | {"kernels_without_amx": four_bits}, settings, checkpoint, gguf, threads
+            )
             for _ in compared.run(asked.ids, warm):
                 bar.advance(task)
             result |= {"llama": compared.llama}

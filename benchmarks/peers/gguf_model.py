@@ -1,4 +1,5 @@
 """Writes a checkpoint as GGUF with the same weights: as bf16 or float32; norms and routers always as float32.
+Experts may be Q4_0.
 
 llama.cpp's own converter needs its source tree; this one needs the package ``gguf``. One tensor, or one layer's experts
 of one kind, is in memory at a time.
@@ -19,6 +20,7 @@ from rich.progress import track
 from safetensors import safe_open
 
 from benchmarks.common import PlanError
+from benchmarks.peers import int4
 from vllm_spac.system.files import replacing
 
 _LAYER = {
@@ -72,16 +74,21 @@ class UnsupportedModelError(PlanError):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the GGUF file: its name, shape, whether it is always float32, and how it is read."""
+    """A tensor of the GGUF file: its name, shape, whether it is always float32, how it is read, and whose it is."""
 
     name: str
     shape: tuple[int, ...]
     float32: bool
     read: Callable[[], torch.Tensor]
+    of_experts: bool = False
 
 
-def convert(model: Path, output: Path, dtype: torch.dtype = torch.bfloat16, progress: bool = True) -> None:
+def convert(
+    model: Path, output: Path, dtype: torch.dtype = torch.bfloat16, progress: bool = True, four_bits: bool = False
+) -> None:
     """Writes the checkpoint in the folder ``model`` to ``output``, atomically, with weights of ``dtype``.
+
+    ``four_bits``: its experts in Q4_0, as ``int4.write`` rounds them.
 
     Raises:
         UnsupportedModelError: it is none of ``FAMILIES`` in bf16, or has tensors that this script does not know.
@@ -101,8 +108,10 @@ def convert(model: Path, output: Path, dtype: torch.dtype = torch.bfloat16, prog
         _add_tokenizer(writer, json.loads((model / "tokenizer.json").read_text()), config)
         for part in parts:
             written = torch.float32 if part.float32 else dtype
-            size = int(np.prod(part.shape)) * written.itemsize
-            writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), size, raw_dtype=types[written])
+            size, kind = int(np.prod(part.shape)) * written.itemsize, types[written]
+            if four_bits and part.of_experts:
+                size, kind = int(np.prod(part.shape)) // int4.GROUP * int4.BLOCK, gguf.GGMLQuantizationType.Q4_0
+            writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), size, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -110,7 +119,10 @@ def convert(model: Path, output: Path, dtype: torch.dtype = torch.bfloat16, prog
             tensor = part.read()
             if tensor.dtype != torch.bfloat16:
                 raise UnsupportedModelError(f"{part.name} is {tensor.dtype}; this script reads bf16 checkpoints")
-            tensor = tensor.to(torch.float32 if part.float32 else dtype)
+            if four_bits and part.of_experts:
+                tensor = int4.q4_0(tensor)
+            else:
+                tensor = tensor.to(torch.float32 if part.float32 else dtype)
             writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
         writer.close()
 
@@ -160,7 +172,8 @@ def _parts(model: Path, config: dict[str, Any], family: Family, files: ExitStack
         names = [f"model.layers.{layer}.mlp.experts.{i}.{source}.weight" for i in range(config[family.experts])]
         seen.update(names)
         shape = (len(names), *shapes[names[0]])
-        return Part(f"blk.{layer}.{target}.weight", shape, False, lambda: torch.stack([read(name) for name in names]))
+        name = f"blk.{layer}.{target}.weight"
+        return Part(name, shape, False, lambda: torch.stack([read(name) for name in names]), of_experts=True)
 
     seen: set[str] = set()
     tied = config.get("tie_word_embeddings", False)

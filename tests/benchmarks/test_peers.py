@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from benchmarks.peers import beside_llama, gguf_model, process_memory
+from benchmarks.peers import beside_llama, gguf_model, int4, process_memory
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -105,6 +105,29 @@ def test_the_file_has_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
     assert len(found) == 3 + 6 * 12, "nothing else, nothing left out"
     config = json.loads((TOY / "config.json").read_text())
     assert reader.fields["qwen3moe.expert_used_count"].contents() == config["num_experts_per_tok"]
+
+
+def test_experts_of_four_bits_are_the_same_in_both_files(tmp_path: Path) -> None:
+    """Q4_0 as gguf's own package reads it, and the codes and scales that vLLM reads."""
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed; pip install 'vllm-spac[peers]'")
+    gguf_model.convert(TOY, tmp_path / "toy.gguf", progress=False, four_bits=True)
+    int4.write(TOY, tmp_path / "int4")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "toy.gguf").tensors}
+    blocks = found["blk.3.ffn_down_exps.weight"]
+    assert blocks.tensor_type == gguf.GGMLQuantizationType.Q4_0
+    theirs = torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type))
+    ours, dense = load_file(tmp_path / "int4" / "model.safetensors"), load_file(TOY / "model.safetensors")
+    for number in (0, 63):
+        name = f"model.layers.3.mlp.experts.{number}.down_proj.weight"
+        codes = (ours[f"{name}_packed"][..., None] >> 4 * torch.arange(8, dtype=torch.int32)).flatten(1) & 15
+        scales = ours[f"{name}_scale"].float().repeat_interleave(int4.GROUP, 1)
+        assert torch.equal((codes - 8) * scales, theirs[number])
+        off = (theirs[number] - dense[name].float()).abs()
+        assert (off <= 0.51 * scales).all() and tuple(ours[f"{name}_shape"]) == dense[name].shape
+    assert ours.keys() >= {name for name in dense if ".experts." not in name}
+    assert (
+        json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+    )
 
 
 @pytest.mark.parametrize(
