@@ -32,6 +32,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.cpu_kernels._library import isas
 from vllm_spac.cpu_kernels.base import CpuExperts
 from vllm_spac.cpu_kernels.simd import Simd
+from vllm_spac.storage.base import allocate
 
 FORMATS = {
     "bf16": None,
@@ -70,7 +71,10 @@ class Layer(NamedTuple):
             experts[f"{name}_weight"] = codes.masked_fill_(codes & 127 == 127, 0) if kind.codes == "e4m3" else codes
             experts[f"{name}_scale"] = _scales(kind, (count, *kind.scale_shape(rows, columns)))
         specs = {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in experts.items()}
-        return cls(MoEShape(("layer",), count, TOP_K, specs, kind), experts)
+        stored = allocate(specs, count, "cpu")  # as a store does: in huge pages
+        for name, tensor in stored.items():
+            tensor.copy_(experts.pop(name))
+        return cls(MoEShape(("layer",), count, TOP_K, specs, kind), stored)
 
     def requests(self, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields (x, weights, ids) until every expert has been selected once."""
