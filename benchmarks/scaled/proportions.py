@@ -10,8 +10,8 @@ from typing import Self
 
 from benchmarks.scaled.machine import ScaledMachine
 from vllm_spac.decisions import costs
+from vllm_spac.decisions.core_rates import PLAIN
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.decisions.read_shares import PLAIN
 from vllm_spac.errors import ConfigError
 
 LAYERS, TOP_K = 48, 8  # of Qwen3-30B-A3B

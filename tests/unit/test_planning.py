@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from benchmarks.replay.routing_locality import PUBLISHED, Locality
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.decisions.core_rates import CORE_RATES
 from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
-from vllm_spac.decisions.read_shares import SHARES
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published, quantisation
@@ -666,7 +666,7 @@ def quantised(folder: Path, settings: dict | None) -> Path:
     ],
 )
 def test_what_experts_are_to_kernels_of_a_cpu(settings, kind) -> None:
-    assert quantisation.kind(settings) == kind and kind in SHARES
+    assert quantisation.kind(settings) == kind and kind in CORE_RATES
 
 
 @pytest.mark.parametrize(

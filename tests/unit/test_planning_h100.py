@@ -15,8 +15,8 @@ from statistics import median
 
 import pytest
 
+from vllm_spac.decisions.core_rates import CORE_RATES, PLAIN, READ
 from vllm_spac.decisions.costs import Costs, Rate, names
-from vllm_spac.decisions.read_shares import PLAIN, SHARES
 from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
@@ -154,5 +154,6 @@ def test_each_profile_has_the_figures_that_it_names(name: str) -> None:
     assert ("launches are the host's and not the card's" in said) == (name != "h100")
     costs = profile.as_attained()
     assert costs.memory == assumed.memory * profile.memory < profile.memory == profile.cpu.bytes_per_second
-    assert costs.cpu.bytes_per_second == SHARES[PLAIN].one * costs.memory < costs.memory
+    assert f"attained.cores: {assumed.cores}," in said
+    assert costs.cpu.bytes_per_second == min(READ * costs.memory, assumed.cores * CORE_RATES[PLAIN].one)
     assert (costs.vllm, costs.host_work) == (assumed.vllm, assumed.host_work)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.replay import hot_experts
 from vllm_spac import components
-from vllm_spac.decisions import costs, read_shares
+from vllm_spac.decisions import core_rates, costs
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
@@ -481,20 +481,27 @@ def test_rates():
 
 
 def test_experts_of_other_formats_take_the_cpu_longer():
-    plain, shares = Costs.read("rtx4090").as_attained(), read_shares.SHARES
+    """As long as eight cores take to decode them, but not less than memory takes; measured bfloat16 is not replaced."""
+    plain, rates = Costs.read("rtx4090").as_attained(), core_rates.CORE_RATES
     assert plain.with_experts("bf16").cpu == plain.cpu
-    for kind, share in shares.items():
+    for kind, rate in rates.items():
         cpu = plain.with_experts(kind).cpu
-        assert cpu.bytes_per_second == pytest.approx(share.one * plain.memory)
-        assert cpu.seconds(100, read_shares.ROWS) == pytest.approx(100 / (share.many * plain.memory))
+        assert cpu.bytes_per_second == pytest.approx(min(core_rates.READ * plain.memory, 8 * rate.one))
+        assert cpu.seconds(100, core_rates.ROWS) == pytest.approx(100 / (8 * rate.many))
+    few = COSTS.model_copy(update={"cpu": Rate(bytes_per_second=12.6)}).with_experts("int4").cpu
+    assert few.bytes_per_second == pytest.approx(5.6) and few.flops_per_second is None
 
 
-def test_shares_of_a_read_are_those_that_were_measured():
+def test_rates_of_a_core_are_those_that_were_measured():
     measured = json.loads((RESULTS / "cpu_rates.json").read_text())["rows"]
-    for kind, share in read_shares.SHARES.items():
-        found = {row["rows"]: row["share_of_read"] for row in measured if (row["format"], row["isa"]) == (kind, ISA)}
-        assert share.one == pytest.approx(found[1], abs=0.006) and share.many == pytest.approx(found[32], rel=0.03)
-    assert set(read_shares.SHARES) == {row["format"] for row in measured}
+    for kind, rate in core_rates.CORE_RATES.items():
+        found = {row["rows"]: row for row in measured if (row["format"], row["isa"]) == (kind, ISA)}
+        for rows, mine in ((1, rate.one), (core_rates.ROWS, rate.many)):
+            row = found[rows]
+            assert mine == pytest.approx(row["bytes"] / row["seconds"] / row["threads"], rel=0.01)
+        if kind == core_rates.PLAIN:
+            assert pytest.approx(found[1]["share_of_read"], abs=0.006) == core_rates.READ
+    assert set(core_rates.CORE_RATES) == {row["format"] for row in measured}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_spac.core import MoEShape, Rates, TensorSpec
-from vllm_spac.decisions.read_shares import PLAIN, ROWS, SHARES
+from vllm_spac.decisions.core_rates import CORE_RATES, PLAIN, ROWS, limited
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.machine import Machine
 from vllm_spac.system.untrusted import read_text
@@ -214,6 +214,7 @@ class Attained(_Frozen):
     """
 
     link: float = Field(gt=0, le=1)  # share of the peak of loads from host memory
+    cores: int = Field(gt=0)  # that compute experts
     memory: float = Field(1.0, gt=0, le=1)  # share of the peak of host memory that all reads of it attain
     host_work: HostWork
     vllm: VllmStep = VllmStep()  # vLLM's own in CUDA graphs, what it was on another machine
@@ -266,14 +267,22 @@ class Costs(_Frozen):
         load = self.load.model_copy(update={"bytes_per_second": assumed.link * self.load.bytes_per_second})
         changes = {"load": load, "host_work": assumed.host_work, "vllm": assumed.vllm}
         if self.memory is not None:
-            memory, kernel = assumed.memory * self.memory, SHARES[PLAIN]
-            cpu = Rate(bytes_per_second=kernel.one * memory, flops_per_second=ROWS * kernel.many * memory)
+            memory = assumed.memory * self.memory
+            rate = limited(PLAIN, memory, assumed.cores)
+            cpu = Rate(bytes_per_second=rate.one, flops_per_second=ROWS * rate.many)
             return self.model_copy(update=changes | {"memory": memory, "cpu": cpu})
         return self.model_copy(update=changes)
 
     def with_experts(self, kind: str) -> Costs:
-        """Returns these costs with CPU experts of ``kind``, one of ``SHARES``, in place of bfloat16 (calculated)."""
-        this, plain = SHARES[kind], SHARES[PLAIN]
+        """Returns these costs with CPU experts of ``kind``, one of ``CORE_RATES``, in place of bfloat16 (calculated).
+
+        What they take relative to bfloat16 depends on whether memory or the ``attained`` cores are the limit; of a
+        machine that was measured it is what it was in ``CORE_RATES``.
+        """
+        if self.attained is None or self.memory is None:
+            this, plain = CORE_RATES[kind], CORE_RATES[PLAIN]
+        else:
+            this, plain = (limited(each, self.memory, self.attained.cores) for each in (kind, PLAIN))
         changes = {"bytes_per_second": self.cpu.bytes_per_second * this.one / plain.one}
         if self.cpu.flops_per_second is not None:
             changes["flops_per_second"] = self.cpu.flops_per_second * this.many / plain.many

@@ -179,7 +179,7 @@ def is_nvfp4(quantisation: Mapping) -> bool:
 
 
 def kind(quantisation: Mapping) -> str:
-    """Returns what these experts are to CPU kernels, as ``decisions.read_shares`` names it."""
+    """Returns what these experts are to CPU kernels, as ``decisions.core_rates`` has it."""
     weights = [mapping(group.get("weights")) for group in groups(quantisation)]
     if method(quantisation) == MXFP4:
         return "mxfp4"

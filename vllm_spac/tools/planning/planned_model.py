@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_spac.decisions.read_shares import PLAIN
+from vllm_spac.decisions.core_rates import PLAIN
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import Checkpoint
@@ -98,7 +98,7 @@ class ServedModel:
 
     @property
     def kind(self) -> str:
-        """What its experts are to CPU kernels, as ``read_shares.SHARES`` names it."""
+        """What its experts are to CPU kernels, as ``core_rates.CORE_RATES`` names it."""
         entry = self.checkpoint.quantisation
         return quantisation.kind(entry) if entry is not None and self.quantised else PLAIN
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_spac.decisions.core_rates import CORE_RATES, READ
 from vllm_spac.decisions.costs import Attained, HostWork, VllmStep
-from vllm_spac.decisions.read_shares import SHARES
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.published import NamedModel
@@ -306,7 +306,7 @@ def _attained(assumed: Attained, stock: bool, kind: str) -> Iterator[str]:
 
     Args:
         stock: without the plugin.
-        kind: of the experts, in ``SHARES``.
+        kind: of the experts, in ``CORE_RATES``.
     """
     work, vllm = assumed.host_work, assumed.vllm
     step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))
@@ -315,8 +315,8 @@ def _attained(assumed: Attained, stock: bool, kind: str) -> Iterator[str]:
         return
     yield (
         f"PCIe attains {assumed.link:.0%} of its peak, host memory {assumed.memory:.0%}, GPU memory and disks all of "
-        f"theirs; experts on the CPU read {SHARES[kind].one:.0%} of what host memory attains, as on two cores of "
-        "another machine, and with the link no more than all of it"
+        f"theirs; {assumed.cores} cores compute {CORE_RATES[kind].one / 1e9:.1f} GB/s of experts each, as on another "
+        f"machine, together {READ:.0%} of what host memory attains, and with the link no more than all of it"
     )
     layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
     yield (
