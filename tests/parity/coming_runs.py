@@ -6,12 +6,29 @@ In a process of its own, see ``compare``.
 from __future__ import annotations
 
 import json
+import random
 import sys
 
 import engines
 from engines import PROMPTS
 
 import vllm_spac
+from vllm_spac.decisions.prompt_chunks import ChunkPacing
+from vllm_spac.integration.stepping import prompt_pacing
+
+
+def leave_prompts_out(llm) -> list[bool]:
+    """Lets steps leave prompts out as in a server, by chance; returns whether one does, of each that might."""
+    rng, core, asked = random.Random(0), llm.llm_engine.engine_core.engine_core, []
+
+    def waits(pacing: ChunkPacing) -> bool:
+        asked.append(rng.random() < 0.7)
+        return asked[-1]
+
+    ChunkPacing.waits = property(waits)
+    prompt_pacing.patches.wrap(prompt_pacing.patches.THROTTLE, prompt_pacing._throttling)
+    setattr(core.vllm_config.scheduler_config, prompt_pacing._PACED, True)
+    return asked
 
 
 def served(llm, abort: str) -> tuple[dict[str, list[int]], int]:
@@ -45,6 +62,7 @@ def served(llm, abort: str) -> tuple[dict[str, list[int]], int]:
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     with engines.engine(asked["model"], asked["spac"], **asked["options"]) as llm:
+        left_out = leave_prompts_out(llm) if asked["paced"] else []
         said, preempted = served(llm, asked["abort"])
         stats = vllm_spac.stats(llm)["workers"][0] if asked["spac"] else {}
-    print(json.dumps({"said": said, "preempted": preempted, "stats": stats}))
+    print(json.dumps({"said": said, "preempted": preempted, "stats": stats, "left_out": sum(left_out)}))

@@ -14,9 +14,9 @@ OPTIONS = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 14}
 ABORTED = "3"
 
 
-def run(spac: dict | None, **options) -> dict:
+def run(spac: dict | None, paced: bool = False, **options) -> dict:
     """What an engine of its own said (``coming_runs``)."""
-    asked = {"model": str(TOY / "target"), "spac": spac, "options": OPTIONS | options, "abort": ABORTED}
+    asked = {"model": str(TOY / "target"), "spac": spac, "options": OPTIONS | options, "abort": ABORTED, "paced": paced}
     return forked.answer(forked.run([Path(__file__).with_name("coming_runs.py"), json.dumps(asked)]))
 
 
@@ -26,10 +26,12 @@ def stock() -> dict[str, list[int]]:
     return run(None)["said"]
 
 
-@pytest.mark.parametrize("method", ["", "eagle3"])
-def test_same_tokens_as_stock(method: str, stock, tmp_path) -> None:
+@pytest.mark.parametrize(("method", "paced"), [("", False), ("eagle3", False), ("eagle3", True)])
+def test_same_tokens_as_stock(method: str, paced: bool, stock, tmp_path) -> None:
+    """``paced``: steps leave prompts out, as those of a server do."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path)}
-    found = run(spac, **({"speculative_config": METHODS[method]} if method else {}))
+    found = run(spac, paced, **({"speculative_config": METHODS[method]} if method else {}))
+    assert (found["left_out"] > 10) is paced
     assert found["preempted"] > 0, "no request was preempted"
     assert found["stats"]["loads"] > 0, "all experts were in slots"
     assert found["said"].keys() == stock.keys()

@@ -12,6 +12,7 @@ from vllm_spac.config.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
 from vllm_spac.integration import arguments
 from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.stepping import prompt_pacing
 from vllm_spac.integration.stepping.v1 import draft_handover
 from vllm_spac.recording import last_words
 from vllm_spac.system import machine
@@ -33,6 +34,7 @@ def install() -> None:
     patches.wrap(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
     patches.wrap(f"{patches.LOADER}.load_model", _managed)
     draft_handover.install_in_engine_core()
+    prompt_pacing.install()
     last_words.shorten(fatal=patches.ENGINE_CORE.rpartition(".")[2])
 
 
@@ -57,6 +59,7 @@ def _checked(create_engine_config: Callable):
         from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
 
+        usage = args[0] if args else kwargs.get("usage_context")
         if config.preset is not None:
             presets.announce(config.preset, self.additional_config["spac"], config.lossy)
         device.require_supported_vllm()
@@ -70,7 +73,7 @@ def _checked(create_engine_config: Callable):
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         if config.parsed_slots.share != 1:
-            fast_memory.request(self, args[0] if args else kwargs.get("usage_context"))
+            fast_memory.request(self, usage)
         trees.request(self, config)
         graphs.request(self, config)
         chosen = self.max_num_seqs is not None
@@ -81,6 +84,7 @@ def _checked(create_engine_config: Callable):
         graphs.split(vllm_config, config)
         fast_memory.fit(vllm_config)
         preflight.check_engine(config, vllm_config)
+        prompt_pacing.request(vllm_config, config, usage)
         if getattr(self, "spac_command", False):
             last_words.expect()
             patches.wrap(patches.ENGINE_CORE, _Ending)

@@ -5,8 +5,7 @@ vLLM's source is neither modified nor copied. The methods below are wrapped whil
 not take the parameters that its wrapper relies on.
 
 Rows that an engine can be served without, exactly, are switched off by name in the environment:
-``SPAC_WITHOUT_PATCH=target[,target]``. Rows that lose the same go together, because half of a part would be worse than
-none of it. ``make compat`` reads the table against the sources of any version (``tests/upstream/compat.py``).
+``SPAC_WITHOUT_PATCH=target[,target]``. Rows that lose the same go together: half of a part would be worse than none.
 """
 
 from __future__ import annotations
@@ -60,6 +59,7 @@ LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 ENGINE_CORE = "vllm.v1.engine.core:EngineCoreProc.run_engine_core"
+THROTTLE = "vllm.v1.engine.core:EngineCore._should_throttle_prefills"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 ENDPOINTS = "vllm.plugins:load_endpoint_plugins"
 EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
@@ -467,6 +467,13 @@ PATCHES = (
         for name in ("save_sharded_state", "save_tensorized_model")
     ),
     Patch(
+        THROTTLE,
+        "steps that only decode run between chunks of prompts",
+        "frontend",
+        until="a share of their speed that running requests keep",
+        loses="a long prompt slows running requests as in stock vLLM, by a chunk per token",
+    ),
+    Patch(
         f"{SCHEDULER}.__init__",
         "the guard replaces dynamic_sd_lookup, and observes schedule and update_from_output",
         "v2",
@@ -477,7 +484,7 @@ PATCHES = (
     Patch(f"{SCHEDULER}.schedule", "the guard observes when a step is planned", "v2", on="object", loses=_NO_CHOICE_V2),
     Patch(
         f"{SCHEDULER}.update_from_output",
-        "the guard observes when a step has finished",
+        "the guard, and what lets prompts wait, observe when a step has finished",
         "v2",
         ("scheduler_output", "model_runner_output"),
         on="object",
