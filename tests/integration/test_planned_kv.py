@@ -221,6 +221,7 @@ def layers(config: Any) -> dict[str, Any]:
                 page_size_padded=config.cache_config.mamba_page_size_padded,
                 mamba_cache_mode=config.cache_config.mamba_cache_mode,
                 num_speculative_blocks=config.num_speculative_tokens,
+                num_prefill_checkpoint_blocks=int(text.model_type in ("granitemoehybrid", "nemotron_h")),  # Mamba 2
             )
         elif model.use_mla:
             spec = MLAAttentionSpec(**sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.described import described
 from vllm_spac.storage.checkpoint.headers import read_config
+from vllm_spac.storage.checkpoint.kv_layers import Steps
 from vllm_spac.storage.checkpoint.published import published
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 from vllm_spac.tools.planning.architecture import Architecture
@@ -223,7 +225,10 @@ def test_refused(changes: dict, said: str) -> None:
 
 
 _JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-_KEYS = st.sampled_from([*MIXTRAL, "layer_types", "sliding_window", "kv_lora_rank", "head_dim", "text_config"])
+_KEPT = ("layer_types", "sliding_window", "attention_chunk_size", "no_rope_layers", "global_head_dim")
+_KEYS = st.sampled_from(
+    [*MIXTRAL, *_KEPT, "kv_lora_rank", "head_dim", "text_config", "index_topk", "index_head_dim", "linear_attn_config"]
+)
 
 
 @given(st.dictionaries(_KEYS, _JSON | st.lists(_JSON, max_size=3) | st.dictionaries(_KEYS, _JSON, max_size=3)))
@@ -232,7 +237,10 @@ def test_whatever_a_config_holds_it_is_read_or_refused(changes: dict) -> None:
         found = Architecture.of(MIXTRAL | changes, HERE)
     except UnsupportedError:
         return
-    assert 0 <= found.token_bytes <= found.layer_kv * len(found.windows)
+    assert found.kept_bytes <= found.token_bytes
+    for drafts in (0, 4):
+        few, many = (found.blocks(Steps(tokens, 256, drafts)).request_bytes for tokens in (100, 10_000))
+        assert 0 <= few <= many
 
 
 def test_widths() -> None:
@@ -300,5 +308,21 @@ def test_a_window_of_all_layers_is_kept_unless_it_is_off() -> None:
     assert windows(sliding_window=4096) == {4096}
     assert windows(sliding_window=4096, use_sliding_window=False) == {None}
     assert windows(sliding_window=4096, max_window_layers=28) == {None}, "vLLM's number of layers is not known"
-    kinds = {"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8, "attention_chunk_size": 8192}
-    assert windows(**kinds) == {None}, "vLLM keeps all tokens of both"
+
+
+def test_layers_of_llama_4_keep_a_chunk_but_for_those_without_positions() -> None:
+    found = Architecture.of(MIXTRAL | {"attention_chunk_size": 8192}, HERE)
+    assert found.windows == ((8192,) * 3 + (None,)) * 8 and found.chunked
+    listed = Architecture.of(MIXTRAL | {"attention_chunk_size": 8192, "no_rope_layers": [1, 0] * 16}, HERE)
+    assert listed.windows == (8192, None) * 16
+
+
+def test_the_state_of_kimi_delta_attention_is_vllms() -> None:
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+
+    linear = {"kda_layers": [1, 2, 3], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}
+    found = Architecture.of(MIXTRAL | {"num_hidden_layers": 4, "linear_attn_config": linear}, HERE)
+    assert (found.windows, found.recurrent) == ((None,), 3) and found.state is not None
+    for drafts in (0, 3):
+        convolution, matrices = MambaStateShapeCalculator.kda_state_shape(1, 32, 128, num_spec=drafts)
+        assert found.state.nbytes(drafts, on_cpu=False) == 2 * math.prod(convolution) + 4 * math.prod(matrices)

@@ -15,6 +15,7 @@ from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load, split
 
 MIB = 1 << 20
+EACH = 3 * MIB  # a request of ``config``
 
 
 def config(
@@ -30,16 +31,22 @@ def config(
 ) -> SimpleNamespace:
     """6 layers of 2 heads with 64 values of 2 bytes: 3 KiB per token."""
     from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheLayout
 
     given = {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": None}
     given["gpu_memory_utilization"] = CacheConfig.gpu_memory_utilization
     return SimpleNamespace(
+        max_in_flight_tokens=256,
+        num_speculative_tokens=0,
+        speculative_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None),
         model_config=SimpleNamespace(
             max_model_len=tokens,
             original_max_model_len=named,
             use_mla=mla,
             dtype=torch.bfloat16,
-            hf_text_config=SimpleNamespace(**(text or {})),
+            hf_text_config=SimpleNamespace(to_dict=lambda: text or {}),
+            get_hidden_size=lambda: 128,
             get_num_layers=lambda parallel: 6,
             get_num_kv_heads=lambda parallel: 2,
             get_head_size=lambda: 64,
@@ -48,24 +55,29 @@ def config(
         scheduler_config=SimpleNamespace(
             max_num_seqs=requests, max_num_batched_tokens=256, disable_hybrid_kv_cache_manager=not hybrid
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=prefixes, **(given | cache)),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=prefixes,
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+            **(given | cache),
+        ),
         kv_transfer_config=None,
     )
 
 
-def layers(count: int = 6, block: int = 128) -> list:
+def layers(count: int = 6, block: int = 128) -> dict:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    return [FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)] * count
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return dict.fromkeys(map(str, range(count)), spec)
 
 
 # -- what slots leave ---------------------------------------------------------------------------------------
 
 
 def test_slots_leave_it_room_for_four_requests_or_for_as_many_as_there_can_be() -> None:
-    assert fast_memory.beside_slots(config(requests=256)) == 4 * 3 * MIB
-    assert fast_memory.beside_slots(config(requests=1)) == 3 * MIB
-    assert fast_memory.beside_slots(config(requests=1, kv_cache_memory_bytes=5)) == 5, "what the user said"
+    assert fast_memory.beside_slots(config(requests=256), EACH) == 4 * EACH
+    assert fast_memory.beside_slots(config(requests=1), EACH) == EACH
+    assert fast_memory.beside_slots(config(requests=1, kv_cache_memory_bytes=5), EACH) == 5, "what the user said"
 
 
 @pytest.mark.parametrize(
@@ -85,18 +97,22 @@ def test_slots_leave_it_room_for_four_requests_or_for_as_many_as_there_can_be() 
 )
 def test_on_a_gpu_it_is_one_request_or_a_quarter_unless_the_user_says_more(asked: dict, free: int, kept: int) -> None:
     """Both come out of the same memory there; what requests lack in length, vLLM shortens."""
-    assert fast_memory.beside_slots(config(**asked), free) == kept
+    assert fast_memory.beside_slots(config(**asked), EACH, free) == kept
 
 
 def test_the_log_says_what_it_is_and_what_shorter_requests_would_leave() -> None:
-    long = config(requests=256, tokens=40960)
-    assert fast_memory.describe(long, 1 << 40) == (
+    def said(each: int, free: int | None, **asked) -> str:
+        return fast_memory.describe(config(**asked), each, 24 * MIB, free)
+
+    assert said(120 * MIB, 1 << 40, requests=256, tokens=40960) == (
         "120.0 MiB of KV cache (one request of 40,960 tokens; --max-model-len 8192 would leave 24.0 MiB more for slots)"
     )
-    assert fast_memory.describe(long, 400 * MIB).startswith("100.0 MiB of KV cache (a part of one request of 40,960")
-    assert fast_memory.describe(config(requests=256), 1 << 40) == "3.0 MiB of KV cache (one request of 1,024 tokens)"
-    assert "(2 requests of 1,024 tokens)" in fast_memory.describe(config(requests=2), 1 << 40)
-    assert fast_memory.describe(config(named=1024), 1 << 40) == fast_memory.describe(config()) == "12.0 MiB of KV cache"
+    part = said(120 * MIB, 400 * MIB, requests=256, tokens=40960)
+    assert part.startswith("100.0 MiB of KV cache (a part of one request of 40,960")
+    assert said(EACH, 1 << 40, requests=256) == "3.0 MiB of KV cache (one request of 1,024 tokens)"
+    assert "(2 requests of 1,024 tokens)" in said(EACH, 1 << 40, requests=2)
+    assert said(EACH, 1 << 40, named=1024) == said(EACH, None) == "12.0 MiB of KV cache"
+    assert said(0, 1 << 40) == "0.0 KiB of KV cache (a part of one request of 1,024 tokens)"
 
 
 @pytest.mark.parametrize(("on_cpu", "given", "asked"), [(False, None, -1), (False, 512, 512), (True, None, None)])
@@ -167,25 +183,37 @@ def test_slots_of_published_models_with_no_flag_but_the_plugins(model: str) -> N
         both = parts.room + parts.kv
         asked = config(requests=256, tokens=shape.longest)
         each = shape.token_bytes * shape.longest
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fast_memory, "_request_bytes", lambda _, each=each: each)
-            now = both - fast_memory.beside_slots(asked, both)
+        now = both - fast_memory.beside_slots(asked, each, both)
         shares = (max(0, min(100, 100 * room // served.experts_bytes)) for room in (both - 4 * each, now))
         found[card] = tuple(shares)
     assert found == SHARES[model]
 
 
 def test_latent_attention_keeps_one_vector() -> None:
-    assert fast_memory.beside_slots(config(requests=1, mla=True)) == 3 * MIB // 2
+    assert fast_memory.by_config(config()).request_bytes == EACH
+    assert fast_memory.by_config(config(mla=True)).request_bytes == EACH // 2
 
 
-def test_a_layer_with_a_window_keeps_no_more_than_that_and_a_chunk_of_a_prompt() -> None:
+def test_before_there_are_layers_the_configuration_says_which_keep_a_window() -> None:
+    def blocks(text: dict, **asked) -> int:
+        return fast_memory.by_config(config(text=text, **asked)).number
+
     text = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128}
-    token = 2 * 2 * 64 * 2
-    assert fast_memory.beside_slots(config(requests=1, text=text)) == token * 3 * (1024 + 128 + 256)
-    assert fast_memory.beside_slots(config(requests=1, text=text, tokens=300)) == token * 6 * 300
-    assert fast_memory.beside_slots(config(requests=1, text=text, hybrid=False)) == token * 6 * 1024
-    assert fast_memory.beside_slots(config(requests=1, text=text | {"sliding_window": None})) == token * 6 * 1024
+    assert blocks(text) == 8 + (3 + 1), "a group of three layers each: all tokens, or a window and a part of a prompt"
+    assert blocks(text, tokens=300) == 3 + (3 + 1)
+    assert blocks(text, hybrid=False) == 8, "of six layers"
+    assert blocks(text | {"sliding_window": None}) == 8
+
+
+def test_a_request_takes_at_least_what_layers_with_all_tokens_keep() -> None:
+    text = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128}
+    hybrid = {"layer_types": ["linear_attention"] * 5 + ["full_attention"]}
+    given = {"cache_dtype": "auto"}
+    assert fast_memory.one_request(config(**given)) == EACH
+    assert fast_memory.one_request(config(text=text, **given)) == EACH // 2
+    assert fast_memory.one_request(config(text=hybrid, **given)) == EACH // 6
+    assert fast_memory.one_request(config(named=-1, **given)) is None, "vLLM fits the length"
+    assert fast_memory.one_request(config(cache_dtype="fp8")) is None
 
 
 # -- what requests can use ----------------------------------------------------------------------------------
@@ -198,12 +226,14 @@ def test_requests_use_whole_blocks_and_vllm_one_more() -> None:
     assert fast_memory.usable(config(prefixes=True), layers()) == (2 * 8 * 8 + 1) * block, "prefixes of earlier ones"
 
 
-def test_kinds_that_share_blocks_are_not_estimated() -> None:
+def test_layers_with_a_window_use_fewer_blocks() -> None:
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     window = SlidingWindowSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64)
-    assert fast_memory.usable(config(), [*layers(), window]) is None
-    assert fast_memory.usable(config(), []) is None
+    mixed = layers() | {f"window {layer}": window for layer in range(6)}
+    block = 128 * 3 << 10
+    assert fast_memory.usable(config(), mixed) == (8 * (8 + 4) + 1) * block
+    assert fast_memory.usable(config(), {}) == 0
 
 
 # -- the hooks ----------------------------------------------------------------------------------------------
@@ -220,9 +250,7 @@ def worker(vllm_config: SimpleNamespace, managed: bool = True, tree: int = 0) ->
     model = nn.Linear(1, 1)
     model.spac_kernel = None
     model.spac = SimpleNamespace(config=SimpleNamespace(tree_nodes=tree)) if managed else None
-    runner = SimpleNamespace(
-        get_model=lambda: model, get_kv_cache_spec=lambda: dict(enumerate(layers())), vllm_config=vllm_config
-    )
+    runner = SimpleNamespace(get_model=lambda: model, get_kv_cache_spec=layers, vllm_config=vllm_config)
     return SimpleNamespace(model_runner=runner, vllm_config=vllm_config)
 
 

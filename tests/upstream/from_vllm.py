@@ -73,7 +73,7 @@ def write_weights(
     print(json.dumps({"stage": "stock"}), flush=True)  # of ``one_family``: what fails while vLLM builds is stock's
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    with _built(folder, options) as models:
+    with built(folder, options) as (_, models):
         for model, names in zip(models, (renamed, head), strict=False):
             prefixes = _prefixes(model)
             for name, like in _parts(model):
@@ -86,8 +86,8 @@ def write_weights(
 
 
 @contextlib.contextmanager
-def _built(folder: Path, options: dict[str, Any]) -> Iterator[list[torch.nn.Module]]:
-    """The model of an engine with ``options``, before its weights are loaded, and its MTP head if it has one."""
+def built(folder: Path, options: dict[str, Any]) -> Iterator[tuple[Any, list[torch.nn.Module]]]:
+    """An engine's ``VllmConfig``; and its model, before weights are loaded, with its MTP head if it has one."""
     from vllm.config import replace, set_current_vllm_config
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
@@ -109,7 +109,7 @@ def _built(folder: Path, options: dict[str, Any]) -> Iterator[list[torch.nn.Modu
             if config.speculative_config is not None:
                 draft = config.speculative_config.draft_model_config
                 models.append(initialize_model(vllm_config=replace(config, model_config=draft)))
-            yield models
+            yield config, models
     finally:
         cleanup_dist_env_and_memory()
         for name in os.environ.keys() - environment.keys():

@@ -161,6 +161,7 @@ TINY = {
         "gemma4_text",
         dict(intermediate_size=256, enable_moe_block=True, num_experts=16, top_k_experts=4, moe_intermediate_size=64)
         | dict(global_head_dim=64, sliding_window=64, hidden_size_per_layer_input=0, tie_word_embeddings=True),
+        written=dict(global_head_dim=64),
     ),
     "Glm4MoeLiteForCausalLM": Tiny(
         "glm4_moe_lite",

@@ -527,7 +527,8 @@ def check_one_request(vllm_config: VllmConfig) -> None:
 
 def check_kv_cache(vllm_config: VllmConfig) -> None:
     """Refuses a KV cache that is larger than the RAM that is available to a worker."""
-    ranks, needed = vllm_config.parallel_config.tensor_parallel_size, fast_memory.beside_slots(vllm_config)
+    ranks, one = vllm_config.parallel_config.tensor_parallel_size, fast_memory.by_config(vllm_config).request_bytes
+    needed = fast_memory.beside_slots(vllm_config, one)
     asked = vllm_config.cache_config.kv_cache_memory_bytes is not None
     share = 1.0 if asked else vllm_config.cache_config.gpu_memory_utilization
     room = int(min(available_host_bytes(), share * psutil.virtual_memory().total) / ranks)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +21,18 @@ from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.integration.hooks import drafts, graphs, patches
 from vllm_spac.integration.hooks.device import is_cpu
 from vllm_spac.integration.hooks.model_host import experts_of
+from vllm_spac.storage.checkpoint.kv_layers import Blocks, KVLayers, Steps
 from vllm_spac.system.host_memory import available_host_bytes, gib, own_memory, release_freed_memory, release_zeros
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
 _SHARE = 4  # of a GPU's memory for both, the KV cache gets at most this part where the length is not the user's
-_SHORT = 8192  # tokens of a request that the log names
+SHORT = 8192  # tokens of a request that the log names
 _PART = 8192  # tokens of a prompt that are computed at once
 _STARTING = 1 << 29  # bytes of RAM that a process takes before vLLM looks at what is available
 _LOWERED = "spac_lowered"  # attribute of the cache's configuration
@@ -73,8 +76,68 @@ def fit(vllm_config: VllmConfig) -> None:
     setattr(cache, _LOWERED, share)  # for ``sized_by_user``, also in the worker's process
 
 
-def usable(vllm_config: VllmConfig, specs: Collection[KVCacheSpec]) -> int | None:
-    """Bytes of KV cache that requests can use; None if layers of several kinds share its blocks.
+def built(vllm_config: VllmConfig, tokens: int | None = None) -> Blocks:
+    """Returns the KV cache of a request by what vLLM's own layers say of it, once they are built.
+
+    After the weights are loaded, vLLM fits the size of blocks to the layers and chooses their order in memory. Here
+    it does so in a copy of its configuration.
+
+    Args:
+        tokens: of the request; None: ``max_model_len``.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+    from vllm.v1.worker.worker_base import get_current_attn_backends
+
+    config = copy(vllm_config)
+    config.cache_config, config.model_config = copy(vllm_config.cache_config), copy(vllm_config.model_config)
+    config.model_config.max_model_len = tokens or vllm_config.model_config.max_model_len
+    current_platform.update_block_size_for_backend(config)
+    specs = get_kv_cache_spec(config)
+    if not specs:
+        return Blocks(0, 0)
+    layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
+    resolve_kv_cache_layout(config, [[layout.name for layout in layouts]], specs.values())
+    return _blocks(config, specs)
+
+
+def by_config(vllm_config: VllmConfig) -> Blocks:
+    """Returns the same before there are layers, from the model's configuration."""
+    steps = Steps(
+        vllm_config.model_config.max_model_len,
+        vllm_config.max_in_flight_tokens,
+        vllm_config.num_speculative_tokens,
+        is_cpu(),
+    )
+    return _layers(vllm_config).blocks(steps)
+
+
+def _layers(vllm_config: VllmConfig) -> KVLayers:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    values = model.get_num_kv_heads(parallel) * model.get_head_size()
+    each = values * (1 if model.use_mla else 2) * model.dtype.itemsize  # MLA: one vector for keys and values
+    layers = KVLayers.of_config(
+        model.hf_text_config.to_dict(), model.get_num_layers(parallel), model.get_hidden_size(), each
+    )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        layers = replace(layers, windows=(None,) * len(layers.windows))
+    return layers
+
+
+def _blocks(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Blocks:
+    """Returns the blocks of a request, as vLLM groups these layers."""
+    from vllm.v1.core import kv_cache_utils
+
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, dict(specs))
+    if not groups:
+        return Blocks(0, 0)
+    each = kv_cache_utils._pool_bytes_per_block(vllm_config, groups)
+    return Blocks(kv_cache_utils._max_memory_usage_bytes_from_groups(vllm_config, groups) // each, each)
+
+
+def usable(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> int:
+    """Bytes of KV cache that requests can use.
 
     These are ``max_num_seqs`` requests of ``max_model_len`` tokens, and with a prefix cache as much again for what
     earlier requests left, and the block that vLLM keeps empty.
@@ -82,12 +145,8 @@ def usable(vllm_config: VllmConfig, specs: Collection[KVCacheSpec]) -> int | Non
     Args:
         specs: of each layer with a KV cache, the draft model's included.
     """
-    if len({type(spec) for spec in specs}) != 1:
-        return None
-    each = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs)
     kept = 2 if vllm_config.cache_config.enable_prefix_caching else 1
-    times = kept * vllm_config.scheduler_config.max_num_seqs
-    return times * each + sum(spec.page_size_bytes for spec in specs)
+    return _blocks(vllm_config, specs).pool_bytes(kept * vllm_config.scheduler_config.max_num_seqs)
 
 
 def requests(vllm_config: VllmConfig) -> str:
@@ -118,36 +177,35 @@ def request(engine_args: EngineArgs, usage: UsageContext | None) -> None:
             logger.info("spac: --max-num-batched-tokens %d: each part of a prompt reads the missing experts", _PART)
 
 
-def beside_slots(vllm_config: VllmConfig, free: int | None = None) -> int:
+def beside_slots(vllm_config: VllmConfig, each: int, free: int | None = None) -> int:
     """Bytes that slots leave for it: the configured size, else enough for ``_FULL_REQUESTS`` of maximum length.
 
     On a GPU, where both come out of the same memory, that is for the length that the user named, or for as few requests
     as may run at once. Otherwise it is one request, or a part of what is free: then requests are shortened.
 
     Args:
+        each: bytes of a request of maximum length.
         free: on a GPU, bytes for slots and KV cache together.
     """
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     if explicit is not None:
         return explicit
-    each = _request_bytes(vllm_config)
     if free is None or _is_named(vllm_config):
         return _reserved(vllm_config) * each
     few = vllm_config.scheduler_config.max_num_seqs <= _FULL_REQUESTS
     return min(each * (_reserved(vllm_config) if few else 1), max(0, free) // _SHARE)
 
 
-def describe(vllm_config: VllmConfig, free: int | None = None) -> str:
-    """What ``beside_slots`` leaves, for the log."""
-    kv = beside_slots(vllm_config, free)
+def describe(vllm_config: VllmConfig, each: int, shorter: int, free: int | None = None) -> str:
+    """What ``beside_slots`` leaves, for the log; ``shorter``: bytes of a request of ``SHORT`` tokens."""
+    kv = beside_slots(vllm_config, each, free)
     if free is None or vllm_config.cache_config.kv_cache_memory_bytes is not None or _is_named(vllm_config):
         return f"{gib(kv)} of KV cache"
-    each, longest = _request_bytes(vllm_config), vllm_config.model_config.max_model_len
-    count = kv // each
+    count = kv // each if each else 0
     kept = {0: "a part of one request", 1: "one request"}.get(count, f"{count} requests")
-    short = _FULL_REQUESTS * each * _SHORT // longest
-    more = f"; --max-model-len {_SHORT} would leave {gib(kv - short)} more for slots" if short < kv else ""
-    return f"{gib(kv)} of KV cache ({kept} of {longest:,} tokens{more})"
+    short = _FULL_REQUESTS * shorter
+    more = f"; --max-model-len {SHORT} would leave {gib(kv - short)} more for slots" if short < kv else ""
+    return f"{gib(kv)} of KV cache ({kept} of {vllm_config.model_config.max_model_len:,} tokens{more})"
 
 
 def least_requests(vllm_config: VllmConfig) -> str:
@@ -168,34 +226,12 @@ def _is_named(vllm_config: VllmConfig) -> bool:
 def one_request(vllm_config: VllmConfig) -> int | None:
     """Least bytes of KV cache that a request of maximum length takes; None where the configuration does not tell.
 
-    It does not of layers with windows or states, nor of a length that vLLM fits to the cache.
+    It does not where vLLM fits the length to the cache, or stores other numbers than the model's.
     """
     model = vllm_config.model_config
-    whole = not model.is_hybrid and not model.use_mla and all(each is None for each in _windows(model, vllm_config))
-    fitted = model.original_max_model_len == _FITTED
-    if fitted or not whole or str(vllm_config.cache_config.cache_dtype) != "auto":
+    if model.original_max_model_len == _FITTED or str(vllm_config.cache_config.cache_dtype) != "auto":
         return None
-    return _request_bytes(vllm_config)
-
-
-def _request_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of a request of maximum length, from the configuration; layers may keep a window of its tokens only."""
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    tokens = sum(
-        model.max_model_len if window is None else min(model.max_model_len, window + scheduler.max_num_batched_tokens)
-        for window in _windows(model, vllm_config)
-    )
-    values = model.get_num_kv_heads(vllm_config.parallel_config) * model.get_head_size()
-    return tokens * values * (1 if model.use_mla else 2) * model.dtype.itemsize  # MLA: one vector for keys and values
-
-
-def _windows(model: ModelConfig, vllm_config: VllmConfig) -> list[int | None]:
-    """Returns the tokens that each attention layer keeps; None: all."""
-    layers, text = model.get_num_layers(vllm_config.parallel_config), model.hf_text_config
-    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
-    if not kinds or not window or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        return [None] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]
+    return model.max_model_len * _layers(vllm_config).kept_bytes
 
 
 logger = logging.getLogger("vllm.spac")
@@ -213,8 +249,8 @@ def _bounded(determine: Callable[[Any], int]):
         experts, config = experts_of(self.model_runner), self.vllm_config
         if experts is None or experts.config.tree_nodes or sized_by_user(config):  # trees take a share as scratch
             return found
-        most = usable(config, self.model_runner.get_kv_cache_spec().values())
-        if most is None or most >= found:
+        most = usable(config, self.model_runner.get_kv_cache_spec())
+        if most >= found:
             return found
         logger.info(
             "spac: the KV cache is %s, not the %s that are left, because %s can use no more; to choose its size, set "
@@ -270,8 +306,8 @@ def _described(experts: Any, kv: int, runner: Any) -> str:
         f"{gib(max(0, total - slots - weights))} of vLLM, torch and buffers; requests take up to {gib(kv)} more for "
         "their KV cache"
     )
-    most = usable(experts.vllm_config, runner.get_kv_cache_spec().values())
-    if most is not None and most < kv:
+    most = usable(experts.vllm_config, runner.get_kv_cache_spec())
+    if most < kv:
         text += f", of which they can use {gib(most)}: --kv-cache-memory-bytes {most}"
     return text
 

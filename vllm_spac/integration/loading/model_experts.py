@@ -260,11 +260,13 @@ class ModelExperts:
         beside = min(total, (config.host_memory or 0) // ranks)
         both = fast_memory.room(vllm_config, self.device, others, working.total, beside, ranks)
         shared = None if self.on_cpu else both  # on a CPU a KV cache takes memory where requests use it
+        each = fast_memory.built(vllm_config).request_bytes
         if config.parsed_slots == SlotCount():
-            kept = fast_memory.describe(vllm_config, shared)
+            shorter = fast_memory.built(vllm_config, fast_memory.SHORT).request_bytes
+            kept = fast_memory.describe(vllm_config, each, shorter, shared)
             logger.info("spac: slots=auto leaves %s and %s", kept, working.describe())
         # no rank allocates before all have seen what is free
-        return self.ranks.least(both - fast_memory.beside_slots(vllm_config, shared))
+        return self.ranks.least(both - fast_memory.beside_slots(vllm_config, each, shared))
 
 
 def _log_serving(experts: ModelExperts, execution: Execution, serving: Serving) -> None:

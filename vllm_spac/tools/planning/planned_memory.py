@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.staging import BUFFERS
 from vllm_spac.storage.checkpoint import quantisation
+from vllm_spac.storage.checkpoint.kv_layers import Blocks, Steps
 from vllm_spac.system.host_memory import gib
-from vllm_spac.tools.planning.architecture import Architecture
 from vllm_spac.tools.planning.planned_machine import PlannedMachine, Store
 from vllm_spac.tools.planning.planned_model import ServedModel
 
@@ -22,10 +21,6 @@ _REQUESTS, _REQUESTS_LARGE, _REQUESTS_CPU = 256, 1024, 128  # its --max-num-seqs
 _LARGE = 70 << 30  # bytes of GPU memory from which they are more
 _GRAPHS_EACH = 8  # vLLM captures graphs of 1, 2, 4 and multiples of 8 rows
 _MOST_CAPTURED = 512
-_BLOCK = 128  # tokens: a request's KV cache is whole blocks, of at most this size
-_BLOCK_GPU = 16  # of which multiples hold a recurrent layer's state on a GPU
-_STATES_KEPT = 2  # of a request in a recurrent layer, with vLLM's prefix cache
-_UNEVEN = 1.5  # vLLM pads kinds of layers to the most common where they differ by less
 
 
 @dataclass(frozen=True)
@@ -79,39 +74,14 @@ def _working(model: ServedModel, machine: PlannedMachine, sampled: int) -> int:
 
 
 def kv_bytes(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
-    """Returns the bytes of KV cache of all requests, as vLLM counts them, with the block that it holds back.
-
-    Layers share blocks: a group for each kind of layers, or several of the more common kind, each with as many layers.
-    A layer with a window keeps the tokens before it and those of all steps in flight; a recurrent one keeps states,
-    each in a block. Where their size is not known, they are left out.
-    """
-    shape = model.architecture
-    block, kinds = _block(shape, machine, load), []
-    for window, count in Counter(shape.windows).items():
-        kept = load.context if window is None else min(window - 1 + _in_flight(machine), load.context)
-        kinds.append((count, -(-kept // block) + (window is not None)))  # a window may begin inside of a block
-    if shape.state is not None and shape.recurrent:
-        kinds.append((shape.recurrent, _STATES_KEPT + load.drafts))
-    if not kinds:
-        return 0
-    least, most = (choose(count for count, _ in kinds) for choose in (min, max))
-    layers = most if most < _UNEVEN * least else least
-    blocks = sum(-(-count // layers) * each for count, each in kinds)
-    return (load.concurrency * blocks + 1) * layers * block * shape.layer_kv
+    """Returns the bytes of KV cache of all requests, as vLLM counts them, with the block that it holds back."""
+    return kv_blocks(model, machine, load).pool_bytes(load.concurrency)
 
 
-def _block(shape: Architecture, machine: PlannedMachine, load: Load) -> int:
-    """Returns the tokens of a block, which is as large as the state of a recurrent layer at least."""
-    if shape.state is None or not (shape.recurrent and shape.layer_kv):
-        return _BLOCK
-    step = _BLOCK_GPU if machine.gpu else _BLOCK
-    state = shape.state.nbytes(load.drafts, on_cpu=not machine.gpu)
-    return step * -(-state // (step * shape.layer_kv))
-
-
-def _in_flight(machine: PlannedMachine) -> int:
-    """Returns the most tokens of steps that have not ended: on a GPU, vLLM schedules one ahead."""
-    return rows(machine) * (2 if machine.gpu else 1)
+def kv_blocks(model: ServedModel, machine: PlannedMachine, load: Load) -> Blocks:
+    """Returns the blocks of KV cache of one request; on a GPU, vLLM schedules a step ahead of the one that runs."""
+    in_flight = rows(machine) * (2 if machine.gpu else 1)
+    return model.architecture.blocks(Steps(load.context, in_flight, load.drafts, on_cpu=not machine.gpu))
 
 
 def slot_shapes(model: ServedModel, percent: int, tokens: int = 0) -> list[tuple[int, int]]:
