@@ -222,10 +222,6 @@ def test_classes_are_short() -> None:
         "SpacConfig",  # a field for each knob
         "PointerExecution",
         "Runtime",
-        "Residency",
-        "DiskStore",
-        "TreeDecoding",  # of V1's runner, which goes as a whole
-        "Packing",
     }
 
 

@@ -80,7 +80,7 @@ def test_data_begins_at_the_second_page(shape: MoEShape, tmp_path: Path) -> None
     store = packed(tmp_path, shape)
     raw = store.path(1).read_bytes()
     assert 8 + int.from_bytes(raw[:8], "little") == PAGE == 4096
-    assert len(raw) == PAGE + shape.expert_bytes == store.file_bytes
+    assert len(raw) == PAGE + shape.expert_bytes
     tensors = expert(shape, 1)
     parts = sorted(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
     assert all(part in raw[PAGE:] for part in parts)
@@ -149,7 +149,7 @@ DAMAGE: dict[str, Callable[[DiskStore, Path], None]] = {
     "bit flipped in the length of the header": lambda store, path: flip(path, 0),
     "bit flipped in the text of the header": lambda store, path: flip(path, path.read_bytes().index(b"xxh3") + 14),
     "bit flipped in the padding of the header": lambda store, path: flip(path, PAGE - 1),
-    "zeroed": lambda store, path: path.write_bytes(bytes(store.file_bytes)),
+    "zeroed": lambda store, path: path.write_bytes(bytes(PAGE + store.shape.expert_bytes)),
     "another expert": lambda store, path: shutil.copy(store.path(2), path),
     "the same expert of another layer": lambda store, path: shutil.copy(store.path(4), path),
     "another checkpoint": lambda store, path: shutil.copy(packed(path.parents[2], store.shape, OTHER).path(1), path),
@@ -196,7 +196,7 @@ def test_leftovers_of_killed_processes_are_harmless(tmp_path: Path) -> None:
     store.put(0, expert(SHAPE, 0))
     for key, pid in ((0, 1), (1, 1), (1, os.getpid())):
         partial_of(store.path(key), pid).write_bytes(b"half an exp")
-    store.path(2).with_suffix(".corrupt").write_bytes(bytes(store.file_bytes))
+    store.path(2).with_suffix(".corrupt").write_bytes(bytes(PAGE + store.shape.expert_bytes))
     (store.folder / f".probe-{os.getpid()}").write_bytes(b"x")
     again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
     assert_holds(again, 0)
@@ -255,8 +255,9 @@ def test_no_room(count: int, tmp_path: Path, free: Callable[[int], None]) -> Non
     free(count)
     with pytest.raises(StoreError, match="5000 experts.*--spac-disk-dir") as error:
         store.reserve(5000)
-    assert f"{gib(5000 * store.file_bytes)} for them and 256.0 MiB that stay free" in str(error.value)
-    assert gib(5000 * store.file_bytes + (256 << 20)) in str(error.value) and gib(count) in str(error.value)
+    needed = 5000 * (PAGE + store.shape.expert_bytes)
+    assert f"{gib(needed)} for them and 256.0 MiB that stay free" in str(error.value)
+    assert gib(needed + (256 << 20)) in str(error.value) and gib(count) in str(error.value)
     assert str(tmp_path) in str(error.value)
     store.reserve(0)
     free(2**40)

@@ -11,15 +11,14 @@ thread calls, so that no state changes between two lines.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.victims import Better, Either, evict, evict_up_to
 
 _FADING = 0.95  # per step: a step of 14 steps ago counts half
 
@@ -68,36 +67,11 @@ class Placement(NamedTuple):
     victims: tuple[int, ...] = ()  # keys that were evicted
 
 
-@dataclass(frozen=True, slots=True)
-class _Better:
-    """Keys that may not be evicted for one that scores ``limit``: those that score as much, and are not recycled."""
-
-    scores: np.ndarray
-    limit: int
-    recycled: Container[int]
-
-    def __contains__(self, key: Any) -> bool:
-        return bool(self.scores[key] >= self.limit) and key not in self.recycled
-
-
-@dataclass(frozen=True, slots=True)
-class _Either:
-    """Keys that are in one of two collections."""
-
-    one: Container[int]
-    other: Container[int]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.one or key in self.other
-
-
 class Residency:
     """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
 
-    Args:
-        policy: chooses victims; owned by this object.
-
     Attributes:
+        policy: chooses victims; owned by this object.
         activity: what experts did lately, while somebody looks.
         soft: keys that ``prepare`` and ``admit_unless`` evict last (soft pins), if any.
     """
@@ -106,19 +80,14 @@ class Residency:
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
         assert 0 <= slots <= keys, f"{slots} slots for {keys} experts"
-        self.policy = policy
+        self.policy, self.slots = policy, slots
         self.soft: Container[int] | None = None
         self.slot_of = np.full(keys, NOWHERE, dtype=np.int32)
         self.owner = np.full(slots, NOWHERE, dtype=np.int32)
         self.state = np.full(slots, SlotState.FREE, dtype=np.int8)
         self._free = list(range(slots - 1, -1, -1))
-        self._pinned: set[int] = set()
-        self._loading: set[int] = set()
+        self._pinned, self._loading = set[int](), set[int]()
         self._in_use: Sequence[int] | np.ndarray = ()  # keys that ``use`` named last, until that layer has run
-
-    @property
-    def slots(self) -> int:
-        return len(self.owner)
 
     @property
     def resident(self) -> int:
@@ -141,17 +110,15 @@ class Residency:
         slots = self.slot_of[list(keys)].tolist() if keys else []
         missing = [key for key, slot in zip(keys, slots, strict=True) if slot == NOWHERE]
         waits = [(key, int(self.slot_of[key])) for key in keys if key in self._loading] if self._loading else []
-        pinned = self._pinned.union(keys)
-        frozen = pinned | self._loading if self._loading else pinned
+        frozen = self._pinned.union(keys, self._loading)
         wanted = len(missing) - len(self._free)
-        victims = self._evict(wanted, frozen) if wanted > 0 else []
-        for victim in victims:
-            assert victim not in frozen, "the policy evicts a frozen expert"
-            self._vacate(victim)
+        victims = evict(self.policy, wanted, frozen, self.soft, self.owner) if wanted > 0 else []
+        self._vacate(victims, frozen)
         self.policy.touch_all([key for key, slot in zip(keys, slots, strict=True) if slot != NOWHERE])
-        self._pinned = pinned
-        loads = tuple((key, self._occupy(key)) for key in missing)
-        return Placement(len(keys) - len(missing) - len(waits), loads, tuple(waits), tuple(victims))
+        self._pinned.update(keys)
+        for key in missing:
+            self.policy.insert(key)
+        return Placement(len(keys) - len(missing) - len(waits), self._seat(missing), tuple(waits), tuple(victims))
 
     def use(self, keys: np.ndarray) -> bool:
         """Returns whether all ``keys`` are READY, and then tells the policy that they are used, in this order.
@@ -174,14 +141,13 @@ class Residency:
 
         One that the policy recycles scores less than any. Without a slot None is returned.
         """
-        placement = self.admit_unless((key,), _Better(scores, int(scores[key]), self.policy.recycled))
+        placement = self.admit_unless((key,), Better(scores, int(scores[key]), self.policy.recycled))
         return placement if placement.loads else None
 
     def spare(self, layer: range) -> int:
         """Number of slots that are free, or whose expert is neither frozen nor one of ``layer``."""
-        frozen = sum(key not in layer for key in self._frozen())
         here = self.slot_of[layer.start : layer.stop]
-        return self.slots - int((here != NOWHERE).sum()) - frozen
+        return self.slots - int((here != NOWHERE).sum()) - sum(key not in layer for key in self._frozen())
 
     def admit_unless(self, keys: Sequence[int], kept: Container[int]) -> Placement:
         """Finds slots for ``keys``, which have none, to be loaded before they are needed; does not pin them.
@@ -197,12 +163,13 @@ class Residency:
             ``loads`` of the keys that have slots now, in their order; the last ones in place of ``victims``.
         """
         assert (self.slot_of[list(keys)] == NOWHERE).all(), "an expert has a slot"
-        victims = self._victims(len(keys) - len(self._free), kept)
+        frozen, wanted = self._frozen(), len(keys) - len(self._free)
+        victims = evict_up_to(self.policy, wanted, Either(frozen, kept), self.soft) if wanted > 0 else []
+        self._vacate(victims, frozen)
         chosen = keys[: len(self._free)]
         for key in chosen:
             self.policy.insert_ahead(key)
-        loads = tuple((key, self._seat(key)) for key in chosen)
-        return Placement(0, loads, victims=tuple(victims))
+        return Placement(0, self._seat(chosen), victims=tuple(victims))
 
     def exchange(self, key: int) -> Placement | None:
         """Finds a slot for ``key``, which has none and was just used, to be loaded while kernels run; does not pin it.
@@ -212,15 +179,12 @@ class Residency:
         """
         assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
         self.policy.insert(key)
-        victims: list[int] = []
-        if not self._free:
-            frozen = self._frozen()
-            victims = self.policy.evict(1, frozen)
-            if victims == [key]:
-                return None
-            assert victims[0] not in frozen, "the policy evicts a frozen expert"
-            self._vacate(victims[0])
-        return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
+        frozen = self._frozen()
+        victims = [] if self._free else self.policy.evict(1, frozen)
+        if victims == [key]:
+            return None
+        self._vacate(victims, frozen)
+        return Placement(0, self._seat([key]), victims=tuple(victims))
 
     def observe(self, counts: np.ndarray) -> None:
         """A forward has finished: as ``Policy.observe``."""
@@ -249,7 +213,7 @@ class Residency:
         self._loading.remove(key)
         self._pinned.discard(key)
         self.policy.remove(key)
-        self._vacate(key)
+        self._vacate([key], ())
 
     def release(self, keys: Iterable[int]) -> None:
         """Unpins ``keys``; they stay resident until the policy evicts them. Keys whose load failed are ignored."""
@@ -285,64 +249,21 @@ class Residency:
         assert all(int(key) in self.policy for key in self.owner[owned]), "a resident key is unknown to the policy"
         assert all(self.slot_of[key] != NOWHERE for key in self._pinned), "a pinned key is not resident"
 
-    def _evict(self, count: int, frozen: set[int]) -> list[int]:
-        """Returns ``count`` victims that are not ``frozen``, all others before those of ``soft``; else as ``evict``."""
-        if not count or self.soft is None:
-            return self.policy.evict(count, frozen)
-        soft, either = self.soft, _Either(frozen, self.soft)
-        try:
-            return self.policy.evict(count, either)
-        except LookupError:
-            left = [key for key in self.owner.tolist() if key != NOWHERE and key not in frozen]
-            if len(left) < count:
-                raise
-            victims = self.policy.evict(sum(key not in soft for key in left), either)
-            return victims + self.policy.evict(count - len(victims), frozen)
-
-    def _victims(self, count: int, kept: Container[int]) -> list[int]:
-        """Frees the slots of the first ``count`` victims that are neither frozen nor in ``kept``, or of fewer.
-
-        Returns:
-            The victims. With soft pins, those that are expected soon come last.
-        """
-        if count <= 0:
-            return []
-        frozen = self._frozen()
-        spared: Container[int] = _Either(frozen, kept)
-        victims: list[int] = []
-        if self.soft is not None:
-            victims += self._evict_up_to(count, _Either(spared, self.soft))
-        victims += self._evict_up_to(count - len(victims), spared)
-        for victim in victims:
-            assert victim not in frozen, "the policy evicts a frozen expert"
-            self._vacate(victim)
-        return victims
-
-    def _evict_up_to(self, count: int, spared: Container[int]) -> list[int]:
-        """Returns the policy's first ``count`` victims that are not ``spared``, or as many as there are."""
-        try:
-            return self.policy.evict(count, spared)
-        except LookupError:  # it has evicted none of the fewer that there are
-            victims: list[int] = []
-            with contextlib.suppress(LookupError):
-                while True:
-                    victims += self.policy.evict(1, spared)
-            return victims
-
     def _frozen(self) -> set[int]:
         return self._pinned.union(self._loading, self._in_use)
 
-    def _occupy(self, key: int) -> int:
-        self.policy.insert(key)
-        return self._seat(key)
+    def _seat(self, keys: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Gives each of ``keys``, which the policy holds, a free slot to be loaded; returns ``Placement.loads``."""
+        slots = [self._free.pop() for _ in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            self.owner[slot], self.slot_of[key], self.state[slot] = key, slot, _LOADING
+        self._loading.update(keys)
+        return tuple(zip(keys, slots, strict=True))
 
-    def _seat(self, key: int) -> int:
-        slot = self._free.pop()
-        self.owner[slot], self.slot_of[key], self.state[slot] = key, slot, _LOADING
-        self._loading.add(key)
-        return slot
-
-    def _vacate(self, key: int) -> None:
-        slot = int(self.slot_of[key])
-        self.owner[slot], self.slot_of[key], self.state[slot] = NOWHERE, NOWHERE, _FREE
-        self._free.append(slot)
+    def _vacate(self, keys: Sequence[int], frozen: Container[int]) -> None:
+        """Frees the slots of ``keys``, which the policy holds no more."""
+        for key in keys:
+            assert key not in frozen, "the policy evicts a frozen expert"
+            slot = int(self.slot_of[key])
+            self.owner[slot], self.slot_of[key], self.state[slot] = NOWHERE, NOWHERE, _FREE
+            self._free.append(slot)

@@ -1,18 +1,15 @@
 """Store on disk: one file per expert, in the layout of the kernel, read without the page cache.
 
-Each file is a valid safetensors file whose header is padded to one page, so that the data can be read with
-O_DIRECT. The header contains the fingerprint, the layer, the expert and the checksum of the data; a read
-returns exactly what was packed, or is tried again, or fails. A file that fails the check each time is moved aside and
-the folder is marked, so that the next start checks all files and repacks the damaged ones from the checkpoint.
+The header of a file (``packed_file``) contains the fingerprint, the layer, the expert and the checksum of the data. A
+read returns exactly what was packed, or is tried again, or fails. A file that fails the check each time is moved aside
+and the folder is marked, so that the next start checks all files and repacks the damaged ones from the checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -23,15 +20,13 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
-import xxhash
-from safetensors.torch import save
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.base import ExpertStore, Slot
-from vllm_spac.storage.checkpoint.packed_folder import FORMAT, HEADER, MARK, PAGE
+from vllm_spac.storage.checkpoint.packed_folder import MARK, PAGE
+from vllm_spac.storage.packed_file import FileBuffer, FileFormat
 from vllm_spac.system import files
 from vllm_spac.system.files import FILE, make_folder, replacing
 from vllm_spac.system.host_memory import gib
@@ -99,7 +94,6 @@ class Retries:
 
 
 _RESERVE = 256 << 20  # left free on the disk
-_NO_CHECKSUM = "0" * 32
 
 
 class DiskStore(ExpertStore):
@@ -111,10 +105,8 @@ class DiskStore(ExpertStore):
         assert folder is not None, "a store on disk needs a folder"
         super().__init__(shape, fingerprint, folder)
         self.folder = folder / fingerprint
-        self.file_bytes = HEADER + shape.expert_bytes
-        self._blank = self._headers_example()
+        self._format = FileFormat(shape, fingerprint)
         self._paths: dict[int, Path] = {}
-        self._headers: dict[int, tuple[bytes, bytes]] = {}  # before and after the checksum
         self._local = threading.local()
         self._refuse_if(files.refusal(self.folder))
         self._retries = Retries()
@@ -138,12 +130,10 @@ class DiskStore(ExpertStore):
         return key in self._held
 
     def reserve(self, experts: int) -> None:
-        check_room(self.folder, experts, experts * self.file_bytes)
+        check_room(self.folder, experts, experts * self._format.bytes)
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
-        whole = save({name: tensors[name].contiguous() for name in self.shape.tensors})
-        data = memoryview(whole)[8 + int.from_bytes(whole[:8], "little") :]
-        header = self._header(key, xxhash.xxh3_128_hexdigest(data))
+        header, data = self._format.encode(key, tensors)
         path = self.path(key)
         try:
             make_folder(path.parent)
@@ -199,14 +189,7 @@ class DiskStore(ExpertStore):
     def describe(self) -> str:
         how = "direct I/O" if self.direct else "buffered I/O, pages dropped: this file system has no direct I/O"
         how += ", read-only" if self._read_only else ""
-        return f"disk ({self.folder}, {gib(self.shape.total * self.file_bytes)}, {how})"
-
-    def _matches(self, key: int, header: np.ndarray, tensors: Sequence[np.ndarray]) -> bool:
-        """Whether header and tensors, as bytes, are those that were packed for ``key``."""
-        checksum = xxhash.xxh3_128()
-        for tensor in tensors:
-            checksum.update(tensor.data)
-        return header.tobytes() == self._header(key, checksum.hexdigest())
+        return f"disk ({self.folder}, {gib(self.shape.total * self._format.bytes)}, {how})"
 
     def _intact(self, key: int) -> bool:
         path = self.path(key)
@@ -217,7 +200,7 @@ class DiskStore(ExpertStore):
         except OSError:  # absent, or unreadable: it will be packed again, and that reports what is wrong
             return False
         self._refuse_if(files.problem(path, facts))
-        return facts.st_size == self.file_bytes
+        return facts.st_size == self._format.bytes
 
     def _refuse_if(self, problem: str | None) -> None:
         if problem:
@@ -235,7 +218,7 @@ class DiskStore(ExpertStore):
         """Returns the tensors of a slot as bytes, in the order of a file, if the file can be read into them."""
         if slot.memory is None or (self.direct and not slot.whole_pages):  # O_DIRECT refuses
             return None
-        return [slot.memory[name] for name in self._offsets]
+        return [slot.memory[name] for name in self._format.offsets]
 
     def _check(self, key: int, parts: Sequence[np.ndarray], header: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
         """Reads the file of an expert into consecutive ``parts`` and checks the header and tensors in them.
@@ -262,9 +245,9 @@ class DiskStore(ExpertStore):
             size = self._read_file(path, parts)
         except OSError as error:
             return Failure(f"cannot read {path}: {error.strerror}", error)
-        if size != self.file_bytes:
-            return Failure(f"{path} has {size} bytes, not {self.file_bytes}")
-        if not self._matches(key, header, tensors):
+        if size != self._format.bytes:
+            return Failure(f"{path} has {size} bytes, not {self._format.bytes}")
+        if not self._format.matches(key, header, tensors):
             return Failure(f"{path} is not what was packed (checksum or header differ)")
         return None
 
@@ -289,36 +272,11 @@ class DiskStore(ExpertStore):
         finally:
             os.close(descriptor)
 
-    def _buffer(self) -> _Buffer:
+    def _buffer(self) -> FileBuffer:
         """Returns this thread's buffer."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = _Buffer(self._offsets, self.file_bytes)
+            self._local.buffer = FileBuffer(self._format)
         return self._local.buffer
-
-    def _headers_example(self) -> dict:
-        """Returns the header that safetensors writes for this layout, and sets the offset of each tensor."""
-        raw = save({name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self.shape.tensors.items()})
-        entries = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        entries.pop("__metadata__", None)
-        self._offsets = {name: tuple(entry["data_offsets"]) for name, entry in entries.items()}
-        return entries
-
-    def _header(self, key: int, checksum: str) -> bytes:
-        if key not in self._headers:  # written once: reads of many threads compare it
-            layer, expert = self.shape.split(key)
-            metadata = {
-                "format": FORMAT,
-                "fingerprint": self.fingerprint,
-                "layer": self.shape.layers[layer],
-                "expert": str(expert),
-                "xxh3_128": _NO_CHECKSUM,
-            }
-            text = json.dumps({"__metadata__": metadata, **self._blank}).encode()
-            assert len(text) <= HEADER - 8, "the header outgrew its page"
-            before, _, after = text.rpartition(_NO_CHECKSUM.encode())
-            self._headers[key] = (HEADER - 8).to_bytes(8, "little") + before, after
-        before, after = self._headers[key]
-        return (before + checksum.encode() + after).ljust(HEADER)
 
     def _remedy(self, key: int) -> str:
         layer, expert = self.shape.split(key)
@@ -348,15 +306,6 @@ def check_room(folder: Path, experts: int, needed: int) -> None:
             f"{gib(_RESERVE)} that stay free, and {gib(free)} are free; free some room, or name another disk with "
             "--spac-disk-dir DIR"
         )
-
-
-class _Buffer:
-    """Page-aligned memory for a file: header, tensors, and a page more, so that a file that is too long is noticed."""
-
-    def __init__(self, offsets: Mapping[str, tuple[int, int]], file_bytes: int) -> None:
-        self.whole = np.frombuffer(mmap.mmap(-1, -(-file_bytes // PAGE) * PAGE + PAGE), np.uint8)
-        self.header, self.rest = self.whole[:HEADER], self.whole[file_bytes:]
-        self.tensors = {name: self.whole[HEADER + start : HEADER + stop] for name, (start, stop) in offsets.items()}
 
 
 def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -111,13 +111,13 @@ class Packing:
             store = kind(shape=shape, fingerprint="", folder=None)
         self._stores.update(dict.fromkeys(shape.layers, store))
         if store.suspect:
-            self._verify(store)
+            _verify(store, self._config.io_threads, self._ranks.rank)
         if all(map(store.holds, range(shape.total))):
             try:  # now, so that this start packs what turns out to be damaged
                 self._filled[shape] = self._fill(shape)
             except StoreError as error:
                 logger.warning("%s", error)
-                self._verify(store)
+                _verify(store, self._config.io_threads, self._ranks.rank)
         missing = sum(not store.holds(key) for key in range(shape.total))
         if lock is not None and lock.claim(missing):
             store.sweep()
@@ -129,7 +129,8 @@ class Packing:
         of_layers = ((self._store(layer), key) for layer in self._layers for key in self._keys(layer))
         missing = [store for store, key in of_layers if not store.holds(key)]
         packs = any(store.persistent for store in missing)
-        self._bar = self._progress(len(missing), "Packing experts" if packs else "Loading experts", not missing)
+        doing = "Packing experts" if packs else "Loading experts"
+        self._bar = _progress(self._ranks.rank, len(missing), doing, not missing)
 
     def arrived(self, count: int) -> None:
         """Counts ``count`` bytes copied from the checkpoint, whose mapped pages now count as this process's memory."""
@@ -188,19 +189,6 @@ class Packing:
             if id(store) not in filled:
                 store.close()
 
-    # -- parts ---------------------------------------------------------------------------------------------
-
-    def _verify(self, store: ExpertStore) -> None:
-        held = sum(map(store.holds, range(store.shape.total)))
-        logger.info("spac: checking all %d packed experts, since some are missing or damaged", held)
-        with self._progress(held, "Checking packed experts") as bar:
-            damaged = 0
-            for problem in store.verify(self._config.io_threads):
-                damaged += problem is not None
-                bar.update()
-        if damaged:
-            logger.warning("spac: %d of %d packed experts are damaged and are packed again", damaged, held)
-
     def _check_unchanged(self) -> None:
         """Raises ``StoreError`` if the checkpoint changed since it was read, and drops what was packed from it."""
         try:
@@ -235,7 +223,8 @@ class Packing:
             )
         )
         try:
-            with self._progress(filled, "Filling slots", hidden=execution.holds_all or filled == 0) as bar:
+            hidden = execution.holds_all or filled == 0
+            with _progress(self._ranks.rank, filled, "Filling slots", hidden) as bar:
                 for loaded in execution.fill():
                     bar.update(loaded)
         except BaseException:
@@ -244,13 +233,27 @@ class Packing:
         execution.counters.reset()
         return execution
 
-    def _progress(self, total: int, what: str, hidden: bool = False) -> tqdm:
-        """A bar on standard error, of the first rank only."""
-        return tqdm(total=total, desc=what, unit="expert", file=sys.stderr, disable=hidden or self._ranks.rank > 0)
-
     def _store(self, layer: ManagedExperts) -> ExpertStore:
         return self._stores[layer.layer_name]
 
     def _keys(self, layer: ManagedExperts) -> range:
         experts = self._store(layer).shape.experts
         return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)
+
+
+def _verify(store: ExpertStore, threads: int, rank: int) -> None:
+    """Checks all experts that are packed, and drops the damaged ones."""
+    held = sum(map(store.holds, range(store.shape.total)))
+    logger.info("spac: checking all %d packed experts, since some are missing or damaged", held)
+    with _progress(rank, held, "Checking packed experts") as bar:
+        damaged = 0
+        for problem in store.verify(threads):
+            damaged += problem is not None
+            bar.update()
+    if damaged:
+        logger.warning("spac: %d of %d packed experts are damaged and are packed again", damaged, held)
+
+
+def _progress(rank: int, total: int, what: str, hidden: bool = False) -> tqdm:
+    """A bar on standard error, of the first rank only."""
+    return tqdm(total=total, desc=what, unit="expert", file=sys.stderr, disable=hidden or rank > 0)

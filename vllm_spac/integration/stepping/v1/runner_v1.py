@@ -130,7 +130,7 @@ def _proposing(propose: Callable):
         most, seconds = max(map(len, drafts), default=0), (now() - start) / 1e9
         if chooser is not None and trees is None:
             drafts = _kept(chooser, requests, drafts, chances)
-        runtime.drafted(most, seconds, None if trees is None else trees.forwards)
+        runtime.drafted(most, seconds, None if trees is None else trees.drafting.forwards)
         if runtime.recorder.timeline is not None:
             runtime.recorder.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts

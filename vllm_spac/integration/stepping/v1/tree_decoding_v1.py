@@ -1,30 +1,27 @@
 """Draft trees in vLLM's V1 model runner: drafted with EAGLE, verified by the stock kernels, a chain to all others.
 
-The drafter runs vLLM's own first pass, then one forward per level over the expanded nodes. vLLM's own sampler verifies:
-one call per level, on the rows that the requests have reached.
+vLLM's own sampler verifies: one call per level, on the rows that the requests have reached.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
-from vllm_spac.decisions.guard.chooser import Chooser, Drafted
+from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.integration.stepping.v1 import tree_attention_v1
-from vllm_spac.methods.trees.growth import Chosen, Growth
-from vllm_spac.methods.trees.levels import Level, Start, grow
+from vllm_spac.integration.stepping.v1.tree_drafting_v1 import TreeDrafting, TreeDrafts
 from vllm_spac.methods.trees.tensors import (
     FILLER,
     NOWHERE,
     BlockCopies,
     Layout,
-    LevelBatch,
     Scattered,
     Scratch,
     StepTrees,
@@ -32,7 +29,6 @@ from vllm_spac.methods.trees.tensors import (
     TreeTensors,
     VirtualBatch,
     descend,
-    trees_of,
 )
 from vllm_spac.methods.trees.tree_counters import TreeCounters
 
@@ -41,51 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
     from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.spec_decode.eagle import EagleProposer
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-
-class TreeDrafts(NamedTuple):
-    """The drafts of one request. Row 0 is the root, the last token of the request; row i > 0 is draft i - 1.
-
-    Attributes:
-        tokens: draft tokens, [n].
-        parents: row that each row follows, [n + 1]; -1 for the root. A parent comes before its children.
-        reached: probability, by the drafter, that a row is reached, [n + 1]; 1 for the root.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    reached: tuple[float, ...]
-
-    @classmethod
-    def chain(cls, tokens: Sequence[int]) -> TreeDrafts:
-        """Draft tokens that follow one another."""
-        return cls(tuple(tokens), tuple(range(-1, len(tokens))), (1.0,) * (len(tokens) + 1))
-
-    @property
-    def rows(self) -> int:
-        """Number of rows, the root included."""
-        return len(self.parents)
-
-    @property
-    def branches(self) -> bool:
-        """Whether some draft token does not follow the one before it."""
-        return any(parent != row for row, parent in enumerate(self.parents[1:]))
-
-    @property
-    def drafts(self) -> Drafted:
-        """As what is worth verifying is chosen from."""
-        before = [self.reached[parent] for parent in self.parents[1:]]
-        chances = [
-            reached / parent if parent else 0.0 for reached, parent in zip(self.reached[1:], before, strict=True)
-        ]
-        return Drafted(self.tokens, chances, self.parents[1:])
-
-    def cut(self, drafts: int) -> TreeDrafts:
-        """The first ``drafts`` draft tokens, which are a tree too."""
-        return TreeDrafts(self.tokens[:drafts], self.parents[: drafts + 1], self.reached[: drafts + 1])
 
 
 class Verified(NamedTuple):
@@ -162,102 +115,25 @@ def _by_request(levels: Sequence[LogprobsTensors | None]) -> LogprobsTensors | N
     return type(levels[0])(*(torch.stack(part, 1).flatten(0, 1) if len(part[0]) else part[0] for part in parts))
 
 
-@dataclasses.dataclass
-class FirstPass:
-    """What vLLM's first pass of the drafter leaves: its outputs at the last token of each request."""
-
-    last: Tensor  # [requests, d], hidden states that logits are computed from
-    hidden: Tensor  # [requests, d], hidden states that the next forward takes
-    positions: Tensor  # int64 [requests], of these tokens
-    metadata: CommonAttentionMetadata  # of the pass; its block tables are the requests'
-
-
-def first_pass(drafter: EagleProposer, propose: Callable, *args: Any, **kwargs: Any) -> FirstPass:
-    """Runs vLLM's ``propose`` for one token, which writes the drafter's keys and values of all accepted tokens."""
-    found: dict[str, Any] = {}
-    prepare = drafter.set_inputs_first_pass
-
-    def prepared(*given: Any, **named: Any):
-        result = prepare(*given, **named)
-        found["rows"], found["metadata"] = result[1], result[2]
-        return result
-
-    handle = drafter.model.register_forward_hook(lambda module, given, output: found.update(output=output))
-    drafter.set_inputs_first_pass = prepared
-    try:
-        propose(1, *args, **kwargs)
-    finally:
-        del drafter.set_inputs_first_pass
-        handle.remove()
-    rows, (last, hidden) = found["rows"], found["output"]
-    return FirstPass(last[rows], hidden[rows].clone(), drafter.positions[rows].clone(), found["metadata"])
-
-
-def forward_of(drafter: EagleProposer, metadata: CommonAttentionMetadata) -> Callable[..., Level]:
-    """Returns what runs the drafter over a level, as ``levels.grow`` needs it; ``metadata``: of its first pass."""
-    from vllm.forward_context import set_forward_context
-
-    def forward(growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
-        count = len(batch.lengths)
-        starts = torch.arange(count + 1, dtype=torch.int32)
-        level = dataclasses.replace(
-            metadata,
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=batch.lengths,
-            seq_lens_cpu_upper_bound=batch.lengths.clone(),
-            num_reqs=count,
-            num_actual_tokens=count,
-            max_query_len=1,
-            max_seq_len=int(batch.lengths.max()),
-            block_table_tensor=batch.block_table,
-            slot_mapping=batch.slots,
-            is_prefilling=None,
-            positions=None,
-        )
-        _, per_layer = drafter.build_per_group_and_layer_attn_metadata(level, draft_index=growth.level)
-        slots = drafter._get_slot_mapping(count, batch.slots)
-        with set_forward_context(per_layer, drafter.vllm_config, num_tokens=count, slot_mapping=slots):
-            last, following = drafter.model(
-                input_ids=growth.tokens.flatten().int(),
-                positions=batch.positions,
-                inputs_embeds=None,
-                hidden_states=hidden,
-            )
-        return Level(following, drafter.model.compute_logits(last))
-
-    return forward
-
-
-def _caches(drafter: EagleProposer) -> list[Tensor]:
-    layers = drafter.vllm_config.compilation_config.static_forward_context
-    return [layers[name].kv_cache for name in drafter._draft_attn_layer_names]
-
-
 class TreeDecoding:
     """The trees of one model runner.
 
     In each step: ``begin`` when vLLM has prepared the batch, the hooks of ``tree_attention_v1`` during the forward,
-    ``verify`` in place of its rejection sampler, ``restore`` before its drafter, ``propose`` in place of its drafter's.
+    ``verify`` in place of its rejection sampler, ``restore`` before ``drafting``.
 
     Args:
         runner: V1's, its KV cache initialised.
         shape: of the trees.
         scratch: blocks that no request uses.
-        chooser: what chooses among the nodes of a tree at the moment, if anything does.
+        chooser: as of ``TreeDrafting``.
     """
 
     def __init__(
-        self,
-        runner: GPUModelRunner,
-        shape: TreeShape,
-        scratch: Scratch,
-        chooser: Callable[[], Chooser | None] = lambda: None,
+        self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch, chooser: Callable[[], Chooser | None]
     ) -> None:
-        self._chooser = chooser
-        self._runner, self._shape, self.scratch = runner, shape, scratch
+        self._runner, self._shape, self._scratch = runner, shape, scratch
+        self.drafting = TreeDrafting(runner, shape, scratch, chooser)
         self.counters = TreeCounters(shape.nodes)
-        self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
         self._drafts: list[TreeDrafts] | None = None  # one per request of the batch, until they are verified
         self._known: dict[str, TreeDrafts] = {}  # those of the step that the drafter proposed, by request
         self._trees: TreeTensors | None = None  # of all requests of the batch, once they are needed
@@ -266,17 +142,12 @@ class TreeDecoding:
         self._last: Tensor | None = None  # last accepted row of each tree of ``_step``
         self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
         self.scattered: Scattered | None = None  # while the target runs
-        self.forwards = 0  # of the drafter, for the trees that it drafted last
-        self._sampled: list[int] = []  # numbers of the requests that the drafter continues
-        drafter = runner.drafter
-        names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
-        self._layers = [name for name in names if name not in drafter._draft_attn_layer_names]
+        drafts = runner.drafter._draft_attn_layer_names
+        names = runner.kv_cache_config.kv_cache_groups[0].layer_names
+        self._layers = [name for name in names if name not in drafts]
         tree_attention_v1.install(runner, self._layers, lambda: self.scattered, self.virtual)
         self._verify_plainly = runner.rejection_sampler.forward
         runner.rejection_sampler.forward = self.verify
-        self._propose = drafter.propose
-        drafter.propose = self.propose
-        runner._input_fits_in_drafter = self.drafts_at_all
 
     @property
     def _block_size(self) -> int:
@@ -287,25 +158,17 @@ class TreeDecoding:
         batch = self._runner.input_batch
         return batch.block_table[0].get_device_tensor(batch.num_reqs)
 
-    def _drafts_of(self, request: str, drafts: Sequence[int]) -> TreeDrafts:
-        """The tree whose first drafts a request verifies; drafts that were not ours are verified as a chain."""
-        tree = self._drafted.pop(request, None) if drafts else None
-        if tree is not None and tuple(drafts) == tree.tokens[: len(drafts)]:
-            self._known[request] = tree.cut(len(drafts))
-            return self._known[request]
-        self.counters.unknown += bool(drafts)
-        return TreeDrafts.chain(drafts)
-
     # -- the target's forward --------------------------------------------------------------------------------
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """Takes up the trees of a prepared batch: positions, scratch, and what the hooks of attention need."""
         batch = self._runner.input_batch
         drafts = scheduled.scheduled_spec_decode_tokens
-        self._known = {}
-        self._drafts = [self._drafts_of(request, drafts.get(request, ())) for request in batch.req_ids]
+        self._known = self.drafting.take(drafts)
+        self.counters.unknown += sum(bool(tokens) and r not in self._known for r, tokens in drafts.items())
+        self._drafts = [self._known.get(r) or TreeDrafts.chain(drafts.get(r, ())) for r in batch.req_ids]
         for request in scheduled.finished_req_ids:
-            self._drafted.pop(request, None)
+            self.drafting.drafted.pop(request, None)
         self._trees = self._step = self._last = self.accepted = self.scattered = None
         if any(each.branches for each in self._drafts):
             self._take_up(self._drafts, [scheduled.num_scheduled_tokens[request] for request in batch.req_ids])
@@ -331,7 +194,7 @@ class TreeDecoding:
             TensorRows(*torch.from_numpy(self._layout.rows)),
             computed,
             self._block_table[chosen],
-            self.scratch.trees(len(requests)),
+            self._scratch.trees(len(requests)),
         )
         self._runner.positions[self._step.rows.token] = self._step.positions
         also = self._step.scattered(self._block_size)
@@ -394,7 +257,7 @@ class TreeDecoding:
             sampled: tokens that each request emitted; none for a prompt that goes on.
             states: hidden states of the rows of the step, [rows, d] each; changed in place.
         """
-        self._sampled = [number for number, tokens in enumerate(sampled) if tokens]
+        self.drafting.requests = [number for number, tokens in enumerate(sampled) if tokens]
         if self._step is None or self._last is None:
             return
         tokens = self._step.rows.token
@@ -402,65 +265,3 @@ class TreeDecoding:
         for state in (*states, self._runner.input_ids.gpu):
             state[tokens] = state[source]
         self._runner.positions[tokens] = self._step.linear
-
-    # -- its drafts ------------------------------------------------------------------------------------------
-
-    def drafts_at_all(self, metadata: CommonAttentionMetadata | None) -> bool:
-        """In place of ``_input_fits_in_drafter``, which ends all drafts n tokens before a request is full.
-
-        ``propose`` leaves out requests without room for a path, and the scheduler cuts trees at the maximum length.
-        """
-        return metadata is not None
-
-    @torch.inference_mode()
-    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """In place of ``EagleProposer.propose``: the draft tokens of each request, at most that many."""
-        self.forwards = 0
-        start = first_pass(self._runner.drafter, self._propose, *args, **kwargs)
-        requests = self._runner.input_batch.req_ids
-        drafts: list[list[int]] = [[] for _ in requests]
-        room = self._runner.effective_drafter_max_model_len - self._shape.depth - 1
-        drafting = [number for number in self._sampled if int(start.positions[number]) < room]
-        if not drafting or num_speculative_tokens < 1:
-            return drafts
-        chain = torch.tensor([self._needs_chain(requests[number]) for number in drafting])
-        tokens, parents, logp = self._grown(start, drafting)
-        nodes = num_speculative_tokens
-        chosen = Chosen(tokens[:, :nodes], parents[:, : nodes + 1], logp[:, :nodes])
-        tokens, logp, trees = trees_of(chosen, self._shape.depth, chain)
-        reached, real = logp.double().exp().tolist(), (trees.parents != FILLER).sum(1).tolist()
-        chooser = self._chooser()
-        for place, number in enumerate(drafting):
-            rows = real[place]
-            mine = tuple(tokens[place, : rows - 1].tolist())
-            tree = TreeDrafts(mine, tuple(trees.parents[place, :rows].tolist()), (1.0, *reached[place][: rows - 1]))
-            self._drafted[requests[number]] = tree
-            kept = len(mine) if chooser is None else chooser.keep(requests[number], tree.drafts)
-            drafts[number] = list(mine[:kept])
-        return drafts
-
-    def _grown(self, start: FirstPass, drafting: Sequence[int]) -> Chosen:
-        """Drafts one tree for each of the requests ``drafting``."""
-        drafter, chosen = self._runner.drafter, torch.tensor(drafting)
-        last, bases, table = start.last[chosen], start.positions[chosen] + 1, start.metadata.block_table_tensor[chosen]
-        begun = Start(drafter.model.compute_logits(last), start.hidden[chosen], bases, table)
-        run = forward_of(drafter, start.metadata)
-        requests, chooser = [self._runner.input_batch.req_ids[number] for number in drafting], self._chooser()
-        self.forwards = 1
-
-        def goes_on(growth: Growth) -> bool:
-            if chooser is None:
-                return True
-            paths = zip(requests, growth.chances.tolist(), strict=True)
-            return chooser.goes_on((request, path) for request, mine in paths for path in mine)
-
-        def forward(growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
-            self.forwards += 1
-            return run(growth, batch, hidden)
-
-        return grow(self._shape, self.scratch, begun, drafter.block_size, _caches(drafter), forward, goes_on)
-
-    def _needs_chain(self, request: str) -> bool:
-        """Whether vLLM's masks for a request, of structured output, assume that its drafts follow one another."""
-        parameters = self._runner.requests[request].sampling_params
-        return parameters is not None and parameters.structured_outputs is not None
