@@ -92,7 +92,7 @@ class Reading:
         self.ids: dict[int, torch.Tensor] = {}
         self.logits: dict[int, torch.Tensor] = {}
         runner = worker.model_runner
-        worker._spac_experts().runtime.listeners.append(self)
+        worker._spac_experts().runtime.rerouter.listeners.append(self)
         for name, model in (("target", runner.get_model()), ("draft", runner.drafter.model)):
             for layer, block in enumerate(model.model.layers):
                 block.self_attn.register_forward_hook(self._keeping(name, layer, "attention"))

@@ -53,7 +53,7 @@ class Listener:
             begin(step)
 
         runtime.begin_step = begun
-        runtime.listeners.append(self)
+        runtime.rerouter.listeners.append(self)
 
     def route(self, layer: int, hidden: Any, logits: Any, weights: Any, ids: torch.Tensor) -> None:
         if self._named is not None:

@@ -44,11 +44,11 @@ class Routing:
 
 def _listen(worker) -> None:
     runtime = worker._spac_experts().runtime
-    runtime.listeners.append(Routing(runtime.budget.layers))
+    runtime.rerouter.listeners.append(Routing(runtime.budget.layers))
 
 
 def _rows_seen(worker) -> int:
-    return worker._spac_experts().runtime.listeners.pop().seen
+    return worker._spac_experts().runtime.rerouter.listeners.pop().seen
 
 
 # Kinds of routers; groups (deepseek_v2) and a function of its own (phimoe) take a minute each.

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from replay import Graph
 from routing_rules import rules
 
-from vllm_spac import components, runtime
+from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution import rerouting
 from vllm_spac.integration.serving.worker_extension import SpacWorker
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
@@ -349,12 +350,12 @@ def test_a_runtime_in_a_graph_follows_what_is_asked_while_it_serves(monkeypatch,
     held, graph = control(RULES[0], **start), Graph()
     held.hold_in_graphs(ROWS)
     run = Runtime([], held)
-    monkeypatch.setattr(runtime, "capturing", lambda tensor: graph.capturing)
+    monkeypatch.setattr(rerouting, "capturing", lambda tensor: graph.capturing)
     logits, weights, ids = routing(RULES[0], 0, 1.0, False)
-    assert run.route(0, logits, logits, weights, ids)[1] is ids, "a dummy run that is not captured"
+    assert run.rerouter.route(0, logits, logits, weights, ids)[1] is ids, "a dummy run that is not captured"
     with graph:
-        found = run.route(0, logits, logits, weights, ids)
-        run.captured()
+        found = run.rerouter.route(0, logits, logits, weights, ids)
+        run.rerouter.captured(traced=False)
     worker = SpacWorker()
     worker._spac_experts = lambda: SimpleNamespace(runtime=run)
     step = Step((RequestRows(0, ROWS, RowKind.DECODE),))
@@ -373,10 +374,10 @@ def test_a_runtime_in_a_graph_follows_what_is_asked_while_it_serves(monkeypatch,
 
 def test_a_runtime_replays_no_budget_that_its_graph_does_not_hold(monkeypatch) -> None:
     run = Runtime([], control(RULES[0]))
-    monkeypatch.setattr(runtime, "capturing", lambda tensor: True)
+    monkeypatch.setattr(rerouting, "capturing", lambda tensor: True)
     logits, weights, ids = routing(RULES[0], 0, 1.0, False)
-    assert run.route(0, logits, logits, weights, ids)[1] is ids
-    run.captured()
+    assert run.rerouter.route(0, logits, logits, weights, ids)[1] is ids
+    run.rerouter.captured(traced=False)
     with pytest.raises(UnsupportedError, match="a budget .*--enforce-eager"):
-        run.change_budget(BudgetSettings(budget=4))
-    run.change_budget(BudgetSettings())
+        run.rerouter.change_budget(BudgetSettings(budget=4))
+    run.rerouter.change_budget(BudgetSettings())

@@ -221,7 +221,6 @@ def test_classes_are_short() -> None:
     assert long == {
         "SpacConfig",  # a field for each knob
         "PointerExecution",
-        "Runtime",
     }
 
 

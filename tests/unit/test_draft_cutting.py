@@ -96,7 +96,9 @@ class Told(DeviceChooser):
 
 def cutter(chooser: DeviceChooser | None, sure=((0.9, 0.9, 0.9),), trees=None, weighs: bool = False) -> DraftCutter:
     budget = SimpleNamespace(uncut="", weighs=True)
-    runtime = SimpleNamespace(cut_rows=None, cutting=False, warms_up=False, missed=10, budget=budget, reached=None)
+    rerouter = SimpleNamespace(cut_rows=None, cutting=False, reached=None)
+    drafts = SimpleNamespace(missed=lambda: 10)
+    runtime = SimpleNamespace(rerouter=rerouter, warms_up=False, drafts=drafts, budget=budget)
     runner = SimpleNamespace(
         device=torch.device("cpu"),
         max_num_reqs=STATES,
@@ -116,7 +118,7 @@ def plan():
 
 
 def cut_rows(made: DraftCutter) -> list[int]:
-    return made._runtime.cut_rows.flatten().nonzero().flatten().tolist()
+    return made._runtime.rerouter.cut_rows.flatten().nonzero().flatten().tolist()
 
 
 # -- in the runner -------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ def test_rows_are_those_of_drafts_also_beside_prompts() -> None:
     made.propose(batch([0, 1, 3], [0, 0, 0]))
     made.begin(plan(), given := batch([3, 0, 1, 5], [3, 0, 2], [7]))
     assert cut_rows(made) == [2, 3, 7], "one draft of each is kept; prompts and last tokens always are"
-    assert made._runtime.cutting
+    assert made._runtime.rerouter.cutting
     invalid = made._runner.rejection_sampler(None, given)
     assert invalid.tolist() == [False, False, True, True, False, False, False, True, False]
     assert given.logits_indices[invalid].tolist() == cut_rows(made), "what is not computed is not accepted"
@@ -159,7 +161,7 @@ def test_nothing_stays_cut_in_the_next_step() -> None:
     chooser = Told(1.0, 1.0, most=0)
     made = cutter(chooser)
     made.propose(batch([0], [0]))
-    address = made._runtime.cut_rows.data_ptr()
+    address = made._runtime.rerouter.cut_rows.data_ptr()
     for then in (batch([0], [0]), batch([0], [3])):
         chooser.says = True
         made.begin(plan(), given := batch([0], [3]))
@@ -167,8 +169,8 @@ def test_nothing_stays_cut_in_the_next_step() -> None:
         made._runner.rejection_sampler(None, given)
         chooser.says = False
         made.begin(plan(), then)
-        assert cut_rows(made) == [] and not made._runtime.cutting and made.cut_of(then) is None
-    assert made._runtime.cut_rows.data_ptr() == address
+        assert cut_rows(made) == [] and not made._runtime.rerouter.cutting and made.cut_of(then) is None
+    assert made._runtime.rerouter.cut_rows.data_ptr() == address
 
 
 def test_another_batch_is_never_sampled_as_if_nothing_was_cut() -> None:
@@ -203,7 +205,7 @@ def test_no_launch_is_a_served_step_s_first_one(tree: bool) -> None:
     made._runtime.warms_up = True
     with Launched() as warm:
         made.begin(plan(), batch([0, 3], [3, 3]))
-    assert cut_rows(made) == [] and made.cut_of(batch([0, 3], [3, 3])) is None and not made._runtime.cutting
+    assert cut_rows(made) == [] and made.cut_of(batch([0, 3], [3, 3])) is None and not made._runtime.rerouter.cutting
     made._runtime.warms_up = False
     with Launched() as served:
         made.begin(step := plan(), batch([0, 3], [3, 3]))
@@ -231,24 +233,24 @@ def test_surest(dtype: torch.dtype) -> None:
 
 
 def reached(made: DraftCutter, rows: int) -> list[float]:
-    return made._runtime.reached[:rows].tolist()
+    return made._runtime.rerouter.reached[:rows].tolist()
 
 
 def test_rows_are_reached_with_all_that_is_before_them() -> None:
     """Also where nothing is cut; rows of prompts are certain, and so are drafts that the drafter said nothing about."""
     made = cutter(None, ((0.8, 0.5, 0.5), (0.4, 0.9, 0.5)), weighs=True)
-    assert made._runtime.cut_rows is None, "nothing is ever cut"
+    assert made._runtime.rerouter.cut_rows is None, "nothing is ever cut"
     made.propose(batch([4, 2], [0, 0]))
     made.begin(step := plan(), batch([2, 4, 0, 5], [2, 3, 1], prompts=[3]))
-    assert made._runtime.weighed and draft_cutting.CUT not in vars(step)
+    assert made._runtime.rerouter.weighed and draft_cutting.CUT not in vars(step)
     assert reached(made, 12) == pytest.approx([1, 0.4, 0.36, 1, 0.8, 0.4, 0.2, 1, 1, 1, 1, 1])
     made.begin(plan(), batch([2], [0]))
-    assert not made._runtime.weighed, "without drafts all rows are certain"
+    assert not made._runtime.rerouter.weighed, "without drafts all rows are certain"
     made.begin(plan(), batch([2], [1]))
     assert reached(made, 4) == pytest.approx([1, 0.4, 1, 1]), "nothing is left of another step"
     made._runtime.budget.weighs = False
     made.begin(plan(), batch([2], [1]))
-    assert not made._runtime.weighed
+    assert not made._runtime.rerouter.weighed
 
 
 def test_nodes_are_reached_along_their_own_path() -> None:
@@ -303,7 +305,7 @@ def test_the_host_hears_of_a_step_when_it_has_ended() -> None:
     made = cutter(chooser, [[0.9, 0.8, 0.7]] * 2)
     made.propose(batch([2, 0], [0, 0]))
     made.begin(step := plan(), batch([2, 0, 4], [3, 2], [6]))
-    made._runtime.missed = 17
+    made._runtime.drafts.missed = lambda: 17
     made.ended(step, {"r2": [6, 9], "r0": [5]}, 0.25)
     ((drafts, said, requests, seconds),) = chooser.heard
     assert drafts.drafts["r2"].tokens == [6, 7, 8] and drafts.drafts["r0"].tokens == [0, 1]
@@ -327,9 +329,9 @@ def test_experts_that_the_next_step_misses_are_its_own() -> None:
     made = cutter(chooser := Told(1.0, 1.0))
     made.propose(batch([0], [0]))
     made.begin(first := plan(), batch([0], [3]))
-    made._runtime.missed = 12
+    made._runtime.drafts.missed = lambda: 12
     made.begin(second := plan(), batch([0], [3]))
-    made._runtime.missed = 30
+    made._runtime.drafts.missed = lambda: 30
     made.ended(first, {"r0": [1]}, 0.25)
     made.ended(second, {"r0": [1]}, 0.25)
     assert [step[0].misses for step in chooser.heard] == [2, 18]
@@ -445,20 +447,20 @@ def test_a_cut_row_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> No
     runtime = Runtime([], Idle())
     hidden, logits = torch.zeros(4, 2), torch.zeros(4, 6)
     weights, ids = torch.ones(4, 2), torch.tensor([[0, 1], [2, 3], [4, 5], [1, 2]], dtype=torch.int32)
-    assert runtime.route(0, hidden, logits, weights, ids)[1] is ids, "nothing cuts any"
-    runtime.cut_rows = torch.zeros(9, 1, dtype=torch.bool)
-    runtime.cut_rows[2] = True
+    assert runtime.rerouter.route(0, hidden, logits, weights, ids)[1] is ids, "nothing cuts any"
+    runtime.rerouter.cut_rows = torch.zeros(9, 1, dtype=torch.bool)
+    runtime.rerouter.cut_rows[2] = True
     runtime.begin_step(Step((RequestRows(0, 4, RowKind.VERIFY, 3),)))
-    assert runtime.route(0, hidden, logits, weights, ids)[1] is ids, "a step that cuts none launches nothing"
-    runtime.cutting = True
+    assert runtime.rerouter.route(0, hidden, logits, weights, ids)[1] is ids, "a step that cuts none launches nothing"
+    runtime.rerouter.cutting = True
     expected = [[0, 1], [2, 3], [NO_EXPERT] * 2, [1, 2]]
-    found = runtime.route(0, hidden, logits, weights, ids)
+    found = runtime.rerouter.route(0, hidden, logits, weights, ids)
     assert found[1].tolist() == expected and found[1].dtype == ids.dtype and found[0] is weights
     runtime.end_forward()
-    assert not runtime.cutting and runtime.budget.cut is None
-    runtime.cutting = True
+    assert not runtime.rerouter.cutting and runtime.budget.cut is None
+    runtime.rerouter.cutting = True
     runtime.begin_step(Step((RequestRows(0, 4, RowKind.VERIFY, 3),)))
-    assert runtime.budget.cut is runtime.cut_rows, "a budget hears of them"
+    assert runtime.budget.cut is runtime.rerouter.cut_rows, "a budget hears of them"
     runtime.end_forward()
-    monkeypatch.setattr("vllm_spac.runtime.capturing", lambda tensor: True)
-    assert runtime.route(0, hidden, logits, weights, ids)[1].tolist() == expected, "a graph holds it"
+    monkeypatch.setattr("vllm_spac.execution.rerouting.capturing", lambda tensor: True)
+    assert runtime.rerouter.route(0, hidden, logits, weights, ids)[1].tolist() == expected, "a graph holds it"

@@ -131,7 +131,7 @@ def test_what_stopped_costs_nothing_more(engine: Engine) -> None:
     assert run.recorder.timeline is engine.experts.watching is run.recordings.trace is run.recordings.timeline is None
     run.begin_step(DECODE)
     assert not run.counts_tokens
-    run.captured()  # nothing looks at layers any more
+    run.rerouter.captured(run.recordings.trace is not None)  # nothing looks at layers any more
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "bad disk"), AssertionError("rows are missing"), MemoryError()])

@@ -135,17 +135,17 @@ def test_without_a_chooser_or_tokens_nothing_is_decided() -> None:
 
 def test_dummy_runs_are_routed_unchanged_and_unheard() -> None:
     run, heard = runtime(), []
-    run.listeners.append(SimpleNamespace(route=lambda layer, *rest: heard.append(layer)))
+    run.rerouter.listeners.append(SimpleNamespace(route=lambda layer, *rest: heard.append(layer)))
     run.budget.change(BudgetSettings(budget=2, when="all"))
     logits = torch.tensor([[4.0, 3, 2, 1], [1.0, 2, 3, 4], [1.0, 2, 3, 4]])
     weights, ids = logits.softmax(-1).topk(2)
-    got = run.route(0, logits, logits, weights, ids)
+    got = run.rerouter.route(0, logits, logits, weights, ids)
     assert got[0] is weights and got[1] is ids and heard == []
     run.begin_step(Step((RequestRows(0, 3, RowKind.VERIFY, 2),)))
-    _, cut = run.route(0, logits, logits, weights, ids)
+    _, cut = run.rerouter.route(0, logits, logits, weights, ids)
     assert heard == [0] and len(cut.unique()) == 2
     run.end_forward()
-    assert run.route(0, logits, logits, weights, ids)[1] is ids, "the forward is over"
+    assert run.rerouter.route(0, logits, logits, weights, ids)[1] is ids, "the forward is over"
 
 
 @pytest.mark.parametrize("looks", ["trace", "listener", "budget"])
@@ -155,19 +155,19 @@ def test_no_graph_holds_what_looks_at_layers(looks: str) -> None:
         pool = SimpleNamespace(close=lambda: None)
         run = Runtime([pool], BudgetControl([]), SimpleNamespace(finish=lambda: None))
     elif looks == "listener":
-        run.listeners.append(SimpleNamespace())
+        run.rerouter.listeners.append(SimpleNamespace())
     else:
         run.budget.change(BudgetSettings(budget=2))
     with pytest.raises(UnsupportedError, match="--enforce-eager"):
-        run.captured()
+        run.rerouter.captured(run.recordings.trace is not None)
 
 
 def test_nothing_looks_into_a_graph_that_is_there() -> None:
     run = runtime()
-    run.require_host("a budget")
-    run.captured()
+    run.rerouter.require_host("a budget")
+    run.rerouter.captured(run.recordings.trace is not None)
     with pytest.raises(UnsupportedError, match="a budget .*--enforce-eager"):
-        run.require_host("a budget")
+        run.rerouter.require_host("a budget")
     worker = SpacWorker()
     worker._spac_experts = lambda: SimpleNamespace(runtime=run)
     with pytest.raises(UnsupportedError, match="--enforce-eager"):
@@ -182,7 +182,7 @@ def test_executions_hear_the_votes_and_the_budget_the_probabilities() -> None:
     run = Runtime([pool], BudgetControl([BudgetedLayer("layer", 4, 2, RoutingRule())]))
     step = Step((RequestRows(0, 2, RowKind.VERIFY, 1, (1.0, 0.25)),))
     for settings in ({}, {"votes": "path"}, {"votes": "path", "votes_alpha": 1.0}):
-        run.change_budget(BudgetSettings(**settings))
+        run.rerouter.change_budget(BudgetSettings(**settings))
         run.begin_step(step)
     assert [each.requests[0].weights for each in heard] == [None, (1.0, 0.5), (1.0, 0.25)]
     assert run.budget.counters.snapshot()["unweighted"] == 0
@@ -194,12 +194,12 @@ def test_votes_that_a_policy_would_not_count_are_refused(predictor: str | None, 
     residency = SimpleNamespace(policy=policy)
     pool = SimpleNamespace(counts_votes=False, residency=residency, close=lambda: None)
     run = Runtime([pool], BudgetControl([]))
-    run.change_budget(BudgetSettings())
+    run.rerouter.change_budget(BudgetSettings())
     if refused:
         with pytest.raises(UnsupportedError, match="--spac-budget.*--spac-plane slots"):
-            run.change_budget(BudgetSettings(votes="path"))
+            run.rerouter.change_budget(BudgetSettings(votes="path"))
     else:
-        run.change_budget(BudgetSettings(votes="path"))
+        run.rerouter.change_budget(BudgetSettings(votes="path"))
     assert run.budget.weighs is not refused
 
 
@@ -215,12 +215,12 @@ def test_batches_that_warm_up_are_nobodys() -> None:
     run = Runtime([pool], BudgetControl([]), trace)
     with pytest.raises(KeyError), run.warming_up():
         run.begin_step(VERIFY)
-        assert run.rows(8) == 8 and not run.counts_tokens
+        assert not run.counts_tokens
         run.end_forward()
         raise KeyError
     assert calls == []
     run.begin_step(VERIFY)
-    assert run.rows(8) == 6 and run.counts_tokens
+    assert run.counts_tokens
     assert calls == ["pool", "begin"]
 
 
@@ -236,7 +236,7 @@ def test_what_routers_chose_is_recorded_behind_the_step() -> None:
     )
     pool = SimpleNamespace(
         begin_step=lambda step: None,
-        forward=lambda layer, x, weights, ids, kernel, rows: rows.record(layer, ids, weights),
+        forward=lambda layer, x, weights, ids, kernel, rows: rows.record and rows.record(layer, ids, weights),
         end_forward=lambda: None,
         close=lambda: None,
     )
@@ -261,9 +261,11 @@ def test_what_routers_chose_is_recorded_behind_the_step() -> None:
 
 def test_listeners_hear_no_padding() -> None:
     run, heard = runtime(), []
-    run.listeners.append(SimpleNamespace(route=lambda layer, *tensors: heard.append([len(t) for t in tensors])))
+    run.rerouter.listeners.append(
+        SimpleNamespace(route=lambda layer, *tensors: heard.append([len(t) for t in tensors]))
+    )
     run.begin_step(VERIFY)
-    run.route(0, *(torch.zeros(8, 2) for _ in range(4)))
+    run.rerouter.route(0, *(torch.zeros(8, 2) for _ in range(4)))
     assert heard == [[6, 6, 6, 6]]
 
 

@@ -30,7 +30,9 @@ def routed(logits: Tensor, held: list[int], rule: RoutingRule | None = None) -> 
     natural = logits.softmax(1).topk(TOP_K)
     weights = natural.values / natural.values.sum(1, keepdim=True) if rule.renormalize else natural.values
     heard: list[Any] = []
-    drafting = SelfDrafting(SimpleNamespace(rerouted=None), [layer], lambda *chosen: heard.append(chosen))  # type: ignore[arg-type]
+    drafting = SelfDrafting(
+        SimpleNamespace(rerouter=SimpleNamespace(override=None)), [layer], lambda *chosen: heard.append(chosen)
+    )  # type: ignore[arg-type]
     run = drafting.route(0, logits, logits, weights, natural.indices.int())
     assert len(heard) == 1 and heard[0][2].tolist() == natural.indices.tolist(), "what is needed is named as it is"
     return (weights, natural.indices), run
@@ -53,12 +55,12 @@ def test_rows_run_the_best_experts_that_are_in_slots(rows: int, held: set[int], 
 
 
 def test_only_forwards_that_draft_are_rerouted() -> None:
-    runtime = SimpleNamespace(rerouted=None)
+    runtime = SimpleNamespace(rerouter=SimpleNamespace(override=None))
     drafting = SelfDrafting(runtime, [])  # type: ignore[arg-type]
     with pytest.raises(ValueError), drafting.drafting():
-        assert runtime.rerouted == drafting.route
+        assert runtime.rerouter.override == drafting.route
         raise ValueError
-    assert runtime.rerouted is None
+    assert runtime.rerouter.override is None
 
 
 def test_a_router_of_its_own_is_refused() -> None:

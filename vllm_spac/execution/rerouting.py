@@ -1,16 +1,23 @@
-"""The contract of what changes the routers' choice: a budget, or execution by prediction. This one changes nothing."""
+"""What rows run in place of what the routers chose: the contract of what changes it, and how a step applies it."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from vllm_spac.core import Step
+from vllm_spac.core import NO_EXPERT, Step
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.base import Execution
+from vllm_spac.execution.exchange import capturing
+
+logger = logging.getLogger("vllm.spac")
 
 
 class Rerouting:
-    """Leaves every expert that the routers chose. A subclass is lossy while it is ``active``.
+    """A budget, or execution by prediction. This one leaves every expert; a subclass is lossy while it is ``active``.
 
     Attributes:
         settings: those in force.
@@ -84,3 +91,135 @@ class Rerouting:
 
     def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor) -> None:
         """Launches in a dummy forward what will be captured."""
+
+
+class Listener(Protocol):
+    """Receives a layer's routing before a budget is applied; for calibration and evaluation."""
+
+    def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """Receives the routing of one layer in one step, without padding.
+
+        Args:
+            hidden: hidden states, [rows, d].
+            logits: router logits, [rows, N].
+            weights, ids: what the router chose, [rows, k].
+        """
+
+
+class Rerouter:
+    """Called by the forward thread: ``begin_step``, ``route`` for each layer, ``end_step``.
+
+    Args:
+        budget: bounds the experts of a layer; exact until it is changed.
+        executions: one per ``MoEShape``.
+
+    Attributes:
+        override: chooses experts in place of the budget, outside of steps; arguments and result as of ``route``.
+        cut_rows: bool [rows, 1] on the device, at a fixed address: rows of the step whose drafts were cut there and run
+            no expert. None: nothing cuts any.
+        cutting: whether some rows of the step may be among them.
+        reached: float64 [rows] on the device, at a fixed address: the probability that each row of the step is reached,
+            for weighted votes; None: it is known on the host, or votes are not weighted.
+        weighed: whether it is that of the step.
+    """
+
+    def __init__(self, budget: Rerouting, executions: Sequence[Execution]) -> None:
+        self.budget, self._executions = budget, executions
+        self.listeners: list[Listener] = []
+        self.override: Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self.cut_rows: Tensor | None = None
+        self.cutting = False
+        self.reached: Tensor | None = None
+        self.weighed = False
+        self._step: Step | None = None  # while its layers run
+        self._replayed = False
+
+    def begin_step(self, step: Step) -> Step:
+        """Begins a forward; returns ``step`` with the rows' votes, as ``Rerouting.begin_step``."""
+        self._step = step
+        cut, reached = self.cut_rows if self.cutting else None, self.reached if self.weighed else None
+        return self.budget.begin_step(step, cut, reached)
+
+    def end_step(self) -> None:
+        """Ends it."""
+        self._step, self.cutting, self.weighed = None, False, False
+        self.budget.end_step()
+
+    @property
+    def as_routed(self) -> bool:
+        """Whether what layers run now is what routers chose for real rows."""
+        real = self._step is not None or self.override is not None
+        return real and not (self.budget.active or self.cutting)
+
+    def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights and ids [rows, k] that layer number ``layer`` of the model must run.
+
+        Shapes as in ``Listener.route``, with padding. Dummy and profile runs are returned unchanged. While a CUDA graph
+        is captured, the launches of the budget are captured into it, and the one that takes cut rows their experts.
+        """
+        weights, ids = self._uncut(layer, hidden, logits, weights, ids)
+        if self.cut_rows is None or not (self.cutting or self._step is None):
+            return weights, ids
+        return weights, ids.masked_fill(self.cut_rows[: len(ids)], NO_EXPERT)
+
+    def _uncut(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``route`` of rows that are not cut."""
+        if self._step is None:
+            if self.override is not None:
+                return self.override(layer, hidden, logits, weights, ids)
+            if capturing(ids):
+                return self.budget.capture(layer, logits, weights, ids, hidden)
+            self.budget.compile(layer, logits, weights, ids, hidden)
+            return weights, ids
+        rows = self._step.rows
+        for listener in self.listeners:
+            listener.route(layer, hidden[:rows], logits[:rows], weights[:rows], ids[:rows])
+        if not self.budget.active:
+            return weights, ids
+        return self.budget.apply(layer, logits, weights, ids, self._step, hidden=hidden)
+
+    def captured(self, traced: bool) -> None:
+        """Called while a layer is captured into a CUDA graph; replays do not run this method.
+
+        Args:
+            traced: what layers run is recorded.
+
+        Raises:
+            UnsupportedError: a trace, a listener or a budget has to run on the host in each layer.
+        """
+        self._replayed = True
+        if traced or self.listeners or (self.budget.active and not self.budget.captured):
+            self.require_host("a trace, a listener or this budget")
+
+    def require_host(self, what: str) -> None:
+        """Checks that ``what`` can run on the host in each layer.
+
+        Raises:
+            UnsupportedError: some layers are replayed from a CUDA graph, without the host.
+        """
+        if self._replayed:
+            raise UnsupportedError(
+                f"spac: {what} needs the host in each layer, but this engine runs its layers in full CUDA graphs; "
+                """start it with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+            )
+
+    def change_budget(self, settings: Any) -> None:
+        """Uses ``settings`` from the next step on; changes nothing if it raises.
+
+        Raises:
+            ConfigError, UnsupportedError: as ``Rerouting.change``, because layers are replayed from CUDA graphs
+                that were captured without a budget, or because a policy would not count the votes.
+        """
+        weighed_there = self.reached is not None
+        blind = [e for e in self._executions if settings.alpha is not None and (weighed_there or not e.counts_votes)]
+        if any(each.residency.policy.predictor is not None for each in blind):
+            raise UnsupportedError(
+                "spac: votes=path (--spac-budget) cannot work here: this engine's policy counts selections, and "
+                "its execution counts each row as one; use uniform votes, or start it with another --spac-policy or "
+                "with --spac-plane slots"
+            )
+        if settings.active and not self.budget.captured:
+            self.require_host("a budget")
+        self.budget.change(settings)
+        if self.cut_rows is not None and self.budget.uncut:
+            logger.info("spac: no draft is cut on the device while this budget is in force: %s", self.budget.uncut)

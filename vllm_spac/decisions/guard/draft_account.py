@@ -21,7 +21,7 @@ class DraftAccount:
     """
 
     def __init__(self, chooser: Chooser | None, clock: Callable[[], float], missed: Callable[[], int]) -> None:
-        self.chooser, self._clock, self._missed = chooser, clock, missed
+        self.chooser, self._clock, self.missed = chooser, clock, missed
         self.step: Step | None = None
         self._start, self._before, self._drafting = 0.0, 0, 0.0
 
@@ -33,7 +33,7 @@ class DraftAccount:
     def begin(self, step: Step) -> None:
         """A step begins."""
         self.step, self._start, self._drafting = step, self._clock(), 0.0
-        self._before = 0 if self.chooser is None else self._missed()
+        self._before = 0 if self.chooser is None else self.missed()
 
     def length(self) -> int | None:
         """Most draft tokens per request that may be made for the next step; None leaves the number to vLLM."""
@@ -59,6 +59,6 @@ class DraftAccount:
             if request.kind != RowKind.PREFILL and count
         ]
         drafts, emitted = [drafts for drafts, _ in answered], [count for _, count in answered]
-        seconds, new = self._clock() - self._start, self._missed() - self._before
+        seconds, new = self._clock() - self._start, self.missed() - self._before
         verdict = self.chooser.took(drafts, emitted, len(step.requests), seconds, self._drafting, new)
         return verdict.of_drafts if verdict is not None and verdict.changes else None

@@ -3,9 +3,9 @@
 V2 keeps a drafter's probabilities no longer than it draws from them. Here they are kept until the step that verifies
 the drafts. Before its forward a few launches apply the rule of ``cut_rule`` to them: numbers come from the host, and
 nothing comes back that is waited for. Of a cut draft, the row stays in the forward and runs no expert
-(``Runtime.cut_rows``), and it is verified as one that a grammar excludes. So vLLM's own sampler ends the path before
+(``Rerouter.cut_rows``), and it is verified as one that a grammar excludes. So vLLM's own sampler ends the path before
 it, and draws the next token from the target's logits alone, as behind the last draft. For a budget with weighted votes,
-the probability that each row is reached (``Runtime.reached``) follows from the same numbers.
+the probability that each row is reached (``Rerouter.reached``) follows from the same numbers.
 
 Greedy tokens are those of any other number of drafts. Sampled ones are distributed like the target's: a draft is cut by
 how sure the drafter was of its best token, a function of the tokens before it, and not by the one that it drew.
@@ -99,7 +99,7 @@ class DraftCutter:
     Args:
         runner: V2's, before CUDA graphs are captured: launches that keep probabilities become part of a drafter's.
         chooser: has the numbers; None: none is cut.
-        runtime: of the target model; gets ``cut_rows`` and ``reached``.
+        runtime: of the target model; its rerouter gets ``cut_rows`` and ``reached``.
         trees: of the runner, if it drafts trees.
         weighs: the rows' votes may be weighted.
     """
@@ -126,9 +126,9 @@ class DraftCutter:
         rows = len(runner.input_buffers.input_ids)
         if weighs:
             self._reached = torch.ones(shape[0], 1 + shape[1], dtype=torch.float64, device=device)  # by request state
-            runtime.reached = torch.ones(rows, dtype=torch.float64, device=device)
+            runtime.rerouter.reached = torch.ones(rows, dtype=torch.float64, device=device)
         if chooser is not None:
-            runtime.cut_rows = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+            runtime.rerouter.cut_rows = torch.zeros(rows, 1, dtype=torch.bool, device=device)
             runner.rejection_sampler = CutSampler(runner.rejection_sampler, self)
         if trees is not None:
             trees.drafter.chances = self.keep
@@ -182,13 +182,13 @@ class DraftCutter:
         """A batch has been prepared, and its forward has not been launched. Cuts what is not worth its experts."""
         runtime = self._runtime
         if self._report is not None:
-            self._report.after, self._report = runtime.missed, None
-        self._cut, runtime.cutting, runtime.weighed = None, False, False
+            self._report.after, self._report = runtime.drafts.missed(), None
+        self._cut, runtime.rerouter.cutting, runtime.rerouter.weighed = None, False, False
         drafted = bool(batch.num_draft_tokens)
         trees = None if self._trees is None or not drafted else self._trees.trees(batch)
-        if drafted and runtime.reached is not None and runtime.budget.weighs:
-            self._weigh(batch, trees, runtime.reached)
-            runtime.weighed = True
+        if drafted and runtime.rerouter.reached is not None and runtime.budget.weighs:
+            self._weigh(batch, trees, runtime.rerouter.reached)
+            runtime.rerouter.weighed = True
         if self._chooser is None:
             return
         if runtime.warms_up:
@@ -208,7 +208,7 @@ class DraftCutter:
         sent, _ = self._launch(batch, trees, numbers)
         sent.arrived.wait()
         self._exchange.read(sent)
-        rows = self._runtime.cut_rows
+        rows = self._runtime.rerouter.cut_rows
         assert rows is not None
         rows.zero_()
 
@@ -234,7 +234,7 @@ class DraftCutter:
         trees: TreeTensors | None,
     ) -> None:
         """Cuts what is not worth its experts, and has the host hear of it."""
-        runtime, rows = self._runtime, self._runtime.cut_rows
+        runtime, rows = self._runtime, self._runtime.rerouter.cut_rows
         assert rows is not None
         if self._marked:
             rows.zero_()
@@ -245,8 +245,8 @@ class DraftCutter:
         packed = None if runtime.budget.uncut else chooser.numbers(batch.req_ids, drafts.tolist())
         sent, cut = self._launch(batch, trees, packed)
         if cut is not None:
-            self._cut, self._marked, runtime.cutting = (batch, cut), True, True
-        self._report = CutReport(batch.req_ids, drafts.tolist(), cut is not None, sent, runtime.missed)
+            self._cut, self._marked, runtime.rerouter.cutting = (batch, cut), True, True
+        self._report = CutReport(batch.req_ids, drafts.tolist(), cut is not None, sent, runtime.drafts.missed())
         vars(scheduled)[CUT] = self._report
 
     def _launch(
@@ -257,7 +257,7 @@ class DraftCutter:
         Returns:
             What ``CutReport`` has, and which of the rows that are sampled are cut, bool [rows].
         """
-        rows, states = self._runtime.cut_rows, batch.idx_mapping
+        rows, states = self._runtime.rerouter.cut_rows, batch.idx_mapping
         assert rows is not None
         tree = None if trees is None else (trees.parents[:, 1:], trees.depths[:, 1:] - 1)  # as ``cut_rule.kept`` has it
         chances, cut = self._chances[states], None
@@ -288,7 +288,7 @@ class DraftCutter:
         report: CutReport | None = vars(plan).get(CUT)
         if report is None or self._chooser is None or not report.sent.arrived.done():
             return
-        self._chooser.took(report.arrived(self._runtime.missed), said, len(report.requests), seconds)
+        self._chooser.took(report.arrived(self._runtime.drafts.missed()), said, len(report.requests), seconds)
         self._exchange.read(report.sent)
 
 

@@ -94,7 +94,7 @@ class ManagedExperts(StagedExperts):
         runtime = self.spac.runtime
         if runtime is None:
             return weights, ids
-        return runtime.route(self.spac_number, hidden, logits, weights, ids)
+        return runtime.rerouter.route(self.spac_number, hidden, logits, weights, ids)
 
     def forward_modular(
         self,

@@ -25,7 +25,7 @@ class SpacWorker:
     def spac_budget(self, settings: dict) -> dict:
         """Changes the budget (see ``BudgetSettings``) from the next step on; returns the settings now in force."""
         runtime = self._spac_experts().runtime
-        runtime.change_budget(BudgetSettings.parse(settings))
+        runtime.rerouter.change_budget(BudgetSettings.parse(settings))
         logger.info("spac: mode=%s", runtime.budget.describe())
         return runtime.budget.settings.model_dump()
 

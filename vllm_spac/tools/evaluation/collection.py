@@ -44,7 +44,7 @@ class Collected(NamedTuple):
 
 
 class Collection:
-    """A ``runtime.Listener`` for texts that are each processed in one forward.
+    """A ``rerouting.Listener`` for texts that are each processed in one forward.
 
     Args:
         layers: the model's MoE layers, in the order of execution.

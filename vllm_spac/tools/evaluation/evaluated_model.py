@@ -18,7 +18,7 @@ from vllm_spac.tools.evaluation.scoring import Scoring
 
 
 class Calibrating:
-    """A ``runtime.Listener`` that passes the routers' scores to a recorder."""
+    """A ``rerouting.Listener`` that passes the routers' scores to a recorder."""
 
     def __init__(self, layers: Sequence[BudgetedLayer], recorder: CalibrationRecorder) -> None:
         self._layers, self._recorder = layers, recorder
@@ -53,11 +53,11 @@ class EvaluatedModel:
     @contextmanager
     def under(self, budget: dict) -> Iterator[None]:
         """Context in which this budget is in force, as ``BudgetSettings.parse`` takes it; raises what refuses it."""
-        self._runtime.change_budget(BudgetSettings.parse(budget))
+        self._runtime.rerouter.change_budget(BudgetSettings.parse(budget))
         try:
             yield
         finally:
-            self._runtime.change_budget(BudgetSettings())
+            self._runtime.rerouter.change_budget(BudgetSettings())
 
     @contextmanager
     def calibrating(self, window: int, source: str) -> Iterator[CalibrationRecorder]:
@@ -86,8 +86,8 @@ class EvaluatedModel:
 
     @contextmanager
     def _listened_by(self, listener: Any) -> Iterator[None]:
-        self._runtime.listeners.append(listener)
+        self._runtime.rerouter.listeners.append(listener)
         try:
             yield
         finally:
-            self._runtime.listeners.remove(listener)
+            self._runtime.rerouter.listeners.remove(listener)

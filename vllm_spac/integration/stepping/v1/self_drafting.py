@@ -61,14 +61,14 @@ class SelfDrafting:
     @contextlib.contextmanager
     def drafting(self) -> Iterator[None]:
         """Context of the forwards that draft."""
-        self._runtime.rerouted = self.route
+        self._runtime.rerouter.override = self.route
         try:
             yield
         finally:
-            self._runtime.rerouted = None
+            self._runtime.rerouter.override = None
 
     def route(self, number: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> Chosen:
-        """Returns weights and ids [rows, k] that a layer runs; arguments as of ``Runtime.route``.
+        """Returns weights and ids [rows, k] that a layer runs; arguments as of ``Rerouter.route``.
 
         A row whose layer has fewer than k experts in slots may also choose those that its router chose.
         """

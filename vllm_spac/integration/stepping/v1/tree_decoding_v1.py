@@ -131,7 +131,7 @@ class TreeDecoding:
     def __init__(
         self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch, chooser: Callable[[], Chooser | None]
     ) -> None:
-        self._runner, self._shape, self._scratch = runner, shape, scratch
+        self._runner, self._shape, self.scratch = runner, shape, scratch
         self.drafting = TreeDrafting(runner, shape, scratch, chooser)
         self.counters = TreeCounters(shape.nodes)
         self._drafts: list[TreeDrafts] | None = None  # one per request of the batch, until they are verified
@@ -194,7 +194,7 @@ class TreeDecoding:
             TensorRows(*torch.from_numpy(self._layout.rows)),
             computed,
             self._block_table[chosen],
-            self._scratch.trees(len(requests)),
+            self.scratch.trees(len(requests)),
         )
         self._runner.positions[self._step.rows.token] = self._step.positions
         also = self._step.scattered(self._block_size)
