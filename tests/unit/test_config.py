@@ -81,7 +81,6 @@ def test_cpu_experts_are_off_auto_a_number_or_what_a_balancer_selects(
 ) -> None:
     config = SpacConfig.parse({"cpu_experts": asked})
     assert (config.cpu_experts, config.cpu_expert_count, config.balancer) == (str(asked), count, balancer)
-    assert config.uses_cpu_experts == (asked != "off") and not SpacConfig.parse({}).uses_cpu_experts
 
 
 @pytest.mark.parametrize(
@@ -376,7 +375,7 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
 def test_a_budget_takes_arguments(text: str, alpha: float | None) -> None:
     config = SpacConfig.parse({"budget": f"{text}@coverage=truncation@when=all@ranking=router"})
     settings = BudgetSettings.at_start(config, config.parsed_budget.experts)
-    assert settings.alpha == config.votes_alpha == alpha and settings.coverage == "truncation"
+    assert settings.alpha == alpha and settings.coverage == "truncation"
     assert (settings.when, settings.ranking) == ("all", "router")
     assert settings.active is config.lossy is (settings.budget == 8) is (text[0] == "8")
 

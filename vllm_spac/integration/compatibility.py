@@ -136,7 +136,7 @@ def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refu
 
 def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """If the user set guard=on; by default a guard that cannot work is left out, with a line in the log."""
-    asked = config.guards_drafts and "guard" in config.model_fields_set
+    asked = config.guard == "on" and "guard" in config.model_fields_set
     if not asked or vllm_config.speculative_config is None:
         return
     if (reason := drafts.unguarded(vllm_config, config.tree_nodes > 0)) is not None:
@@ -146,7 +146,7 @@ def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Votes that are weighted by what is not known, or that a policy would not count."""
-    if config.votes_alpha is None:
+    if config.parsed_budget.alpha is None:
         return
     what = f"votes=path of {_given(config, 'budget')} cannot work here"
     uniform = use(budget=config.parsed_budget.but(votes=None, alpha=None))
@@ -170,7 +170,7 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
 def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
     device = "cuda" if gpu else "cpu"
     yield (
-        config.uses_cpu_experts and not config.store_class_on(device).addressable,
+        config.cpu_experts != "off" and not config.store_class_on(device).addressable,
         f"{_given(config, 'cpu_experts')} computes experts where they are stored, and store={config.store_on(device)} "
         "is not in memory",
         (add(store="host"), drop("cpu_experts")),
@@ -179,7 +179,7 @@ def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
 
 def _of_cpu_kernel(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
     """A kernel of CPU experts that is missing, or cannot read the layout that these have here."""
-    if not config.uses_cpu_experts:
+    if config.cpu_experts == "off":
         return
     ours = gpu or config.execution_class.layout == "plain"  # else vLLM's kernel runs the slots, on the CPU
     kernel = config.cpu_kernel or ("simd" if ours else "native")

@@ -121,7 +121,7 @@ def _plane(
 def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     if config.parsed_slots.share == 1:
         return "each expert has a slot"
-    if config.votes_alpha is not None:
+    if config.parsed_budget.alpha is not None:
         return "with plane=pointers, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"
     given = engine_args.additional_config["spac"]
     try:

@@ -116,7 +116,7 @@ class StagedExperts(_Layer):
             )
         )
         config, converted = self.spac.config, self.spac.execution.layout == "kernel"
-        if quantised is not None and config.uses_cpu_experts and converted and not quant_schemes.is_on_cpu():
+        if quantised is not None and config.cpu_experts != "off" and converted and not quant_schemes.is_on_cpu():
             raise UnsupportedError(
                 f"spac: cpu_experts={config.cpu_experts} cannot compute the quantised experts ({quantised}) of "
                 f"{self.layer_name} as vLLM's kernel for a GPU has them; use --spac-plane table, whose kernel is "

@@ -88,7 +88,7 @@ def budget(
     counters = BudgetCounters()
     there, unweighted = drafts.weighs_there(vllm_config), drafts.unweighted(vllm_config)
     why = None if unweighted is None else str(unweighted)
-    if there and why is None and config.votes_alpha is None:
+    if there and why is None and config.parsed_budget.alpha is None:
         why = "V2 keeps the probabilities of drafts for engines alone that start with it; restart with this flag"
     control = BudgetControl(
         known,
@@ -196,7 +196,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Choose
     drafts before a step is planned (``Chooser``).
     """
     speculation = vllm_config.speculative_config
-    if speculation is None or not config.guards_drafts:
+    if speculation is None or config.guard == "off":
         return None
     if (reason := drafts.unguarded(vllm_config, config.tree_nodes > 0)) is not None:
         logger.info("spac: guard=on has no effect here: %s", reason)
@@ -208,7 +208,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Choose
 def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> DeviceChooser | None:
     """Builds the host's part of cutting drafts on the device, with V2; None where they are verified as planned."""
     speculation = vllm_config.speculative_config
-    if speculation is None or not config.guards_drafts or not drafts.plans_drafts(vllm_config):
+    if speculation is None or config.guard == "off" or not drafts.plans_drafts(vllm_config):
         return None
     if reason := _uncut(config, vllm_config, executions):
         logger.info("spac: drafts are verified as planned, and none is cut on the device: %s", reason)

@@ -178,7 +178,7 @@ class ModelExperts:
             ended = None if cuts is None else self._ended
             draft_planning.offer(vllm_config, guard if isinstance(guard, LengthChooser) else None, ended)
         for execution in executions:
-            if config.uses_cpu_experts:
+            if config.cpu_experts != "off":
                 assembly.balance(config, vllm_config, execution, self.packing.layer_of(execution.shape))
             _log_serving(self, execution, self.serving)
         if saved is not None:

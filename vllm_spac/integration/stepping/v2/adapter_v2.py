@@ -32,7 +32,7 @@ class AdapterV2(RunnerAdapter):
 
     def follow_drafts(self, runner: Any, experts: Any) -> None:
         chooser, guard = experts.serving.cuts, experts.serving.guard
-        weighs = experts.config.votes_alpha is not None
+        weighs = experts.config.parsed_budget.alpha is not None
         if chooser is not None or weighs:
             experts.cutter = DraftCutter(runner, chooser, experts.runtime, experts.trees, weighs)
         if isinstance(guard, LengthChooser) and not patches.is_off(f"{patches.SPECULATOR}.propose"):
