@@ -25,8 +25,8 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.base import ExpertStore, Slot
+from vllm_spac.storage.checkpoint.packed_file import FileBuffer, FileFormat
 from vllm_spac.storage.checkpoint.packed_folder import MARK, PAGE
-from vllm_spac.storage.packed_file import FileBuffer, FileFormat
 from vllm_spac.system import files
 from vllm_spac.system.files import FILE, make_folder, replacing
 from vllm_spac.system.host_memory import gib
