@@ -288,3 +288,30 @@ def launches(device: Device, made: PointerExecution, rows: int) -> list[str]:
     with device:
         assert made.run(len(made.shape.layers) - 1, x, weights, ids, "silu", out) is out
     return device.launched
+
+
+def test_where_each_expert_has_its_slot_a_step_launches_the_kernel_and_counts(device):
+    """No report is sent, taken or learned: the host learns the hits when it asks, and of misses there are none."""
+    made = pool(*MODELS["the toy"], 64, slots=1)
+    step = Step((RequestRows(0, 2, RowKind.DECODE),))
+    forward(made, 64)
+
+    def steps(count: int) -> list[str]:
+        device.launched.clear()
+        with device:
+            for _ in range(count):
+                made.begin_step(step)
+                layers = launches(device, made, 2) if count == 1 else []
+                made.end_forward()
+        return layers
+
+    steps(1)  # the first says how many rows are of requests
+    assert steps(1) == [*FEW, "aten::count_nonzero", "aten::add_"], "of a layer, and what counts for all layers"
+    assert not len(made.admission.reports)
+    before = made.snapshot()["hits"]
+    made.admission.counts.zero_()
+    made.admission.counts[:3] = 1  # as kernels would write them
+    steps(2)
+    assert made.counters.hits == before, "nothing was asked of the device"
+    assert made.snapshot()["hits"] == made.snapshot()["hits"] == before + 6
+    assert made.counters.misses == 0 and made.counters.waves == 2 * 4

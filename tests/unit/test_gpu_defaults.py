@@ -45,7 +45,7 @@ def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tup
     """Returns the configuration of an engine with these knobs, and what its workers will be passed."""
     args = arguments(knobs, of or model(), **options)
     config = gpu_defaults.apply(args, SpacConfig.parse(knobs))
-    assert args.additional_config["other"] == 1
+    assert config is not None and args.additional_config["other"] == 1
     return config, args.additional_config["spac"]
 
 
@@ -169,7 +169,8 @@ def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts,
     """Its own choice may be one that finds no slots: FlashInfer's on Blackwell, a monolithic one for GPT-OSS."""
     monkeypatch.setattr(device, "query", lambda: facts)
     args = arguments({}, model(**found))
-    assert gpu_defaults.apply(args, SpacConfig()).execution_name == execution
+    config = gpu_defaults.apply(args, SpacConfig())
+    assert config is not None and config.execution_name == execution
     assert (args.moe_backend, args.quantization) == (backend, loader)
 
 
@@ -178,7 +179,7 @@ def test_expert_workers_get_experts_as_the_checkpoint_has_them(gpu) -> None:
     knobs = {"executor": "processes@workers=2"}
     args = arguments(knobs, model())
     config = gpu_defaults.apply(args, SpacConfig.parse(knobs))
-    assert config.execution_name == "workers" and config.store_on("cuda") == "disk"
+    assert config is not None and config.execution_name == "workers" and config.store_on("cuda") == "disk"
     assert args.moe_backend == "triton" and args.additional_config["spac"] == knobs
 
 

@@ -244,6 +244,7 @@ def _choice(found: Choice, folder: str, knobs: dict[str, str] | None, named: dic
         args.additional_config = {"spac": knobs}
         try:
             config = gpu_defaults.apply(args, SpacConfig.parse(knobs))
+            assert config is not None, "not a command's"
             preflight._check_quantisation(model := args.create_model_config(), config)
         except SpacError as error:
             return replace(found, refused=str(error))

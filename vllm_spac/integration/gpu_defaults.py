@@ -8,6 +8,8 @@ Then formats that vLLM's kernel does not read from slots get ``plane=table``, ou
 vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
 
+Where all experts fit and nothing was asked of the plugin, there is no plane: see ``whole_models``.
+
 On a CPU vLLM's own kernel runs the experts, exactly, in slots. Where it has none for them, ours does: ``plane=table``.
 """
 
@@ -22,6 +24,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
+from vllm_spac.integration import whole_models
 from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import LAYERS, first_number
@@ -40,14 +43,17 @@ _WEIGHS_INPUT = ("Llama4",)  # architectures whose router weights multiply the i
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # names of transformers
 
 
-def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
+def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig | None:
     """Returns the configuration with a plane, and adds it and vLLM's options to ``engine_args``.
 
-    One line of the log says what was set, and why.
+    None: all experts fit, and stock vLLM serves the model. One line of the log says what was set, and why.
     """
     if device.is_cpu():
         return _on_a_cpu(engine_args, config)
     model = engine_args.create_model_config()
+    if (fits := whole_models.leave_to_stock(engine_args, config, model)) is not None:
+        logger.info("%s", printable(f"spac: {fits}"))
+        return None
     entry = quant_config.of(model.hf_config.to_dict())
     facts = device.query()
     choices = []

@@ -69,7 +69,10 @@ def _checked(create_engine_config: Callable):
         preflight.check_model(self.model)
         preflight.check_drafter(self.speculative_config)
         with preflight.naming_model(self.model):
-            config = gpu_defaults.apply(self, tuned_start.apply(self, config))
+            served = gpu_defaults.apply(self, tuned_start.apply(self, config))
+            if served is None:
+                return create_engine_config(self, *args, **kwargs)
+        config = served
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         if config.parsed_slots.share != 1:

@@ -39,9 +39,10 @@ class Admission:
 
     Two launches precede the kernel of a layer: one assigns slots to the experts that it misses, one copies them.
     Everything is ordered by one stream, and the result is reported to the host after the step; no call except ``slots``
-    waits for the device. Slots are for the rows before the first of a prompt: those of prompts would fill them with
-    experts that only they need, and read theirs where they are. The same two launches for guesses about a layer take
-    slots ahead of need: one layer ahead in a step, or of several layers between steps, while drafts are made.
+    waits for the device. Where each expert has its slot nothing is decided, reported or learned. Slots
+    are for the rows before the first of a prompt: those of prompts would fill them with experts that only they need,
+    and read theirs where they are. The same two launches for guesses about a layer take slots ahead of need: one layer
+    ahead in a step, or of several layers between steps, while drafts are made.
 
     Args:
         memory: slots, host copies and the table.
@@ -109,13 +110,15 @@ class Admission:
 
     def begin(self, step: Step) -> None:
         """Called before a step is launched."""
+        if self._holds_all:
+            return
         self.reports.take()
         pairs = step.leading * self.shape.top_k
         if pairs != self._served_pairs:
             self._compute.submit(self._served.fill_, pairs)
         self._served_pairs = pairs
         drafts = self._between is not None
-        if self._holds_all or not (step.leading or drafts):
+        if not (step.leading or drafts):
             return
         offered = self.offering.offer(every=drafts)
         self._listed = len(offered.slots)
@@ -161,13 +164,6 @@ class Admission:
     def ahead_left(self) -> int:
         """How many more experts may be read ahead of need; as of the last report."""
         return 0 if self.offering.allowance is None else self.offering.allowance.left
-
-    def read_of(self, bounds: Sequence[int] | None) -> list[int]:
-        """Returns how many names of each layer are read, the likeliest first; ``bounds``: as of ``Step``."""
-        depths = self.offering.depths
-        if bounds is None or depths is None:
-            return [self.shape.experts] * len(self.shape.layers)
-        return np.minimum(bounds, depths.depths).tolist()
 
     def ahead(self, layer: int, ids: Tensor, named: Tensor) -> None:
         """Launches what gives slots to experts before their layer runs, on the calling stream; see ``DeviceLookahead``.
@@ -219,6 +215,9 @@ class Admission:
 
     def end(self, step: Step, *, staged: bool, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
         """Called after the layers of a step were launched; arguments as of ``AdmissionReports.send``."""
+        if self._holds_all:
+            self.reports.tally()
+            return
         self.reports.send(step, staged, prompt)
         if self._between is not None:
             left = self._offers.state[:1], self._listed, min(self._most, self.ahead_left)

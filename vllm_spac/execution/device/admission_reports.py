@@ -65,11 +65,11 @@ class AdmissionReports:
     ) -> None:
         self._shape, self._offering, self._path = shape, offering, path
         self._counters, self._compute = counters, compute
-        self._holds_all = slots == shape.total
         self._written = torch.zeros(5 * shape.total + slots, dtype=torch.int32, device=device)
         self.counts, self.sources, self.decided, self.guesses, self.places, self.owner = self._parts_of(self._written)
         self._named = self._written[3 * shape.total : 5 * shape.total].fill_(UNUSED)  # guesses and places
         self.sources.fill_(NOWHERE)
+        self._tally = torch.zeros((), dtype=torch.int64, device=device)  # hits of steps that send no report
         self._under_way: deque[_Report] = deque()
         self._spare: list[Tensor] = []  # pinned, on the host, for reports to come
         self.pauses: PauseNotice | None = None
@@ -99,10 +99,25 @@ class AdmissionReports:
             self._compute.submit(last[1].copy_, there, True)
         written = self._spare.pop() if self._spare else _pinned(self._written)
         self._compute.submit(written.copy_, self._written, True)
-        known = self._offering.residency.slot_of != NOWHERE if staged or self._holds_all else None
+        known = self._offering.residency.slot_of != NOWHERE if staged else None
         self._under_way.append(_Report(step, staged, written, known, last, self._compute.record()))
         if self.pauses is not None:
             self._compute.submit(self._named.fill_, UNUSED)
+
+    def tally(self) -> None:
+        """Counts a step on the device, in place of ``send`` where each expert has its slot."""
+        self._counters.waves += len(self._shape.layers)
+        self._compute.submit(self._count)
+
+    def _count(self) -> None:
+        self._tally.add_(torch.count_nonzero(self.counts))
+
+    def settle(self) -> None:
+        """Counts what has reached the host; for a tally it waits."""
+        self.take()
+        if self._offering.residency.slots == self._shape.total:
+            self._counters.hits += int(self._tally.item())
+            self._compute.submit(self._tally.zero_)
 
     def wait(self) -> None:
         """Waits for all reports and applies them."""

@@ -181,7 +181,7 @@ class PointerExecution(Execution):
             self.admission.end(step, staged=self._staged, prompt=chosen)
 
     def snapshot(self) -> dict:
-        self.admission.reports.take()
+        self.admission.reports.settle()
         return self.counters.snapshot()
 
     # -- a layer -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ Nothing else about an offer must hold for correctness: accepting a bad one costs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +82,12 @@ class Offering:
         self._wanted = np.zeros(keys, dtype=bool)  # what might have taken a slot that was offered last
         self._unused: set[int] = set()  # read ahead, and no layer has used them
         self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
+
+    def read_of(self, bounds: Sequence[int] | None) -> list[int]:
+        """Returns how many names of each layer are read, the likeliest first; ``bounds``: as of ``Step``."""
+        if bounds is None or self.depths is None:
+            return [self._experts] * (len(self.residency.slot_of) // self._experts)
+        return np.minimum(bounds, self.depths.depths).tolist()
 
     def offer(self, *, every: bool = False) -> SlotOffers:
         """Returns the slots that are worth at least as much to some expert without a slot as to their owner.

@@ -96,6 +96,13 @@ def query() -> DeviceFacts | None:
     )
 
 
+def total_memory() -> int | None:
+    """Queries the bytes of the first GPU, without initialising CUDA in this process; None on another device."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory() if current_platform.is_cuda() else None
+
+
 def names() -> list[str]:
     """Returns the name of each GPU, without initialising CUDA in this process; empty on a CPU."""
     from vllm.platforms import current_platform

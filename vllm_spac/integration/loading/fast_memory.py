@@ -36,7 +36,7 @@ SHORT = 8192  # tokens of a request that the log names
 _PART = 8192  # tokens of a prompt that are computed at once
 _STARTING = 1 << 29  # bytes of RAM that a process takes before vLLM looks at what is available
 _LOWERED = "spac_lowered"  # attribute of the cache's configuration
-_FITTED = -1  # --max-model-len: vLLM takes the longest that fits
+FITTED = -1  # --max-model-len: vLLM takes the longest that fits
 
 
 def sized_by_user(vllm_config: VllmConfig) -> bool:
@@ -169,7 +169,7 @@ def request(engine_args: EngineArgs, usage: UsageContext | None) -> None:
     if is_cpu():
         return
     if engine_args.max_model_len is None:
-        engine_args.max_model_len = _FITTED
+        engine_args.max_model_len = FITTED
     if engine_args.max_num_batched_tokens is None:
         usual, _ = engine_args.get_batch_defaults(engine_args.tensor_parallel_size)
         if usage is not None and usual.get(usage, _PART) < _PART:
@@ -190,10 +190,20 @@ def beside_slots(vllm_config: VllmConfig, each: int, free: int | None = None) ->
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     if explicit is not None:
         return explicit
-    if free is None or _is_named(vllm_config):
-        return _reserved(vllm_config) * each
-    few = vllm_config.scheduler_config.max_num_seqs <= _FULL_REQUESTS
-    return min(each * (_reserved(vllm_config) if few else 1), max(0, free) // _SHARE)
+    return kept(each, vllm_config.scheduler_config.max_num_seqs, _is_named(vllm_config), free)
+
+
+def kept(each: int, requests: int, named: bool, free: int | None) -> int:
+    """As ``beside_slots``, where the size is not configured.
+
+    Args:
+        requests: that may run at once.
+        named: whether the user named their length.
+    """
+    few = min(_FULL_REQUESTS, requests)
+    if free is None or named:
+        return few * each
+    return min(each * (few if requests <= _FULL_REQUESTS else 1), max(0, free) // _SHARE)
 
 
 def describe(vllm_config: VllmConfig, each: int, shorter: int, free: int | None = None) -> str:
@@ -220,7 +230,7 @@ def _reserved(vllm_config: VllmConfig) -> int:
 
 def _is_named(vllm_config: VllmConfig) -> bool:
     """Whether the user named the length of requests."""
-    return vllm_config.model_config.original_max_model_len not in (None, _FITTED)
+    return vllm_config.model_config.original_max_model_len not in (None, FITTED)
 
 
 def one_request(vllm_config: VllmConfig) -> int | None:
@@ -229,7 +239,7 @@ def one_request(vllm_config: VllmConfig) -> int | None:
     It does not where vLLM fits the length to the cache, or stores other numbers than the model's.
     """
     model = vllm_config.model_config
-    if model.original_max_model_len == _FITTED or str(vllm_config.cache_config.cache_dtype) != "auto":
+    if model.original_max_model_len == FITTED or str(vllm_config.cache_config.cache_dtype) != "auto":
         return None
     return model.max_model_len * _layers(vllm_config).kept_bytes
 

@@ -40,7 +40,10 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
             raise TypeError("no list of workers")
     except urllib.error.HTTPError as error:
         if error.code == 404:
-            raise SpacError(f"the server at {url} runs without spac; start it with --plugin spac") from error
+            raise SpacError(
+                f"the server at {url} runs without spac; start it with --plugin spac, or, if all experts fit its GPU, "
+                "with --plugin spac --spac-slots 100%"
+            ) from error
         if error.code == 401:
             problem = "refuses this key" if api_key else "wants a key"
             raise SpacError(f"the server at {url} {problem}; name its own with --api-key or VLLM_API_KEY") from error
