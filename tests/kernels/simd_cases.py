@@ -54,7 +54,8 @@ def packed(kind: Format, rows: int, columns: int, dtype: torch.dtype, rng: torch
     if kind.codes == "int4":
         halves = (integers(1, 3, *shape, 2) / 100.0).to(dtype).view(torch.int16)
         if kind.zeros:
-            halves[..., 1] = integers(0, 17, *shape)
+            zeros = integers(0, 18, *shape)
+            halves[..., 1] = zeros.masked_fill_(zeros == 17, 99)  # which no packer writes
         return codes, halves.view(torch.int32).squeeze(-1)
     if kind.codes == "e4m3":
         codes[codes & 127 == 127] = 0

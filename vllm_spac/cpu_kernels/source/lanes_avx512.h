@@ -39,6 +39,15 @@ FN INLINE VF ON(spread)(const float *of_groups, int group) {  // lane i has the 
   VI index = group == 16 ? _mm512_srli_epi32(lanes, 1) : group == 32 ? _mm512_srli_epi32(lanes, 2) : group == 64 ? _mm512_srli_epi32(lanes, 3) : lanes;
   return _mm512_permutexvar_ps(index, load_(of_groups));
 }
+FN INLINE VF ON(pairs)(const uint32_t *s, size_t across, int block, int groups, int group, int dtype) {  // a word has 2 scales
+  int first = group == 32 ? 2 * block : block, second = group == 32 && 2 * first + 2 < groups;  // of the words
+  uint32_t more = second ? s[(size_t)(first + 1) * across] : 0;
+  VI u = _mm512_set1_epi64((long long)((uint64_t)s[(size_t)first * across] | (uint64_t)more << 32));
+  VI odd = group == 32 ? _mm512_set_epi32(16, 16, 16, 16, 0, 0, 0, 0, 16, 16, 16, 16, 0, 0, 0, 0) : _mm512_set_epi32(16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0);
+  VI word = group == 32 ? _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0) : _mm512_setzero_si512();
+  u = _mm512_srlv_epi32(_mm512_permutexvar_epi32(word, u), odd);
+  return dtype == F16 ? _mm512_cvtph_ps(_mm512_cvtepi32_epi16(u)) : _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
+}
 FN INLINE VF ON(exponents)(const uint32_t *s, size_t across, int block) {  // MXFP4: a word has 4 groups of 32
   VI shift = _mm512_set_epi32(24, 24, 24, 24, 16, 16, 16, 16, 8, 8, 8, 8, 0, 0, 0, 0);
   VI e = _mm512_and_si512(_mm512_srlv_epi32(_mm512_set1_epi32((int)s[block * across]), shift), _mm512_set1_epi32(255));

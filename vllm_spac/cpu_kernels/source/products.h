@@ -87,6 +87,9 @@ FN INLINE VF ON(of_lanes)(const int how, const Matrix *w, int n, int block, VF *
   const int group = w->spec->group;
   if (how == ON(MX)) return ON(exponents)(s, across, block);
   if (how == ON(NV)) return mul_(ON(quarters)(s + across, across, block, (w->columns + 63) / 64), all_(256.f * float_of(*s)));
+#if L == 16
+  if (how == ON(LANES) && group >= 32) return ON(pairs)(s, across, block, (w->columns + group - 1) / group, group, w->spec->dtype);
+#endif
   float scale[L] = {0}, zero[L] = {0};
   const int first = block * (BLOCK4 / group), last = (w->columns - 1) / group;
   for (int i = 0; i < BLOCK4 / group; i++)
@@ -98,7 +101,7 @@ FN INLINE VF ON(of_lanes)(const int how, const Matrix *w, int n, int block, VF *
 FN INLINE void ON(narrow)(const int how, const int M, const Matrix *w, int n0, int n1, const float *const *x, float *const *y) {
   static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   static const float FLOATS[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6};
-  const int columns = w->columns, group = w->spec->group ? w->spec->group : columns;
+  const int columns = w->columns, group = w->spec->group ? w->spec->group : columns, whole = columns / BLOCK4 * BLOCK4;
   const ON(Lut) table = ON(lut)(how == ON(MX) || how == ON(NV) ? FLOATS : INTEGERS), centred = ON(scaled)(table, 8, 1);
   for (int n = n0; n < n1; n++) {
     const uint8_t *row = w->codes + (size_t)n * (size_t)(columns / 2);
@@ -106,8 +109,9 @@ FN INLINE void ON(narrow)(const int how, const int M, const Matrix *w, int n0, i
     ON(Lut) t = how == ON(LANES) ? centred : table;
     ON(clear)(M, total);
     uint8_t rest[4 * L] = {0};
+    if (whole < columns) memcpy(rest, row + whole / 2, (size_t)(columns - whole) / 2);
     for (int k = 0, g = 0, until = 0; k < columns; k += BLOCK4, row += 4 * L) {
-      if (k + BLOCK4 > columns) row = memcpy(rest, row, (size_t)(columns - k) / 2);
+      if (k == whole) row = rest;
       const float *px[4];
       EACH(m, M) px[m] = x[m] + k;
       if (how == ON(WHOLE)) {

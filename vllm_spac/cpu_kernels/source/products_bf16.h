@@ -135,14 +135,11 @@ FN INLINE void block_bf16(const int M, const int sums, const uint8_t *w, Halves 
 
 FN INLINE Halves table_of(float zero) {
   if (zero <= 16) return (Halves){words_bf16(four_halves[(int)zero][0]), words_bf16(four_halves[(int)zero][1])};
-  uint8_t low[64], high[64];  // no packer writes these: differences beyond 256 are rounded to bfloat16
-  for (int i = 0; i < 64; i++) {
-    const float value = round_to(BF16, (float)(i & 15) - zero);
-    uint32_t word;
-    memcpy(&word, &value, 4);
-    low[i] = (uint8_t)(word >> 16), high[i] = (uint8_t)(word >> 24);
-  }
-  return (Halves){words_bf16(low), words_bf16(high)};
+  // No packer writes these: differences beyond 256 are rounded.
+  const __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m256i values = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(codes, _mm512_set1_ps(zero)));
+  const __m128i low = _mm256_cvtepi16_epi8(values), high = _mm256_cvtepi16_epi8(_mm256_srli_epi16(values, 8));
+  return (Halves){_mm512_broadcast_i32x4(low), _mm512_broadcast_i32x4(high)};
 }
 
 // NVFP4: the scales of groups 2 q (odd = 0) or 2 q + 1, in the lanes of 128 bits q.
@@ -154,48 +151,46 @@ FN INLINE __m512 of_pairs(const uint32_t *s, size_t across, int block, int words
   return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_slli_epi32(_mm512_shuffle_epi8(both, at), 7)));
 }
 
+// The loops call nothing, for which sums would be stored: what is left of a row is copied before them.
 FN INLINE void narrow_bf16(const int how, const int M, const Matrix *w, int n0, int n1, const float *const *px, float *const *y) {
-  const int columns = w->columns, group = w->spec->group ? w->spec->group : columns, words = (columns + 63) / 64;
+  const int columns = w->columns, words = (columns + 63) / 64, whole = columns / 128 * 128;
+  const int group = how == WHOLE_avx512 && w->spec->group ? w->spec->group : columns;
   const int sums = how == NV_avx512 && M > 4 ? 2 : SUMS(M);  // there the first and the third have the even groups
   const int fixed = how == MX_avx512 || how == NV_avx512 ? 17 : 8;
   const uint16_t *const *x = (const uint16_t *const *)px;
   for (int n = n0; n < n1; n++) {
     const uint8_t *row = w->codes + (size_t)n * (size_t)(columns / 2);
     const uint32_t *s = (const uint32_t *)w->scales + n;
-    __m512 total[MOST], a[MOST][4];
+    __m512 total[MOST], a[MOST][4], unit = _mm512_setzero_ps();
     Halves t = {words_bf16(four_halves[fixed][0]), words_bf16(four_halves[fixed][1])};
     uint8_t rest[64] = {0};
-    float scale = 0;
     EACH(m, M) total[m] = _mm512_setzero_ps();
-    clear_bf16(M, sums, a);
-    for (int k = 0, g = 0, until = 0; k < columns; k += 128, row += 64) {
-      if (k + 128 > columns) row = memcpy(rest, row, (size_t)(columns - k) / 2);
-      if (how == WHOLE_avx512) {
-        if (k == until) {
-          float zero;
-          EACH(m, M) total[m] = _mm512_fmadd_ps(all_bf16(sums, a[m]), _mm512_set1_ps(scale), total[m]);
-          clear_bf16(M, sums, a);
-          scale = int4_scale_avx512(w, s, g++, &zero), until += group;
-          if (w->spec->zeros) t = table_of(zero);
+    if (whole < columns) memcpy(rest, row + whole / 2, (size_t)(columns - whole) / 2);
+    if (how == NV_avx512) unit = _mm512_set1_ps(256.f * float_of(*s));
+    if (how == WHOLE_avx512)
+      for (int from = 0, g = 0; from < columns; from += group) {
+        const int to = from + group < columns ? from + group : columns;
+        float zero, scale = int4_scale_avx512(w, s, g++, &zero);
+        if (w->spec->zeros) t = table_of(zero);
+        clear_bf16(M, sums, a);
+        for (int k = from; k < to; k += 128) block_bf16(M, sums, k < whole ? row + k / 2 : rest, t, x, (size_t)k, a);
+        EACH(m, M) total[m] = _mm512_fmadd_ps(all_bf16(sums, a[m]), _mm512_set1_ps(scale), total[m]);
+      }
+    else
+      for (int k = 0; k < columns; k += 128) {
+        clear_bf16(M, sums, a);
+        block_bf16(M, sums, k < whole ? row + k / 2 : rest, t, x, (size_t)k, a);
+        if (how == NV_avx512) {
+          const __m512 even = _mm512_mul_ps(of_pairs(s + w->across, (size_t)w->across, k / 128, words, 0), unit);
+          const __m512 odd = _mm512_mul_ps(of_pairs(s + w->across, (size_t)w->across, k / 128, words, 1), unit);
+          EACH(m, M) total[m] = _mm512_fmadd_ps(sums == 2 ? a[m][0] : _mm512_add_ps(a[m][0], a[m][2]), even, total[m]);
+          EACH(m, M) total[m] = _mm512_fmadd_ps(sums == 2 ? a[m][1] : _mm512_add_ps(a[m][1], a[m][3]), odd, total[m]);
+        } else {
+          __m512 zeros;
+          const __m512 each = of_lanes_avx512(how, w, n, k / 128, &zeros);
+          EACH(m, M) total[m] = _mm512_fmadd_ps(all_bf16(sums, a[m]), each, total[m]);
         }
-        block_bf16(M, sums, row, t, x, (size_t)k, a);
-        continue;
       }
-      clear_bf16(M, sums, a);
-      block_bf16(M, sums, row, t, x, (size_t)k, a);
-      if (how == NV_avx512) {
-        const __m512 unit = _mm512_set1_ps(256.f * float_of(*s));
-        const __m512 even = _mm512_mul_ps(of_pairs(s + w->across, (size_t)w->across, k / 128, words, 0), unit);
-        const __m512 odd = _mm512_mul_ps(of_pairs(s + w->across, (size_t)w->across, k / 128, words, 1), unit);
-        EACH(m, M) total[m] = _mm512_fmadd_ps(sums == 2 ? a[m][0] : _mm512_add_ps(a[m][0], a[m][2]), even, total[m]);
-        EACH(m, M) total[m] = _mm512_fmadd_ps(sums == 2 ? a[m][1] : _mm512_add_ps(a[m][1], a[m][3]), odd, total[m]);
-      } else {
-        __m512 zeros;
-        const __m512 each = of_lanes_avx512(how, w, n, k / 128, &zeros);
-        EACH(m, M) total[m] = _mm512_fmadd_ps(all_bf16(sums, a[m]), each, total[m]);
-      }
-    }
-    if (how == WHOLE_avx512) EACH(m, M) total[m] = _mm512_fmadd_ps(all_bf16(sums, a[m]), _mm512_set1_ps(scale), total[m]);
     store_bf16(M, total, y, n - n0);
   }
 }
