@@ -109,6 +109,7 @@ class Llama(LiveProcess):
         timeout: float,
     ):
         job = {"model": str(file), "context": context, "threads": threads, "mapped": True, "exact": exact}
+        job["repacks"] = limit is None  # a copy in a layout of its own takes as much memory as all weights
         self._limit = limit
 
         def command(folder: Path) -> list[str]:

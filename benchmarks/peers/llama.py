@@ -1,8 +1,9 @@
 """llama.cpp in its own process, which takes turns like ``serving/engine.py``; started by ``beside_llama.py``.
 
 ``python llama.py JOB`` answers each line of its input, ``{"prompt": [ids], "tokens": n}``, with the tokens that
-llama.cpp chose greedily, and its own times. JOB: ``model`` (a GGUF file), ``threads``, ``context``, ``mapped``, and
-``exact``: whether keys and values stay float32, which flash attention would round to float16.
+llama.cpp chose greedily, and its own times. JOB: ``model`` (a GGUF file), ``threads``, ``context``, ``mapped``,
+``repacks``: whether weights of 4 bits are copied to a layout of its own, which is never mapped, and ``exact``: whether
+keys and values stay float32, which flash attention would round to float16.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def serve(job: dict) -> None:
     if job["exact"]:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.no_extra_bufts = not job["repacks"]
     params.warmup = False  # it would read every expert
     server = xllamacpp.Server(params)
     print(json.dumps({"version": xllamacpp.__version__, "system": xllamacpp.get_system_info()}), file=answers)
