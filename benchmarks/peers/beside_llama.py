@@ -107,9 +107,10 @@ class Llama(LiveProcess):
         exact: bool,
         limit: process_memory.MemoryLimit | None,
         timeout: float,
+        repacks: bool = False,
     ):
         job = {"model": str(file), "context": context, "threads": threads, "mapped": True, "exact": exact}
-        job["repacks"] = limit is None  # a copy in a layout of its own takes as much memory as all weights
+        job["repacks"] = repacks  # a copy in a layout of its own takes as much memory as all weights
         self._limit = limit
 
         def command(folder: Path) -> list[str]:
@@ -272,11 +273,13 @@ class Comparison:
         """Starts llama.cpp once per kind of limit. Its needs beside weights are measured in a process without one."""
         context = self._settings.prompt_tokens + self._settings.output_tokens + 8
         options = context, self._threads, self._settings.dtype == Dtype.float32
-        free = Llama(self._gguf, *options, None, self._settings.timeout)
+        with closing(Llama(self._gguf, *options, None, self._settings.timeout)) as mapped:
+            mapped.turn(prompt, self._settings.output_tokens)
+            besides = process_memory.taken(mapped.pid)["anonymous"] + _SLACK
+        free = Llama(self._gguf, *options, None, self._settings.timeout, repacks=True)
         stack.enter_context(closing(free))
         free.turn(prompt, self._settings.output_tokens)
         self.llama = free.ready
-        besides = process_memory.taken(free.pid)["anonymous"] + _SLACK
         limits = {"weights": besides + self._weights(), "process": taken}
         found = []
         for kind in KINDS:
