@@ -12,7 +12,7 @@ import torch
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.storage.checkpoint.published import find_model, published
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
-from vllm_spac.tools.planning.planned_memory import Load, kv_bytes
+from vllm_spac.tools.planning.planned_memory import Load, kv_bytes, rows
 from vllm_spac.tools.planning.planned_model import ServedModel
 
 QWEN3_NEXT = {
@@ -146,21 +146,19 @@ MODELS = {
 CPU = PlannedMachine("cpu", Costs.read("rtx4090"), 0, 64 << 30)
 GPU = PlannedMachine("gpu", Costs.read("rtx4090"), 24 << 30, 64 << 30)
 _BLOCK_GPU = 16  # tokens, of FlashAttention
-IN_FLIGHT = {CPU.name: 2048, GPU.name: 2 * 8192}  # on a GPU vLLM schedules a step ahead
 
 
-def by_vllm(name: str, folder: Path, load: Load, machine: PlannedMachine) -> int:
+def by_vllm(name: str, folder: Path, load: Load, on_gpu: bool, in_flight: int) -> int:
     """The bytes that vLLM wants for one request after another, and the block that it holds back."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
 
-    on_gpu = machine is GPU
     drafts = {"method": "ngram", "num_speculative_tokens": load.drafts, "prompt_lookup_max": 4} if load.drafts else None
     config = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
         max_model_len=load.context,
-        max_num_batched_tokens=IN_FLIGHT[machine.name],
+        max_num_batched_tokens=in_flight,
         async_scheduling=False,
         mamba_ssm_cache_dtype="float32" if _is_wide(MODELS[name]) or not on_gpu else "bfloat16",
         block_size=_BLOCK_GPU if on_gpu else None,
@@ -246,6 +244,8 @@ def test_the_kv_cache_is_what_vllm_wants(
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ServedModel.of(find_model(str(tmp_path)), "slots", on_cpu=machine is CPU)
     for load in (Load(4096, 1), Load(16000, 3), *([Load(4096, 1, drafts=4)] if machine is GPU else [])):
-        wanted, found = by_vllm(name, tmp_path, load, machine), kv_bytes(model, machine, load)
+        in_flight = rows(model, machine, load) * (2 if machine is GPU else 1)  # on a GPU vLLM schedules a step ahead
+        wanted = by_vllm(name, tmp_path, load, machine is GPU, in_flight)
+        found = kv_bytes(model, machine, load)
         assert wanted <= found < 1.1 * wanted, load
         assert found == wanted or name.startswith("deepseek") or machine is GPU, "blocks of 128 tokens"

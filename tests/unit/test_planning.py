@@ -606,7 +606,7 @@ def test_a_plan_has_no_table_on_a_cpu() -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_refusal_that_names_a_kernel_can_be_followed(tmp_path: Path) -> None:
     """Of experts that vLLM's kernel does not read from slots; our kernel has them from a disk, too."""
-    folder, small = quantised(tmp_path, MXFP4), ("--machine", "rtx4090", "--fast-memory", "0.9GiB", "--context", 1024)
+    folder, small = quantised(tmp_path, MXFP4), ("--machine", "rtx4090", "--fast-memory", "0.8GiB", "--context", 1024)
     refused = run(folder, *small, "--plane", "slots", code=1)
     assert "use --spac-plane table" in refused
     text = run(folder, *small, "--host-memory", "4.1GiB", "--spac-plane", "table")
@@ -731,7 +731,7 @@ def test_the_cpu_helps_layers_whose_loads_the_device_decides(model: ServedModel)
 @pytest.mark.usefixtures("quick")
 def test_a_plan_with_pointers(tmp_path: Path) -> None:
     folder = quantised(tmp_path, MXFP4)
-    text = run(folder, "--machine", "rtx4090", "--fast-memory", "0.9GiB", "--context", 1024)
+    text = run(folder, "--machine", "rtx4090", "--fast-memory", "0.8GiB", "--context", 1024)
     said = f"one expert in a slot (mxfp4, plane=pointers) {W_E // 4 + W_E // 64:,} B"
     for part in (said, "plane=pointers, calculated", "timed on one H100", "--spac-plane pointers"):
         assert part in text

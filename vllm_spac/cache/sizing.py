@@ -177,6 +177,13 @@ class Widths:
         insides.append(3 * self.dense)
         return (3 * self.hidden + max(insides)) * self.itemsize
 
+    @property
+    def multiplied(self) -> int:
+        """Weights that a row is multiplied with in a MoE layer and the attention before it."""
+        return 2 * self.hidden * self.head * (self.heads + self.kv_heads) + max(
+            3 * w.top_k * w.hidden * w.inner for w in self.moe
+        )
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -116,6 +116,7 @@ class ExpertSize:
 
 
 FORMAT: Final = "spac-profile-1"
+PROFILE = "profile.json"  # that ``vllm-spac check --measure`` writes by default, beside packed experts
 _FOLDER = "profiles"
 
 
@@ -372,6 +373,24 @@ class Costs(_Frozen):
 def names() -> list[str]:
     """Returns the names of the packaged profiles."""
     return sorted(item.name.removesuffix(".json") for item in files("vllm_spac.decisions").joinpath(_FOLDER).iterdir())
+
+
+def of_gpu(name: str, capability: tuple[int, int]) -> Costs:
+    """Returns the packaged profile of a GPU by the name that its driver has for it, else of one of its generation.
+
+    Args:
+        capability: of the GPU, major and minor.
+    """
+    found, plain = [Costs.read(each) for each in names()], name.lower().replace(" ", "")
+    for each in found:
+        if each.name in plain:
+            return each
+
+    def near(each: Costs) -> tuple[bool, tuple[int, int]]:
+        known = (each.capacity and each.capacity.capability) or (0, 0)
+        return known <= capability, known
+
+    return max(found, key=near)
 
 
 def _packaged(name: str) -> str | None:

@@ -13,21 +13,20 @@ from vllm_spac.decisions.costs import Costs
 
 SHARE = 0.25  # of their speed that running requests keep while prompts are computed
 _RECENT = 0.25  # weight of the last step in the mean duration of steps that only decode
-_OF_MEMORY = 12  # activations of a chunk take at most this part of a GPU's memory
+_OF_MEMORY = 20  # activations of a chunk take at most this part of a GPU's memory,
+_FEW = 8192  # or those of so many rows
 _ATTAINED = 0.5  # of a data sheet's arithmetic, by matrices of long prompts; assumed
+_SLOTS = 0.75  # of the fast memory that vLLM may use; assumed
 _STEP = 1024  # rows: a chunk is a multiple of them
 _OPERANDS = 2  # a value of a weight is multiplied and added; ``Costs`` counts both as the bytes of 16 bits
 
 
-def rows(
-    costs: Costs,
-    *,
-    missing: float,
-    layer_bytes: int,
-    layer_values: int,
-    row_bytes: int,
-    memory: int,
-) -> int:
+def missing(experts_bytes: int, fast_bytes: int) -> float:
+    """Returns the share of the experts that has no slot, before slots are counted: these get about ``_SLOTS``."""
+    return max(0.0, 1 - _SLOTS * fast_bytes / experts_bytes)
+
+
+def rows(costs: Costs, *, missing: float, layer_bytes: int, layer_values: int, row_bytes: int, memory: int) -> int:
     """Returns the rows of a chunk at which arithmetic takes as long as loads, a multiple of ``_STEP``.
 
     Args:
@@ -38,7 +37,7 @@ def rows(
         row_bytes: of activations per row.
         memory: bytes of the GPU's memory, which bound the rows.
     """
-    most = memory // _OF_MEMORY // row_bytes
+    most = max(_FEW, memory // _OF_MEMORY // row_bytes)
     link = costs.host if costs.provenance.store == "disk" else costs.load
     if costs.fast.flops_per_second is not None and link is not None:
         peak = 1.0 if costs.provenance.how == "measured" else _ATTAINED

@@ -54,7 +54,7 @@ def _checked(create_engine_config: Callable):
             raise arguments.refused(error) from None
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
-        from vllm_spac.integration import gpu_defaults, preflight, tuned_start
+        from vllm_spac.integration import chunk_size, gpu_defaults, preflight, tuned_start
         from vllm_spac.integration.hooks import device, graphs
         from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
@@ -76,7 +76,8 @@ def _checked(create_engine_config: Callable):
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         if config.parsed_slots.share != 1:
-            fast_memory.request(self, usage)
+            chunk_size.request(self, config, usage)
+            fast_memory.request(self)
         trees.request(self, config)
         graphs.request(self, config)
         chosen = self.max_num_seqs is not None

@@ -25,15 +25,13 @@ from vllm_spac.storage.checkpoint.kv_layers import Blocks, KVLayers, Steps
 from vllm_spac.system.host_memory import available_host_bytes, gib, own_memory, release_freed_memory, release_zeros
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
 _SHARE = 4  # of a GPU's memory for both, the KV cache gets at most this part where the length is not the user's
 SHORT = 8192  # tokens of a request that the log names
-_PART = 8192  # tokens of a prompt that are computed at once
 _STARTING = 1 << 29  # bytes of RAM that a process takes before vLLM looks at what is available
 _LOWERED = "spac_lowered"  # attribute of the cache's configuration
 FITTED = -1  # --max-model-len: vLLM takes the longest that fits
@@ -156,25 +154,13 @@ def requests(vllm_config: VllmConfig) -> str:
     return f"--max-num-seqs {count} requests of --max-model-len {tokens} tokens{prefixes}"
 
 
-def request(engine_args: EngineArgs, usage: UsageContext | None) -> None:
-    """Sets how long requests and parts of prompts may be, on a GPU whose user named neither.
+def request(engine_args: EngineArgs) -> None:
+    """Lets vLLM shorten requests to what the KV cache holds, on a GPU whose user did not name their length.
 
-    vLLM shortens requests to what the KV cache holds. Else a model of long requests leaves no room for experts, or does
-    not start at all. And each part of a prompt reads nearly every expert without a slot: in parts of vLLM's 2,048
-    tokens, a prompt of 8,192 would read them four times.
-
-    Args:
-        usage: how vLLM is used, on which its own default depends.
+    Else a model of long requests leaves no room for experts, or does not start at all.
     """
-    if is_cpu():
-        return
-    if engine_args.max_model_len is None:
+    if not is_cpu() and engine_args.max_model_len is None:
         engine_args.max_model_len = FITTED
-    if engine_args.max_num_batched_tokens is None:
-        usual, _ = engine_args.get_batch_defaults(engine_args.tensor_parallel_size)
-        if usage is not None and usual.get(usage, _PART) < _PART:
-            engine_args.max_num_batched_tokens = _PART
-            logger.info("spac: --max-num-batched-tokens %d: each part of a prompt reads the missing experts", _PART)
 
 
 def beside_slots(vllm_config: VllmConfig, each: int, free: int | None = None) -> int:
@@ -335,7 +321,14 @@ def working(vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEW
         captured = compilation.max_cudagraph_capture_size or 0
         kinds = {mode.decode_mode().name, mode.mixed_mode().name} - {"NONE"}
         sizes = len(compilation.cudagraph_capture_sizes or ()) * len(kinds)
-    widths = Widths(
+    sampled = min(most, scheduler.max_num_seqs * (1 + drafts))
+    found = widths(model, parallel, layers)
+    return Working.of(found, model.get_vocab_size(), Batch(most, sampled, captured, sizes))
+
+
+def widths(model: ModelConfig, parallel: ParallelConfig, layers: Iterable[MoEWidths]) -> Widths:
+    """Returns the widths of a model; ``layers``: its kinds of MoE layers."""
+    return Widths(
         hidden=model.get_hidden_size(),
         heads=model.get_num_attention_heads(parallel),
         kv_heads=model.get_num_kv_heads(parallel),
@@ -344,8 +337,6 @@ def working(vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEW
         moe=tuple(layers),
         itemsize=model.dtype.itemsize,
     )
-    sampled = min(most, scheduler.max_num_seqs * (1 + drafts))
-    return Working.of(widths, model.get_vocab_size(), Batch(most, sampled, captured, sizes))
 
 
 def room(

@@ -9,7 +9,7 @@ from typing import Literal
 
 import psutil
 
-from vllm_spac.decisions.costs import Costs, Rate, names
+from vllm_spac.decisions.costs import PROFILE, Costs, Rate, names
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.packed_folder import scan
 from vllm_spac.storage.checkpoint.quantisation import Capability
@@ -19,7 +19,6 @@ from vllm_spac.system.untrusted import path_named
 from vllm_spac.tools.planning.planned_model import ServedModel
 
 HERE = "here"
-PROFILE = "profile.json"  # that `vllm-spac check --measure` writes by default, beside packed experts
 UTILIZATION = 0.92  # vLLM's default --gpu-memory-utilization
 OTHERS = "for another GPU, the one with its generation of PCIe and --fast-memory"
 HOST_RESERVE = 4 << 30  # bytes of host memory left to the system and to vLLM's processes; assumed

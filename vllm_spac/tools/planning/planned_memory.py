@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
+from vllm_spac.decisions import prompt_chunks
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.device.staging import BUFFERS
 from vllm_spac.storage.checkpoint import quantisation
@@ -15,8 +16,7 @@ from vllm_spac.system.host_memory import gib
 from vllm_spac.tools.planning.planned_machine import PlannedMachine, Store
 from vllm_spac.tools.planning.planned_model import ServedModel
 
-_ROWS = 2048  # vLLM's --max-num-batched-tokens when it serves
-_ROWS_GPU = 8192  # the same with a GPU, by vLLM or by the plugin
+_ROWS, _ROWS_LARGE = 2048, 8192  # vLLM's --max-num-batched-tokens when it serves
 _REQUESTS, _REQUESTS_LARGE, _REQUESTS_CPU = 256, 1024, 128  # its --max-num-seqs
 _LARGE = 70 << 30  # bytes of GPU memory from which they are more
 _GRAPHS_EACH = 8  # vLLM captures graphs of 1, 2, 4 and multiples of 8 rows
@@ -48,29 +48,45 @@ class Split:
         return self.fast - self.weights - self.kv - self.working - self.staging
 
 
-def rows(machine: PlannedMachine) -> int:
-    """Returns the most rows of a forward, by default on such a machine."""
-    return _ROWS_GPU if machine.gpu else _ROWS
+def rows(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
+    """Returns the most rows of a forward, which an engine chooses where nothing is named (``chunk_size``)."""
+    if not machine.gpu:
+        return _ROWS
+    usual = _ROWS_LARGE if machine.gpu >= _LARGE else _ROWS
+    widths = _widths(model)
+    found = prompt_chunks.rows(
+        machine.costs,
+        missing=prompt_chunks.missing(model.experts_bytes, machine.fast),
+        layer_bytes=max(model.checkpoint.layer_bytes.values()),
+        layer_values=widths.multiplied,
+        row_bytes=widths.row,
+        memory=machine.gpu,
+    )
+    return max(usual, min(found, load.context * load.concurrency))
 
 
 def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
     """Divides the fast memory of ``machine``."""
-    working = _working(model, machine, load.concurrency * (1 + load.drafts))
+    working = _working(model, machine, load)
     parts = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, machine, load), working)
     staging = BUFFERS * max(model.checkpoint.layer_bytes.values()) if model.execution == "pointers" else 0
     held = model.experts_bytes <= parts.room or 4 * staging > parts.room
     return parts if held else replace(parts, staging=staging)
 
 
-def _working(model: ServedModel, machine: PlannedMachine, sampled: int) -> int:
-    """Returns the bytes of run-time buffers, where a step samples after so many rows."""
-    shape = model.architecture
-    moe = MoEWidths(model.checkpoint.top_k, shape.hidden, shape.inner)
-    widths = Widths(shape.hidden, shape.heads, shape.kv_heads, shape.head, shape.dense, (moe,), itemsize=2)
+def _working(model: ServedModel, machine: PlannedMachine, load: Load, requests: int | None = None) -> int:
+    """Returns the bytes of run-time buffers; ``requests``: that are sampled at once, if not those of the load."""
+    sampled = (requests or load.concurrency) * (1 + load.drafts)
     captured = min(2 * sampled, _MOST_CAPTURED) if machine.gpu else 0
     graphs = 3 + captured // _GRAPHS_EACH if captured else 0
-    most = max(rows(machine), sampled)
-    return Working.of(widths, shape.vocabulary, Batch(most, sampled, captured, graphs)).total
+    most = max(rows(model, machine, load), sampled)
+    return Working.of(_widths(model), model.architecture.vocabulary, Batch(most, sampled, captured, graphs)).total
+
+
+def _widths(model: ServedModel) -> Widths:
+    shape = model.architecture
+    moe = MoEWidths(model.checkpoint.top_k, shape.hidden, shape.inner)
+    return Widths(shape.hidden, shape.heads, shape.kv_heads, shape.head, shape.dense, (moe,), itemsize=2)
 
 
 def kv_bytes(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
@@ -80,7 +96,7 @@ def kv_bytes(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
 
 def kv_blocks(model: ServedModel, machine: PlannedMachine, load: Load) -> Blocks:
     """Returns the blocks of KV cache of one request; on a GPU, vLLM schedules a step ahead of the one that runs."""
-    in_flight = rows(machine) * (2 if machine.gpu else 1)
+    in_flight = rows(model, machine, load) * (2 if machine.gpu else 1)
     return model.architecture.blocks(Steps(load.context, in_flight, load.drafts, on_cpu=not machine.gpu))
 
 
@@ -148,6 +164,8 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         options = ["--plugin", "spac", "--spac-slots", choice.slots, *_knobs(choice, model, machine)]
         least = 2 if choice.drafts else 1  # with one request only all drafts have full CUDA graphs: see draft_planning
         options += ["--max-model-len", str(load.context), "--max-num-seqs", str(max(least, load.concurrency))]
+        if machine.gpu:
+            options += ["--max-num-batched-tokens", str(rows(model, machine, load))]
         if not model.architecture.recurrent or model.architecture.state is not None:
             options += ["--kv-cache-memory-bytes", str(kv_bytes(model, machine, load))]
     if model.revision is not None:
@@ -182,7 +200,7 @@ def _stock(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Lo
 
     def fits(context: int, sampled: int) -> bool:
         one = replace(longest, context=context, concurrency=1)
-        taken = kv_bytes(model, machine, one) + _working(model, machine, sampled * (1 + choice.drafts))
+        taken = kv_bytes(model, machine, one) + _working(model, machine, one, sampled)
         return model.checkpoint.other_bytes + model.experts_bytes + taken <= machine.fast
 
     options, context = [], longest.context

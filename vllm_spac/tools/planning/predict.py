@@ -2,8 +2,8 @@
 
 Assumptions where nothing was measured: a machine's costs are those of its profile, without the host's work in a layer
 or vLLM's own in a step if they are 0 there; a layer waits for its loads. Where graphs run the layers, a step takes as
-long as the slower of host and GPU. A prompt is read alone, in chunks of vLLM's default size, in which nearly every
-expert is needed: between all of them and those without a slot are loaded per chunk.
+long as the slower of host and GPU. A prompt is read alone, in an engine's chunks, in which nearly every expert is
+needed: between all of them and those without a slot are loaded per chunk.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def first_token(choice: Choice, model: ServedModel, machine: PlannedMachine, loa
     costs, checkpoint = machine.costs_of(choice.store, model), model.checkpoint
     left, seconds, loaded = min(PROMPT, max(1, load.context // 2)), 0.0, 0.0
     while left > 0:
-        chunk = min(left, rows(machine))
+        chunk = min(left, rows(model, machine, load))
         left -= chunk
         used = checkpoint.experts * (1 - (1 - checkpoint.top_k / checkpoint.experts) ** chunk)
         each = chunk * checkpoint.top_k / used
