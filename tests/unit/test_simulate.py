@@ -488,8 +488,9 @@ def test_experts_of_other_formats_take_the_cpu_longer():
         cpu = plain.with_experts(kind).cpu
         assert cpu.bytes_per_second == pytest.approx(min(core_rates.READ * plain.memory, 8 * rate.one))
         assert cpu.seconds(100, core_rates.ROWS) == pytest.approx(100 / (8 * rate.many))
-    few = COSTS.model_copy(update={"cpu": Rate(bytes_per_second=12.6)}).with_experts("int4").cpu
-    assert few.bytes_per_second == pytest.approx(5.6) and few.flops_per_second is None
+    few = COSTS.model_copy(update={"cpu": Rate(bytes_per_second=10)}).with_experts("int4").cpu
+    assert few.bytes_per_second == pytest.approx(10 * rates["int4"].one / rates["bf16"].one)
+    assert few.flops_per_second is None
 
 
 def test_rates_of_a_core_are_those_that_were_measured():

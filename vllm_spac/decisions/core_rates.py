@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROWS = 32  # of ``many``
 PLAIN = "bf16"
-READ = 0.82  # share of the rate of a plain read by as many threads, where memory is the limit: of ``PLAIN``, one row
+READ = 0.87  # share of the rate of a plain read by as many threads, where memory is the limit: of ``PLAIN``, one row
 
 
 class CoreRate(NamedTuple):
@@ -22,14 +22,14 @@ class CoreRate(NamedTuple):
 
 
 CORE_RATES: dict[str, CoreRate] = {
-    PLAIN: CoreRate(12.6e9, 2.97e9),
-    "int4": CoreRate(5.60e9, 0.51e9),
-    "int4-zeros": CoreRate(5.93e9, 0.57e9),
-    "int8": CoreRate(10.7e9, 1.00e9),
-    "fp8-block": CoreRate(11.5e9, 1.36e9),
-    "fp8-channel": CoreRate(11.5e9, 1.52e9),
-    "mxfp4": CoreRate(6.57e9, 0.82e9),
-    "nvfp4": CoreRate(6.10e9, 0.71e9),
+    PLAIN: CoreRate(13.9e9, 3.61e9),
+    "int4": CoreRate(7.9e9, 0.871e9),
+    "int4-zeros": CoreRate(6.43e9, 0.737e9),
+    "int8": CoreRate(10.7e9, 1.08e9),
+    "fp8-block": CoreRate(11.7e9, 1.45e9),
+    "fp8-channel": CoreRate(11.7e9, 1.48e9),
+    "mxfp4": CoreRate(7.04e9, 0.820e9),
+    "nvfp4": CoreRate(6.51e9, 0.763e9),
 }
 
 
