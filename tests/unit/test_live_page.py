@@ -193,13 +193,45 @@ def test_a_page_that_was_not_asked_for_is_closed() -> None:
         assert answer.status_code == 404 and "--spac-http page" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("page", [False, True])
-def test_the_knob_opens_the_page(page: bool, monkeypatch) -> None:
+ANY = {"127.0.0.1", "::1", "10.0.0.7", "fe80::1%eth0", "gone"}
+
+
+@pytest.mark.parametrize(
+    ("http", "host", "open_to"),
+    [
+        (None, None, {"127.0.0.1", "::1"}),
+        (None, "0.0.0.0", {"127.0.0.1", "::1"}),
+        (None, "127.0.0.1", ANY),
+        (None, "localhost", ANY),
+        ("page", None, ANY),
+        ("control", None, set()),
+    ],
+)
+def test_the_page_is_open_to_this_machine_and_by_the_knob_to_others(http, host, open_to, monkeypatch, caplog) -> None:
     monkeypatch.setattr("vllm_spac.integration.serving.endpoint.REGISTRY.register", lambda collector: None)
-    state = SimpleNamespace()
-    args = SimpleNamespace(additional_config={"spac": {"http": "page"} if page else {}}, model="toy")
-    asyncio.run(SpacEndpoint().init_state(Workers(), state, args))
-    assert hasattr(state, "spac_feed") == page
+    app = FastAPI()
+    SpacEndpoint().attach_router(app)
+    args = SimpleNamespace(additional_config={"spac": {"http": http}}, model="toy", host=host)
+    with caplog.at_level("INFO", "vllm.spac"):
+        asyncio.run(SpacEndpoint().init_state(Workers(), app.state, args))
+    assert ("GET /spac/ is open to this machine" in caplog.text) is (http is None)
+    assert app.state.spac_control is (http == "control"), "what changes something is off until it is named"
+    app.state.server = SimpleNamespace(should_exit=True)  # streams end at once
+    for peer in sorted(ANY):
+        client = TestClient(app, base_url="http://127.0.0.1:8000", client=(peer, 50_000))
+        for path in ("/spac/", "/spac/events"):
+            status = client.get(path).status_code
+            assert status == (200 if peer in open_to else 404 if http == "control" else 403), (peer, path)
+
+
+def test_a_page_for_this_machine_is_not_for_another_sites_name() -> None:
+    """DNS rebinding: the browser that asks is on this machine."""
+    app = FastAPI()
+    SpacEndpoint().attach_router(app)
+    app.state.spac_client = app.state.spac_feed = object()
+    app.state.spac_page_here = True
+    client = TestClient(app, base_url="http://evil.example:8000", client=("127.0.0.1", 50_000))
+    assert client.get("/spac/events").status_code == 403
 
 
 # -- what a worker reports --------------------------------------------------------------------------------------------

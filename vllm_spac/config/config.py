@@ -150,7 +150,7 @@ class SpacConfig(Knobs):
 
     @property
     def page(self) -> bool:
-        """Whether the live page is open."""
+        """Whether the live page is open to all machines."""
         return "page" in types.listed(self.http)
 
     @property

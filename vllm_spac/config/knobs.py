@@ -137,5 +137,6 @@ class Knobs(BaseModel):
     http: types.HttpText = Field(
         None,
         description="What the server opens besides its counters: GET /spac/, which shows every expert and where the "
-        "time of a token goes (page), POST /spac/budget, which changes the budget (control), or both (page,control).",
+        "time of a token goes (page; by default to its own machine), POST /spac/budget, which changes the budget "
+        "(control), or both (page,control).",
     )

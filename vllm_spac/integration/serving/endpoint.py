@@ -299,9 +299,12 @@ class SpacEndpoint:
         state.spac_host = (getattr(args, "host", None) or "").lower()
         state.spac_rankings = {*components.serving("rankings"), config.parsed_budget.ranking}
         state.spac_client = engine_client
-        if config.page:
+        if config.page or config.http is None:
+            state.spac_page_here = not config.page
             facts = {"model": Path(args.model).name, "control": config.control}
             state.spac_feed = LiveFeed(engine_client, facts)
+            if state.spac_page_here:
+                logger.info("spac: GET /spac/ is open to this machine; --spac-http page opens it to others")
         state.spac_collector = WorkerCollector(engine_client)
         await state.spac_collector.refresh()
         REGISTRY.register(state.spac_collector)
@@ -459,7 +462,17 @@ def _client(request: Request) -> EngineClient:
 
 
 def _feed(request: Request) -> LiveFeed:
-    feed = getattr(request.app.state, "spac_feed", None)
+    """Returns what the live page reads; 404 where it is off, 403 where it is for this machine and another asks."""
+    state = request.app.state
+    feed = getattr(state, "spac_feed", None)
     if feed is None:
         raise HTTPException(404, "the live page is off on this server; start it with --spac-http page")
+    if getattr(state, "spac_page_here", False) and not _is_here(request):
+        raise HTTPException(403, "the live page is open to this server's machine; start it with --spac-http page")
     return feed
+
+
+def _is_here(request: Request) -> bool:
+    """Whether a request comes from this machine, or reached a server that listens to this machine alone."""
+    host, peer = getattr(request.app.state, "spac_host", ""), request.client.host if request.client else ""
+    return host == "localhost" or _is_address(host, loopback=True) or _is_address(peer, loopback=True)
