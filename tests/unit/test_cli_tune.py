@@ -243,6 +243,15 @@ def test_a_default_that_does_not_start_is_an_error(tmp_path: Path, on_cpu: bool)
     assert "Traceback" in text and list(tmp_path.iterdir()) == []
 
 
+def test_on_a_gpu_rounding_needs_no_consent_and_can_be_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_spac.system.machine.gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+    Imagined.rate = staticmethod(lambda v: 30.0 if v.rounds else 10.0)
+    text = run(tmp_path)
+    assert profile(tmp_path).knobs["cpu_experts"] == "waterfill" and "@allow=" not in text
+    run(tmp_path, "--exact")
+    assert profile(tmp_path).keeps_default
+
+
 def test_rounding_needs_consent_and_the_server_s_too(tmp_path: Path) -> None:
     Imagined.rate = staticmethod(lambda v: 30.0 if v.rounds else 10.0)
     assert "@allow=" not in run(tmp_path)

@@ -93,11 +93,11 @@ def test_a_tuned_profile_beside_the_experts_is_not_mixed_with_a_preset(tmp_path,
     ("text", "found"),
     [
         ("auto@allow=rounding", ("auto", "rounding")),
-        ("off", ("off", "exact")),
+        ("off", ("off", None)),
         ("/a@b.json@allow=rounding", ("/a@b.json", "rounding")),
     ],
 )
-def test_what_a_tuned_profile_may_set_is_an_argument(text: str, found: tuple[str, str]) -> None:
+def test_what_a_tuned_profile_may_set_is_an_argument(text: str, found: tuple[str, str | None]) -> None:
     config = SpacConfig.parse({"tuned": text})
     assert (config.tuned_profile, config.tuned_allow) == found
     with pytest.raises(ConfigError, match="allow='all': use allow=exact or rounding"):

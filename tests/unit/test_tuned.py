@@ -253,6 +253,31 @@ def test_the_command_line_decides_how_exact_it_is(folder: Path, here: Machine, c
         caplog.clear()
 
 
+@pytest.mark.parametrize(
+    ("on_cpu", "given", "used"),
+    [
+        (True, {}, False),
+        (False, {}, True),
+        (False, {"plane": "slots"}, False),
+        (False, {"tuned": "auto@allow=exact"}, False),
+        (True, {"tuned": "auto@allow=rounding"}, True),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_a_profile_may_round_unless_stocks_bits_are_asked_for(
+    folder: Path, here: Machine, caplog, monkeypatch, on_cpu: bool, given: dict, used: bool
+) -> None:
+    path = write(folder, here, knobs={"cpu_experts": "waterfill", "store": "host"})
+    monkeypatch.setattr(tuned_start.device, "is_cpu", lambda: on_cpu)
+    monkeypatch.setattr(tuned_start, "_beside", lambda engine_args, config: path)
+    args = SimpleNamespace(
+        model=str(TOY), additional_config={"spac": given}, speculative_config=None, tensor_parallel_size=1
+    )
+    config = tuned_start.apply(args, SpacConfig.parse(given))
+    assert (config.cpu_experts == "waterfill") is used
+    assert ("exact up to rounding" in caplog.text) is not used
+
+
 def test_a_profile_names_no_model_with_code(folder: Path, here: Machine, caplog) -> None:
     write(folder, here, speculative_config=EAGLE | {"model": str(TOY)})
     assert serve(folder)[0].speculative_config == EAGLE | {"model": str(TOY)}

@@ -49,8 +49,13 @@ def tune(
         str | None, typer.Option(metavar="JSON", help="Also with these drafts, as for vllm serve.")
     ] = None,
     allow_rounding: Annotated[
-        bool, typer.Option("--allow-rounding", help="Also CPU experts: exact up to rounding.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--allow-rounding/--exact",
+            help="Also CPU experts: exact up to rounding.",
+            show_default="on a GPU, whose kernels round",
+        ),
+    ] = None,
     engine: Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = None,
     disk_dir: Annotated[
         Path | None,
@@ -73,6 +78,7 @@ def tune(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     options, drafts = options_of(engine, "--engine"), _drafts(options_of(speculative_config, "--speculative-config"))
     gpu = bool(gpu_names())
+    rounding = gpu if allow_rounding is None else allow_rounding
     served = ServedModel.of(find_model(model), "slots", on_cpu=not gpu)
     if served.source != "headers":
         if Path(model).exists():
@@ -87,12 +93,12 @@ def tune(
     with Progress(*columns, TimeElapsedColumn(), console=errors, transient=True) as progress:
         task = progress.add_task("", total=60 * minutes)
         one = Session(
-            lambda resident: variants(slots, drafts, rounding=allow_rounding, gpu=gpu, resident=resident),
+            lambda resident: variants(slots, drafts, rounding=rounding, gpu=gpu, resident=resident),
             texts,
             output_tokens,
             60 * minutes,
             measurer.Measurer(model, disk_dir, options, _PROMPT_TOKENS),
-            served.experts_bytes if allow_rounding and not gpu else 0,
+            served.experts_bytes if rounding and not gpu else 0,
             lambda text, spent: progress.update(task, completed=spent, description=shown(text)),
             lambda text: say(progress.console, f"[dim]{shown(text)}[/]"),
         )
@@ -124,7 +130,7 @@ def tune(
     say(console, f"written: {shown(path)}")
     if kept:
         where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
-        where += " --spac-tuned auto@allow=rounding" if choice.rounds else ""
+        where += " --spac-tuned auto@allow=rounding" if choice.rounds and not gpu else ""
         say(console, f"[green]run:[/] vllm serve {shown(model)} --plugin spac{shown(where)}")
         say(console, f"[dim]the same by hand: {shown(_command(model, choice, disk_dir))}[/]")
     if options:

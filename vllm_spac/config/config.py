@@ -181,8 +181,8 @@ class SpacConfig(Knobs):
         return types.split_tuned(self.tuned)[0]
 
     @property
-    def tuned_allow(self) -> str:
-        """What a tuned profile may set: one of ``types.ALLOWED``."""
+    def tuned_allow(self) -> str | None:
+        """What a tuned profile may set: one of ``types.ALLOWED``; None: it is not named."""
         return types.split_tuned(self.tuned)[1]
 
     @property

@@ -168,11 +168,15 @@ SPECULATE = WithArguments(
 ALLOWED = ("exact", "rounding")  # of a tuned profile; the latter allows both
 
 
-def split_tuned(text: str) -> tuple[str, str]:
-    """Returns the profile that ``tuned`` names, and what it may set; ``ValueError`` if that is none of ``ALLOWED``."""
+def split_tuned(text: str) -> tuple[str, str | None]:
+    """Returns the profile that ``tuned`` names, and what it may set, None: as the machine is.
+
+    Raises:
+        ValueError: that is none of ``ALLOWED``.
+    """
     name, given, allow = text.rpartition("@allow=")
     if not given:
-        return text, ALLOWED[0]
+        return text, None
     if allow not in ALLOWED:
         raise ValueError(f"allow={brief(allow)}: use allow={' or '.join(ALLOWED)}")
     return name, allow
@@ -180,7 +184,7 @@ def split_tuned(text: str) -> tuple[str, str]:
 
 def _tuned_text(value: Any) -> str:
     name, allow = split_tuned(str(path_of(value)))
-    return value if name in ("off", "auto") else str(path_of(name)) + f"@allow={allow}" * (allow != ALLOWED[0])
+    return value if name in ("off", "auto") else str(path_of(name)) + (f"@allow={allow}" if allow else "")
 
 
 TunedText = Annotated[
@@ -188,8 +192,8 @@ TunedText = Annotated[
     BeforeValidator(_tuned_text),
     Field(
         description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
-        "the one beside the packed experts; off; or a file; it may set exact knobs alone, with @allow=rounding also "
-        "those that are exact up to rounding."
+        "the one beside the packed experts; off; or a file; with @allow=exact it may set exact knobs alone, with "
+        "@allow=rounding also those that are exact up to rounding, which is the default on a GPU but with plane=slots."
     ),
 ]
 

@@ -97,7 +97,11 @@ def _problem(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile)
 
 
 def _not_allowed(config: SpacConfig, profile: TunedProfile) -> str | None:
-    if config.tuned_allow == ALLOWED[1] or not rounds(profile.knobs):
+    if not rounds(profile.knobs):
+        return None
+    # On a GPU kernels of ours round by default, and plane=slots asks for stock's bits.
+    usual = ALLOWED[0] if device.is_cpu() or config.plane == "slots" else ALLOWED[1]
+    if (config.tuned_allow or usual) == ALLOWED[1]:
         return None
     instead = f"set --spac-tuned {config.tuned_profile}@allow={ALLOWED[1]}, or {_AGAIN}"
     return f"its knobs are {ROUNDED}, which the command line does not allow; {instead}"
@@ -143,7 +147,8 @@ def _contradiction(engine_args: EngineArgs, config: SpacConfig, profile: TunedPr
 
 
 def _applied(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile, path: Path) -> SpacConfig:
-    spac = _merged(engine_args, profile) | {"tuned": f"{path}@allow={config.tuned_allow}"}
+    allow = "" if config.tuned_allow is None else f"@allow={config.tuned_allow}"
+    spac = _merged(engine_args, profile) | {"tuned": f"{path}{allow}"}
     engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
     if profile.speculative_config is not None:
         engine_args.speculative_config = copy.deepcopy(profile.speculative_config)
