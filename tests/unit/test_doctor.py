@@ -112,6 +112,7 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
             "--spac-plane slots",
         ),
         ({"installation": {"device": GPU.device}, "system": {"memlock": 8 << 20}}, "locked memory", "note", "8.0 MiB"),
+        ({"installation": {"device": GPU.device}, "system": {"wsl": True}}, "locked memory", "note", ".wslconfig"),
         ({"system": {"huge_pages": "never"}}, "huge pages", "note", "echo madvise"),
         ({"system": {"huge_pages": ""}}, "huge pages", "note", "CONFIG_TRANSPARENT_HUGEPAGE"),
         ({"system": {"nodes": (0, 1)}}, "NUMA", "note", "numactl"),
@@ -205,6 +206,7 @@ _TEXTS = st.text(max_size=20)
             available=_SIZES,
             limit=st.none() | _SIZES,
             memlock=st.none() | _SIZES,
+            wsl=st.booleans(),
             huge_pages=st.sampled_from(["", "always", "madvise", "never"]),
             environment=st.dictionaries(st.sampled_from(gather.VARIABLES), _TEXTS | st.from_regex(r"\d+-?\d*")),
         ),
@@ -222,7 +224,6 @@ def test_whatever_the_facts_a_fault_has_a_remedy_and_the_rest_has_none(facts: Fa
 
 def test_lists_of_cpus() -> None:
     assert cpus_named("0-2,5|7") == {0, 1, 2, 5, 7} and cpus_named("") == cpus_named("auto") == set()
-    assert (gather.quota_of("150000 100000"), gather.quota_of("max 100000"), gather.quota_of("")) == (1.5, None, None)
 
 
 @pytest.fixture

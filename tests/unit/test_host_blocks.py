@@ -14,6 +14,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.storage import host
 from vllm_spac.storage.host import HostStore
+from vllm_spac.system import host_memory
 from vllm_spac.system.host_blocks import HostBlock, block_bytes
 
 PAGE = mmap.PAGESIZE
@@ -110,6 +111,15 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_a_remedy(cudart) -> None:
         fill(store)
     store.close()
     assert not cudart.registered
+
+
+def test_under_windows_the_remedy_is_windows_own(cudart, tmp_path, monkeypatch) -> None:
+    (tmp_path / "osrelease").write_text("6.6.87.2-microsoft-standard-WSL2\n")
+    monkeypatch.setattr(host_memory, "_RELEASE", tmp_path / "osrelease")
+    cudart.limit = 22 * PAGE
+    with pytest.raises(StoreError, match=r"about half of WSL's memory.*\.wslconfig") as caught:
+        fill(HostStore(SHAPE, ""))
+    assert "ulimit" not in str(caught.value)
 
 
 def test_memory_that_cannot_be_unpinned_is_an_error(cudart) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.system import host_memory, machine, processors
+from vllm_spac.system.host_blocks import huge_pages
 from vllm_spac.system.processors import Processors, bound_cpus, described, places
 
 
@@ -199,3 +201,32 @@ def test_nodes_of_memory() -> None:
     assert sum(found.values()) == pytest.approx(1.0) or not found  # a kernel without NUMA
     assert set(found) <= set(range(64)) and processors.nodes_of([]) == {}
     assert set(processors.nodes_of([untouched])) <= set(found)
+
+
+def test_memory_is_placed_on_a_node() -> None:
+    """On the only one that this machine has; a node that it does not have is refused."""
+    there = sorted(processors.nodes())
+    if not there:
+        pytest.skip("this system has no NUMA nodes")
+    memory = huge_pages(1 << 22)
+    assert processors.prefer_node(memory, there[-1]) and not processors.prefer_node(memory, 900)
+    memory.fill_(1)
+    assert processors.nodes_of([memory]) in ({there[-1]: 1.0}, {})
+
+
+def test_the_node_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system says it of the PCI address that CUDA names; not asked on a machine with one node."""
+    device = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=1)
+    monkeypatch.setattr(processors, "_NODES", tmp_path)
+    monkeypatch.setattr(processors, "_PCI", tmp_path)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {3: device}.get)
+    for node in (0, 1):
+        assert processors.gpu_node() is None
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{node}\n")
+    assert processors.gpu_node() is None, "no such device"
+    (tmp_path / "0000:c1:01.0").mkdir()
+    for text, node in (("1\n", 1), ("-1\n", None)):
+        (tmp_path / "0000:c1:01.0" / "numa_node").write_text(text)
+        assert processors.gpu_node() == node

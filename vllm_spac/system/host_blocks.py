@@ -16,7 +16,8 @@ from torch import Tensor
 
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.system.host_memory import gib
+from vllm_spac.system import processors
+from vllm_spac.system.host_memory import gib, pin_remedy
 
 HUGE_PAGE = 2**21  # bytes
 
@@ -60,7 +61,8 @@ class HostBlock:
         nbytes: size of the mapping, whole pages.
 
     Args:
-        pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place.
+        pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place. They are on the
+            GPU's NUMA node while that has room.
 
     Raises:
         StoreError: the system or the driver refuses; the message names a remedy.
@@ -76,6 +78,8 @@ class HostBlock:
                 f"spac: cannot allocate {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
             ) from error
         self._unpin: weakref.finalize | None = None
+        if pin and (node := processors.gpu_node()) is not None:
+            processors.prefer_node(everything, node)  # before the driver touches the pages
         if pin:
             self._register(everything.data_ptr())
         self.tensors: dict[str, Tensor] = {}
@@ -90,8 +94,7 @@ class HostBlock:
         if int(error) != 0:
             raise StoreError(
                 f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
-                f"{_words(error)}); raise the limit of locked memory (ulimit -l unlimited; in a container "
-                f"--ulimit memlock=-1), or {_INSTEAD}"
+                f"{_words(error)}); {pin_remedy()}, or {_INSTEAD}"
             )
         # a mapping that ends while it is registered would stay so, and another at its address could not be pinned
         self._unpin = weakref.finalize(self, _unregister, address)

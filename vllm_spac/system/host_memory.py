@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # the command line starts without torch
     from torch import Tensor
 
 _CGROUP = Path("/sys/fs/cgroup")
+_RELEASE = Path("/proc/sys/kernel/osrelease")
+WSL_REMEDY = "raise memory= in %UserProfile%\\.wslconfig, then wsl --shutdown"
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MADV_PAGEOUT = 21
 
@@ -38,6 +40,21 @@ def available_host_bytes() -> int:
     """
     rooms = (_room(group, _V2 if second else _V1) for group, second in control_groups("memory"))
     return max(0, min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)]))
+
+
+def is_wsl() -> bool:
+    """Whether this is Linux under Windows, whose driver lets about half of the memory be pinned."""
+    try:
+        return "microsoft" in _RELEASE.read_text().lower()
+    except OSError:  # no such file on this system
+        return False
+
+
+def pin_remedy() -> str:
+    """What helps where memory cannot be pinned."""
+    if is_wsl():
+        return f"Windows lets about half of WSL's memory be pinned: {WSL_REMEDY}"
+    return "raise the limit of locked memory (ulimit -l unlimited; in a container --ulimit memlock=-1)"
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:

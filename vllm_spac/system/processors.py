@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +27,9 @@ _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # the environment variables of OpenMP
 _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}  # the system call's number
+_BIND = {"x86_64": 237, "aarch64": 235}  # mbind's
+_PREFERRED = 1  # of its policies
+_PCI = Path("/sys/bus/pci/devices")
 _SAMPLE = 16  # pages of a tensor whose nodes are asked for
 _NONE: Mapping[int, float] = MappingProxyType({})
 
@@ -123,13 +126,15 @@ def processors() -> Processors:
     bound = frozenset(bound_cpus(os.environ))
     allowed = frozenset(cpus() if bound else os.sched_getaffinity(0))
     siblings = {cpu: cpus_named(_text(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")) for cpu in allowed}
-    nodes = {
-        cpu: int(path.parent.name.removeprefix("node"))
-        for path in _NODES.glob("node[0-9]*/cpulist")
-        for cpu in cpus_named(_text(path))
-    }
+    of_cpu = {cpu: node for node, of_node in nodes().items() for cpu in of_node}
     cores = {cpu: frozenset(core) for cpu, core in siblings.items()}
-    return Processors(allowed, cores, nodes, quota(), bound & allowed, shares())
+    return Processors(allowed, cores, of_cpu, quota(), bound & allowed, shares())
+
+
+def nodes() -> dict[int, set[int]]:
+    """Returns the CPUs of each NUMA node; empty where the system tells none."""
+    paths = _NODES.glob("node[0-9]*/cpulist")
+    return {int(path.parent.name.removeprefix("node")): cpus_named(_text(path)) for path in paths}
 
 
 def asked(facts: Processors) -> int | None:
@@ -164,6 +169,30 @@ def quota() -> float | None:
         if len(parts) == 2 and all(part.isdigit() and int(part) for part in parts):
             found.append(int(parts[0]) / int(parts[1]))
     return min(found, default=None)
+
+
+def gpu_node() -> int | None:
+    """Returns the NUMA node of this process's GPU; None on a machine with one, or where the system does not say."""
+    if len(nodes()) < 2:
+        return None
+    import torch
+
+    of: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # its stub lacks these
+    address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+    text = _text(_PCI / address / "numa_node")
+    return int(text) if text.isdigit() else None  # -1: the system does not say
+
+
+def prefer_node(memory: Tensor, node: int) -> bool:
+    """Has pages of ``memory`` that nobody has written yet placed on a node while it has room; False if refused."""
+    if (call := _BIND.get(platform.machine())) is None:
+        return False
+    start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = ctypes.c_ulong(memory.data_ptr() + memory.nbytes - start)
+    mask = (ctypes.c_ulong * 16)()
+    mask[node // 64] = 1 << node % 64
+    words = ctypes.c_ulong(8 * ctypes.sizeof(mask))
+    return ctypes.CDLL(None).syscall(call, ctypes.c_void_p(start), nbytes, _PREFERRED, mask, words, 0) == 0
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> dict[int, float]:

@@ -11,7 +11,7 @@ from vllm_spac.config.types import ROUNDED_ON_A_GPU
 from vllm_spac.errors import printable
 from vllm_spac.integration.hooks.patches import WITHOUT
 from vllm_spac.system.flaws import MEDIA
-from vllm_spac.system.host_memory import gib
+from vllm_spac.system.host_memory import WSL_REMEDY, gib
 from vllm_spac.system.machine import cpus_named, spinning
 from vllm_spac.tools.machine.facts import Facts
 
@@ -132,6 +132,9 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
         return
     if facts.installation.device is None:
         yield Finding("locked memory", "ok", "nothing is pinned without a GPU")
+    elif facts.system.wsl and not (model is not None and 0 < model.experts <= facts.system.total // 2):
+        text = f"Windows lets about half of {gib(facts.system.total)} be pinned"
+        yield Finding("locked memory", "note", text, WSL_REMEDY)
     elif limit is None or (model is not None and 0 < model.experts <= limit):
         yield Finding("locked memory", "ok", "no limit" if limit is None else f"up to {gib(limit)}")
     else:

@@ -83,6 +83,7 @@ class System:
     limit: int | None  # of the control group, None: none
     memlock: int | None  # bytes that may be locked; None: any number
     huge_pages: str  # the kernel's setting: ``always``, ``madvise`` or ``never``; empty: unknown
+    wsl: bool = False  # Linux under Windows
     # the variables of OpenMP and of vLLM's binding that are set
     environment: dict[str, str] = field(default_factory=dict)
 

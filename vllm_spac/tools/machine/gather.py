@@ -17,10 +17,9 @@ import psutil
 from vllm_spac.storage.checkpoint import quantisation
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, scan
 from vllm_spac.storage.checkpoint.published import NamedModel
-from vllm_spac.system import machine
+from vllm_spac.system import machine, processors
 from vllm_spac.system.files import probe, reads_directly
-from vllm_spac.system.host_memory import available_host_bytes
-from vllm_spac.system.machine import cpus_named
+from vllm_spac.system.host_memory import available_host_bytes, is_wsl
 from vllm_spac.tools.machine.facts import Disk, Model, PackedFolder, System
 
 _BLOCK = 4 << 20
@@ -73,7 +72,6 @@ def _rate(files: Sequence[Path], seconds: float) -> float:
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND")
 VARIABLES = ("OMP_NUM_THREADS", *_BINDING, *machine.VARIABLES)
 _CGROUP = Path("/sys/fs/cgroup")
-_NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DEVICES = Path("/sys/class/bdi")
 
@@ -85,8 +83,9 @@ def system() -> System:
     memory = _text(_CGROUP / "memory.max")
     return System(
         cpus=cpus,
-        quota=quota_of(_text(_CGROUP / "cpu.max")),
-        nodes=tuple(n for n, of_node in sorted(_nodes().items()) if of_node & cpus),
+        quota=processors.quota(),
+        nodes=tuple(n for n, of_node in sorted(processors.nodes().items()) if of_node & cpus),
+        wsl=is_wsl(),
         total=psutil.virtual_memory().total,
         available=available_host_bytes(),
         limit=int(memory) if memory.isdigit() else None,
@@ -127,18 +126,6 @@ def model(named: NamedModel) -> Model:
         return Model(name, refusal=f"{name} has {reason}")
     smallest = sum(count * size for count, size in checkpoint.slots(checkpoint.smallest_percent()))
     return Model(name, "", sum(checkpoint.layer_bytes.values()), smallest, checkpoint.other_bytes)
-
-
-def quota_of(text: str) -> float | None:
-    """Returns the processors that ``cpu.max`` of a control group allows; None: no limit, or no such file."""
-    parts = text.split()
-    return int(parts[0]) / int(parts[1]) if len(parts) == 2 and parts[0].isdigit() else None
-
-
-def _nodes() -> dict[int, set[int]]:
-    """Returns the CPUs of each NUMA node; empty where the system tells none."""
-    paths = _NODES.glob("node[0-9]*/cpulist")
-    return {int(path.parent.name.removeprefix("node")): cpus_named(_text(path)) for path in paths}
 
 
 def _read_ahead(folder: Path) -> int | None:
