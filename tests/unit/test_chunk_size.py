@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from vllm_spac.config import config
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions import costs, prompt_chunks
 from vllm_spac.decisions.costs import PROFILE, Costs, Rate
-from vllm_spac.integration import chunk_size
+from vllm_spac.integration import chunk_size, gpu_defaults
 from vllm_spac.integration.hooks import device
 from vllm_spac.integration.hooks.device import DeviceFacts
 from vllm_spac.storage.checkpoint.published import find_model, published
@@ -102,7 +103,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(folder: Path, usage: str | None = "OPENAI_API_SERVER", slots: str = "auto", **given):
-    """An engine's arguments after ``request``."""
+    """An engine's rows after ``choose``; what it says is logged."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -110,7 +111,9 @@ def asked(folder: Path, usage: str | None = "OPENAI_API_SERVER", slots: str = "a
     small = {UsageContext.OPENAI_API_SERVER: 2048, UsageContext.LLM_CLASS: 8192}
     args.get_batch_defaults = lambda ranks: (small, dict.fromkeys(small, 256))
     spac = {"slots": slots, "plane": "pointers"}
-    chunk_size.request(args, SpacConfig.parse(spac), usage and UsageContext[usage])
+    said = list(chunk_size.choose(args, SpacConfig.parse(spac), usage and UsageContext[usage]))
+    assert len(said) == (args.max_num_batched_tokens not in (None, given.get("max_num_batched_tokens")))
+    logging.getLogger("vllm.spac").info("%s", said)
     return args.max_num_batched_tokens
 
 
@@ -132,7 +135,7 @@ def test_what_the_user_named_stays_and_vllms_own_is_the_least(model, card, tmp_p
     assert asked(folder, slots="99%") is None, "little is read"
     assert asked(folder, max_model_len=1024, max_num_seqs=2) is None, "vLLM's own is as many"
     assert asked(folder, usage=None) is None
-    assert not [record for record in caplog.records if record.name == "vllm.spac"]
+    assert asked(folder, slots="100%") is None
     with caplog.at_level("INFO", "vllm.spac"):
         assert asked(folder) == asked(folder, usage="LLM_CLASS") > 8192
     assert "the data sheet of rtx4090" in caplog.text
@@ -161,3 +164,18 @@ def test_measured_rates_come_first_and_those_of_another_machine_are_not_used(mod
 def test_weights_per_row_are_attentions_four_matrices_and_three_of_each_selected_expert() -> None:
     found = Widths(2048, 32, 4, 128, 6144, (MoEWidths(8, 2048, 768),), 2)
     assert found.multiplied == 2048 * 128 * (32 + 2 * 4 + 32) + 8 * 3 * 2048 * 768
+
+
+def test_one_line_says_the_plane_and_the_chunks(model, card, monkeypatch, caplog) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    for given, chunks in ({}, True), ({"max_num_batched_tokens": 4096}, False):
+        args = EngineArgs(model=str(model(QWEN)), skip_tokenizer_init=True, additional_config={"spac": {}}, **given)
+        caplog.clear()
+        with caplog.at_level("INFO", "vllm.spac"):
+            gpu_defaults.apply(args, SpacConfig.parse({}), UsageContext.OPENAI_API_SERVER)
+        (said,) = [record.getMessage() for record in caplog.records if record.name == "vllm.spac"]
+        assert "plane=pointers" in said and ("--max-num-batched-tokens" in said) is chunks
+        assert args.max_num_batched_tokens == given.get("max_num_batched_tokens", 16384)

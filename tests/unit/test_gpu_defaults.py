@@ -28,7 +28,12 @@ def model(**changes):
     return SimpleNamespace(
         quantization=changes.get("quantization"),
         hf_text_config=SimpleNamespace(**text),
-        hf_config=SimpleNamespace(to_dict=lambda: {"quantization_config": changes.get("config")}),
+        hf_config=SimpleNamespace(
+            to_dict=lambda: {
+                "quantization_config": changes.get("config"),
+                "num_nextn_predict_layers": changes.get("head"),
+            }
+        ),
         architectures=[changes.get("architecture", "Qwen3MoeForCausalLM")],
         dtype=torch.bfloat16,
         get_hidden_size=lambda: changes.get("hidden", 2048),
@@ -50,7 +55,7 @@ def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tup
 
 
 def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
-    usual = {"enable_expert_parallel": False, "moe_backend": "auto", "quantization": None}
+    usual = {"enable_expert_parallel": False, "moe_backend": "auto", "quantization": None, "speculative_config": None}
     return SimpleNamespace(
         additional_config={"spac": knobs, "other": 1},
         create_model_config=lambda: of,
@@ -217,6 +222,17 @@ def test_a_backend_that_the_user_named_stays(gpu, named: dict) -> None:
     vars(args).update(named)
     gpu_defaults.apply(args, SpacConfig())
     assert args.moe_backend == named.get("moe_backend", "auto")
+
+
+def test_a_head_of_the_checkpoint_is_named_and_not_used(gpu, caplog) -> None:
+    caplog.set_level("INFO")
+    named = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
+    for head, given, said in ((1, None, True), (1, {"method": "ngram"}, False), (0, None, False), (None, None, False)):
+        args = arguments({}, model(head=head), speculative_config=given)
+        assert gpu_defaults.apply(args, SpacConfig.parse({})) is not None and args.speculative_config == given
+        (record,) = caplog.records
+        assert (named in record.getMessage()) is said
+        caplog.clear()
 
 
 def test_the_options_are_those_of_vllm() -> None:

@@ -7,6 +7,7 @@ would read them four times.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 
 
-def request(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | None) -> None:
-    """Sets ``--max-num-batched-tokens`` on a GPU whose user did not, if that is more than vLLM's own; says why.
+def choose(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | None) -> Iterator[str]:
+    """Sets ``--max-num-batched-tokens`` on a GPU whose user did not, if that is more than vLLM's own; yields why.
 
     Args:
         usage: how vLLM is used, on which its own default depends.
     """
+    if usage is None or engine_args.max_num_batched_tokens is not None or config.parsed_slots.share == 1:
+        return
     facts, memory = device.query(), device.total_memory()
-    if facts is None or memory is None or usage is None or engine_args.max_num_batched_tokens is not None:
+    if facts is None or memory is None:
         return
     ranks = engine_args.tensor_parallel_size
     usual, requests = (found.get(usage, 0) for found in engine_args.get_batch_defaults(ranks))
@@ -49,12 +52,9 @@ def request(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | N
     rows = min(_rows(model, ranks, config, known, usable, memory), longest)
     if rows > usual:
         engine_args.max_num_batched_tokens = rows
-        logger.info(
-            "%s",
-            printable(
-                f"spac: --max-num-batched-tokens {rows}: each chunk of a prompt reads the missing experts, and has as "
-                f"many rows as are computed meanwhile, or fit into memory ({origin})"
-            ),
+        yield (
+            f"--max-num-batched-tokens {rows}: each chunk of a prompt reads the missing experts, and has as many rows "
+            f"as are computed meanwhile, or fit into memory ({origin})"
         )
 
 

@@ -15,6 +15,7 @@ On a CPU vLLM's own kernel runs the experts, exactly, in slots. Where it has non
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
-from vllm_spac.integration import whole_models
+from vllm_spac.integration import chunk_size, whole_models
 from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import LAYERS, first_number
@@ -33,20 +34,25 @@ from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
     from vllm_spac.integration.hooks.device import DeviceFacts
 
 logger = logging.getLogger("vllm.spac")
 
 _CAPABILITY = (8, 0)  # from which the kernels were compiled
+_HEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # layers that only drafts of the checkpoint use
 _WEIGHS_INPUT = ("Llama4",)  # architectures whose router weights multiply the input
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # names of transformers
 
 
-def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig | None:
+def apply(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | None = None) -> SpacConfig | None:
     """Returns the configuration with a plane, and adds it and vLLM's options to ``engine_args``.
 
     None: all experts fit, and stock vLLM serves the model. One line of the log says what was set, and why.
+
+    Args:
+        usage: how vLLM is used, on which its own defaults depend.
     """
     if device.is_cpu():
         return _on_a_cpu(engine_args, config)
@@ -62,6 +68,10 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig | None:
         choices.append(f"plane={plane}: {why}")
         config = _with_plane(engine_args, plane)
     choices += _set_kernels(engine_args, config, model, entry, facts)
+    if engine_args.speculative_config is None and (layers := first_number(model.hf_config.to_dict(), _HEAD)):
+        drafts = json.dumps({"method": "mtp", "num_speculative_tokens": layers})
+        choices.append(f"no drafts: no plan counts the checkpoint's own, which are --speculative-config '{drafts}'")
+    choices += chunk_size.choose(engine_args, config, usage)
     if choices:
         logger.info("%s", printable(f"spac: {'; '.join(choices)}"))
     return config
