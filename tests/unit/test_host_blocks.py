@@ -14,7 +14,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.storage import host
 from vllm_spac.storage.host import HostStore
-from vllm_spac.system import host_memory
+from vllm_spac.system import host_blocks, host_memory
 from vllm_spac.system.host_blocks import HostBlock, block_bytes
 
 PAGE = mmap.PAGESIZE
@@ -107,7 +107,10 @@ def test_what_is_reserved_is_what_is_pinned(cudart, monkeypatch) -> None:
 def test_memory_that_cannot_be_pinned_is_an_error_with_a_remedy(cudart) -> None:
     cudart.limit = 2 * 22 * PAGE
     store = HostStore(SHAPE, "")
-    with pytest.raises(StoreError, match=r"of memory, error 2\); raise .*ulimit -l.*memlock=-1.* --spac-store disk"):
+    with pytest.raises(
+        StoreError,
+        match=r"of memory, error 2\); raise .*ulimit -l.*memlock=-1.* --spac-plane slots, .* --spac-store disk",
+    ):
         fill(store)
     store.close()
     assert not cudart.registered
@@ -120,6 +123,31 @@ def test_under_windows_the_remedy_is_windows_own(cudart, tmp_path, monkeypatch) 
     with pytest.raises(StoreError, match=r"about half of WSL's memory.*\.wslconfig") as caught:
         fill(HostStore(SHAPE, ""))
     assert "ulimit" not in str(caught.value)
+
+
+def test_what_is_copied_is_pinned_as_far_as_the_driver_allows(cudart, monkeypatch, caplog) -> None:
+    """Layers in their order; after the first refusal no other is tried, and the runtime's error is forgotten."""
+    cudart.limit, forgotten = 22 * PAGE, []
+    monkeypatch.setattr(host_blocks, "_forget_error", lambda: forgotten.append(1))
+    store = HostStore(SHAPE, "")
+    store.in_place = False
+    fill(store)
+    assert [entry[0] for entry in cudart.log] == ["register", "register"] and forgotten == [1]
+    (pinned,) = cudart.registered
+    assert pinned == store.layer(0)["w13_weight"].data_ptr()
+    (warning,) = caplog.messages
+    assert "ulimit -l" in warning and (PAGE != 4096 or "88.0 KiB of 264.0 KiB" in warning)
+    assert PAGE != 4096 or "of which 176.0 KiB could not be pinned" in store.describe()
+    for key in range(SHAPE.total):
+        assert all((t.view(-1).view(torch.uint8) == key).all() for t in store.view(key).values())
+    store.close()
+    assert not cudart.registered
+
+
+def test_an_error_of_another_kind_is_not_a_limit(cudart) -> None:
+    cudart.cudaHostRegister = lambda *_: cudart.cudaError.cudaErrorHostMemoryAlreadyRegistered
+    with pytest.raises(StoreError, match="AlreadyRegistered"):
+        HostBlock(SPECS, EXPERTS, pin=True, in_place=False)
 
 
 def test_memory_that_cannot_be_unpinned_is_an_error(cudart) -> None:

@@ -27,6 +27,7 @@ class ExpertStore(ABC):
         addressable: experts are in memory that the CPU and the GPU can read: ``view`` and ``layer`` return them.
         persistent: experts outlive the process, in a folder and under a fingerprint.
         tensors: name -> slots [all experts, ...], if the store is the slots themselves; else None.
+        in_place: kernels on the GPU read experts where they are stored; set before the first ``put``.
         offline: why no engine can select it by name; empty if one can.
 
     Args:
@@ -38,6 +39,7 @@ class ExpertStore(ABC):
 
     addressable: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
+    in_place: bool = True
     offline: ClassVar[str] = ""
     tensors: Mapping[str, Tensor] | None = None
 

@@ -1,7 +1,13 @@
-"""Store in host memory, pinned if there is a GPU: one block per layer, in the layout of the kernel."""
+"""Store in host memory, pinned if there is a GPU: one block per layer, in the layout of the kernel.
+
+Where experts are only copied from it, layers are pinned in the order in which they are packed, until the driver refuses
+one. That one and those after it are pageable: the driver copies through a buffer of its own. All layers are read as
+often, so no order is better.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -14,7 +20,9 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.base import ExpertStore, Slot, rows_of
 from vllm_spac.system.host_blocks import HostBlock, block_bytes
-from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.host_memory import available_host_bytes, gib, pin_remedy
+
+logger = logging.getLogger("vllm.spac")
 
 _RESERVE = 1 << 30  # left to the rest of the machine
 
@@ -30,6 +38,7 @@ class HostStore(ExpertStore):
         self._memory: dict[int, dict[str, np.ndarray]] = {}  # the same as bytes, [experts, bytes]
         self._packed: set[int] = set()
         self._pin = torch.cuda.is_available()
+        self._pageable = 0  # bytes of layers that could not be pinned
 
     def holds(self, key: int) -> bool:
         return key in self._packed
@@ -47,11 +56,25 @@ class HostStore(ExpertStore):
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         layer, expert = self.shape.split(key)
         if layer not in self._layers:
-            self._layers[layer] = HostBlock(self.shape.tensors, self.shape.experts, self._pin)
+            self._layers[layer] = self._block()
             self._memory[layer] = rows_of(self._layers[layer].tensors)
         for name, block in self._layers[layer].tensors.items():
             block[expert].copy_(tensors[name])
         self._packed.add(key)
+
+    def _block(self) -> HostBlock:
+        pin = self._pin and not self._pageable
+        block = HostBlock(self.shape.tensors, self.shape.experts, pin, self.in_place)
+        if block.refused:
+            pinned, total = len(self._layers) * block.nbytes, len(self.shape.layers) * block.nbytes
+            logger.warning(
+                "spac: %s of %s of experts in host memory are pinned (%s), the first layers; the others are copied "
+                "from pageable memory, which is slower; %s",
+                *(gib(pinned), gib(total), block.refused, pin_remedy()),
+            )
+        if block.refused or self._pageable:
+            self._pageable += block.nbytes
+        return block
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         layer, expert = self._place(key)
@@ -74,7 +97,8 @@ class HostStore(ExpertStore):
 
     def describe(self) -> str:
         kind = "pinned host memory" if self._pin else "host memory"
-        return f"host ({kind}, {gib(len(self.shape.layers) * self._layer_bytes)})"
+        pageable = f", of which {gib(self._pageable)} could not be pinned" if self._pageable else ""
+        return f"host ({kind}, {gib(len(self.shape.layers) * self._layer_bytes)}{pageable})"
 
     @property
     def _layer_bytes(self) -> int:

@@ -6,6 +6,7 @@ torch rounds its own pinned memory up to powers of two: 1 GiB for 768 MiB.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import weakref
 from collections.abc import Iterable, Mapping
@@ -45,6 +46,7 @@ def huge_pages(nbytes: int, *, inherited: bool = True) -> Tensor:
     return everything[start : start + nbytes]
 
 
+_NO_MORE = (2, 304)  # cudaErrorMemoryAllocation, cudaErrorOperatingSystem: no more memory can be locked
 _INSTEAD = "use --spac-store disk --spac-disk-dir DIR"
 
 
@@ -59,16 +61,19 @@ class HostBlock:
     Attributes:
         tensors: name -> zeros [count, ...], valid as long as they are referenced.
         nbytes: size of the mapping, whole pages.
+        refused: why it is not pinned though it should be; empty if it is, or need not be.
 
     Args:
         pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place. They are on the
             GPU's NUMA node while that has room.
+        in_place: the GPU reads them there; else they are copied, which pageable memory is good enough for where no more
+            can be pinned.
 
     Raises:
         StoreError: the system or the driver refuses; the message names a remedy.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool, in_place: bool = True) -> None:
         self.nbytes = block_bytes(specs.values(), count)
         try:
             # a pinned block is not inherited: after copy-on-write the GPU would keep the old pages
@@ -80,8 +85,7 @@ class HostBlock:
         self._unpin: weakref.finalize | None = None
         if pin and (node := processors.gpu_node()) is not None:
             processors.prefer_node(everything, node)  # before the driver touches the pages
-        if pin:
-            self._register(everything.data_ptr())
+        self.refused = self._register(everything.data_ptr(), in_place) if pin else ""
         self.tensors: dict[str, Tensor] = {}
         start = 0
         for name, spec in specs.items():
@@ -89,16 +93,21 @@ class HostBlock:
             self.tensors[name] = everything[start:stop].view(spec.dtype).view(count, *spec.shape)
             start += _pages(count * spec.nbytes)
 
-    def _register(self, address: int) -> None:
+    def _register(self, address: int, in_place: bool) -> str:
+        """Pins the mapping; returns why the driver refuses to pin as much, unless it must be ``in_place``."""
         error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
+        if int(error) in _NO_MORE and not in_place:
+            _forget_error()
+            return f"cudaHostRegister: {_words(error)}"
         if int(error) != 0:
             raise StoreError(
                 f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
-                f"{_words(error)}); {pin_remedy()}, or {_INSTEAD}"
+                f"{_words(error)}); {pin_remedy()}{', use --spac-plane slots' * in_place}, or {_INSTEAD}"
             )
         # a mapping that ends while it is registered would stay so, and another at its address could not be pinned
         self._unpin = weakref.finalize(self, _unregister, address)
         self._unpin.atexit = False  # the driver may be gone by then, and the process with its memory is going
+        return ""
 
     def close(self) -> None:
         """Unregisters the mapping, which no copy and no kernel may be using; a second call does nothing.
@@ -114,6 +123,14 @@ def _unregister(address: int) -> None:
     error = torch.cuda.cudart().cudaHostUnregister(address)
     if int(error) != 0:
         raise StoreError(f"spac: host memory cannot be unpinned (cudaHostUnregister: {_words(error)})")
+
+
+def _forget_error() -> None:
+    """Clears the error that the runtime keeps of this thread's last call: the next launch would report it as its own.
+
+    torch loads the runtime's symbols for all of the process.
+    """
+    ctypes.CDLL(None).cudaGetLastError()
 
 
 def _pages(nbytes: int) -> int:

@@ -43,7 +43,7 @@ from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
 from vllm_spac.system.host_blocks import HostBlock
-from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.host_memory import available_host_bytes, gib, pin_remedy
 from vllm_spac.system.processors import binding
 
 if TYPE_CHECKING:
@@ -186,7 +186,13 @@ def host_rows(
             "give more, or drop it"
         )
     tier = HostTier(shape.total, rows, slots, policy(config, shape, rows, most_drafts))
-    return HostRows(tier, HostBlock(shape.tensors, rows, device.type == "cuda"))
+    block = HostBlock(shape.tensors, rows, device.type == "cuda", in_place=False)
+    if block.refused:
+        logger.warning(
+            "spac: host_memory (--spac-host-memory) of %s is not pinned (%s), and copied from more slowly; %s",
+            *(gib(block.nbytes), block.refused, pin_remedy()),
+        )
+    return HostRows(tier, block)
 
 
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Chooser | None:

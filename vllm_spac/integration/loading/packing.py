@@ -109,6 +109,7 @@ class Packing:
             note_model(self._config.folder / name, self._vllm_config.model_config.model)
         else:
             store = kind(shape=shape, fingerprint="", folder=None)
+        store.in_place = self._config.execution_class.needs_addressable_store
         self._stores.update(dict.fromkeys(shape.layers, store))
         if store.suspect:
             _verify(store, self._config.io_threads, self._ranks.rank)
