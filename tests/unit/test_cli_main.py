@@ -513,7 +513,7 @@ def flip(path: Path, offset: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda store: flip(store.path(2), disk.HEADER + 9), "(checksum)"),
+        (lambda store: flip(store.path(2), packed_folder.HEADER + 9), "(checksum)"),
         (lambda store: flip(store.path(2), 9), "no header of format"),
         (lambda store: store.path(2).write_bytes(b""), "no header of format"),
         (lambda store: store.path(2).write_bytes(store.path(3).read_bytes()), "holds expert 1"),
@@ -531,11 +531,11 @@ def test_packed_repairs(store):
     root, whole = store.folder.parent, store.path(1).read_bytes()
     assert "all 4 files are as they were packed" in run("packed", "--disk-dir", root, "--repair")
     for key in (0, 2):
-        flip(store.path(key), disk.HEADER + 9)
+        flip(store.path(key), packed_folder.HEADER + 9)
     store.path(3).with_suffix(".corrupt").write_bytes(b"x")
     with pytest.raises(StoreError):
         store.read(0, {"w": torch.empty(40, 64, dtype=torch.bfloat16)})
-    assert (store.folder / disk.MARK).exists()
+    assert (store.folder / packed_folder.MARK).exists()
     text = run("packed", "--disk-dir", root, "--repair")
     assert f"{store.path(2)} is not what was packed (checksum)" in text and "deleted 1 damaged files" in text
     assert sorted(path for path in store.folder.rglob("*") if path.is_file()) == [store.path(1), store.path(3)]
@@ -547,7 +547,7 @@ def test_packed_repairs(store):
 @pytest.mark.parametrize("strange", [False, True], ids=["in use", "with a strange file"])
 def test_packed_repairs_nothing(store, strange):
     root = store.folder.parent
-    flip(store.path(2), disk.HEADER + 9)
+    flip(store.path(2), packed_folder.HEADER + 9)
     if strange:
         (store.folder / "notes.txt").touch()
     with open(root / f"{FINGERPRINT}.lock", "w") as lock:
@@ -560,7 +560,7 @@ def test_packed_repairs_nothing(store, strange):
 
 def test_packed_deletes_one_folder(store):
     root = store.folder.parent
-    (store.folder / disk.MARK).touch()
+    (store.folder / packed_folder.MARK).touch()
     store.path(0).with_suffix(".corrupt").write_bytes(b"x")
     partial_of(store.path(0), 123).write_bytes(b"x")
     (root / f"{FINGERPRINT}.lock").touch()
