@@ -43,7 +43,7 @@ from .combine import combine
 from .dequantise import multiply, quantise, row_scale, scale_of_row, scaled
 from .formats import Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
-from .types import Quantised, block_bound, lanes
+from .types import Pieces, Quantised, block_bound, lanes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -407,6 +407,7 @@ def grouped_gemm(
     counts: Tensor | None = None,
     live: Tensor | None = None,
     quantised: Quantised | None = None,
+    pieces: Pieces | None = None,
 ) -> Tensor:
     """Computes the routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -425,6 +426,7 @@ def grouped_gemm(
         live: [1] int32, pairs from this one on are padding and left out; default: none.
         quantised: ``w13`` and ``w2`` are addresses of codes, these their scales; x is bfloat16, or float16 but for
             MXFP4. Biases are of x's dtype.
+        pieces: this launch computes some of a layer's pairs; ``out`` is written by the last one. Default: all.
 
     All addresses must be multiples of 16 and valid as long as the launches run; this is not checked. Only addresses of
     experts that a pair selects are dereferenced.
@@ -454,7 +456,7 @@ def grouped_gemm(
         work, counted = align(topk_ids, topk_weights, experts, tile.block_m, counts, live)[:2], None
     routing = topk_ids, topk_weights, live, *work
     h = x.new_empty(pairs, ff, dtype=torch.float32 if constants["FUSED"] else x.dtype)
-    y = x.new_empty(pairs, d)
+    y = x.new_empty(pairs, d) if pieces is None else pieces.y
     shared = {
         "BIAS": b13 is not None, "UPCAST": _INTERPRETED, "BLOCK_K": block_k, "BLOCK_M": tile.block_m,
         "GROUP_M": tile.group_m, "FEW": FEW, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
@@ -469,7 +471,8 @@ def grouped_gemm(
         h, w2, b2, s2, *routing, y, pairs, experts, blocks, d, ff,
         EVEN_K=ff % block_k == 0, WIDE=_is_wide(quantised, ff), BLOCK_N=tile.down_n, **shared,
     )  # fmt: skip
-    combine(y.view(rows, top_k, d), topk_weights, topk_ids, experts, out, live)
+    if (summed := topk_ids if pieces is None else pieces.ids) is not None:
+        combine(y.view(rows, top_k, d), topk_weights, summed, experts, out, live)
     return out
 
 

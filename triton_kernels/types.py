@@ -39,6 +39,13 @@ class Quantised(NamedTuple):
     s2: Tensor
 
 
+class Pieces(NamedTuple):
+    """A grouped GEMM in several launches, each over some pairs of a layer, with the bits of one over all."""
+
+    y: Tensor  # [M * k, d] like x: the weighted results of the pairs; each launch writes its own
+    ids: Tensor | None  # of the last launch: [M, k], all pairs, whose results are summed; else None
+
+
 class Offers(NamedTuple):
     """Slots that the layers of a step may take, lowest worth to their owners first."""
 

@@ -20,7 +20,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case("default", _NONE),
         Case("host", _HOST),
         Case("table", {"plane": "table"}),
-        Case("device, nothing staged", {"plane": "pointers@staging=off"}),
+        Case("device", _DEVICE),
         Case("device cpu", _DEVICE | _CPU),
         Case("device ahead", _DEVICE | _AHEAD),
         Case("default, ngram", _NONE, "ngram"),

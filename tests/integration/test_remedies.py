@@ -56,7 +56,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "cpu_kernel": ("simd",),
     "io_threads": (2,),
     "executor": ("processes", "processes@per_layer=2", "cluster@file=FILE"),
-    "plane": ("slots", "table", "pointers", "pointers@staging=off"),
+    "plane": ("slots", "table", "pointers"),
     "record": ("trace=run.trace", "timeline=run.timeline", "trace=run.trace,timeline=run.timeline"),
     "budget": (
         2,

@@ -7,10 +7,10 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.execution.base import ExecutionContext
+from vllm_spac.execution.device.borrowed_slots import LongPrompts
 from vllm_spac.execution.device.pointers_execution import PointerExecution
-from vllm_spac.execution.device.staging import ROWS as ROWS_STAGED
-from vllm_spac.execution.device.staging import ExpertBuffers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 LAYERS, EXPERTS, TOP_K, D, FF, ROWS = 4, 16, 4, 1024, 512, 8
 STEPS = [Step((RequestRows(0, rows, RowKind.DECODE),)) for rows in (ROWS, ROWS - 3, 1)]  # padded to ROWS
-PROMPT = Step((RequestRows(0, ROWS_STAGED * EXPERTS // TOP_K, RowKind.PREFILL),))
+PROMPT = Step((RequestRows(0, MANY_ROWS * EXPERTS // TOP_K, RowKind.PREFILL),))
 
 
 def pool(slots: int, **options) -> PointerExecution:
@@ -42,21 +42,23 @@ def pool(slots: int, **options) -> PointerExecution:
     )
     for _ in made.fill():
         pass
-    if made._staging is not None:
-        _poison(made._staging[0])
+    if made.prompts is not None:
+        _poison(made.prompts)
     return made
 
 
-def _poison(buffers: ExpertBuffers) -> None:
-    """Buffers are NaN before each copy."""
-    fill = buffers.fill
+def _poison(prompts: LongPrompts) -> None:
+    """Borrowed slots are NaN before each copy."""
+    moves = prompts._borrowed._moves
+    fill = moves.fill
 
-    def poisoned(buffer: int, *given) -> None:
-        for tensor in buffers._tensors[buffer].values():
-            tensor.fill_(float("nan"))
-        fill(buffer, *given)
+    def poisoned(keys, slots) -> None:
+        for slot in slots.tolist():
+            for tensor in moves._slots.values():
+                tensor[slot].fill_(float("nan"))
+        fill(keys, slots)
 
-    buffers.fill = poisoned
+    moves.fill = poisoned
 
 
 class Model:
@@ -116,10 +118,10 @@ def test_same_bits_as_in_hbm_while_experts_move(graph):
         model.pool.close()
 
 
-def test_same_bits_as_in_hbm_while_prompts_are_staged():
-    """Steps of few rows, which move experts, and of many take turns. Buffers are NaN before each copy."""
+def test_same_bits_as_in_hbm_while_prompts_borrow_slots():
+    """Steps of few rows, which move experts, and of many take turns. Borrowed slots are NaN before each copy."""
     rows = PROMPT.rows
-    moving = pool(LAYERS * EXPERTS // 3, staged=True)
+    moving = pool(LAYERS * EXPERTS // 3)
     whole = pool(LAYERS * EXPERTS)
     pairs = [(Model(moving, count), Model(whole, count)) for count in (ROWS, rows)]
     for pair in pairs:

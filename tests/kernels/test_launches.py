@@ -72,7 +72,7 @@ def captured(most: int) -> list[int]:
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, most):
     """As vLLM starts: a forward to measure memory; of each size, the largest first, one that warms up and a capture."""
-    made = pool(*MODELS[model], BATCHED, staged=True)
+    made = pool(*MODELS[model], BATCHED)
     forward(made, BATCHED)
     compiled = set(device.keys)
     for mode in modes:
@@ -126,7 +126,7 @@ def of_any_size(key: tuple) -> tuple:
     "packed", [Format("e2m1", 32), Format("e2m1", 16), Format("int4", 16, zeros=True), Format("e4m3")], ids=str
 )
 def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
-    made = pool(*MODELS["GPT-OSS-20b"], BATCHED, staged=True, packed=packed)
+    made = pool(*MODELS["GPT-OSS-20b"], BATCHED, packed=packed)
     forward(made, BATCHED)
     compiled = set(device.keys)
     for rows in captured(512):

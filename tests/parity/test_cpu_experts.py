@@ -75,7 +75,7 @@ def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
 @compiled
 def test_same_tokens_where_the_device_decides(spac, exact, checkpoint, monkeypatch):
     """Layers of the twins hand experts to a thread, and compute the others meanwhile."""
-    spac = {**spac, "plane": "pointers@staging=off"}
+    spac = {**spac, "plane": "pointers"}
     if spac["cpu_experts"] == "waterfill":  # by measured rates it may leave the CPU none
         monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: FOR_THE_CPU)
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)
@@ -84,7 +84,8 @@ def test_same_tokens_where_the_device_decides(spac, exact, checkpoint, monkeypat
     assert stats["mode"] == "exact up to rounding"
     if spac["cpu_experts"] != "auto":  # which takes what was measured to pay on this machine, also none
         assert stats["cpu_rows"] >= stats["cpu_experts"] > 0
-    assert stats["bytes"]["host streamed"] == (stats["misses"] - stats["loads"]) * stats["expert_bytes"]
+    assert 0 < stats["bytes"]["host streamed"] < (stats["misses"] - stats["loads"]) * stats["expert_bytes"]
+    assert stats["bytes"]["host staged"] > 0
 
 
 @pytest.mark.parametrize("fault", ["an error", "no answer", "wrong numbers", "slow"])

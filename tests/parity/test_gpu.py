@@ -34,7 +34,7 @@ GRAPHS = {"enforce_eager": False}
 CASES = {
     "resident": ({"slots": "100%"}, 1.0),
     "slots": ({"slots": "25%", "plane": "slots"}, 0.7),
-    "pointers": ({"slots": "25%", "plane": "pointers@staging=on"}, 0.7),
+    "pointers": ({"slots": "25%", "plane": "pointers"}, 0.7),
     "pointers, resident": ({"slots": "100%", "plane": "pointers"}, 0.7),
     "guard": ({"slots": "100%", "guard": "on"}, 0.7),
 }

@@ -24,7 +24,7 @@ IN_SLOTS = {
     "cpu_kernel": "outside:RowByRow",
     "budget": f"{1 - 1e-9}@ranking=outside:Loudest@when=all",
 }
-OVER_POINTERS = {"plane": "pointers@staging=off", "store": "outside:Blocks", "policy": "outside:Fifo"}
+OVER_POINTERS = {"plane": "pointers", "store": "outside:Blocks", "policy": "outside:Fifo"}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_spac.cache.residency import Placement
-from vllm_spac.execution.device.staging import ExpertBuffers
+from vllm_spac.execution.device.borrowed_slots import LongPrompts
 from vllm_spac.execution.host.slots_execution import SlotExecution
 
 
@@ -28,13 +28,15 @@ def poison_slots(execution: SlotExecution) -> None:
     account.place = poisoned
 
 
-def poison_buffers(buffers: ExpertBuffers) -> None:
-    """From now on, staging buffers until they are filled."""
-    fill = buffers.fill
+def poison_borrowed(prompts: LongPrompts) -> None:
+    """From now on, borrowed slots from when their experts are evicted until they are filled."""
+    moves, slot_of = prompts._borrowed._moves, prompts._admission._experts.slot_of
+    evict = moves.evict
 
-    def poisoned(buffer: int, layer: int, missing: np.ndarray) -> None:
-        for tensor in buffers._tensors[buffer].values():
-            spoil(tensor)
-        fill(buffer, layer, missing)
+    def poisoned(keys: np.ndarray) -> None:
+        for slot in slot_of[torch.from_numpy(keys)].tolist():
+            for tensor in moves._slots.values():
+                spoil(tensor[slot])
+        evict(keys)
 
-    buffers.fill = poisoned
+    moves.evict = poisoned

@@ -131,9 +131,9 @@ def test_drafts_read_no_more_than_they_may(made) -> None:
     assert before > 10
 
 
-def test_a_step_of_staged_prompts_knows_what_drafts_were_given(made) -> None:
-    """No report of a step has it: the next one must be told before the host decides what is staged."""
-    pool = made(10, ahead=by_drafts(), staged=True)
+def test_a_step_of_long_prompts_knows_what_drafts_were_given(made) -> None:
+    """No report of a step has it: the next one must be told before the host decides what is borrowed."""
+    pool = made(10, ahead=by_drafts())
     steps = Steps(pool, 1.0, 0)
     for number in range(12):
         steps.step(2)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from poison import poison_buffers
+from poison import poison_borrowed
 from replay import Graph
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference import grouped_gemm as reference
@@ -19,15 +19,16 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device import pointers_execution
+from vllm_spac.execution.device.borrowed_slots import Loan
 from vllm_spac.execution.device.pointers_execution import PointerExecution
-from vllm_spac.execution.device.staging import ROWS
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
 DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))
 PROMPT = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, 9, RowKind.PREFILL)))
-ROWS_MAX = ROWS * EXPERTS // TOP_K
+ROWS_MAX = MANY_ROWS * EXPERTS // TOP_K
 LONG = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, ROWS_MAX, RowKind.PREFILL)))
 
 
@@ -62,7 +63,7 @@ def drawn(spec: TensorSpec, rng: torch.Generator) -> torch.Tensor:
 
 
 class Pool(PointerExecution):
-    """With a filled store; slots are NaN at first, buffers before each copy. ``check`` does what a step's layers do."""
+    """With a filled store; slots that nobody may read are NaN. ``check`` does what a step's layers do."""
 
     def __init__(
         self, slots: int, layout: MoEShape | None = None, policy: str | Policy = "lru", store="host", **options
@@ -79,8 +80,8 @@ class Pool(PointerExecution):
         }
         policy = components.build("policies", policy) if isinstance(policy, str) else policy
         super().__init__(ExecutionContext(layout, slots, policy, store, tensors, path="host", rows=ROWS_MAX, **options))
-        if self._staging is not None:
-            poison_buffers(self._staging[0])
+        if self.prompts is not None:
+            poison_borrowed(self.prompts)
         for _ in self.fill():
             pass
 
@@ -171,28 +172,80 @@ def moved(stats: dict, layout: MoEShape) -> bool:
 @pytest.mark.parametrize(
     ("slots", "layout"), [(TOP_K, shape()), (10, shape()), (LAYERS * EXPERTS - 1, shape()), (10, packed())]
 )
-def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, layout):
-    """Buffers are NaN before each copy; experts get slots between long and short steps."""
-    pool = made(slots, layout, staged=True)
+def test_long_prompts_borrow_slots_and_have_the_same_bits(made, slots, layout):
+    """Layers run whole or in parts; experts get slots between long and short steps."""
+    pool = made(slots, layout)
     rng, choice, staged, read = torch.Generator().manual_seed(0), random.Random(0), 0, 0
+    parts = 0
     for _ in range(30):
         step = choice.choice([DECODE, PROMPT, LONG])
         before = pool.snapshot()["bytes"].get("host streamed", 0)
+        slot_of = pool.admission.slots().reshape(LAYERS, EXPERTS).copy()
+        loan = Loan.of(slot_of, pool.admission.order())
         pool.check(step, rng)
         streamed = pool.snapshot()["bytes"].get("host streamed", 0) - before
         if step is LONG:
-            staged += LAYERS * EXPERTS - int((pool.admission.slots() >= 0).sum())
+            staged += len(loan.keys)
+            parts = max(parts, len(loan.parts))
             assert streamed == 0
+            after, last = pool.admission.slots(), loan.keys[-len(loan.ring) :]
+            assert set(after[last].tolist()) == set(loan.ring.tolist()), "who is there keeps the slot"
+        pool.admission.check_integrity()
         read += streamed
         if choice.random() < 0.5:
             pool.settle()
     stats = pool.snapshot()
     assert stats["bytes"]["host staged"] == staged * layout.expert_bytes > 0
     assert slots == LAYERS * EXPERTS - 1 or read > 0, "short steps read in place"
+    assert parts > LAYERS
 
 
-def test_with_a_slot_for_each_nothing_is_staged(made):
-    assert not made(LAYERS * EXPERTS, store="resident", staged=True).staged
+@pytest.mark.parametrize("slots", [TOP_K, 10, 23])
+@pytest.mark.parametrize("layers", [(0,), (0, 0, 1, 1, 2, 2), (1, 0, 2), (2,), ()], ids=str)
+def test_layers_may_come_again_in_any_order_or_not_at_all(made, slots, layers):
+    """Each place that was borrowed has an owner afterwards, of whom host and device know."""
+    pool, rng = made(slots), torch.Generator().manual_seed(0)
+    for step in (DECODE, LONG, DECODE, LONG, LONG):
+        if step is DECODE:
+            pool.check(step, rng)
+            continue
+        pool.begin_step(step)
+        for number, layer in enumerate(layers):
+            rows = ROWS_MAX if number == 0 else 3  # the first one decides
+            x, weights = torch.randn(rows, D, generator=rng), torch.rand(rows, TOP_K, generator=rng)
+            ids = torch.randint(-1, EXPERTS + 2, (rows, TOP_K), generator=rng)
+            out = pool.run(layer, x, weights, ids, "silu", torch.full_like(x, float("nan")))
+            assert torch.equal(out, pool.expected(layer, x, weights, ids, "silu"))
+        pool.end_forward()
+        pool.admission.check_integrity()
+    assert pool.snapshot()["bytes"].get("host staged", 0) > 0 or not layers
+
+
+@pytest.mark.parametrize("slots", [TOP_K, 10, 23])
+def test_all_rows_of_a_layer_in_parts_are_counted_and_padding_is_not(made, slots):
+    """Rows after those of requests run nothing, whatever they select."""
+    pool, rng = made(slots), torch.Generator().manual_seed(0)
+    rows, used = ROWS_MAX - 5, 0
+    step = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, rows, RowKind.PREFILL)))
+    for _ in range(4):
+        pool.begin_step(step)
+        for layer in range(LAYERS):
+            x, weights = torch.randn(ROWS_MAX, D, generator=rng), torch.rand(ROWS_MAX, TOP_K, generator=rng)
+            ids = torch.randint(0, EXPERTS - 1, (ROWS_MAX, TOP_K), generator=rng)
+            ids[rows:] = EXPERTS - 1
+            out = pool.run(layer, x, weights, ids, "silu", torch.full_like(x, float("nan")))
+            own = slice(0, rows)
+            assert torch.equal(out[own], pool.expected(layer, x[own], weights[own], ids[own], "silu"))
+            expected = torch.bincount(ids[own].flatten(), minlength=EXPERTS)
+            assert torch.equal(pool.launches.counts[layer].long(), expected)
+            used += int((expected > 0).sum())
+        pool.end_forward()
+    stats = pool.snapshot()
+    assert stats["hits"] + stats["misses"] == used and stats["loads"] == 0
+
+
+def test_with_a_slot_for_each_nothing_is_borrowed(made):
+    assert made(LAYERS * EXPERTS, store="resident").prompts is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -303,9 +356,9 @@ def test_who_is_late_offers_what_is_void(made, monkeypatch):
     pool.admission.check_integrity()
 
 
-def test_who_stages_waits_for_the_device(made, monkeypatch):
-    """Which experts must be copied into a buffer is known only when the steps before are over."""
-    pool, rng = made(8, staged=True), torch.Generator().manual_seed(0)
+def test_who_borrows_waits_for_the_device(made, monkeypatch):
+    """Which experts must be copied is known only when the steps before are over."""
+    pool, rng = made(8), torch.Generator().manual_seed(0)
     late(pool, monkeypatch)
     for _ in range(10):
         for _ in range(3):
@@ -406,9 +459,9 @@ def test_a_graph_sees_what_is_resident(made, monkeypatch, slots):
     assert moved_on == (slots == 10)
 
 
-def test_a_graph_is_never_staged(made, monkeypatch):
+def test_a_graph_borrows_nothing(made, monkeypatch):
     """Who is missing is for the host to say, and a replay does not ask it: the rows of a wide one are read in place."""
-    pool, rng = made(10, staged=True), torch.Generator().manual_seed(0)
+    pool, rng = made(10), torch.Generator().manual_seed(0)
     step = Replayed(pool, ROWS_MAX, monkeypatch)
     used = sum(step.check(rows, rng) for rows in (ROWS_MAX, 3, ROWS_MAX))
     stats = pool.snapshot()

@@ -186,7 +186,7 @@ def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> Non
     x = torch.randn(3, D)
     pool.run(0, x, torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32), "silu", torch.empty_like(x))
     many = Step((RequestRows(0, MOST_ROWS + 1, RowKind.DECODE),))
-    pool._staging = None
+    pool.prompts = None
     pool.check(many, rng)
     assert pool.snapshot()["prefetches"] == before
 

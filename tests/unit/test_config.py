@@ -257,16 +257,11 @@ def test_the_plane_names_the_execution(raw: dict, execution: str) -> None:
     assert SpacConfig.parse(raw).execution_name == execution
 
 
-def test_staging_is_of_pointers() -> None:
-    with pytest.raises(ConfigError, match="slots has no argument 'staging'; it has none"):
-        SpacConfig.parse({"plane": "slots@staging=on"})
-    with pytest.raises(ConfigError, match="staging='maybe': use staging=auto or staging=on or staging=off"):
-        SpacConfig.parse({"plane": "pointers@staging=maybe"})
-    with pytest.raises(ConfigError, match="pointers has no argument 'poison'; it has staging"):
-        SpacConfig.parse({"plane": "pointers@poison=True"})
-    config = SpacConfig.parse({"plane": "pointers@staging=on"})
-    assert (config.staging, config.execution_name) == ("on", "pointers")
-    assert SpacConfig.parse({"plane": "pointers"}).staging == SpacConfig.parse({}).staging == "auto"
+def test_a_plane_has_no_arguments() -> None:
+    with pytest.raises(ConfigError, match="pointers has no argument 'staging'; it has none"):
+        SpacConfig.parse({"plane": "pointers@staging=on"})
+    with pytest.raises(ConfigError, match="staging .--spac-staging. is gone; leave it out"):
+        SpacConfig.parse({"staging": "on"})
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_the_device_decides_about_divided_experts_too(gpu) -> None:
     ("knobs", "execution"),
     [
         ({"plane": "slots"}, "slots"),
-        ({"plane": "pointers@staging=off"}, "pointers"),
+        ({"plane": "pointers"}, "pointers"),
         ({"plane": "table"}, "table"),
         ({"plane": "table", "cpu_experts": "auto"}, "table"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution.device.staging import ROWS
+from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.integration.hooks import graphs
 
 SLOTS, POINTERS = SpacConfig(), SpacConfig(plane="pointers")
@@ -218,16 +218,16 @@ def test_graphs_that_split_by_themselves_are_refused(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("mode", FULL)
-@pytest.mark.parametrize(("captured", "refused"), [(4 * ROWS - 1, False), (4 * ROWS, True)])
-def test_no_graph_holds_a_prompt_that_is_staged(mode: str, captured: int, refused: bool) -> None:
+@pytest.mark.parametrize(("captured", "refused"), [(4 * MANY_ROWS - 1, False), (4 * MANY_ROWS, True)])
+def test_no_graph_holds_a_prompt_that_borrows_slots(mode: str, captured: int, refused: bool) -> None:
     made = config_of(mode)
     made.compilation_config.max_cudagraph_capture_size = captured
     shape = MoEShape(("layer",), 8, 2, {})
     if refused and mode == "FULL":
-        with pytest.raises(UnsupportedError, match="64 and more are staged.*--spac-plane pointers@staging=off"):
-            graphs.check_staging(made, shape)
+        with pytest.raises(UnsupportedError, match="64 and more borrow slots.*FULL_AND_PIECEWISE"):
+            graphs.check_long_prompts(made, shape)
     else:
-        graphs.check_staging(made, shape)
+        graphs.check_long_prompts(made, shape)
 
 
 @pytest.mark.parametrize(("batched", "captured", "rows"), [(64, 16, 64), (8, 16, 16), (8, None, 8)])

@@ -688,7 +688,7 @@ def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, n
 
 
 def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
-    """No disk; staging takes part of the room for slots, if it is a small one. The CPU reads packed experts, too."""
+    """No disk. The CPU reads packed experts, too."""
     served = ServedModel.of(find_model(str(quantised(tmp_path, MXFP4))))
     room = split(served, machine(GIB * 0.9, 0), ONE).room
     fast = GIB * 0.9 - room + served.experts_bytes // 2
@@ -699,12 +699,6 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     }
     in_slots = ServedModel.of(find_model(str(quantised(tmp_path, GPTQ))), "slots")
     assert not any(choice.cpu for choice in plans.choices(in_slots, small, ONE)), "vLLM's kernel has their layout"
-    found = split(served, small, ONE)
-    assert found.staging == 0 and 4 * 2 * served.experts_bytes // 8 > found.room
-    large = machine(fast + served.experts_bytes * 0.45, GIB)
-    assert split(served, large, ONE).staging == 0, "8 layers: two are a quarter"
-    deep = replace(served.checkpoint, layer_bytes={n: served.experts_bytes // 32 for n in range(32)})
-    assert split(replace(served, checkpoint=deep), small, ONE).staging == 2 * (served.experts_bytes // 32)
     with pytest.raises(ConfigError, match="plane=pointers reads them from host memory, of which 0.0 KiB"):
         make_plan(served, machine(fast, 0), ONE, planned_routing.assumed())
     with pytest.raises(ConfigError, match="plane=pointers serves on a GPU, and cpu has none; name a machine with one$"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..types import Quantised
+from ..types import Pieces, Quantised
 from .dequantise import dequantise
 from .route import routed
 
@@ -98,6 +98,7 @@ def grouped_gemm(
     counts: Tensor | None = None,
     live: Tensor | None = None,
     quantised: Quantised | None = None,
+    pieces: Pieces | None = None,
 ) -> Tensor:
     """Twin of ``grouped_gemm.grouped_gemm``: the addresses are the CPU's, ``tile`` is ignored."""
     (rows, d), k, dtype = x.shape, topk_ids.shape[1], x.dtype
@@ -106,7 +107,7 @@ def grouped_gemm(
     if counts is not None:
         counts.copy_(torch.bincount(ids + 1, minlength=len(w13) + 1)[1:])
     fused = kind is not None and kind.fused and activation == "silu"
-    y = torch.zeros(rows * k, d)
+    y = torch.zeros(rows * k, d, dtype=dtype) if pieces is None else pieces.y
     for expert in ids.unique().tolist():
         if expert < 0:
             continue
@@ -120,10 +121,15 @@ def grouped_gemm(
         result = h @ _matrix(w2, s2, expert, d, intermediate, dtype, kind).float().T
         if b2 is not None:
             result += _at(b2, expert, (d,), dtype)
-        y[pairs] = (result * weights[pairs, None]).to(dtype).float()
+        y[pairs] = (result * weights[pairs, None]).to(dtype)
+    if pieces is not None:
+        if pieces.ids is None:
+            return torch.empty_like(x) if out is None else out
+        ids = routed(pieces.ids, topk_weights, len(w13), live)
+    y = torch.where((ids >= 0)[:, None], y.float(), 0).view(rows, k, d)
     total = torch.zeros(rows, d)
     for slot in range(k):
-        total += y.view(rows, k, d)[:, slot]
+        total += y[:, slot]
     return total.to(dtype) if out is None else out.copy_(total)
 
 

@@ -69,11 +69,6 @@ class SpacConfig(Knobs):
         return "slots" if name == types.AUTO else name
 
     @property
-    def staging(self) -> str:
-        """Whether long prompts read missing experts from buffers: ``on``, ``off`` or ``auto``."""
-        return str(components.parse(self.plane)[1].get("staging", types.AUTO))
-
-    @property
     def executor_name(self) -> str:
         """The executor without its arguments."""
         return self.executor.partition("@")[0]

@@ -107,9 +107,8 @@ class Knobs(BaseModel):
         description="How layers reach their experts: the host loads them into slots, between router and kernel, for "
         "vLLM's own kernel, with stock's bits (slots), or for our grouped GEMM over a table of addresses, exact up to "
         "rounding, which also reads MXFP4, NVFP4 and INT8 (table); or the GPU decides in the layer what gets a slot, "
-        "and our kernel reads the rest in place and long prompts, by staging, through two buffers (pointers; "
-        "staging=auto: if these take at most a quarter of the free fast memory); or pointers on a GPU where it can "
-        "serve, else what reads the checkpoint from slots (auto).",
+        "and our kernel reads the rest in place; long prompts borrow slots (pointers); or pointers on a GPU where it "
+        "can serve, else what reads the checkpoint from slots (auto).",
     )
     record: types.RecordText = Field(
         None,

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import LayerFacts
-from vllm_spac.kernels.types import Quantised
+from vllm_spac.kernels.types import Pieces, Quantised
 from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 ALIGNMENT = 16  # bytes; what the kernels promise the compiler about addresses in the table
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
+# Average rows per expert from which a forward copies what it misses (``borrowed_slots``): with fewer, many experts are
+# not needed, and those that are cross once when they are read in place. Reasoned, not measured.
+MANY_ROWS = 16
 MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing
 _TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 _SCALES = ("w13_scale", "w2_scale")
@@ -66,6 +69,10 @@ class AddressTable:
         rows = np.concatenate([np.asarray(keys)[None], self.slot_addresses[:, np.asarray(slots)]])
         written = self.sent(torch.from_numpy(rows))
         self.addresses.index_copy_(1, written[0], written[1:])
+
+    def point_home(self, keys: Tensor) -> None:
+        """Writes the pointers of ``keys``, int64 [n] on the device, to their host copies."""
+        self.addresses.index_copy_(1, keys, self.hosts.index_select(1, keys))
 
     def sent(self, tensor: Tensor) -> Tensor:
         """Returns ``tensor``, from the host, on the device, for work launched from now on; does not wait for it."""
@@ -170,6 +177,7 @@ def grouped_gemm_over(
     *,
     counts: Tensor | None = None,
     live: Tensor | None = None,
+    pieces: Pieces | None = None,
 ) -> Tensor:
     """Computes the routed experts of one layer; returns ``out``.
 
@@ -177,13 +185,13 @@ def grouped_gemm_over(
         kernels: the launches.
         shape: of the experts.
         tables: by the names of ``shape.tensors``: int64 [experts], the address of each.
-        x, weights, ids, activation, out, counts, live: as of ``kernels.grouped_gemm``.
+        x, weights, ids, activation, out, counts, live, pieces: as of ``kernels.grouped_gemm``.
     """
     (_, ff), (w13, w2, b13, b2) = sizes(shape), map(tables.get, _TENSORS)
     quantised = None if shape.packed is None else Quantised(shape.packed, *(tables[name] for name in _SCALES))
-    return kernels.grouped_gemm(
-        x, w13, w2, weights, ids, ff, b13, b2, activation, out=out, counts=counts, live=live, quantised=quantised
-    )
+    told = {"out": out, "counts": counts, "live": live, "quantised": quantised}
+    told |= {} if pieces is None else {"pieces": pieces}
+    return kernels.grouped_gemm(x, w13, w2, weights, ids, ff, b13, b2, activation, **told)
 
 
 def kernels_for(device: torch.device) -> Kernels:

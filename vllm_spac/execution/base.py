@@ -100,8 +100,7 @@ class Room(NamedTuple):
     """Fast memory of the experts of one shape."""
 
     slots: int  # number of slots
-    staged: bool  # whether there are staging buffers for prompts in addition to the slots
-    nbytes: int  # bytes of slots and buffers together
+    nbytes: int  # of them
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,6 @@ class ExecutionContext:
     _: KW_ONLY
     path: str  # name of the store in the counters
     rows: int = 1  # number of rows of the largest forward
-    staged: bool = False  # as in ``Room``
     io_threads: int = 1  # maximum number of reads in flight
     ahead: PrefetchSettings = field(default_factory=PrefetchSettings)  # what is read ahead of need
     host: HostRows | None = None  # host memory between the slots and the store, if any; owned by the execution
@@ -208,14 +206,14 @@ class Execution(ABC):
         """Refuses experts that the execution cannot read; raises as ``check_layer``."""
 
     @classmethod
-    def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
+    def divide(cls, slots: SlotCount, shape: MoEShape, free_bytes: int) -> Room:
         """Returns the share of ``free_bytes`` of fast memory that the layers of ``shape`` take, by the knobs given.
 
         Raises:
             ConfigError: as ``sizing.resolve``.
         """
         count = resolve(slots, shape, free_bytes)
-        return Room(count, False, count * shape.expert_bytes)
+        return Room(count, count * shape.expert_bytes)
 
     # -- serving -------------------------------------------------------------------------------------------
 

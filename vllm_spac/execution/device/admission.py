@@ -100,13 +100,20 @@ class Admission:
         """Called when the slots of these experts have been filled."""
         for key in keys:
             self.residency.loaded(key)
-        self._compute.submit(self._write_owners, keys, self.residency.slot_of[list(keys)].tolist())
+        self._compute.submit(self.seat, np.array(keys), self.residency.slot_of[list(keys)].astype(np.int64))
 
-    def _write_owners(self, keys: Sequence[int], slots: Sequence[int]) -> None:
+    def seat(self, keys: np.ndarray, slots: np.ndarray) -> None:
+        """Writes ``keys`` to the table, int64 [n], which are in ``slots``; called on the compute stream."""
         self.memory.point(keys, slots)
-        there = self.memory.sent(torch.tensor([list(keys), list(slots)]))
+        there = self.memory.sent(torch.from_numpy(np.stack([keys, slots])))
         self._experts.slot_of.index_copy_(0, there[0], there[1].int())
         self._experts.owner.index_copy_(0, there[1], there[0].int())
+
+    def evict(self, keys: np.ndarray) -> None:
+        """Writes that ``keys``, int64 [n], have no slots; as ``seat``, which must name new owners of their slots."""
+        there = self.memory.sent(torch.from_numpy(keys))
+        self.memory.point_home(there)
+        self._experts.slot_of.index_fill_(0, there, NOWHERE)
 
     def begin(self, step: Step) -> None:
         """Called before a step is launched."""
@@ -134,8 +141,17 @@ class Admission:
         self.reports.wait()
         return self.residency.slot_of
 
+    def lent(self, keys: np.ndarray, slots: np.ndarray) -> None:
+        """A step that called ``slots`` leaves ``keys`` in ``slots``, as ``seat`` has written to the table."""
+        changed = self.residency.owner[slots] != keys
+        self.residency.take_over(slots[changed], keys[changed])
+
+    def order(self) -> np.ndarray:
+        """Returns the experts that have slots by ``slots``, the least valuable first."""
+        return self.residency.policy.standing(self.shape.total).order
+
     def enter(self, layer: int, ids: Tensor, weights: Tensor, cpu: CpuTurn | None = None) -> None:
-        """Launches what precedes the kernel of a layer, ``ids`` and ``weights`` [T, k]; not called for staged layers.
+        """Launches what precedes the kernel of a layer, ``ids`` and ``weights`` [T, k]; not called with borrowed slots.
 
         ``cpu``: if the CPU may compute some of the missed experts, which then get no slots.
         """
@@ -213,12 +229,12 @@ class Admission:
             cpu.ask()  # it need not wait for the copies
         self._kernels.fetch(self._copies, self._experts, self._words)
 
-    def end(self, step: Step, *, staged: bool, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
+    def end(self, step: Step, known: np.ndarray | None, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
         """Called after the layers of a step were launched; arguments as of ``AdmissionReports.send``."""
         if self._holds_all:
             self.reports.tally()
             return
-        self.reports.send(step, staged, prompt)
+        self.reports.send(step, known, prompt)
         if self._between is not None:
             left = self._offers.state[:1], self._listed, min(self._most, self.ahead_left)
             self._compute.submit(_leave, self._between.state, *left)

@@ -24,12 +24,11 @@ class _Report(NamedTuple):
 
     Attributes:
         step: None between steps.
-        known: bool [keys], experts with a slot in the step, of a step whose layers launch no admission; else None.
+        known: bool [keys], experts that kept their slots in a step that has borrowed others; else None.
         prompt: layers, and what the last rows of prompts that ran alone selected there, int32 [layers, rows, top_k].
     """
 
     step: Step | None
-    staged: bool
     written: Tensor
     known: np.ndarray | None
     prompt: tuple[list[int], Tensor] | None
@@ -83,13 +82,14 @@ class AdmissionReports:
         """Returns a report's counts, sources, decided counts, guesses and places [keys], and the owners [slots]."""
         return written.split([*5 * [self._shape.total], len(written) - 5 * self._shape.total])
 
-    def send(self, step: Step | None, staged: bool = False, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
+    def send(
+        self, step: Step | None, known: np.ndarray | None = None, prompt: Sequence[tuple[int, Tensor]] = ()
+    ) -> None:
         """Starts the copy of a report to the host.
 
         Args:
             step: None between steps.
-            staged: whether some layers read their missing experts from buffers. Such a step has waited for the device,
-                so that the host's state is up to date.
+            known: bool [keys], experts that kept their slots in a step that has borrowed the others; None: no step has.
             prompt: layers, and the experts that the last rows of a prompt selected there, int32 [rows, top_k].
         """
         last = None
@@ -99,8 +99,7 @@ class AdmissionReports:
             self._compute.submit(last[1].copy_, there, True)
         written = self._spare.pop() if self._spare else _pinned(self._written)
         self._compute.submit(written.copy_, self._written, True)
-        known = self._offering.residency.slot_of != NOWHERE if staged else None
-        self._under_way.append(_Report(step, staged, written, known, last, self._compute.record()))
+        self._under_way.append(_Report(step, written, known, last, self._compute.record()))
         if self.pauses is not None:
             self._compute.submit(self._named.fill_, UNUSED)
 
@@ -133,7 +132,7 @@ class AdmissionReports:
             self._spare.append(report.written)
             if report.step is None:
                 continue
-            if not report.staged:
+            if report.known is None:
                 self._counters.moved(f"{self._path} streamed", missed * self._shape.expert_bytes)
             self._counters.waves += len(self._shape.layers)
 

@@ -22,9 +22,9 @@ from vllm_spac.core import MoEShape, Step
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer, LayerState
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.mailbox import Mailbox
-from vllm_spac.execution.device.staging import ROWS as STAGED_ROWS
 from vllm_spac.execution.exchange import Stream
 from vllm_spac.kernels.types import Division
 from vllm_spac.storage.base import ExpertStore
@@ -106,8 +106,8 @@ class CpuShare:
             )
         self._shape, self._thread, self._store, self._device = shape, thread, store, device
         self._compute, self._check, self._kernels = compute, check, mail_kernels_for(device)
-        # A forward that is staged has more rows.
-        self.rows = rows = min(MOST_ROWS, (STAGED_ROWS * shape.experts - 1) // shape.top_k)
+        # A forward that borrows slots has more rows.
+        self.rows = rows = min(MOST_ROWS, (MANY_ROWS * shape.experts - 1) // shape.top_k)
 
         def made(dtype: torch.dtype, *size: int) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)

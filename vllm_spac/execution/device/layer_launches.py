@@ -14,6 +14,7 @@ from vllm_spac.execution.address_table import AddressTable, Kernels, grouped_gem
 from vllm_spac.execution.device.admission import Admission, CpuTurn
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.row_shares import numbered_there
+from vllm_spac.kernels.types import Pieces
 
 
 class LayerRows(NamedTuple):
@@ -75,20 +76,21 @@ class LayerLaunches:
 
     def compute(
         self,
-        tables: Mapping[str, Tensor],
         layer: int,
         rows: LayerRows,
         activation: str,
         out: Tensor,
         *,
         whole: bool = False,
+        pieces: Pieces | None = None,
     ) -> Tensor:
         """Launches what computes a layer; returns ``out``, [T, d].
 
         Args:
-            tables: as of ``tables_of``, or those of a buffer.
             whole: the CPU has no share.
+            pieces: the rows select some of the layer's experts only; what the launch before has counted is kept.
         """
+        tables = self.tables_of(layer)
 
         def gemm(weights: Tensor, out: Tensor, counts: Tensor) -> Tensor:
             return grouped_gemm_over(
@@ -102,8 +104,14 @@ class LayerLaunches:
                 out,
                 counts=counts,
                 live=rows.live,
+                pieces=pieces,
             )
 
+        if pieces is not None:
+            mine = torch.empty_like(self.counts[layer])
+            gemm(rows.weights, out, mine)
+            self.counts[layer].add_(mine)
+            return out
         cpu = None if whole else self._share(rows)
         if cpu is None:
             return gemm(rows.weights, out, self.counts[layer])
@@ -134,7 +142,7 @@ class LayerLaunches:
             rows = LayerRows(x.new_zeros(size, x.shape[1]), ids, ids, torch.zeros(ids.shape, device=x.device), live)
             self.enter(layer, rows)
             ahead(layer, rows)
-            tables, out = self.tables_of(layer), torch.empty_like(rows.x)
-            self.compute(tables, layer, rows, activation, out)
+            out = torch.empty_like(rows.x)
+            self.compute(layer, rows, activation, out)
             if self.cpu is not None:  # other forwards of the same variant may have too many rows for it
-                self.compute(tables, layer, rows, activation, out, whole=True)
+                self.compute(layer, rows, activation, out, whole=True)

@@ -1,9 +1,9 @@
 """Runs layers over a table of addresses: one launch reads hits from their slots and misses from host memory.
 
 No layer waits for the host. Between steps the host reads the counts of finished steps and offers slots to the layers
-that miss experts (``admission``). Long prompts read their misses from buffers that are filled one layer ahead
-(``staging``). On a CPU the launches are the torch twins of the kernels: the same addresses and the same rounding, for
-comparison and not for speed.
+that miss experts (``admission``). Long prompts borrow slots, which are filled ahead of their layers
+(``borrowed_slots``). On a CPU the launches are the torch twins of the kernels: the same addresses and the same
+rounding, for comparison and not for speed.
 
 So a step may also be one CUDA graph. A replay runs launches and no line of this module. Whatever differs from step to
 step is kept in memory at fixed addresses: the table, the offers, where padding begins, the counts. Some of it is
@@ -20,33 +20,28 @@ With ``cpu_experts``, a layer of few rows leaves some of its experts to the CPU 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.core import MoEShape, Step
+from vllm_spac.core import Step
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, kernels_for
-from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.device.borrowed_slots import LongPrompts
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.layer_launches import LayerLaunches, LayerRows
 from vllm_spac.execution.device.reads_ahead import ReadsAhead
-from vllm_spac.execution.device.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.row_shares import numbers_there
 from vllm_spac.execution.waves import filled_experts
-from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
-    from vllm_spac.config.types import SlotCount
-    from vllm_spac.core import Step
     from vllm_spac.cpu_kernels._thread import ExecutorThread
     from vllm_spac.decisions.balancers.base import Balancer
 
@@ -79,19 +74,19 @@ class PointerExecution(Execution):
         shape, store, tensors, slots = context.shape, context.store, context.tensors, context.slots
         assert shape.top_k <= slots <= shape.total
         self.check_shape(shape)
-        self._path, device, local_of = context.path, context.device, context.local_of
+        device, local_of = context.device, context.local_of
         self._numbers = None if local_of is None else numbers_there(local_of, device)
-        self._of_model = shape.experts if local_of is None else len(local_of)
+        of_model = shape.experts if local_of is None else len(local_of)
         self._compute, self._copy = streams(device)
         kernels = kernels_for(device)
         self._memory = memory = AddressTable(store, tensors, shape.total)
         self.admission = Admission(context, memory, self.counters, self._compute, kernels)
         self.residency = self.admission.residency
-        self._staging: tuple[ExpertBuffers, Staging] | None = None
-        if context.staged and not self.holds_all:
-            buffers = ExpertBuffers(store, memory, tensors)
-            self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
+        self.prompts: LongPrompts | None = None  # None: each expert has its slot
+        if not self.holds_all:
+            parts = store, tensors, self.admission, self.launches, self._compute, self._copy
+            self.prompts = LongPrompts(*parts, of_model, self.counters, context.path)
         self.ahead = ReadsAhead(context, self.admission, self._compute, self._copy, self._numbers)
         self.signals = self.ahead.signals
         self._sizes = kernels.rows_to_compile(context.rows, shape.top_k, shape.experts, shape.packed)
@@ -103,23 +98,9 @@ class PointerExecution(Execution):
         self._step: Step | None = None
         self._prompt: slice | None = None  # of its rows, see ``Step.prompt_end``
         self._chosen: list[tuple[int, Tensor]] = []  # what a layer selected for them, int32 [rows, top_k]
-        self._staged = False  # whether some layer of the step was
-
-    @classmethod
-    def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
-        count, staged = divide(slots, staging, shape, free_bytes)
-        return Room(count, staged, count * shape.expert_bytes + (staging_bytes(shape) if staged else 0))
-
-    @property
-    def staged(self) -> bool:
-        """Whether forwards of many rows read experts without a slot from buffers."""
-        return self._staging is not None
 
     def describe(self) -> str:
-        parts = []
-        if not self.holds_all:
-            prompts = f"staged in {gib(staging_bytes(self.shape))}" if self.staged else "read in place"
-            parts = [f"prompts {prompts}"]
+        parts = [] if self.holds_all else ["long prompts borrow slots"]
         if self.shape.packed is not None:
             rows = "" if self.shape.packed.activations is not None else ", activations not quantised"
             parts.append(f"weights {self.shape.packed.describe()}{rows}")
@@ -159,13 +140,13 @@ class PointerExecution(Execution):
 
     def begin_step(self, step: Step) -> None:
         """Starts a forward of the target model for real requests; the admission offers slots."""
-        self._step, self._staged = step, False
+        self._step = step
         self._prompt = None if self.holds_all else step.prompt_end
         if step.rows != self._rows:  # rows from there on are padding, until the next step
             self._compute.submit(self._live.fill_, step.rows * self.shape.top_k)
         self._rows = step.rows
-        if self._staging is not None:
-            self._staging[1].begin()
+        if self.prompts is not None:
+            self.prompts.begin()
         self.counters.began(step.kind)
         self.ahead.end_drafts()
         self.admission.begin(step)
@@ -178,7 +159,8 @@ class PointerExecution(Execution):
         chosen, self._chosen, self._prompt = self._chosen, [], None
         self.ahead.join()
         if step is not None:
-            self.admission.end(step, staged=self._staged, prompt=chosen)
+            known = None if self.prompts is None else self.prompts.end()
+            self.admission.end(step, known, prompt=chosen)
 
     def snapshot(self) -> dict:
         self.admission.reports.settle()
@@ -203,7 +185,7 @@ class PointerExecution(Execution):
     ) -> Tensor:
         """Computes the routed experts of one layer without host synchronisation; returns ``out``.
 
-        May be captured into a CUDA graph, which is never staged. Rows after those of the step are padding and run
+        May be captured into a CUDA graph, which borrows no slots. Rows after those of the step are padding and run
         nothing; in a graph this refers to the step that replays it.
 
         Args:
@@ -222,26 +204,12 @@ class PointerExecution(Execution):
             self._compile(layer, rows, activation)
         if self._prompt is not None and len(ids) >= self._prompt.stop and not rows.captured:
             self._chosen.append((layer, rows.ids[self._prompt]))
-        with self._reading(layer, rows) as tables:
-            return self.launches.compute(tables, layer, rows, activation, out)
-
-    @contextlib.contextmanager
-    def _reading(self, layer: int, rows: LayerRows) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
         self.ahead.join()
-        if self._staging is None or rows.captured or rows.ids.numel() < ROWS * self._of_model:
-            self.launches.enter(layer, rows)
-            self.ahead.start(layer, rows)
-            yield self.launches.tables_of(layer)
-            return
-        slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step
-        buffers, staging = self._staging
-        with staging.layer(layer, slots) as buffer:
-            yield buffers.tables[buffer]
-        if self._step is not None:
-            self._staged = True
-            missing = int((slots[layer] == NOWHERE).sum())
-            self.counters.moved(f"{self._path} staged", missing * self.shape.expert_bytes)
+        if self.prompts is not None and self.prompts.take(rows):
+            return self.prompts.run(layer, rows, activation, out)
+        self.launches.enter(layer, rows)
+        self.ahead.start(layer, rows)
+        return self.launches.compute(layer, rows, activation, out)
 
     def _compile(self, layer: int, like: LayerRows, activation: str) -> None:
         """Launches each kernel variant that forwards like ``like`` need, and what reads ahead."""

@@ -22,7 +22,7 @@ from vllm_spac.config import rules
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import Remedy, UnsupportedError, drop, use
-from vllm_spac.execution.device.staging import ROWS
+from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.integration.hooks.device import is_cpu
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
         )
 
 
-def check_staging(vllm_config: VllmConfig, shape: MoEShape, ranks: int = 1) -> None:
-    """Refuses full graphs of prompts that are long enough to be staged, which the host does layer by layer.
+def check_long_prompts(vllm_config: VllmConfig, shape: MoEShape, ranks: int = 1) -> None:
+    """Refuses full graphs of prompts that are long enough to borrow slots, which the host does layer by layer.
 
     Full graphs of decode steps may have as many rows: they read missing experts in place.
 
@@ -161,12 +161,11 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape, ranks: int = 1) -> N
 
     compilation = vllm_config.compilation_config
     captures_prompts = (compilation.cudagraph_mode or CUDAGraphMode.NONE).mixed_mode() == CUDAGraphMode.FULL
-    staged_from = -(-ROWS * ranks * shape.experts // shape.top_k)
-    if captures_prompts and (compilation.max_cudagraph_capture_size or 0) >= staged_from:
+    many = -(-MANY_ROWS * ranks * shape.experts // shape.top_k)
+    if captures_prompts and (compilation.max_cudagraph_capture_size or 0) >= many:
         raise UnsupportedError(
             f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "
-            f"those of {staged_from} and more are staged, which no graph can hold; use "
-            "--spac-plane pointers@staging=off, or "
+            f"those of {many} and more borrow slots, which no graph can hold; use "
             """--compilation-config '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'"""
         )
 

@@ -83,7 +83,7 @@ class HeadExperts(ModelExperts):
         self.packing.plan(self._layers, shapes)
         for shape in shapes:
             whole = shape.total * shape.expert_bytes  # which memory was reserved for
-            self.packing.open(shape, self.execution.divide(self.config.parsed_slots, "off", shape, whole), 0)
+            self.packing.open(shape, self.execution.divide(self.config.parsed_slots, shape, whole), 0)
         self.packing.begin()
 
     def finish(self) -> None:

@@ -150,9 +150,9 @@ class ModelExperts:
         self.packing.plan(self._layers, shapes, predictor)
         free = self._free(shapes, others)
         for shape in shapes:
-            room = self.execution.divide(config.parsed_slots, config.staging, shape, free)
-            if room.staged:
-                graphs.check_staging(vllm_config, shape, parts)
+            room = self.execution.divide(config.parsed_slots, shape, free)
+            if not self.execution.needs_host and room.slots < shape.total:
+                graphs.check_long_prompts(vllm_config, shape, parts)
             if self.execution.layout == "kernel" and room.slots < shape.total and not self.on_cpu:
                 triton_tiles.install()
             free -= room.nbytes

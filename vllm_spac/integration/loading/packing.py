@@ -215,7 +215,6 @@ class Packing:
                 store.tensors or allocate(shape.tensors, room.slots, self._device),
                 path=self.store_name,
                 rows=graphs.most_rows(self._vllm_config),
-                staged=room.staged,
                 io_threads=config.io_threads,
                 ahead=PrefetchSettings.configured(config, config.prefetch, self._predictor, drafts=most),
                 host=host,

@@ -170,9 +170,9 @@ class WorkerExecution(Execution):
         return cls(shape, context.policy, store, predictor, names, context.exchange, settings.threshold)
 
     @classmethod
-    def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
+    def divide(cls, slots: SlotCount, shape: MoEShape, free_bytes: int) -> Room:
         """Takes nothing: the knob ``slots`` is that of each worker."""
-        return Room(0, False, 0)
+        return Room(0, 0)
 
     def fill(self) -> Iterator[int]:
         """Has the workers fill their slots."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.decisions import prompt_chunks
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution.device.staging import BUFFERS
 from vllm_spac.storage.checkpoint import quantisation
 from vllm_spac.storage.checkpoint.kv_layers import Blocks, Steps
 from vllm_spac.system.host_memory import gib
@@ -40,12 +39,11 @@ class Split:
     weights: int  # everything but experts
     kv: int  # KV cache of the load
     working: int  # run-time buffers
-    staging: int = 0  # with pointers, buffers of two layers of experts, if they take at most a quarter of the rest
 
     @property
     def room(self) -> int:
         """Bytes left for slots; negative if the others do not fit."""
-        return self.fast - self.weights - self.kv - self.working - self.staging
+        return self.fast - self.weights - self.kv - self.working
 
 
 def rows(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
@@ -68,10 +66,7 @@ def rows(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
 def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
     """Divides the fast memory of ``machine``."""
     working = _working(model, machine, load)
-    parts = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, machine, load), working)
-    staging = BUFFERS * max(model.checkpoint.layer_bytes.values()) if model.execution == "pointers" else 0
-    held = model.experts_bytes <= parts.room or 4 * staging > parts.room
-    return parts if held else replace(parts, staging=staging)
+    return Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, machine, load), working)
 
 
 def _working(model: ServedModel, machine: PlannedMachine, load: Load, requests: int | None = None) -> int:

@@ -111,8 +111,6 @@ class ServingPlan:
         yield "weights that are no experts", gib(parts.weights), fast
         yield f"KV cache{part}, {self.load.concurrency} x {self.load.context:,} tokens", gib(parts.kv), fast
         yield "run-time buffers", gib(parts.working), fast
-        if parts.staging:
-            yield "buffers for prompts (staging)", gib(parts.staging), fast
         if checkpoint.quantisation:
             method = quant_config.method(checkpoint.quantisation)
             yield f"one expert in a slot ({method}, {self.plane})", f"{model.expert_bytes:,} B", ""

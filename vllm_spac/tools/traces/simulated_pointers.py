@@ -9,8 +9,9 @@ Assumptions, each where nothing was measured:
 - Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time. A
   layer takes at least as long as host memory needs for what crosses the bus and what the CPU reads.
 - The report of a step is known when the next one begins, as without async scheduling; with it, it is a step later.
-- Long prompts are no exception: an expert crosses the bus once, as with staging. Steps with only prompts do not count
-  towards the time per token; steps that mix prompts with other rows do.
+- Long prompts are no exception: an expert crosses the bus once. That they borrow slots, which hold other experts
+  afterwards, is left out. Steps with only prompts do not count towards the time per token; steps that mix prompts with
+  other rows do.
 """
 
 from __future__ import annotations
