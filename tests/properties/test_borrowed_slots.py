@@ -46,8 +46,8 @@ class ModelMoves:
     def evict(self, keys):
         return [("evict", key) for key in keys.tolist()]
 
-    def seat(self, keys, slots):
-        return [("seat", key, slot) for key, slot in zip(keys.tolist(), slots.tolist(), strict=True)]
+    def point(self, keys, slots):
+        return [("point", key, slot) for key, slot in zip(keys.tolist(), slots.tolist(), strict=True)]
 
     def fill(self, keys, slots):
         pairs = zip(keys.tolist(), slots.tolist(), strict=True)
@@ -97,7 +97,7 @@ class World(interleavings.World):
     def _run(self, step: tuple) -> None:
         if step[0] == "evict":
             self.table[step[1]] = NOWHERE
-        elif step[0] == "seat":
+        elif step[0] == "point":
             self.table[step[1]], self.owner[step[2]] = step[2], step[1]
         elif step[0] == "part":
             self.blocks = [[key, 0, None] for key in step[1:]]
@@ -258,7 +258,7 @@ class Table:
     def evict(self, keys: np.ndarray) -> None:
         self.slot_of[keys] = NOWHERE
 
-    def seat(self, keys: np.ndarray, slots: np.ndarray) -> None:
+    def point(self, keys: np.ndarray, slots: np.ndarray) -> None:
         self.slot_of[keys] = slots
 
 

@@ -189,9 +189,10 @@ def grouped_gemm_over(
     """
     (_, ff), (w13, w2, b13, b2) = sizes(shape), map(tables.get, _TENSORS)
     quantised = None if shape.packed is None else Quantised(shape.packed, *(tables[name] for name in _SCALES))
-    told = {"out": out, "counts": counts, "live": live, "quantised": quantised}
-    told |= {} if pieces is None else {"pieces": pieces}
-    return kernels.grouped_gemm(x, w13, w2, weights, ids, ff, b13, b2, activation, **told)
+    of_rows = x, w13, w2, weights, ids, ff, b13, b2, activation
+    if pieces is None:
+        return kernels.grouped_gemm(*of_rows, out=out, counts=counts, live=live, quantised=quantised)
+    return kernels.grouped_gemm(*of_rows, out=out, counts=counts, live=live, quantised=quantised, pieces=pieces)
 
 
 def kernels_for(device: torch.device) -> Kernels:

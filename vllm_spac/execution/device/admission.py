@@ -100,17 +100,17 @@ class Admission:
         """Called when the slots of these experts have been filled."""
         for key in keys:
             self.residency.loaded(key)
-        self._compute.submit(self.seat, np.array(keys), self.residency.slot_of[list(keys)].astype(np.int64))
+        self._compute.submit(self.point, np.array(keys), self.residency.slot_of[list(keys)].astype(np.int64))
 
-    def seat(self, keys: np.ndarray, slots: np.ndarray) -> None:
+    def point(self, keys: np.ndarray, slots: np.ndarray) -> None:
         """Writes ``keys`` to the table, int64 [n], which are in ``slots``; called on the compute stream."""
-        self.memory.point(keys, slots)
+        self.memory.point(keys.tolist(), slots.tolist())
         there = self.memory.sent(torch.from_numpy(np.stack([keys, slots])))
         self._experts.slot_of.index_copy_(0, there[0], there[1].int())
         self._experts.owner.index_copy_(0, there[1], there[0].int())
 
     def evict(self, keys: np.ndarray) -> None:
-        """Writes that ``keys``, int64 [n], have no slots; as ``seat``, which must name new owners of their slots."""
+        """Writes that ``keys``, int64 [n], have no slots; as ``point``, which must name new owners of their slots."""
         there = self.memory.sent(torch.from_numpy(keys))
         self.memory.point_home(there)
         self._experts.slot_of.index_fill_(0, there, NOWHERE)
@@ -142,7 +142,7 @@ class Admission:
         return self.residency.slot_of
 
     def lent(self, keys: np.ndarray, slots: np.ndarray) -> None:
-        """A step that called ``slots`` leaves ``keys`` in ``slots``, as ``seat`` has written to the table."""
+        """A step that called ``slots`` leaves ``keys`` in ``slots``, as ``point`` has written to the table."""
         changed = self.residency.owner[slots] != keys
         self.residency.take_over(slots[changed], keys[changed])
 

@@ -40,7 +40,7 @@ from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore
 
 
-class Part(NamedTuple):
+class LoanPart(NamedTuple):
     """Missing experts of a layer that one launch reads from borrowed slots: ``start`` to ``stop`` of the sequence."""
 
     layer: int
@@ -61,7 +61,7 @@ class Loan(NamedTuple):
     ring: np.ndarray
     owners: np.ndarray
     keys: np.ndarray
-    parts: list[Part]
+    parts: list[LoanPart]
 
     @classmethod
     def of(cls, slot_of: np.ndarray, order: np.ndarray, first: int = 0) -> Loan:
@@ -86,7 +86,7 @@ class Loan(NamedTuple):
         for layer in range(first, len(slot_of)):
             missing = int(away[layer * experts : (layer + 1) * experts].sum())
             for share in np.array_split(np.arange(missing), max(1, -(-missing // most))):
-                parts.append(Part(layer, start, start + len(share)))
+                parts.append(LoanPart(layer, start, start + len(share)))
                 start += len(share)
         return cls(ring, owner[ring], np.flatnonzero(away), parts)
 
@@ -101,7 +101,7 @@ class Moves(Protocol):
     def evict(self, keys: np.ndarray) -> object:
         """Writes to the table that ``keys`` are in host memory."""
 
-    def seat(self, keys: np.ndarray, slots: np.ndarray) -> object:
+    def point(self, keys: np.ndarray, slots: np.ndarray) -> object:
         """Writes to the table that ``keys`` are in ``slots``, whose owners they are now."""
 
     def fill(self, keys: np.ndarray, slots: np.ndarray) -> object:
@@ -129,17 +129,17 @@ class BorrowedSlots:
         if len(loan.ring):
             self._compute.submit(self._moves.evict, loan.owners)
 
-    def parts(self, layer: int) -> list[Part]:
+    def parts(self, layer: int) -> list[LoanPart]:
         """Returns the parts of a layer; none unless it is the next one, for which the loan is."""
         left = [] if self._loan is None else self._loan.parts[self._launched :]
         return [part for part in left if part.layer == layer] if left and left[0].layer == layer else []
 
-    def ready(self, part: Part) -> None:
+    def ready(self, part: LoanPart) -> None:
         """Called before the launch of the next part, after that of the one before."""
         loan = self._loan
         assert loan is not None and part is loan.parts[self._launched]
         self._fill(part.start + len(loan.ring))
-        self._seat(part.stop)
+        self._point(part.stop)
         self._launched += 1
 
     def end(self) -> tuple[int, np.ndarray, np.ndarray]:
@@ -149,11 +149,11 @@ class BorrowedSlots:
             return 0, none, none
         size = len(loan.ring)
         self._fill(size, whole=False)  # places that layers which did not run would have filled
-        self._seat(self._filled)
+        self._point(self._filled)
         self._loan, left = None, (self._filled - size, self._filled)
         return self._filled, loan.keys[slice(*left)], loan.slots(*left)
 
-    def keys(self, part: Part) -> np.ndarray:
+    def keys(self, part: LoanPart) -> np.ndarray:
         """Returns the experts of a part."""
         assert self._loan is not None
         return self._loan.keys[part.start : part.stop]
@@ -175,7 +175,7 @@ class BorrowedSlots:
             self._copied.append((end, self._copy.record()))
             self._filled = end
 
-    def _seat(self, stop: int) -> None:
+    def _point(self, stop: int) -> None:
         """Writes what has been copied up to ``stop`` to the table."""
         loan = self._loan
         assert loan is not None and stop <= self._filled
@@ -183,7 +183,7 @@ class BorrowedSlots:
             end, copied = self._copied.pop(0)
             self._compute.wait(copied)
             keys, slots = loan.keys[self._seated : end], loan.slots(self._seated, end)
-            self._compute.submit(self._moves.seat, keys, slots)
+            self._compute.submit(self._moves.point, keys, slots)
             self._seated = end
 
 
@@ -198,7 +198,7 @@ class SlotMoves:
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], admission: Admission) -> None:
         self._store, self._slots = store, slots
-        self.evict, self.seat = admission.evict, admission.seat
+        self.evict, self.point = admission.evict, admission.point
 
     def fill(self, keys: np.ndarray, slots: np.ndarray) -> None:
         """One copy per tensor and run of consecutive experts in consecutive slots; all are of one layer or another."""
@@ -270,7 +270,7 @@ class LongPrompts:
         self._known[loan.owners] = False
         self._borrowed.begin(loan)
 
-    def _in_parts(self, layer: int, rows: LayerRows, activation: str, out: Tensor, parts: Sequence[Part]) -> Tensor:
+    def _in_parts(self, layer: int, rows: LayerRows, activation: str, out: Tensor, parts: Sequence[LoanPart]) -> Tensor:
         """The first part has the experts with slots, too; the last one sums the results of all."""
         experts = self._shape.experts
         part_of = torch.zeros(experts, dtype=torch.int32)
