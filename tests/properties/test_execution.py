@@ -181,7 +181,7 @@ def test_long_prompts_borrow_slots_and_have_the_same_bits(made, slots, layout):
         step = choice.choice([DECODE, PROMPT, LONG])
         before = pool.snapshot()["bytes"].get("host streamed", 0)
         slot_of = pool.admission.slots().reshape(LAYERS, EXPERTS).copy()
-        loan = Loan.of(slot_of, pool.admission.order())
+        loan = Loan.of(slot_of, pool.residency.policy.standing(LAYERS * EXPERTS).order)
         pool.check(step, rng)
         streamed = pool.snapshot()["bytes"].get("host streamed", 0) - before
         if step is LONG:

@@ -141,15 +141,6 @@ class Admission:
         self.reports.wait()
         return self.residency.slot_of
 
-    def lent(self, keys: np.ndarray, slots: np.ndarray) -> None:
-        """A step that called ``slots`` leaves ``keys`` in ``slots``, as ``point`` has written to the table."""
-        changed = self.residency.owner[slots] != keys
-        self.residency.take_over(slots[changed], keys[changed])
-
-    def order(self) -> np.ndarray:
-        """Returns the experts that have slots by ``slots``, the least valuable first."""
-        return self.residency.policy.standing(self.shape.total).order
-
     def enter(self, layer: int, ids: Tensor, weights: Tensor, cpu: CpuTurn | None = None) -> None:
         """Launches what precedes the kernel of a layer, ``ids`` and ``weights`` [T, k]; not called with borrowed slots.
 

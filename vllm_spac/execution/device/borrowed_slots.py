@@ -266,7 +266,8 @@ class LongPrompts:
         slot_of = self._admission.slots()
         if self._known is None:
             self._known = slot_of != NOWHERE
-        loan = Loan.of(slot_of.reshape(-1, self._shape.experts), self._admission.order(), layer)
+        order = self._admission.residency.policy.standing(self._shape.total).order
+        loan = Loan.of(slot_of.reshape(-1, self._shape.experts), order, layer)
         self._known[loan.owners] = False
         self._borrowed.begin(loan)
 
@@ -295,5 +296,7 @@ class LongPrompts:
     def _give_back(self) -> None:
         copied, keys, slots = self._borrowed.end()
         if copied:
-            self._admission.lent(keys, slots)
+            residency = self._admission.residency
+            changed = residency.owner[slots] != keys
+            residency.take_over(slots[changed], keys[changed])
             self._counters.moved(f"{self._path} staged", copied * self._shape.expert_bytes)
