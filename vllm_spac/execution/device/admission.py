@@ -175,10 +175,7 @@ class Admission:
     def ahead(self, layer: int, ids: Tensor, named: Tensor) -> None:
         """Launches what gives slots to experts before their layer runs, on the calling stream; see ``DeviceLookahead``.
 
-        Args:
-            layer: the layer after one that was entered.
-            ids: int32 [1, N], the experts of ``layer``.
-            named: float32 [1, N], 0 for those that are not expected.
+        ``ids``: int32 [1, N], the experts of ``layer``; ``named``: float32 [1, N], 0 for those that are not expected.
         """
         self._admit(layer, ids, named, self.reports.guesses, None)
 
@@ -197,10 +194,6 @@ class Admission:
         here, guesses = slice(key, key + len(copies) // 2), self.reports.guesses
         torch.maximum(guesses[here], self._draft_sources[here], out=guesses[here])  # ADMITTED is the greatest
         self._kernels.fetch(copies, self._experts, self._words)
-
-    def end_drafts(self) -> None:
-        """Called after drafts were made for which ``drafted`` was called, before the step that verifies them."""
-        self.reports.send(None)
 
     def _admit(
         self,

@@ -91,7 +91,7 @@ class DraftLookahead:
         """Called before a step."""
         self.join()
         if self._drafted:
-            self._admission.end_drafts()
+            self._admission.reports.send(None)
         self._drafted = False
 
     def join(self) -> None:
