@@ -69,7 +69,7 @@ def built(policy: str, slots: int, trace: Trace) -> Policy:
 def test_as_the_pool_that_serves(made, policy: str, slots: int):
     trace = recorded(slots)
     stats = follow(made(slots, policy=built(policy, slots, trace)), trace)
-    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", policy=policy)
+    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", policy=policy, lag=0)
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
     assert said.bytes == stats["bytes"]["host"] > 0 and said.streamed_bytes == stats["bytes"]["host streamed"]
     assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())

@@ -30,7 +30,7 @@ from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
 from vllm_spac.tools.planning.architecture import Architecture
-from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
+from vllm_spac.tools.planning.planned_machine import HIT_SHARE, HOST_RESERVE, USABLE, UTILIZATION, PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_slots, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel, executions
 from vllm_spac.tools.planning.planned_serving import make_plan
@@ -74,7 +74,7 @@ def machine(fast: float, host: float, *, gpu: bool = True, disk_free: int | None
         origin = costs.provenance.model_copy(update={"store": "disk"})
         update = {"load": costs.disk, "host": costs.load, "disk": None, "provenance": origin}
         return PlannedMachine("cpu", costs.model_copy(update=update), 0, int(fast / UTILIZATION), disk_free)
-    return PlannedMachine(name, costs, int(fast / UTILIZATION) + 1, int(host) + HOST_RESERVE, disk_free)
+    return PlannedMachine(name, costs, int(fast / UTILIZATION) + 1, int((host + HOST_RESERVE) / USABLE) + 1, disk_free)
 
 
 ONE = Load(2048, 1)
@@ -723,6 +723,29 @@ def test_the_cpu_helps_layers_whose_loads_the_device_decides(model: ServedModel)
 
 
 @pytest.mark.usefixtures("quick")
+def test_int4_in_slots_is_read_as_an_h100_read_it(tmp_path: Path) -> None:
+    """Of GPU memory's rate, 13 to 21 % from 1 to 64 rows: with one row, the 8 experts of a token."""
+    found = json.loads((Path(__file__).parents[2] / "benchmarks/results/gpu_h100.json").read_text())
+    (one,) = (each for each in found["chosen_int4"] if each["format"] == "int4" and each["rows"] == 1)
+    bf16 = found["kernels"]["rows"][0]["bytes"]["needed"]
+    packed = bf16 // 4 + bf16 // 2 // 32 * 2  # codes, and scales by 32
+    peak = Costs.read("h100").fast.bytes_per_second
+    assert 0.13 < packed / one["hbm_us"] / 1e-6 / peak < HIT_SHARE["int4"] < 0.21
+    served = ServedModel.of(find_model(str(quantised(tmp_path, GPTQ))), "pointers")
+    there = machine(4 * GIB, 64 * GIB)
+    slots = ServedModel.of(find_model(str(quantised(tmp_path, GPTQ))), "slots")
+    ours, vllms, stock = (
+        there.costs_of(store, model).fast.bytes_per_second
+        for store, model in (("host", served), ("host", slots), ("none", served))
+    )
+    assert ours == HIT_SHARE["int4"] * vllms and vllms == stock == there.costs.fast.bytes_per_second
+
+
+def test_64_gib_of_a_data_sheet_hold_fewer_experts_than_that() -> None:
+    nominal = PlannedMachine("rtx4090", Costs.read("rtx4090"), 24 * GIB, 64 * GIB)
+    assert nominal.spare == int(62.5 * GIB) - HOST_RESERVE and replace(nominal, name="here").spare == 58 * GIB
+
+
 def test_a_plan_with_pointers(tmp_path: Path) -> None:
     folder = quantised(tmp_path, MXFP4)
     text = run(folder, "--machine", "rtx4090", "--fast-memory", "0.8GiB", "--context", 1024)

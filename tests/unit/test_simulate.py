@@ -364,9 +364,19 @@ def test_admission_by_hand():
     assert outcome.tpot == pytest.approx(outcome.seconds / 4)
 
 
+def test_late_reports_cost_hits_and_lose_none():
+    """Async scheduling, vLLM's default, launches a step before the one before it has reported."""
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=400, skew=1.0, reuse=0.7)
+    found = [pointers(trace, 16, policy="reuse", lag=lag) for lag in (0, 1, 2)]
+    misses = [outcome.misses for outcome in found]
+    assert misses == sorted(misses) and misses[0] < misses[2]
+    assert len({outcome.hits + outcome.misses for outcome in found}) == 1
+    assert pointers(trace, 16, policy="reuse") == found[1] != found[0]
+
+
 def test_who_is_not_admitted_is_read_beside_the_hits():
     """Least frequently used: 0 and 1 were used twice, so that a first use of 2 is worth less than either."""
-    outcome = pointers(decoding([[[[0, 1]]], [[[0, 2]]]]), 2, policy="lfu")
+    outcome = pointers(decoding([[[[0, 1]]], [[[0, 2]]]]), 2, policy="lfu", lag=0)
     assert (outcome.hits, outcome.misses, outcome.loads, outcome.streamed_bytes) == (3, 1, 0, 100)
     assert outcome.seconds == pytest.approx((3 + 2) + (3 + 10) + 2 * LAUNCHES)
 

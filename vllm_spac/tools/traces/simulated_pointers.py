@@ -8,7 +8,7 @@ Assumptions, each where nothing was measured:
 - The kernels that decide and copy are launched in every layer and take ``LAUNCHES`` seconds in addition to the bytes.
 - Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time. A
   layer takes at least as long as host memory needs for what crosses the bus and what the CPU reads.
-- The report of a step is known when the next one begins, as without async scheduling; with it, it is a step later.
+- The report of a step is known ``lag`` steps after the next one begins: with async scheduling, vLLM's default, one.
 - Long prompts are no exception: an expert crosses the bus once. That they borrow slots, which hold other experts
   afterwards, is left out. Steps with only prompts do not count towards the time per token; steps that mix prompts with
   other rows do.
@@ -16,7 +16,9 @@ Assumptions, each where nothing was measured:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
+LAG = 1
 LAUNCHES = 5e-6  # seconds per layer: one program that decides, and a grid that finds nothing to copy
 
 
@@ -41,17 +44,26 @@ class PointersReplay(Replay[list[Part]]):
         outcome: with ``slots``.
         policy: estimates what a slot is worth; owned.
         shares: experts that the CPU computes, by how many a layer misses, as of ``shares_of``; empty: none.
+        lag: steps that a report is late.
     """
 
     def __init__(
-        self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy, shares: Sequence[int] = ()
+        self,
+        trace: Trace,
+        costs: Costs,
+        nbytes: int,
+        outcome: Outcome,
+        policy: Policy,
+        shares: Sequence[int] = (),
+        lag: int = LAG,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         self._shares = torch.tensor(shares, dtype=torch.int32) if shares else None
         self._all_pairs = torch.ones(1, dtype=torch.int32)  # it may take any of them
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         keys = trace.facts.total
-        self.counters = Counters()
+        self.counters = Counters()  # of the steps whose reports are known
+        self._lag, self._late = lag, deque[Callable[[], object]]()
         self.offering = Offering(keys, trace.facts.experts, outcome.slots, policy, self.counters)
         no_addresses = torch.zeros(0, keys, dtype=torch.int64), torch.zeros(0, keys, dtype=torch.int64)
         residency = self.offering.residency
@@ -130,11 +142,19 @@ class PointersReplay(Replay[list[Part]]):
 
     def end_step(self) -> None:
         counts, owner, decided = (tensor.numpy().copy() for tensor in (self._counts, self.experts.owner, self._decided))
-        generating = decided if self._leading else None
-        prompt = self.trace.prompt_rows(self._step)
-        learned = self.offering.learn(counts, self._read_from(), owner, generating=generating, prompt=prompt)
-        outcome, counters = self.outcome, self.counters
-        outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.loads
-        outcome.cpu = counters.cpu_experts
+        sources, generating = self._read_from().copy(), decided if self._leading else None
+        self._count(sources)
+        learn = partial(self.offering.learn, counts, sources, owner, generating=generating)
+        self._late.append(partial(learn, prompt=self.trace.prompt_rows(self._step)))
+        if len(self._late) > self._lag:
+            self._late.popleft()()
+
+    def _count(self, sources: np.ndarray) -> None:
+        hits, admitted, streamed, computed = (
+            int(np.count_nonzero(sources == source)) for source in (HIT, ADMITTED, STREAMED, COMPUTED)
+        )
+        outcome = self.outcome
+        outcome.hits, outcome.misses = outcome.hits + hits, outcome.misses + admitted + streamed
+        outcome.loads, outcome.cpu = outcome.loads + admitted, outcome.cpu + computed
         outcome.bytes = outcome.loads * self.nbytes
-        outcome.streamed_bytes += learned.streamed * self.nbytes
+        outcome.streamed_bytes += streamed * self.nbytes

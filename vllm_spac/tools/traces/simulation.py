@@ -45,6 +45,7 @@ def simulate(
     expert_bytes: int | None = None,
     host_bytes: int = 0,
     layer_ahead: bool = False,
+    lag: int = 1,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
 
@@ -60,6 +61,7 @@ def simulate(
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
         layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving
             does; an offline policy has nothing read ahead.
+        lag: with pointers, steps that the report of a step is late: 1 with vLLM's async scheduling, 0 without it.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
@@ -80,7 +82,7 @@ def simulate(
 
         beside = build_balancer(balancer, trace, costs, nbytes)
         shares = [] if beside is None else shares_of(beside, facts.experts)
-        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares)
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, lag)
         replay.fill(filling(trace, slots, chosen.first()) if fill else [])
         return replay.run(parts(trace, facts.total))
     if execution != "slots":
