@@ -79,12 +79,12 @@ class Argument:
             raise ValueError(f"{name}={brief(value)}: {instead}")
 
 
-def filled(name: str, given: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:
+def filled(name: str, values: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:
     """Returns all arguments of ``name``; ``ValueError`` for one that is not ``known``, or has a wrong value."""
-    _check_known(name, list(known), given)
-    for argument, value in given.items():
+    _check_known(name, list(known), values)
+    for argument, value in values.items():
         known[argument].check(argument, value)
-    return {argument: each.default for argument, each in known.items()} | dict(given)
+    return {argument: each.default for argument, each in known.items()} | dict(values)
 
 
 @dataclass(frozen=True)
@@ -221,24 +221,24 @@ def uncalibrated(spec: str) -> str:
     return written(name, given)
 
 
-def arguments_of(found: type[Any]) -> list[str]:
+def arguments_of(component: type[Any]) -> list[str]:
     """Returns the arguments of a component that ``name@argument=value`` may set, sorted.
 
     These are those with a default, but for what its family's base names in ``passed``: an engine gives these itself.
     """
     arguments: set[str] = set()
-    for kind in found.__mro__[:-1]:
+    for kind in component.__mro__[:-1]:
         if "__init__" not in vars(kind):
             continue
         parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]  # of this class alone
         arguments.update(p.name for p in parameters if p.default is not p.empty)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # the next one receives none of them
             break
-    return sorted(arguments - getattr(found, "passed", frozenset()))
+    return sorted(arguments - getattr(component, "passed", frozenset()))
 
 
-def _check_known(name: str, known: Sequence[str], given: Iterable[str]) -> None:
-    if unknown := [argument for argument in given if argument not in known]:
+def _check_known(name: str, known: Sequence[str], names: Iterable[str]) -> None:
+    if unknown := [argument for argument in names if argument not in known]:
         has = f"it has {', '.join(known)}" if known else "it has none"
         raise ConfigError(f"{name} has no argument {brief(unknown[0])}; {has}")
 
@@ -273,31 +273,31 @@ def base(family: str) -> type[Any]:
     return found
 
 
-def build(family: str, spec: str, make: Callable[..., Any] | None = None, **given: Any) -> Any:
+def build(family: str, spec: str, make: Callable[..., Any] | None = None, **passed: Any) -> Any:
     """Returns an instance of a component of ``family``.
 
     Args:
         make: called in place of the class's constructor, e.g. a class method of the family.
-        given: arguments that are not for ``spec`` to set.
+        passed: arguments that are not for ``spec`` to set.
 
     Raises:
         ConfigError: there is no such component, or it refuses the arguments of ``spec``.
     """
-    return build_with(family, *parse(spec), make, **given)
+    return build_with(family, *parse(spec), make, **passed)
 
 
 def build_with(
-    family: str, name: str, arguments: Mapping[str, Any], make: Callable[..., Any] | None = None, **given: Any
+    family: str, name: str, arguments: Mapping[str, Any], make: Callable[..., Any] | None = None, **passed: Any
 ) -> Any:
     """As ``build``, with the arguments of the spec."""
     found = find(family, name)
-    if fixed := arguments.keys() & given.keys():
+    if fixed := arguments.keys() & passed.keys():
         raise ConfigError(f"{name}: {', '.join(sorted(fixed))} cannot be set here")
     if not arguments:
-        return (make or found)(**given)
+        return (make or found)(**passed)
     _check_known(name, arguments_of(found), arguments)
     try:
-        return (make or found)(**given, **arguments)
+        return (make or found)(**passed, **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{brief(written(name, arguments))} cannot be built: {error}") from error
 

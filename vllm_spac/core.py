@@ -64,7 +64,7 @@ class Step:
     Attributes:
         requests: empty for dummy and profile runs, whose rows belong to no request.
         draft: [rows, layers, k] on the device that runs the layers, what was chosen when the draft model read the token
-            of each row (``Seen.draft_ids``); None where nothing looks at it.
+            of each row (``PredictorInputs.draft_ids``); None where nothing looks at it.
         bounds: most experts that all rows together run, of each layer of the model; None: as many as they choose.
     """
 

@@ -181,8 +181,8 @@ class Runtime:
         """The drafter has read tokens of the next step; called after each of its forwards.
 
         Args:
-            read: what was chosen for all of them since the last step, as ``Seen.draft_ids``, on the device that runs
-                the layers.
+            read: what was chosen for all of them since the last step, as ``PredictorInputs.draft_ids``, on
+                the device that runs the layers.
         """
         for execution in self.executions:
             if DRAFTING & execution.signals:

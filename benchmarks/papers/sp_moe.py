@@ -34,7 +34,7 @@ from benchmarks.real import held
 from benchmarks.serving import prompts
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.storage.checkpoint import router_weights
 from vllm_spac.tools.evaluation import engine
@@ -281,12 +281,12 @@ class Drafted(SlotsReplay):
                     known = ids[: row + 1].clone()
                     if self.by_layer:
                         known[row, part + 1 :] = -1
-                    prefetcher.draft(Seen(START, draft_ids=known))
+                    prefetcher.draft(PredictorInputs(START, draft_ids=known))
             self._now, drafting = ids, 0.0
         super().begin_step(step, drafting, layers)
 
-    def _seen(self) -> Seen | None:
-        return None if self._now is None else Seen(START, draft_ids=self._now)
+    def _seen(self) -> PredictorInputs | None:
+        return None if self._now is None else PredictorInputs(START, draft_ids=self._now)
 
 
 def replayed(

@@ -35,7 +35,7 @@ from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import Identity, Training
 from vllm_spac.decisions.predictors._samples import Samples
 from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes, Trained
-from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural
 from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import mixing
@@ -282,9 +282,9 @@ class Executing(Predictor):
     reach = 1
 
     def __init__(self) -> None:
-        self.way: Callable[[Seen], Iterable[Guess]] = lambda seen: ()
+        self.way: Callable[[PredictorInputs], Iterable[Guess]] = lambda seen: ()
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         return self.way(seen)
 
 
@@ -411,7 +411,7 @@ class Run:
         samples: Samples = getattr(self, of)
         found = Ranks(samples.layers, samples.top_k)
         for layer in range(samples.layers - 1):
-            for guess in predictor.guesses(samples.seen(layer, slice(0, samples.rows), predictor.needs)):
+            for guess in predictor.guesses(samples.inputs(layer, slice(0, samples.rows), predictor.needs)):
                 found.add(layer + 1, guess.scores[:, : samples.experts], samples)
         return found
 
@@ -450,7 +450,7 @@ class Run:
 
     # -- executed
 
-    def scored(self, ways: dict[str, Callable[[Seen], Iterable[Guess]]]) -> dict[str, Any]:
+    def scored(self, ways: dict[str, Callable[[PredictorInputs], Iterable[Guess]]]) -> dict[str, Any]:
         """Quality of the held texts when each of ``ways`` decides what is executed."""
         executing = Executing()
         self.llm.collective_rpc(installed(executing))
@@ -464,10 +464,12 @@ class Run:
                 print(found["points"][-1], flush=True)
         return found
 
-    def by_state(self, scores: Callable[[int, Tensor], Tensor], what: str = "quasi") -> Callable[[Seen], list[Guess]]:
+    def by_state(
+        self, scores: Callable[[int, Tensor], Tensor], what: str = "quasi"
+    ) -> Callable[[PredictorInputs], list[Guess]]:
         """Predicts the next layer by ``scores`` (its number, the state), with the state ``what``."""
 
-        def way(seen: Seen) -> list[Guess]:
+        def way(seen: PredictorInputs) -> list[Guess]:
             if seen.layer < 0 or seen.layer + 1 == self.held.layers:
                 return []
             assert seen.hidden is not None and seen.ids is not None and seen.weights is not None
@@ -480,8 +482,10 @@ class Run:
 
 
 def chosen_by_layer(
-    better: list[bool], one: Callable[[Seen], Iterable[Guess]], other: Callable[[Seen], Iterable[Guess]]
-) -> Callable[[Seen], Iterable[Guess]]:
+    better: list[bool],
+    one: Callable[[PredictorInputs], Iterable[Guess]],
+    other: Callable[[PredictorInputs], Iterable[Guess]],
+) -> Callable[[PredictorInputs], Iterable[Guess]]:
     """Predicts by ``one`` about the layers in which it is ``better``, and by the ``other`` else."""
     return lambda seen: one(seen) if seen.layer + 1 < len(better) and better[seen.layer + 1] else other(seen)
 

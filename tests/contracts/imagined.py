@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_spac.decisions.predictors._samples import SampleRecorder, Samples
 from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes
-from vllm_spac.decisions.predictors.base import DRAFTING, Seen, Signal
+from vllm_spac.decisions.predictors.base import DRAFTING, PredictorInputs, Signal
 
 LAYERS, EXPERTS, TOP_K, WIDTH, WORDS = 4, 12, 3, 8, 20
 NAMES = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS))
@@ -62,8 +62,8 @@ class Drafted(Samples):
     def of(cls, found: Samples, seed: int = 1) -> Drafted:
         return cls(**vars(found), draft_ids=copied(found, seed))
 
-    def seen(self, layer: int, rows: slice, needs: frozenset[Signal]) -> Seen:
-        found = super().seen(layer, rows, needs)
+    def inputs(self, layer: int, rows: slice, needs: frozenset[Signal]) -> PredictorInputs:
+        found = super().inputs(layer, rows, needs)
         return replace(found, draft_ids=self.draft_ids[rows]) if DRAFTING & needs else found
 
 

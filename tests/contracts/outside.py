@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.decisions.balancers.base import Balancer, LayerState, Plan, split
 from vllm_spac.decisions.policies.base import Policy, Standing
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs
 from vllm_spac.errors import StoreError
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
 from vllm_spac.storage.base import ExpertStore
@@ -152,5 +152,5 @@ class Same(Predictor):
         CALLS["predictor"] += 1
         self.scores = np.where(counts < 0, self.scores, counts > 0).astype(np.int64)
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         return [Guess(0, torch.from_numpy(self.scores)[None])] if seen.layer == START else []

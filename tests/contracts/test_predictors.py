@@ -52,7 +52,7 @@ def fresh(name: str) -> Predictor:
 
 
 def asked(predictor: Predictor, samples: Samples) -> list[tuple[int, slice, Guess]]:
-    return list(samples.asked(predictor))
+    return list(samples.guesses_of(predictor))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,11 +72,11 @@ def test_guesses_are_of_layers_within_reach(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_does_not_need_does_not_change_its_guesses(name: str) -> None:
-    """``Samples.seen`` leaves out what a predictor does not need: with it, the guesses are the same."""
+    """``Samples.inputs`` leaves out what a predictor does not need: with it, the guesses are the same."""
     samples, predictor = made.Drafted.of(made.samples(texts=1)), fresh(name)
     for layer in (START, *(range(made.LAYERS) if predictor.reach else ())):
-        some = predictor.guesses(samples.seen(layer, slice(0, 5), predictor.needs))
-        every = predictor.guesses(samples.seen(layer, slice(0, 5), frozenset(Signal)))
+        some = predictor.guesses(samples.inputs(layer, slice(0, 5), predictor.needs))
+        every = predictor.guesses(samples.inputs(layer, slice(0, 5), frozenset(Signal)))
         for one, other in zip(some, every, strict=True):
             assert one.first == other.first and torch.equal(one.scores, other.scores)
 
@@ -87,8 +87,8 @@ def test_rows_are_scored_by_themselves_and_inputs_not_modified(name: str) -> Non
     before = copy.deepcopy(vars(samples))
     layers = (START, *(range(made.LAYERS) if predictor.reach else ()))
     for layer in layers:
-        whole = list(predictor.guesses(samples.seen(layer, slice(0, 6), predictor.needs)))
-        alone = list(predictor.guesses(samples.seen(layer, slice(4, 5), predictor.needs)))
+        whole = list(predictor.guesses(samples.inputs(layer, slice(0, 6), predictor.needs)))
+        alone = list(predictor.guesses(samples.inputs(layer, slice(4, 5), predictor.needs)))
         for one, other in zip(whole, alone, strict=True):
             torch.testing.assert_close(one.scores.expand(6, -1)[4:5], other.scores)
     for field, value in before.items():
@@ -120,7 +120,7 @@ def test_scores_are_whole_numbers_one_for_each_key(name: str) -> None:
         predictor.observe_step(counts)
         assert predictor.scores.shape == (KEYS,) and predictor.scores.dtype == np.int64
         assert predictor.scores.min() >= 0
-        [guess] = predictor.guesses(made.samples(1, 1).seen(START, slice(0, 1), predictor.needs))
+        [guess] = predictor.guesses(made.samples(1, 1).inputs(START, slice(0, 1), predictor.needs))
         assert guess.scores.flatten().tolist() == predictor.scores.tolist()
     assert predictor.scores.any(), "the test says something"
 
@@ -166,7 +166,7 @@ def test_a_trained_predictor_beats_chance_and_knows_its_size(name: str) -> None:
     """On other texts; chance finds k of N."""
     samples, predictor = made.samples(texts=2, seed=5), trained().build(name)
     hits, pairs = 0.0, 0
-    for _, rows, guess in samples.asked(predictor):
+    for _, rows, guess in samples.guesses_of(predictor):
         for layer, scores in enumerate(guess.scores.split(made.EXPERTS, 1), guess.first // made.EXPERTS):
             true = samples.ids[layer, rows].long()
             best = scores.expand(len(true), -1).topk(made.TOP_K).indices

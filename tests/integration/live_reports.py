@@ -75,7 +75,7 @@ class Imagined:
         if method == "spac_try_budget":
             self.settings |= {"budget": None} | args[0]
             return [{"settings": self.settings}]
-        if method == "spac_look":
+        if method == "spac_watch":
             return [self.report() for _ in range(self.workers)]
         return [None] * self.workers
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 
 
 class Recent(Predictor):
@@ -17,7 +17,7 @@ class Recent(Predictor):
         self._layers, self._experts = num_experts // experts, experts
         self._last: dict[int, torch.Tensor] = {}
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         if seen.layer != START and seen.ids is not None:
             scores = torch.zeros(len(seen.ids), self._experts)
             self._last[seen.layer] = scores.scatter_(1, seen.ids.long(), 1.0)

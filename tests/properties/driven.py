@@ -75,7 +75,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PredictorInputs:
     """Counters, the owner of each slot and the row of each expert after a step."""
 
     counters: dict
@@ -83,13 +83,13 @@ class Seen:
     row_of: list[int]
 
 
-def seen(counters, residency, tier: HostTier | None) -> Seen:
+def seen(counters, residency, tier: HostTier | None) -> PredictorInputs:
     """Times are left out, bytes are named by the store, and kinds of steps are known from the trace."""
     found = counters.snapshot()
     for name in ("stall_seconds", "cpu_wait_seconds", "steps"):
         del found[name]
     found["bytes"] = sum(found["bytes"].values())
-    return Seen(found, residency.owner.tolist(), [] if tier is None else tier.row_of.tolist())
+    return PredictorInputs(found, residency.owner.tolist(), [] if tier is None else tier.row_of.tolist())
 
 
 def mixed_trace(seed: int, steps: int = 30) -> Trace:
@@ -134,7 +134,7 @@ def replay_of(case: Case, at_once: int = COSTS.load_at_once) -> Watching:
     return Watching(case.trace, costs, 4, outcome, *parts)
 
 
-def simulated(case: Case) -> list[Seen]:
+def simulated(case: Case) -> list[PredictorInputs]:
     replay = replay_of(case)
     replay.fill(filling(case.trace, case.slots))
     if replay.tier is not None:
@@ -180,7 +180,7 @@ def execution_of(case: Case, io_threads: int = 4) -> SlotExecution:
     return execution
 
 
-def executed(case: Case, background: type[Background] = Background) -> list[Seen]:
+def executed(case: Case, background: type[Background] = Background) -> list[PredictorInputs]:
     before, transfers.Background = transfers.Background, background
     try:
         execution = execution_of(case)
@@ -192,7 +192,7 @@ def executed(case: Case, background: type[Background] = Background) -> list[Seen
         return list(_steps(case.trace, execution))
 
 
-def _steps(trace: Trace, execution: SlotExecution) -> Iterator[Seen]:
+def _steps(trace: Trace, execution: SlotExecution) -> Iterator[PredictorInputs]:
     bounds = np.searchsorted(trace.record_step, np.arange(trace.steps + 1)).tolist()
     ids = torch.from_numpy(trace.ids.astype(np.int32))
     for step in range(trace.steps):

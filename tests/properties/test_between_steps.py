@@ -16,7 +16,7 @@ from test_execution import EXPERTS, LAYERS, ROWS_MAX, TOP_K, D, Pool, made, move
 
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.methods.od_moe.shadow_predictor import Shadow
 
 __all__ = ["made"]  # a fixture
@@ -27,7 +27,7 @@ PERIOD = 3  # steps after which experts are used again
 class Named(Shadow):
     """Names what it is passed as the drafter's choice; scores are scaled, so that nothing else than order counts."""
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         assert seen.layer == START and Signal.DRAFT_ROUTING in self.needs
         for guess in super().guesses(seen):
             yield Guess(guess.first, guess.scores * 3)

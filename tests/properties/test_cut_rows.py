@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_spac.core import NO_EXPERT, RequestRows, RowKind, Step
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.row_shares import seen
+from vllm_spac.execution.row_shares import predictor_rows
 
 __all__ = ["made", "make"]  # fixtures
 
@@ -92,7 +92,7 @@ def test_the_cpu_computes_no_cut_row(make) -> None:
 def test_a_predictor_reads_no_cut_row() -> None:
     x, weights = torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3, 2)
     ids = torch.tensor([[4, 5], [-1, -1], [6, -1]])
-    read, experts, shares = seen(x, ids, weights)
+    read, experts, shares = predictor_rows(x, ids, weights)
     assert read.flatten().tolist() == [1.0, 1.0, 3.0]
     assert experts.tolist() == [[4, 5], [4, 5], [6, 5]] and shares.tolist() == [[1, 1], [0, 0], [1, 0]]
 

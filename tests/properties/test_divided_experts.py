@@ -20,7 +20,7 @@ from vllm_spac.execution.base import Execution, ExecutionContext, Rows
 from vllm_spac.execution.device.pointers_execution import PointerExecution
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.execution.host.slots_execution import SlotExecution
-from vllm_spac.execution.row_shares import numbered, numbered_there, numbers_there
+from vllm_spac.execution.row_shares import local_numbers, localised_on_device, numbered
 
 EXPERTS, TOP_K, WIDTH = 12, 3, 2
 WHOLE = MoEShape(("a", "b"), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float64)})
@@ -145,7 +145,7 @@ def test_numbers_of_another_process_are_none() -> None:
 def test_experts_are_numbered_on_the_device_as_on_the_host(order: list[int], held: int, ids: list[int]) -> None:
     local_of, given = torch.full((6,), -1), torch.tensor(ids, dtype=torch.int32)[:, None]
     local_of[order[:held]] = torch.arange(held)
-    found = numbered_there(given, numbers_there(local_of, torch.device("cpu")))
+    found = localised_on_device(given, local_numbers(local_of, torch.device("cpu")))
     assert found.dtype == torch.int32
     assert torch.equal(found, numbered(given.masked_fill(given >= 6, -1), local_of, len(given)))
 

@@ -26,7 +26,7 @@ from vllm_spac.cache import allowance, transfers
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
@@ -47,7 +47,7 @@ class Script(Predictor):
         self.says: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         self.asked: list[int] = []
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         self.asked.append(seen.layer)
         for layer, experts in self.says.get(seen.layer, ()):
             scores = [float(EXPERTS - experts.index(e)) if e in experts else 0.0 for e in range(EXPERTS)]
@@ -246,7 +246,7 @@ class ByRow(Script):
 
     rows = ((4, 5), (4, 6), (7, 5))
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         if seen.layer == START:
             named = [[float(EXPERTS - r.index(e)) if e in r else 0.0 for e in range(EXPERTS)] for r in self.rows]
             yield Guess(EXPERTS, torch.tensor(named))
@@ -275,7 +275,7 @@ class Ranked(Script):
 
     rng, names = np.random.default_rng(0), (0, 1, 2, 3)
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         if 0 <= seen.layer < LAYERS - 1:
             self.names = a, b, c, d = tuple(self.rng.permutation(EXPERTS).tolist())[:4]
             scores = torch.zeros(2, EXPERTS)

@@ -18,7 +18,7 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds, needed
 from vllm_spac.decisions.predictors._trained import Sizes, Trained
-from vllm_spac.decisions.predictors.base import Seen
+from vllm_spac.decisions.predictors.base import PredictorInputs
 from vllm_spac.execution.device import layer_lookahead
 from vllm_spac.execution.device.layer_lookahead import MOST_ROWS
 
@@ -73,7 +73,7 @@ class Foreseen:
             assert torch.equal(out, pool.expected(layer, x, weights, ids, "silu"))
             used += len(ids.unique())
             ids = None
-            for guess in self.named.guesses(Seen(layer, hidden=x)):
+            for guess in self.named.guesses(PredictorInputs(layer, hidden=x)):
                 ids = guess.scores.topk(TOP_K).indices.int()
         pool.end_forward()
         return used
@@ -129,7 +129,7 @@ def verified(pool: Pool, named: Trained, bounds: tuple | None, steps: int) -> No
             a, b, c, d = *first.tolist(), *[e for e in range(4) if e not in first][:2]
             ids = torch.tensor([[a, b], [b, c], [a, d], [b, a]], dtype=torch.int32)
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
-            for guess in named.guesses(Seen(layer, hidden=x)):
+            for guess in named.guesses(PredictorInputs(layer, hidden=x)):
                 best = guess.scores.topk(TOP_K).indices
                 own = torch.zeros_like(guess.scores).scatter(1, best, guess.scores.softmax(-1).gather(1, best))
                 first = (own * votes[:, None]).sum(0).topk(2).indices
@@ -162,7 +162,7 @@ def test_a_budget_and_votes_rank_what_rows_name(made) -> None:
     ahead.name(0, x, ids, torch.rand(3, TOP_K), votes, out)
     own: dict[int, float] = {}
     for row in (0, 2):
-        [guess] = predictor().guesses(Seen(0, hidden=x[row : row + 1]))
+        [guess] = predictor().guesses(PredictorInputs(0, hidden=x[row : row + 1]))
         weights = guess.scores[0].softmax(-1)
         for expert in guess.scores[0].topk(TOP_K).indices.tolist():
             own[expert] = own.get(expert, 0) + float(weights[expert] * votes[row])
@@ -207,7 +207,7 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
         ids = torch.rand(4, EXPERTS, generator=rng).topk(TOP_K).indices.int()
         out = torch.zeros(1, EXPERTS)
         ahead.name(layer, x, ids, weights, torch.ones(4, 1), out)
-        [guess] = named.guesses(Seen(layer, hidden=x, ids=ids, weights=weights))
+        [guess] = named.guesses(PredictorInputs(layer, hidden=x, ids=ids, weights=weights))
         assert guess.first == (layer + 1) * EXPERTS and guess.scores.shape == (4, EXPERTS)
         assert set(out[0].nonzero().flatten().tolist()) == set(guess.scores.topk(TOP_K).indices.flatten().tolist())
         known = guess.scores.flip(1).contiguous()  # what was computed already is not computed again
@@ -257,7 +257,7 @@ def test_padding_names_nothing(made) -> None:
             x[5] = float("nan")
             weights, ids = torch.rand(6, TOP_K, generator=rng), torch.full((6, TOP_K), 12345, dtype=torch.int32)
             ids[0] = torch.rand(EXPERTS, generator=rng).topk(TOP_K).indices
-            for guess in named.guesses(Seen(layer, hidden=x[:1], ids=ids[:1], weights=weights[:1])):
+            for guess in named.guesses(PredictorInputs(layer, hidden=x[:1], ids=ids[:1], weights=weights[:1])):
                 of_the_row |= {guess.first + expert for expert in guess.scores.topk(TOP_K).indices[0].tolist()}
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
         pool.ahead.layers.join()

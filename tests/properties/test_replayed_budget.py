@@ -234,7 +234,7 @@ def test_votes_that_the_device_knows_weigh_the_same(rule, bound, ranking, covera
 
 def test_votes_that_the_device_knows_are_not_of_parts_that_the_host_ranks() -> None:
     layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RULES[0])]
-    made = BudgetControl(layers, weighed_there=True)
+    made = BudgetControl(layers, weighed_on_device=True)
     made.change(BudgetSettings(budget=5, window=2))
     with pytest.raises(UnsupportedError, match="window=2 ranks rows apart, and only the device knows how likely rows"):
         made.change(BudgetSettings(budget=5, window=2, votes="path"))

@@ -16,7 +16,7 @@ from vllm_spac import components
 from vllm_spac.cache import loader
 from vllm_spac.cache.link import Moved
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.tools.traces.replayed import rows_of_records
@@ -93,7 +93,7 @@ class Next(Predictor):
     def __init__(self, layers: int, experts: int) -> None:
         self.layers, self.experts = layers, experts
 
-    def guesses(self, seen: Seen) -> list[Guess]:
+    def guesses(self, seen: PredictorInputs) -> list[Guess]:
         if seen.layer == START:
             return []
         scores = torch.zeros(len(seen.ids), self.experts).scatter_(1, (seen.ids.long() + 1) % self.experts, 1.0)
@@ -108,7 +108,7 @@ class Often(Predictor):
     def __init__(self, layers: int, experts: int) -> None:
         self._often = (torch.arange(layers * experts) * 7 % 11)[None]
 
-    def guesses(self, seen: Seen) -> list[Guess]:
+    def guesses(self, seen: PredictorInputs) -> list[Guess]:
         return [Guess(0, self._often)] if seen.layer == START else []
 
 

@@ -26,7 +26,7 @@ from vllm_spac.decisions import costs
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.errors import SpacError
 from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder, read_budgets, write_budgets
 from vllm_spac.recording.trace_file import Trace
@@ -178,7 +178,7 @@ def test_predictors(folder, predictors, data) -> None:
         for name in found.names:
             predictor = found.build(name)
             for layer in (START, 0):
-                list(predictor.guesses(Seen(layer, torch.ones(1, found.sizes.width), ids, weights)))
+                list(predictor.guesses(PredictorInputs(layer, torch.ones(1, found.sizes.width), ids, weights)))
 
     ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
     loads_or_refuses(look, len(content), 64)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from vllm_spac.decisions.comparison import Said
+from vllm_spac.decisions.comparison import ReferenceAnswer
 from vllm_spac.tools.tuning.measurer import Answer, Engine, Measurer, MeasuringError
 from vllm_spac.tools.tuning.variants import Variant
 
@@ -86,7 +86,7 @@ class _Imagined(Engine):
         self._world.now += seconds
         return Answer(self._world.change(self._variant, ids_of(prompt, tokens)), seconds, seconds / tokens)
 
-    def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
+    def explain(self, prompt: str | Sequence[int], tokens: int) -> ReferenceAnswer:
         """The token after the right one is the second best, at a near-tie in the first place alone."""
         ids = ids_of(prompt, tokens)
-        return Said(ids=tuple(ids), second=tuple(n + 1 for n in ids), gap=(0.1, *[5.0] * (tokens - 1)))
+        return ReferenceAnswer(ids=tuple(ids), second=tuple(n + 1 for n in ids), gap=(0.1, *[5.0] * (tokens - 1)))

@@ -20,7 +20,7 @@ from vllm_spac.execution.exchange import Exchange
 from vllm_spac.integration.hooks import draft_cutting
 from vllm_spac.integration.hooks.draft_cutting import DraftCutter, surest
 from vllm_spac.integration.stepping.draft_planning import PlannedDrafts
-from vllm_spac.integration.stepping.v2.tree_decoding_v2 import given_parents
+from vllm_spac.integration.stepping.v2.tree_decoding_v2 import conditional
 from vllm_spac.methods.trees.tensors import FILLER, TreeTensors
 from vllm_spac.runtime import Runtime
 
@@ -293,7 +293,7 @@ def test_what_is_no_node_is_no_draft() -> None:
 
 def test_probabilities_of_nodes_given_their_parents() -> None:
     joint = torch.tensor([[0.8, 0.1, 0.4, 0.2]]).log()
-    given = given_parents(joint, torch.tensor([[-1, 0, 0, 1, 3]]))
+    given = conditional(joint, torch.tensor([[-1, 0, 0, 1, 3]]))
     assert given.flatten().tolist() == pytest.approx([0.8, 0.1, 0.5, 0.5])
 
 

@@ -57,7 +57,7 @@ class Engine:
         return True
 
     async def collective_rpc(self, method: str, args: tuple = ()) -> list:
-        if method == "spac_look":
+        if method == "spac_watch":
             raise RuntimeError("nobody is there")
         return [{"settings": {"asked": method, "args": list(args)}, "mode": "exact"}]
 

@@ -141,7 +141,7 @@ def test_experts_are_divided_among_the_workers_of_a_group(client, slots: str) ->
     for first, layers in ((0, 3), (2, 2)):  # layers 0, 2 and 4 belong to the first group
         rows = [shares.workers[worker].rows for worker in (first, first + 1)]
         assert layers * 308 <= sum(rows) < 2 * layers * 308 and min(rows) > 0
-        assert [running.worker._session.hosted.service.mine for running in places.running[first : first + 2]] == (
+        assert [running.worker._session.hosted.service.own_layers for running in places.running[first : first + 2]] == (
             [tuple(range(first // 2, LAYERS, 2))] * 2
         )
     assert (counts_of(found)["misses"] > 0) == (slots != "100%")

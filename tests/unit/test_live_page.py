@@ -91,7 +91,7 @@ def test_workers_are_asked_only_while_somebody_looks(monkeypatch: pytest.MonkeyP
             "requests": {"running": 2.0},
             "workers": [{"stats": {"hits": 1, "misses": 0}, "shown": shown}],
         }
-        await until(lambda: workers.asked[-1] == "spac_look_away")
+        await until(lambda: workers.asked[-1] == "spac_unwatch")
         before = len(workers.asked)
         await asyncio.sleep(0.1)
         assert len(workers.asked) == before, "nobody looks any more"
@@ -106,7 +106,7 @@ def test_many_who_look_cost_no_more_questions_than_one() -> None:
         feed = LiveFeed(workers, {})
         found = await asyncio.gather(*(reports(feed, 4) for _ in range(5)))
         assert len({json.dumps(each) for each in found}) == 1, "all see the same"
-        assert workers.asked.count("spac_look") < 8
+        assert workers.asked.count("spac_watch") < 8
 
     asyncio.run(look())
 
@@ -116,14 +116,14 @@ def test_somebody_who_comes_while_the_workers_forget_is_shown_something() -> Non
         workers = Workers()
         feed = LiveFeed(workers, {})
         await reports(feed, 1)
-        await until(lambda: workers.asked[-1] == "spac_look")
+        await until(lambda: workers.asked[-1] == "spac_watch")
         workers.gate.clear()
-        await until(lambda: workers.asked[-1] == "spac_look_away")  # and it does not answer yet
+        await until(lambda: workers.asked[-1] == "spac_unwatch")  # and it does not answer yet
         late = asyncio.create_task(reports(feed, 2))
         await asyncio.sleep(0.005)
         workers.gate.set()
         assert {name for name, _ in await late} <= {"report", "busy"}
-        await until(lambda: workers.asked.count("spac_look") > 1)
+        await until(lambda: workers.asked.count("spac_watch") > 1)
 
     asyncio.run(look())
 
@@ -148,7 +148,7 @@ def test_a_reader_who_is_slow_gets_the_newest_report() -> None:
         workers = Workers()
         stream = LiveFeed(workers, {}).events(lambda: False)
         await anext(stream)
-        await until(lambda: workers.asked.count("spac_look") > 5)
+        await until(lambda: workers.asked.count("spac_watch") > 5)
         hits = parsed(await anext(stream))[1]["workers"][0]["stats"]["hits"]
         assert hits > 3
         await stream.aclose()
@@ -334,12 +334,12 @@ def test_looking_away_ends_all_recording() -> None:
     experts, _ = viewed(execution)
     worker = SpacWorker()
     worker._spac_experts = lambda: experts
-    worker.spac_look_away()  # nobody has looked
+    worker.spac_unwatch()  # nobody has looked
     for _ in range(2):
-        worker.spac_look()
-        worker.spac_look()
+        worker.spac_watch()
+        worker.spac_watch()
         assert execution.watching is experts.runtime.recorder.timeline is not None
-        worker.spac_look_away()
+        worker.spac_unwatch()
         assert execution.watching is experts.runtime.recorder.timeline is execution.residency.activity is None
 
 

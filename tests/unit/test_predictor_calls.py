@@ -15,7 +15,7 @@ import imagined as made
 
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, kinds
 from vllm_spac.decisions.predictors._trained import Trained
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.methods.speculating_experts import neural_predictor
 from vllm_spac.methods.speculating_experts.neural_predictor import Neural
 from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import LayerFeatures, mixing
@@ -51,7 +51,7 @@ def called(predictor: Trained, rows: int) -> list[list[str]]:
         found = []
         for layer in (START, *range(made.LAYERS)):
             hidden = samples.hidden[layer, :rows].bfloat16()
-            seen = Seen(layer, hidden, samples.ids[layer, :rows], samples.weights[layer, :rows])
+            seen = PredictorInputs(layer, hidden, samples.ids[layer, :rows], samples.weights[layer, :rows])
             with Calls() as calls:
                 list(predictor.guesses(seen))
             found.append(calls.names)
@@ -77,7 +77,7 @@ def test_features_are_the_router_input_and_its_weights_whatever_was_there_before
     for layer, rows in ((0, slice(0, 5)), (2, slice(7, 12)), (1, slice(3, 4)), (0, slice(0, 9))):
         hidden, ids, weights = (value[layer, rows] for value in (samples.hidden, samples.ids, samples.weights))
         with torch.inference_mode(layer == 2):
-            found = features.of(Seen(layer, hidden.bfloat16(), ids, weights.bfloat16()))
+            found = features.of(PredictorInputs(layer, hidden.bfloat16(), ids, weights.bfloat16()))
             expected = torch.cat([hidden.bfloat16().float(), mixing(ids, weights.bfloat16(), made.EXPERTS)], 1)
         assert torch.equal(found, expected)
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
 from vllm_spac.decisions.predictors._trained import Gates, Sizes
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.decisions.predictors.gate import Gate, folded
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
@@ -46,7 +46,7 @@ def test_gate_ranks_as_the_later_router_on_the_earlier_residual(bias: float) -> 
     predictor = Gate(material.sizes, tensors, {})
     residual = made.residuals(30, seed=7)
     hidden = made.normed(residual[1], model.norm[1])
-    [guess] = predictor.guesses(Seen(1, hidden=hidden))
+    [guess] = predictor.guesses(PredictorInputs(1, hidden=hidden))
     assert guess.first == 2 * made.EXPERTS
     for scores, target in zip(guess.scores.split(made.EXPERTS, 1), (2, 3), strict=True):
         expected = made.normed(residual[1], model.norm[target]) @ model.weight[target].T + model.bias[target]

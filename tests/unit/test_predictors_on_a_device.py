@@ -21,7 +21,7 @@ from vllm_spac.decisions.guard import draft_states
 from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.decisions.predictor_file import kinds
 from vllm_spac.decisions.predictors._trained import Trained
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs
 from vllm_spac.methods.od_moe.shadow_predictor import Shadow
 
 ROWS = 5
@@ -51,10 +51,10 @@ def on(device: str, value: Any) -> Any:
     return value
 
 
-def seen(layer: int, device: str) -> Seen:
+def seen(layer: int, device: str) -> PredictorInputs:
     samples = imagined.samples(texts=1)
     rows = samples.hidden[layer, :ROWS].bfloat16(), samples.ids[layer, :ROWS], samples.weights[layer, :ROWS]
-    return Seen(layer, *(each.to(device) for each in rows))
+    return PredictorInputs(layer, *(each.to(device) for each in rows))
 
 
 def asked(predictor: Trained, device: str) -> Iterator[tuple[int, Guess]]:
@@ -85,7 +85,7 @@ def test_scores_are_those_of_a_cpu(name: str) -> None:
 
 def test_a_shadow_stays_there() -> None:
     [guess] = Shadow(num_experts=12).guesses(
-        Seen(START, draft_ids=torch.zeros(2, 3, 2, dtype=torch.int64, device="meta"))
+        PredictorInputs(START, draft_ids=torch.zeros(2, 3, 2, dtype=torch.int64, device="meta"))
     )
     assert PredictedExperts.of(guess, 4, 2).ids.device.type == "meta"
 

@@ -127,7 +127,7 @@ def test_host_work_is_without_the_loads() -> None:
 def test_measure(tmp_path: Path, store) -> None:
     told: list[str] = []
     options = {"store": store, "io_threads": 2, "seconds": 0.001}
-    costs = measure(NBYTES, tmp_path / "new", **options, tell=told.append)
+    costs = measure(NBYTES, tmp_path / "new", **options, announce=told.append)
     assert len(told) == measurements(2, store) and any("64 rows" in text for text in told)
     assert list((tmp_path / "new").iterdir()) == []
     assert costs.load_at_once == 3

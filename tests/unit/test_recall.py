@@ -21,7 +21,7 @@ import imagined as made
 
 from vllm_spac.config.types import SlotCount
 from vllm_spac.decisions.predictors._samples import SampleRecorder, Samples
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.errors import SpacError
 from vllm_spac.tools.evaluation import predictor_recall
@@ -45,7 +45,7 @@ class Always(Predictor):
     def __init__(self, at_start: list[int], ahead: list[int]) -> None:
         self._start, self._ahead = (torch.tensor([[order.index(e) for e in range(6)]]) for order in (at_start, ahead))
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         if seen.layer == START:
             yield Guess(0, torch.cat([-self._start, -self._start], 1))
         elif seen.layer == 0:
@@ -90,7 +90,7 @@ def test_counts_are_of_the_rows_before() -> None:
     class Last(Predictor):
         scores = np.zeros(6, dtype=np.int64)
 
-        def guesses(self, seen: Seen) -> Iterable[Guess]:
+        def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
             return [Guess(0, torch.from_numpy(self.scores)[None])]
 
         def observe_step(self, counts: np.ndarray) -> None:

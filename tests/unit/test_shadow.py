@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.guard.draft_states import DraftStates
-from vllm_spac.decisions.predictors.base import START, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, PredictorInputs, Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.loading import ahead
@@ -31,10 +31,10 @@ INF = float("inf")
 
 def test_a_row_names_what_the_draft_model_chose_in_its_order_and_nothing_if_it_was_not_read() -> None:
     ids = torch.tensor([[[3, 1], [0, 4]], [[-1, -1], [-1, -1]]])
-    [guess] = Shadow(num_experts=2 * EXPERTS).guesses(Seen(START, draft_ids=ids))
+    [guess] = Shadow(num_experts=2 * EXPERTS).guesses(PredictorInputs(START, draft_ids=ids))
     assert guess.first == 0
     assert guess.scores.tolist() == [[-INF, 1, -INF, 2, -INF, 2, -INF, -INF, -INF, 1], [-INF] * 10]
-    assert not list(Shadow(num_experts=2 * EXPERTS).guesses(Seen(0, draft_ids=ids))), "of a layer that runs"
+    assert not list(Shadow(num_experts=2 * EXPERTS).guesses(PredictorInputs(0, draft_ids=ids))), "of a layer that runs"
 
 
 # -- what is kept of a draft model's routers ---------------------------------------------------------------------------

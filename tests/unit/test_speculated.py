@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
@@ -36,7 +36,7 @@ class Told(Predictor):
     def __init__(self, scores: torch.Tensor, knows: tuple[int, ...] = (1, 2)) -> None:
         self.told, self.knows, self.seen = scores, knows, []
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         self.seen.append(seen)
         if seen.layer + 1 in self.knows:
             yield Guess((seen.layer + 1) * EXPERTS, self.told[seen.layer + 1, : len(seen.hidden)])

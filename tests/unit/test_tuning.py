@@ -14,7 +14,7 @@ import pytest
 from vllm_spac.config import tuned_profile
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tuned_profile import DEFAULT, MAY_SET, Drafts, TunedProfile, path_of
-from vllm_spac.decisions.comparison import NEAR, Ratio, Said, compare_tokens
+from vllm_spac.decisions.comparison import NEAR, Ratio, ReferenceAnswer, compare_tokens
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.tuning import measurer
@@ -102,7 +102,7 @@ def test_a_ratio_is_faster_only_if_its_whole_interval_is() -> None:
 
 
 def test_tokens_that_differ_are_wrong_unless_it_was_close() -> None:
-    said = Said(ids=(1, 2, 3), second=(7, 8, 9), gap=(4.0, NEAR / 2, 4.0))
+    said = ReferenceAnswer(ids=(1, 2, 3), second=(7, 8, 9), gap=(4.0, NEAR / 2, 4.0))
     for ids, near, verdict in (
         ([1, 2, 3], False, "equal"),
         ([1, 8, 5], True, "near-ties"),
@@ -115,7 +115,9 @@ def test_tokens_that_differ_are_wrong_unless_it_was_close() -> None:
         found = compare_tokens([said, said], [[1, 2, 3], ids], near)
         assert (found.verdict, found.answers) == (verdict, 2), ids
         assert found.differ == (verdict != "equal")
-    assert compare_tokens([Said(ids=(1,))], [[2]], True).verdict == "wrong", "it was not asked how close it is"
+    assert compare_tokens([ReferenceAnswer(ids=(1,))], [[2]], True).verdict == "wrong", (
+        "it was not asked how close it is"
+    )
 
 
 # -- files --

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.policies.lru import LRU
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
@@ -45,7 +45,7 @@ class Named(Predictor):
     needs = frozenset({Signal.ROUTING, Signal.DRAFT_ROUTING})
     reach = 1
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, seen: PredictorInputs) -> Iterable[Guess]:
         if seen.layer == START:
             assert seen.draft_ids is not None
             yield Guess.of_chosen(seen.draft_ids, LAYERS * EXPERTS)

@@ -74,7 +74,7 @@ def arrived(kind: FrameKind, payload: bytes) -> Frame:
 
 def test_a_service_is_read_as_it_was_written() -> None:
     found = service()
-    assert found.shape == SHAPE and found.mine == (0, 2)
+    assert found.shape == SHAPE and found.own_layers == (0, 2)
     assert found.keys == [*range(4), *range(8, 12)]
     assert found.digest == b"\x0a" * 16
 
@@ -82,11 +82,11 @@ def test_a_service_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mine": [0, 3]},
-        {"mine": [2, 0]},
-        {"mine": [0, 0]},
-        {"mine": []},
-        {"mine": [-1]},
+        {"own_layers": [0, 3]},
+        {"own_layers": [2, 0]},
+        {"own_layers": [0, 0]},
+        {"own_layers": []},
+        {"own_layers": [-1]},
         {"fingerprint": "../../etc"},
         {"fingerprint": "0a" * 16 + "\n"},
         {"experts": 0},

@@ -136,13 +136,13 @@ class PauseNotice:
     """Takes what ``Allowance.end_step`` returns; ``prefetch``: the predictor's name."""
 
     def __init__(self, prefetch: str) -> None:
-        self._prefetch, self._told = prefetch, False
+        self._prefetch, self._warned = prefetch, False
 
     def report(self, judged: tuple[int, int] | None) -> None:
         """Logs the first pause."""
-        if judged is None or self._told:
+        if judged is None or self._warned:
             return
-        self._told = True
+        self._warned = True
         logger.warning(
             "spac: prefetch=%s pauses: layers used %d of the last %d experts that it read ahead; it is tried again "
             "every %d steps, or use --spac-prefetch off",

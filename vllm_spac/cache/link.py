@@ -71,6 +71,6 @@ class Link(Protocol):
         """Waits for the reads in flight, cancels the others and stops the threads."""
 
 
-def reads_ahead(io_threads: int, given: int | None) -> int:
-    """Returns the maximum number of prefetch reads in flight: as ``given``, else half of the I/O threads."""
-    return max(1, io_threads // 2) if given is None else given
+def reads_ahead(io_threads: int, limit: int | None) -> int:
+    """Returns the maximum number of prefetch reads in flight: ``limit``, else half of the I/O threads."""
+    return max(1, io_threads // 2) if limit is None else limit

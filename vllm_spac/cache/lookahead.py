@@ -22,7 +22,7 @@ from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.cutoff import DraftPhases, cutoff
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs
 from vllm_spac.recording.metrics import Counters
 
 
@@ -232,11 +232,11 @@ class Lookahead(Prefetcher):
             self._places[key] = self._read_at.pop(key)
         self._used[first + self.expected.held(used.ravel())] = True
 
-    def ask(self, seen: Seen) -> list[PredictedExperts]:
-        asked = self._away and not self._broken and (seen.layer == START or self._guesser.reach > 0)
-        return self._guesses(seen, self.expected.names) if asked else []
+    def ask(self, inputs: PredictorInputs) -> list[PredictedExperts]:
+        asked = self._away and not self._broken and (inputs.layer == START or self._guesser.reach > 0)
+        return self._guesses(inputs, self.expected.names) if asked else []
 
-    def draft(self, seen: Seen | None, names: Sequence[PredictedExperts] = ()) -> None:
+    def draft(self, inputs: PredictorInputs | None, names: Sequence[PredictedExperts] = ()) -> None:
         self.reap()
         if self._broken:
             return
@@ -244,7 +244,7 @@ class Lookahead(Prefetcher):
             self._drafting = True
             self.expected.begin()
             self.expected.hint = BudgetHint(self._bounds)  # other rows, whose votes are not known
-        self._hear(seen, names)
+        self._take_names(inputs, names)
         self._cancel_unexpected()
         if self._bounded:
             self._note_drafted()
@@ -255,29 +255,29 @@ class Lookahead(Prefetcher):
             first = cutoff(list(map(len, layers)), missing, self._residency.slots, self._phases.left)
         self._phases.ask(self._read(chain.from_iterable(layers[:first])))
 
-    def begin_step(self, seen: Seen | None, hint: BudgetHint = UNBOUNDED) -> None:
+    def begin_step(self, inputs: PredictorInputs | None, hint: BudgetHint = UNBOUNDED) -> None:
         self.reap()
         self.expected.hint = hint
-        if seen is not None:
+        if inputs is not None:
             self._bounds = hint.bounds
         self._phases.end(self._ahead.keys)
         drafted, self._drafting = self._drafting, False
-        if seen is None or self._broken:
+        if inputs is None or self._broken:
             self.expected.clear()
         elif not (self._away and drafted):  # what was named of the drafts holds until the step's names arrive
             self.expected.begin()
-            self._hear(seen, ())
+            self._take_names(inputs, ())
         self.proceed(0)
 
-    def observe_layer(self, seen: Seen, names: Sequence[PredictedExperts] = ()) -> None:
-        assert seen.ids is not None
+    def observe_layer(self, inputs: PredictorInputs, names: Sequence[PredictedExperts] = ()) -> None:
+        assert inputs.ids is not None
         if not self._broken:
-            used = seen.ids.numpy()
+            used = inputs.ids.numpy()
             if self._bounded:
-                self._compare(seen.layer, used)
-            self.expected.enter(seen.layer, used)
+                self._compare(inputs.layer, used)
+            self.expected.enter(inputs.layer, used)
             if self._away or self._guesser.reach:
-                self._hear(seen, names)
+                self._take_names(inputs, names)
 
     def expect(self, layer: int, experts: np.ndarray) -> None:
         if not self._broken:
@@ -329,19 +329,19 @@ class Lookahead(Prefetcher):
             self._ahead.fetch(loads)
         return [key for key, _ in loads]
 
-    def _hear(self, seen: Seen | None, names: Sequence[PredictedExperts]) -> None:
-        """Takes what the predictor names of ``seen``; where it is away, ``names``, which it has named of it."""
+    def _take_names(self, inputs: PredictorInputs | None, names: Sequence[PredictedExperts]) -> None:
+        """Takes what the predictor names of ``inputs``; where it is away, ``names``, which it has named of it."""
         if self._away:
             for each in names:
                 self.expected.receive(each)
         else:
-            assert seen is not None
-            self._guesses(seen, self.expected.name)
+            assert inputs is not None
+            self._guesses(inputs, self.expected.name)
 
-    def _guesses(self, seen: Seen, take: Callable[[Guess], _Taken]) -> list[_Taken]:
-        """Returns what ``take`` makes of each guess about ``seen``; nothing after an error."""
+    def _guesses(self, inputs: PredictorInputs, take: Callable[[Guess], _Taken]) -> list[_Taken]:
+        """Returns what ``take`` makes of each guess about ``inputs``; nothing after an error."""
         try:
-            return [take(guess) for guess in self._guesser.guesses(seen)]
+            return [take(guess) for guess in self._guesser.guesses(inputs)]
         except Exception:  # of any predictor, also of another package: it moves experts ahead of need, and no more
             self._broken = True
             self.expected.clear()

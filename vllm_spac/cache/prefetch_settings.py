@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.config.rules import check_draft_arguments
 from vllm_spac.config.types import PREFETCHING
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import DRAFTING, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import DRAFTING, Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.errors import ConfigError, brief
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class _Lent(Predictor):
         self._policy = policy
         self.scores = policy.scores
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
         return ()  # the prefetcher reads the scores
 
     def observe_step(self, counts: np.ndarray) -> None:

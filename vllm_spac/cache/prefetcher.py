@@ -20,7 +20,7 @@ from vllm_spac.cache.named import UNBOUNDED, BudgetHint, PredictedExperts
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.decisions.balancers.base import Balancer
-from vllm_spac.decisions.predictors.base import Predictor, Seen
+from vllm_spac.decisions.predictors.base import Predictor, PredictorInputs
 from vllm_spac.recording.metrics import Counters
 
 
@@ -120,27 +120,27 @@ class Prefetcher(ABC):
         self._predictor.observe_step(counts)
         self.scores = self._predictor.scores
 
-    def begin_step(self, seen: Seen | None, hint: BudgetHint = UNBOUNDED) -> None:
-        """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed.
+    def begin_step(self, inputs: PredictorInputs | None, hint: BudgetHint = UNBOUNDED) -> None:
+        """A step begins, of which a predictor that looks at layers may see ``inputs``; None: nothing is to be guessed.
 
         ``hint``: of its rows.
         """
 
-    def ask(self, seen: Seen) -> list[PredictedExperts]:
-        """Returns what a predictor on a device names of ``seen``, for ``draft`` or ``observe_layer``; does not wait."""
+    def ask(self, inputs: PredictorInputs) -> list[PredictedExperts]:
+        """Returns what a predictor on a device names of ``inputs``, for ``draft`` or ``observe_layer``, at once."""
         return []
 
-    def draft(self, seen: Seen | None, names: Sequence[PredictedExperts] = ()) -> None:
+    def draft(self, inputs: PredictorInputs | None, names: Sequence[PredictedExperts] = ()) -> None:
         """The drafter has read the tokens of some rows of the next step: for a predictor that looks at it.
 
-        With a predictor on a device: ``names``, what it has named of ``seen``, have arrived on the host.
+        With a predictor on a device: ``names``, what it has named of ``inputs``, have arrived on the host.
         """
 
-    def observe_layer(self, seen: Seen, names: Sequence[PredictedExperts] = ()) -> None:
+    def observe_layer(self, inputs: PredictorInputs, names: Sequence[PredictedExperts] = ()) -> None:
         """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers.
 
         Args:
-            seen: ``ids`` are on the host.
+            inputs: ``ids`` are on the host.
             names: of a predictor on a device, what has arrived with them.
         """
 

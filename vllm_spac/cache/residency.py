@@ -118,7 +118,7 @@ class Residency:
         self._pinned.update(keys)
         for key in missing:
             self.policy.insert(key)
-        return Placement(len(keys) - len(missing) - len(waits), self._seat(missing), tuple(waits), tuple(victims))
+        return Placement(len(keys) - len(missing) - len(waits), self._fill_slots(missing), tuple(waits), tuple(victims))
 
     def use(self, keys: np.ndarray) -> bool:
         """Returns whether all ``keys`` are READY, and then tells the policy that they are used, in this order.
@@ -169,7 +169,7 @@ class Residency:
         chosen = keys[: len(self._free)]
         for key in chosen:
             self.policy.insert_ahead(key)
-        return Placement(0, self._seat(chosen), victims=tuple(victims))
+        return Placement(0, self._fill_slots(chosen), victims=tuple(victims))
 
     def exchange(self, key: int) -> Placement | None:
         """Finds a slot for ``key``, which has none and was just used, to be loaded while kernels run; does not pin it.
@@ -184,7 +184,7 @@ class Residency:
         if victims == [key]:
             return None
         self._vacate(victims, frozen)
-        return Placement(0, self._seat([key]), victims=tuple(victims))
+        return Placement(0, self._fill_slots([key]), victims=tuple(victims))
 
     def observe(self, counts: np.ndarray) -> None:
         """A forward has finished: as ``Policy.observe``."""
@@ -252,7 +252,7 @@ class Residency:
     def _frozen(self) -> set[int]:
         return self._pinned.union(self._loading, self._in_use)
 
-    def _seat(self, keys: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    def _fill_slots(self, keys: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Gives each of ``keys``, which the policy holds, a free slot to be loaded; returns ``Placement.loads``."""
         slots = [self._free.pop() for _ in keys]
         for key, slot in zip(keys, slots, strict=True):

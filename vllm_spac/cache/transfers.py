@@ -27,7 +27,7 @@ from vllm_spac.recording.timeline_recorder import Kind, Timeline, now
 from vllm_spac.storage.base import ExpertStore, Slot, Slots, rows_of
 from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.system.machine import unbind
-from vllm_spac.system.threads import finish, given_up, outcome
+from vllm_spac.system.threads import cancelled_load, finish, outcome
 
 HOST = "host"
 
@@ -415,7 +415,7 @@ class Transfers:
         """Completes what was ``planned``, and counts it; returns what failed."""
         failed: dict[int, BaseException] = {}
         for move in planned:
-            result = results.get(move.key) or given_up()
+            result = results.get(move.key) or cancelled_load()
             self._mover.ended(move, result)
             if isinstance(result, BaseException):
                 failed[move.key] = result

@@ -332,12 +332,12 @@ def _self_test(
     config: dict[str, Any] = tiny_model.QWEN3_MOE if model is None else find_model(model, revision).config
     path = None if output is None else _writable(output)
     begin = time.monotonic()
-    with _selftest_progress(parts.PARTS + 1) as tell:
-        tell("vLLM")
+    with _selftest_progress(parts.PARTS + 1) as announce:
+        announce("vLLM")
         facts = installation()
         times: dict[str, float] = {}
         left = seconds - (time.monotonic() - begin)
-        options: dict[str, Any] = {"engines": engines, "seconds": left, "tell": tell, "times": times}
+        options: dict[str, Any] = {"engines": engines, "seconds": left, "announce": announce, "times": times}
         outcomes = [] if facts.refusal else list(parts.run(config, **options))
     report = _selftest_report(facts, outcomes, time.monotonic() - begin) | {"seconds_by_part": times}
     if path is not None:

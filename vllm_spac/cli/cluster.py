@@ -84,22 +84,22 @@ def start(
     console.print(f"vllm serve MODEL --plugin spac --spac-executor {executor}", markup=False, soft_wrap=True)
 
 
-def _started(path: Path, found: ClusterFile, workers: int, arguments: list[str], console: Console) -> list[Place]:
-    """Starts workers and adds them to ``found`` in the cluster's file ``path``; ends all of them if that fails."""
+def _started(path: Path, known: ClusterFile, workers: int, arguments: list[str], console: Console) -> list[Place]:
+    """Starts workers and adds them to ``known`` in the cluster's file ``path``; ends all of them if that fails."""
     with writing(path.with_suffix(".log"), _REMEDY):
         log = open_log(path.with_suffix(".log"))
     started: list[StartedWorker] = []
     with log:
         try:
             for _ in range(workers):
-                started.append(StartedWorker(bytes.fromhex(found.secret), arguments, log))
+                started.append(StartedWorker(bytes.fromhex(known.secret), arguments, log))
             with console.status("starting the workers"):
                 addresses = [each.address() for each in started]
             new = [
                 Place(address=address, pid=each.process.pid, machine=platform.node())
                 for address, each in zip(addresses, started, strict=True)
             ]
-            _write(path, ClusterFile(secret=found.secret, workers=(*found.workers, *new)))
+            _write(path, ClusterFile(secret=known.secret, workers=(*known.workers, *new)))
         except BaseException:
             for each in started:
                 each.kill()
@@ -151,15 +151,16 @@ def _changing(path: Path, console: Console) -> Iterator[None]:
     with writing(beside, _REMEDY):
         lock = LockFile(beside)
 
-    def tell(whom: str) -> None:
-        console.print(f"waiting for {whom}, which changes {path}", markup=False, soft_wrap=True)
+    def announce(holder: str) -> None:
+        console.print(f"waiting for {holder}, which changes {path}", markup=False, soft_wrap=True)
 
     with contextlib.closing(lock):
         with writing(beside, _REMEDY):  # a file system without locks says so here
-            taken = lock.take(wait=_WAIT, tell=tell)
+            taken = lock.take(wait=_WAIT, announce=announce)
         if not taken:
             raise ConfigError(
-                f"spac: {lock.whom()} has been changing {path} for {_WAIT:.0f} s; end it and try again, or {_REMEDY}"
+                f"spac: {lock.holder_text()} has been changing {path} for {_WAIT:.0f} s; end it and "
+                f"try again, or {_REMEDY}"
             )
         yield
 

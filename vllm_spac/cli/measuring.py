@@ -59,17 +59,17 @@ def measure_costs(
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(depths) + measurements(io_threads, store))
 
-        def tell(text: str) -> None:
+        def announce(text: str) -> None:
             progress.update(task, advance=1, description=text)
 
         steps = {}
         for layers in depths:
-            tell(f"vLLM itself, {layers} layers of no size")
+            announce(f"vLLM itself, {layers} layers of no size")
             steps[layers] = vllm_step.seconds_per_token(layers)
         try:
             costs = measure(
                 nbytes, folder, store=store, io_threads=io_threads, seconds=_SECONDS, kernel=cpu_kernel(),
-                source=shlex.join([*_COMMAND, f"--expert-bytes={nbytes}", *given]), tell=tell,
+                source=shlex.join([*_COMMAND, f"--expert-bytes={nbytes}", *given]), announce=announce,
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; name a writable folder with --disk-dir DIR") from error

@@ -56,13 +56,13 @@ def packed(
         raise StoreError(f"{error.filename}: {error.strerror}") from error
 
 
-def verify_all(found: list[Packed], console: Console) -> dict[Path, str]:
+def verify_all(folders: list[Packed], console: Console) -> dict[Path, str]:
     """Checks every expert; returns what is wrong with each damaged file."""
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     damaged = {}
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=sum(path.lstat().st_size for item in found for path in item.experts))
-        for item in found:
+        task = progress.add_task("", total=sum(path.lstat().st_size for item in folders for path in item.experts))
+        for item in folders:
             for path in item.experts:
                 problem = check_file(path, item.folder.name, lambda count: progress.advance(task, count))
                 if problem:
@@ -70,33 +70,33 @@ def verify_all(found: list[Packed], console: Console) -> dict[Path, str]:
     return damaged
 
 
-def repair_all(found: list[Packed], console: Console) -> dict[Path, str]:
+def repair_all(folders: list[Packed], console: Console) -> dict[Path, str]:
     """Checks every expert, and deletes damaged ones and leftovers; returns what was wrong with each damaged file.
 
     Raises:
         StoreError: a folder is in use, or is not one of packed experts; nothing was deleted.
     """
     with contextlib.ExitStack() as locks:
-        for item in found:
+        for item in folders:
             locks.enter_context(alone(item.folder))
             everything(item.folder)
-        damaged = verify_all(found, console)
-        for path in (*damaged, *(path for item in found for path in item.leftovers)):
+        damaged = verify_all(folders, console)
+        for path in (*damaged, *(path for item in folders for path in item.leftovers)):
             path.unlink()
-        for item in found:
+        for item in folders:
             (item.folder / MARK).unlink(missing_ok=True)
     return damaged
 
 
 def _list(root: Path, verify: bool, repair: bool) -> None:
-    console, found = Console(), list(scan(root))
-    if not found:
+    console, folders = Console(), list(scan(root))
+    if not folders:
         say(console, f"no packed experts in {shown(root)}")
         return
-    print_table(console, _table(root, found))
+    print_table(console, _table(root, folders))
     if not verify:
         return
-    damaged = (repair_all if repair else verify_all)(found, console)
+    damaged = (repair_all if repair else verify_all)(folders, console)
     for path, problem in damaged.items():
         say(console, f"[red]damaged[/] {shown(f'{path} {problem}')}")
     if damaged and not repair:
@@ -108,7 +108,7 @@ def _list(root: Path, verify: bool, repair: bool) -> None:
             f"deleted {len(damaged)} damaged files; the next start packs those experts again", highlight=False
         )
         return
-    console.print(f"[green]all {sum(len(item.experts) for item in found)} files are as they were packed[/]")
+    console.print(f"[green]all {sum(len(item.experts) for item in folders)} files are as they were packed[/]")
 
 
 def _delete(root: Path, fingerprint: str, yes: bool) -> None:
@@ -124,16 +124,16 @@ def _delete(root: Path, fingerprint: str, yes: bool) -> None:
     say(console, f"deleted {shown(match.folder)} ({gib(match.bytes)})")
 
 
-def _table(root: Path, found: list[Packed]) -> Table:
-    total = gib(sum(item.bytes for item in found))
+def _table(root: Path, folders: list[Packed]) -> Table:
+    total = gib(sum(item.bytes for item in folders))
     table = Table(title=f"{shown(root)} ({total})", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("fingerprint", no_wrap=True, min_width=32)  # never cut, so that it can be copied to --delete
     table.add_column("model", overflow="fold")
     table.add_column("layers", overflow="fold")
-    left = any(item.leftovers for item in found)  # by processes that were killed
+    left = any(item.leftovers for item in folders)  # by processes that were killed
     for name in ("experts", "size", "age", *["leftovers"] * left):
         table.add_column(name, justify="right")
-    for item in found:
+    for item in folders:
         layers = f"{len(item.layers)} ({_number(item.layers[0])}..{_number(item.layers[-1])})" if item.layers else "0"
         row = (item.folder.name, item.model or "?", layers, str(len(item.experts)), gib(item.bytes), _age(item.newest))
         table.add_row(*map(shown, row), *[str(len(item.leftovers))] * left)

@@ -82,14 +82,14 @@ def plan(
             status.start()
         planned = PlannedMachine.of(machine, fast, host)
         status.update("calculating")
-        found = plan_model(
+        plan = plan_model(
             named, planned, context=context, concurrency=concurrency,
             plane=plane or "auto", trace=trace,
         )  # fmt: skip
     if as_json:
-        print(json.dumps(found.content(), indent=2))
+        print(json.dumps(plan.content(), indent=2))
     else:
-        print_plan(Console(), found)
+        print_plan(Console(), plan)
 
 
 def _measured_here(named: NamedModel) -> None:
@@ -113,40 +113,40 @@ def size_of(name: str, text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        found = int(TypeAdapter(Size).validate_python(text))
+        tokens = int(TypeAdapter(Size).validate_python(text))
     except ValidationError:
-        found = 0
-    if found <= 0:
+        tokens = 0
+    if tokens <= 0:
         raise ConfigError(f"--{name}-memory {text}: use a number of bytes with a unit, e.g. 24GiB")
-    return found
+    return tokens
 
 
-def print_plan(console: Console, found: ServingPlan) -> None:
+def print_plan(console: Console, plan: ServingPlan) -> None:
     """Prints the command, what it gives, what that rests on, and the tables that it is from."""
     console.print("[green]run:[/]")
-    say(console, shown(found.best.command))
+    say(console, shown(plan.best.command))
     console.print()
-    for text in _summary(found):
+    for text in _summary(plan):
         console.print(shown(text), highlight=False)
     console.print()
     console.print("[dim]assumed:[/]")
-    for text in found.assumptions:
+    for text in plan.assumptions:
         console.print(Padding(f"[dim]{shown(text)}[/]", (0, 0, 0, 2)), highlight=False)
     console.print()
-    print_table(console, _memory(found))
-    print_table(console, _choices(found))
+    print_table(console, _memory(plan))
+    print_table(console, _choices(plan))
 
 
-def _summary(found: ServingPlan) -> Iterator[str]:
+def _summary(plan: ServingPlan) -> Iterator[str]:
     """Yields what the command gives, and why it is this one, in sentences."""
-    best, beside = found.best, found.beside
+    best, beside = plan.best, plan.beside
     first = _range(*(f"{seconds:.2g}" for seconds in best.first_token))
-    load = "one request" if found.load.concurrency == 1 else f"{found.load.concurrency} requests at once"
+    load = "one request" if plan.load.concurrency == 1 else f"{plan.load.concurrency} requests at once"
     yield f"calculated, not measured: {_speeds(best)} tokens/s with {load}; first token after {first} s"
-    if found.stock:
-        yield _STOCK.format("GPU memory" if found.machine.gpu else "memory")
+    if plan.stock:
+        yield _STOCK.format("GPU memory" if plan.machine.gpu else "memory")
         return
-    yield from (f"does not fit: {problem}" for problem in found.problems)
+    yield from (f"does not fit: {problem}" for problem in plan.problems)
     if beside is not None and not beside.stock:
         yield f"with --plane {beside.model.execution}: {_speeds(beside.best)} tokens/s"
     if best.even is not None:
@@ -161,27 +161,27 @@ def _summary(found: ServingPlan) -> Iterator[str]:
         )
 
 
-def _memory(found: ServingPlan) -> Table:
-    model = found.model
-    machine = "this machine" if found.machine.name == _HERE else shown(found.machine.name)
+def _memory(plan: ServingPlan) -> Table:
+    model = plan.model
+    machine = "this machine" if plan.machine.name == _HERE else shown(plan.machine.name)
     title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {machine}: memory, calculated"
     table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD)
     for side in ("left", "right", "left"):
         table.add_column(justify=cast(JustifyMethod, side))
-    for line in found.memory():
+    for line in plan.memory():
         table.add_row(*map(shown, line))
     return table
 
 
-def _choices(found: ServingPlan) -> Table:
-    served = "of stock vLLM" if found.stock else f"with {found.plane}"
+def _choices(plan: ServingPlan) -> Table:
+    served = "of stock vLLM" if plan.stock else f"with {plan.plane}"
     title = f"what to expect {served}, calculated: low–high"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)  # fits 80 columns
     columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token, s")
     for name in columns:
         table.add_column(name, justify="left" if name in ("others in", "limited by") else "right")
-    for row in found.rows:
-        table.add_row(*_cells(row), style="bold green" if row is found.best else None)
+    for row in plan.rows:
+        table.add_row(*_cells(row), style="bold green" if row is plan.best else None)
     return table
 
 

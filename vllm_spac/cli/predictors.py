@@ -76,9 +76,9 @@ def train(
         evaluated = EvaluatedModel(llm)
         identity = _identity(evaluated.facts())
         _check_reach(reach, len(identity.layers))
-        found = _collect(evaluated, pieces + others, len(pieces), progress)
+        collected = _collect(evaluated, pieces + others, len(pieces), progress)
     training = _training(
-        model, identity, found, fitted=len(pieces), reach=reach, source=checksum(pieces + others), only=wanted
+        model, identity, collected, fitted=len(pieces), reach=reach, source=checksum(pieces + others), only=wanted
     )
     progress_file = output.with_name(f"{output.name}.progress")
     _train(training, progress_file)
@@ -122,10 +122,10 @@ def measure(
         facts = evaluated.facts()
         file = PredictorFile.load(predictor, _identity(facts), facts["experts"])
         pieces = _limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens)
-        found = _collect(evaluated, pieces, 0, progress)
-    results = _measured(file, found.samples, size)
+        collected = _collect(evaluated, pieces, 0, progress)
+    results = _measured(file, collected.samples, size)
     _write_json(json_output, results)
-    title = f"{file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
+    title = f"{file.identity.model}: {collected.samples.rows:,} tokens, misses with {slots} of the experts"
     _show(results, file, title)
 
 
@@ -137,7 +137,7 @@ def _collect(evaluated: EvaluatedModel, texts: list[list[int]], fitted: int, pro
 def _training(
     model: str,
     identity: Identity,
-    found: Collected,
+    collected: Collected,
     *,
     fitted: int,
     reach: int,
@@ -148,11 +148,11 @@ def _training(
     from vllm_spac.decisions.predictors._trained import Material, Sizes
     from vllm_spac.tools.evaluation.collection import gates_of
 
-    every = found.samples
+    every = collected.samples
     samples, others = every.texts(0, fitted), every.texts(fitted, len(every.starts))
     sizes = Sizes(every.layers, every.experts, every.top_k, every.hidden.shape[2], reach)
     gates = gates_of(model, identity.layers, samples)
-    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source, only)
+    return Training(Material(sizes, samples, others, gates, collected.outputs), identity, source, only)
 
 
 def _train(training: Training, progress_file: Path) -> None:

@@ -171,7 +171,7 @@ def _measure(one: Session, console: Console, command: Callable[[Variant], str]) 
             say(console, f"stopped: the fastest so far is {shown(best)}; nothing was written")
             say(console, f"[green]to serve so:[/] {shown(command(best.variant))}")
         else:
-            compared = any(found.speed is not None for found in one.found)
+            compared = any(comparison.speed is not None for comparison in one.compared)
             what = "the default is the fastest so far" if compared else "nothing was compared so far"
             say(console, f"stopped: {what}; nothing was written")
         raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
@@ -189,12 +189,14 @@ def _print(console: Console, model: str, one: Session) -> None:
 
     heads = "variant", "over the default (95 %)", "tokens/s", "first token", "turns", "tokens", "remark"
     rows = [("default", "", f"{median(rates):.1f}", "", "", "", "")] if (rates := one.default_rates) else []
-    for found in sorted(one.found, key=lambda found: -(found.speed or 0)):
-        rate = f"{median(other for _, other in found.rates):.1f}" if found.rates else "-"
-        first, tokens = (f"{median(found.first_token):.3f} s", found.tokens) if found.rates else ("-", "-")
-        problem = last_line(found.problem) if found.problem else ""
-        ratio, turns = _interval(found.ratio) if found.ratio else "-", str(len(found.rates))
-        rows.append((shown(found.variant.name), ratio, rate, first, turns, shown(tokens), shown(problem)))
+    for comparison in sorted(one.compared, key=lambda comparison: -(comparison.speed or 0)):
+        rate = f"{median(other for _, other in comparison.rates):.1f}" if comparison.rates else "-"
+        first, tokens = (
+            (f"{median(comparison.first_token):.3f} s", comparison.tokens) if comparison.rates else ("-", "-")
+        )
+        problem = last_line(comparison.problem) if comparison.problem else ""
+        ratio, turns = _interval(comparison.ratio) if comparison.ratio else "-", str(len(comparison.rates))
+        rows.append((shown(comparison.variant.name), ratio, rate, first, turns, shown(tokens), shown(problem)))
     title = f"{shown(model)}: measured here, one request at a time"
     table = compact(title, heads, rows, left=("variant", "tokens", "remark"))
     untried = "; ".join(variant.name for variant in one.untried)

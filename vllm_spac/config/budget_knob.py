@@ -44,7 +44,7 @@ class BudgetKnob:
     """
 
     text: str = OFF  # the bound as it was given, without arguments
-    given: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the arguments that were given
+    explicit: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the arguments that were given
     experts: int | None = None  # experts per layer (B)
     mass: float | None = None  # share of the routing mass, above 0 and at most 1
     file: Path | None = None  # of budgets by layer
@@ -99,7 +99,7 @@ class BudgetKnob:
 
     def but(self, bound: object = None, **changed: Any) -> str:
         """Returns the knob's text with another bound, and with arguments changed; None leaves one out."""
-        arguments = {name: value for name, value in (dict(self.given) | changed).items() if value is not None}
+        arguments = {name: value for name, value in (dict(self.explicit) | changed).items() if value is not None}
         return components.written(self.text if bound is None else str(bound), arguments)
 
 

@@ -77,9 +77,9 @@ def filled(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**({} if found is None else found.knobs), **raw}
 
 
-def announce(name: str, given: Mapping[str, Any], lossy: bool) -> None:
-    """Logs the flags that a preset stands for beside the knobs that are ``given``; ``lossy``: all together are."""
-    knobs = {knob: value for knob, value in PRESETS[name].knobs.items() if knob not in given}
+def announce(name: str, explicit: Mapping[str, Any], lossy: bool) -> None:
+    """Logs the flags that a preset stands for beside the knobs that are ``explicit``; ``lossy``: all together are."""
+    knobs = {knob: value for knob, value in PRESETS[name].knobs.items() if knob not in explicit}
     flags = " ".join(f"{flag(knob)} {shlex.quote(str(value))}" for knob, value in knobs.items())
     paper = PRESETS[name].paper + (", LOSSY" if lossy else "")
     says = printable(f"spac: preset={name} (arXiv {paper}) is {flags}")

@@ -224,7 +224,7 @@ def parse(spec: str) -> TreeShape | None:
     return shape
 
 
-def _of_size(nodes: int, given: Mapping[str, Any], shape: str, depth: int, width: int) -> TreeShape:
+def _of_size(nodes: int, arguments: Mapping[str, Any], shape: str, depth: int, width: int) -> TreeShape:
     if shape == "dynamic":
         tree: TreeShape = DynamicShape(nodes, depth, width, width)
         most = width + (depth - 1) * width**2
@@ -233,7 +233,7 @@ def _of_size(nodes: int, given: Mapping[str, Any], shape: str, depth: int, width
         tree = StaticShape.of_size(nodes, depth, width)
         most, problem = tree.nodes, f"{depth} levels of at most {width} children per node have {tree.nodes}"
     if most < nodes:
-        smaller = use(tree=components.written(str(most), given)) if most > 1 else drop("tree")
+        smaller = use(tree=components.written(str(most), arguments)) if most > 1 else drop("tree")
         raise ConfigError.refused(problem, _LARGER, smaller)
     return tree
 

@@ -105,7 +105,7 @@ class CpuExperts(ABC):
         """Releases all resources; the executor is not used afterwards."""
 
 
-def check_same(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: int, where: str) -> None:
+def check_same(actual: Tensor, expected: Tensor, dtype: torch.dtype, terms: int, where: str) -> None:
     """Checks that two executions of the same experts in ``dtype`` differ by rounding only.
 
     Errors are relative to the largest element of ``expected``. Values rounded to ``dtype`` (an expert's intermediate
@@ -116,7 +116,7 @@ def check_same(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: int, 
         ConfigError: they differ by more; the message begins with ``where``.
     """
     size = expected.float().abs().max()
-    off = float((found.float() - expected.float()).abs().max() / size)
+    off = float((actual.float() - expected.float()).abs().max() / size)
     allowed = 8 * torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps
     if not off <= allowed:  # also NaN
         raise ConfigError(

@@ -66,7 +66,7 @@ def orders(seed: int, arms: int = 2) -> Iterator[tuple[int, ...]]:
         yield order[::-1]
 
 
-class Said(BaseModel):
+class ReferenceAnswer(BaseModel):
     """What the default answers to a prompt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -92,27 +92,27 @@ class Tokens:
         return f"{what}: {self.differ} of {self.answers} answers differ, at a gap of {self.gap:.2f} in log-probability"
 
 
-def compare_tokens(expected: Sequence[Said], found: Sequence[Sequence[int]], near_ties: bool) -> Tokens:
+def compare_tokens(expected: Sequence[ReferenceAnswer], answers: Sequence[Sequence[int]], near_ties: bool) -> Tokens:
     """Compares greedy answers to the same prompts.
 
     Args:
         expected: of the default.
-        found: of a candidate.
+        answers: of a candidate.
         near_ties: whether another number of rows per step, or other kernels, may decide near-ties differently.
     """
-    gaps = [gap for said, ids in zip(expected, found, strict=True) if (gap := _gap(said, ids)) is not None]
+    gaps = [gap for reference, ids in zip(expected, answers, strict=True) if (gap := _gap(reference, ids)) is not None]
     if not gaps:
-        return Tokens("equal", len(found))
+        return Tokens("equal", len(answers))
     verdict: Verdict = "near-ties" if near_ties and max(gaps) <= NEAR else "wrong"
-    return Tokens(verdict, len(found), len(gaps), max(gaps))
+    return Tokens(verdict, len(answers), len(gaps), max(gaps))
 
 
-def _gap(said: Said, ids: Sequence[int]) -> float | None:
+def _gap(reference: ReferenceAnswer, ids: Sequence[int]) -> float | None:
     """Returns the gap at the first difference; None if there is no difference, infinity if it is no near-tie."""
-    if tuple(ids) == said.ids:
+    if tuple(ids) == reference.ids:
         return None
-    places = zip(said.ids, ids, strict=False)
+    places = zip(reference.ids, ids, strict=False)
     place = next((n for n, (mine, its) in enumerate(places) if mine != its), None)
-    if place is None or place >= len(said.second) or ids[place] != said.second[place]:
+    if place is None or place >= len(reference.second) or ids[place] != reference.second[place]:
         return float("inf")
-    return said.gap[place]
+    return reference.gap[place]

@@ -210,8 +210,10 @@ class Rerouter:
             ConfigError, UnsupportedError: as ``Rerouting.change``, because layers are replayed from CUDA graphs
                 that were captured without a budget, or because a policy would not count the votes.
         """
-        weighed_there = self.reached is not None
-        blind = [e for e in self._executions if settings.alpha is not None and (weighed_there or not e.counts_votes)]
+        weighed_on_device = self.reached is not None
+        blind = [
+            e for e in self._executions if settings.alpha is not None and (weighed_on_device or not e.counts_votes)
+        ]
         if any(each.residency.policy.predictor is not None for each in blind):
             raise UnsupportedError(
                 "spac: votes=path (--spac-budget) cannot work here: this engine's policy counts selections, and "

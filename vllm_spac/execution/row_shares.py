@@ -71,7 +71,7 @@ def runnable(ids: Tensor, real: int) -> Tensor:
     return ids.where(ids >= 0, ids[:1]).clamp(min=0)
 
 
-def seen(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def predictor_rows(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns x, ids and weights for a predictor, which must not name experts for rows that run none.
 
     Such a row repeats the first one with weight 0. All stays on its device.
@@ -95,8 +95,8 @@ def numbered(ids: Tensor, local_of: Tensor, real: int) -> Tensor:
     return local
 
 
-def numbers_there(local_of: Tensor, device: torch.device) -> Tensor:
-    """Returns what ``numbered_there`` looks experts up in: int32 [experts of the model + 1], the last one is -1.
+def local_numbers(local_of: Tensor, device: torch.device) -> Tensor:
+    """Returns what ``localised_on_device`` looks experts up in: int32 [experts of the model + 1], the last one is -1.
 
     Args:
         local_of: as in ``numbered``.
@@ -104,12 +104,12 @@ def numbers_there(local_of: Tensor, device: torch.device) -> Tensor:
     return torch.cat([local_of, local_of.new_full((1,), -1)]).int().to(device)
 
 
-def numbered_there(ids: Tensor, numbers: Tensor) -> Tensor:
+def localised_on_device(ids: Tensor, numbers: Tensor) -> Tensor:
     """As ``numbered``, of rows that may be padding, where they are: two launches, which a CUDA graph can hold.
 
     Args:
         ids: int [rows, top_k], experts of the model; whatever else they contain is none.
-        numbers: as of ``numbers_there``, on the device of ``ids``.
+        numbers: as of ``local_numbers``, on the device of ``ids``.
 
     Returns:
         int32 [rows, top_k], -1 for experts of another process and for none.

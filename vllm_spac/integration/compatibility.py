@@ -55,7 +55,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig, gpu: bool) -> Iterato
     yield from _of_prefetch(config, vllm_config)
 
 
-def _given(config: SpacConfig, knob: str) -> str:
+def _flag_of(config: SpacConfig, knob: str) -> str:
     return f"{knob}={getattr(config, knob)} ({flag(knob)})"
 
 
@@ -65,7 +65,7 @@ def _of_preset(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]
         without = vllm_config.speculative_config is None
         yield (
             without,
-            f"{_given(config, 'preset')} verifies drafts, and nothing drafts",
+            f"{_flag_of(config, 'preset')} verifies drafts, and nothing drafts",
             (preset.drafter, drop("preset")),
         )
 
@@ -82,7 +82,7 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     yield (
         ranks > 1 and config.speculate != "off",
-        f"{_given(config, 'speculate')} with --tensor-parallel-size {ranks} (ranks have different experts in "
+        f"{_flag_of(config, 'speculate')} with --tensor-parallel-size {ranks} (ranks have different experts in "
         "fast memory and would run different ones) is not supported",
         (drop("speculate"),),
     )
@@ -148,15 +148,15 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Votes that are weighted by what is not known, or that a policy would not count."""
     if config.parsed_budget.alpha is None:
         return
-    what = f"votes=path of {_given(config, 'budget')} cannot work here"
+    what = f"votes=path of {_flag_of(config, 'budget')} cannot work here"
     uniform = use(budget=config.parsed_budget.but(votes=None, alpha=None))
     if (reason := drafts.unweighted(vllm_config)) is not None:
         yield True, f"{what}: {reason.problem}", (reason.remedy, uniform)
-    there = drafts.weighs_there(vllm_config)
-    if config.execution_class.counts_votes and not there:
+    on_device = drafts.weighs_on_device(vllm_config)
+    if config.execution_class.counts_votes and not on_device:
         return
     each, others = f"with {plane(config)} each row counts one", [use(plane="slots"), uniform]
-    if there:
+    if on_device:
         each, others = "V2 keeps the probabilities of drafts on the device", others[1:]
     yield (
         bool(components.find("policies", config.policy).predictor),
@@ -171,8 +171,8 @@ def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
     device = "cuda" if gpu else "cpu"
     yield (
         config.cpu_experts != "off" and not config.store_class_on(device).addressable,
-        f"{_given(config, 'cpu_experts')} computes experts where they are stored, and store={config.store_on(device)} "
-        "is not in memory",
+        f"{_flag_of(config, 'cpu_experts')} computes experts where they are stored, and "
+        f"store={config.store_on(device)} is not in memory",
         (add(store="host"), drop("cpu_experts")),
     )
 
@@ -185,14 +185,14 @@ def _of_cpu_kernel(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
     kernel = config.cpu_kernel or ("simd" if ours else "native")
     yield (
         kernel == "simd" and bool(missing()),
-        f"{_given(config, 'cpu_experts')} needs kernels that were not compiled when vllm_spac was installed",
+        f"{_flag_of(config, 'cpu_experts')} needs kernels that were not compiled when vllm_spac was installed",
         (Remedy("install a C compiler, then vllm_spac again"), drop("cpu_experts")),
     )
     if config.cpu_kernel is None:
         return
     kind = components.find("cpu_kernels", kernel)
     needs_vllm_s = kind.layout == "kernel"
-    named, other = _given(config, "cpu_kernel"), drop("cpu_kernel")
+    named, other = _flag_of(config, "cpu_kernel"), drop("cpu_kernel")
     layers = "on a GPU" if gpu else f"with {plane(config)}"
     yield (
         needs_vllm_s and ours,
@@ -218,5 +218,5 @@ def _of_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusa
         return
     reason = (drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.ungated)(vllm_config)
     if reason is not None:
-        what = f"{_given(config, 'prefetch')} cannot work here: {reason.problem}"
+        what = f"{_flag_of(config, 'prefetch')} cannot work here: {reason.problem}"
         yield True, what, (reason.remedy, drop("prefetch"))

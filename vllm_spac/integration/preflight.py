@@ -429,10 +429,10 @@ def naming_model(model: str) -> Iterator[None]:
     except OSError as error:
         if not is_hub_name(model):
             raise
-        raise _not_given(model, f": {brief(str(error).partition(chr(10))[0])}") from error
+        raise _unknown_model(model, f": {brief(str(error).partition(chr(10))[0])}") from error
 
 
-def _not_given(model: str, why: str) -> UnsupportedError:
+def _unknown_model(model: str, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"spac: {model} is not in the Hugging Face cache, and the hub does not give it{why}; check the name and the "
         "network, or name a folder"
@@ -450,7 +450,7 @@ def naming_drafter(speculation: Mapping | None) -> Iterator[None]:
     except ValueError as error:
         method, model = ((speculation or {}).get(name) for name in ("method", "model"))
         if f"{NO_MODEL} '{model}'" in str(error) and is_hub_name(str(model)):
-            raise _not_given(f"--speculative-config: {model}", "") from error
+            raise _unknown_model(f"--speculative-config: {model}", "") from error
         if (found := _NO_HEAD.search(str(error))) is None or speculation is None:
             raise
         raise UnsupportedError.refused(

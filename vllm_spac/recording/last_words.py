@@ -37,7 +37,7 @@ def expect() -> None:
     usual = sys.excepthook
 
     def last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not _said(path):
+        if not _sentence(path):
             usual(kind, error, trace)
 
     sys.excepthook = last
@@ -68,7 +68,7 @@ def ending() -> Iterator[None]:
         yield
     except Exception as error:
         report(error)
-        if os.getpid() == _owner or not _said(os.environ.get(FILE)):
+        if os.getpid() == _owner or not _sentence(os.environ.get(FILE)):
             raise
         raise SystemExit(1) from None
 
@@ -92,7 +92,7 @@ def shorten(fatal: str) -> None:
         reason = _reason(error)
         if reason is not None and record.funcName == fatal:
             report(reason)
-        if sentence := _said(os.environ.get(FILE)) or reason:
+        if sentence := _sentence(os.environ.get(FILE)) or reason:
             record.msg, record.args = f"{record.getMessage().removesuffix('.')}: {printable(sentence)}", ()
             record.exc_info = None
         return record
@@ -118,7 +118,7 @@ def _say(path: str, sentence: str) -> None:
             file.write(sentence.encode(errors="replace"))
 
 
-def _said(path: str | None) -> str:
+def _sentence(path: str | None) -> str:
     """What the command will end by; empty as long as there is nothing."""
     try:
         return read_text(path) if path is not None else ""
@@ -128,6 +128,6 @@ def _said(path: str | None) -> str:
 
 def _end(path: Path, owner: int) -> None:
     if os.getpid() == owner:
-        if said := _said(str(path)):
-            print(f"vllm: error: {printable(said)}", file=sys.stderr)
+        if sentence := _sentence(str(path)):
+            print(f"vllm: error: {printable(sentence)}", file=sys.stderr)
         path.unlink(missing_ok=True)

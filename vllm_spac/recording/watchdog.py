@@ -93,7 +93,7 @@ class Stall:
         self._note: object = None  # told from others by its identity
         self._steps = 0
         self._at = self._quiet = self._running = 0.0
-        self._told = self._told_step = True
+        self._reported = self._reported_step = True
 
     def check(self, notes: Notes, now: float, busy: Callable[[], bool]) -> str | None:
         """Returns what to report now.
@@ -105,22 +105,22 @@ class Stall:
         passed, self._at = min(now - self._at, 2 * PERIOD), now
         note = notes.last[-1] if notes.last else None
         self._quiet += passed
-        self._running += 0.0 if self._told else passed  # what stood still was reported
+        self._running += 0.0 if self._reported else passed  # what stood still was reported
         if notes.steps != self._steps or not notes.in_step:
-            self._steps, self._running, self._told_step = notes.steps, 0.0, False
+            self._steps, self._running, self._reported_step = notes.steps, 0.0, False
         if note is not self._note:
-            self._note, self._quiet, self._told = note, 0.0, False
-        if self._told or note is None:
+            self._note, self._quiet, self._reported = note, 0.0, False
+        if self._reported or note is None:
             return None
         where, limit = f"{note[0]} {note[1]}", PROMPT_SECONDS if notes.prompts else SECONDS
         if self._quiet >= limit:
-            self._told, self._running = True, 0.0
+            self._reported, self._running = True, 0.0
             if notes.in_step:
                 return f"a step has done nothing for {limit:.0f} s, since {where}"
             still = f"the device is busy, and no step has begun for {limit:.0f} s since {where}"
             return still if busy() else None
-        if self._running >= ENDLESS_SECONDS and not self._told_step:
-            self._told_step = True
+        if self._running >= ENDLESS_SECONDS and not self._reported_step:
+            self._reported_step = True
             return f"a step goes on and has not ended for {ENDLESS_SECONDS:.0f} s, now at {where}"
         return None
 

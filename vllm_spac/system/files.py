@@ -328,21 +328,21 @@ class LockFile:
             os.close(self._file)
             raise OSError(errno.EINVAL, "it is not a lock file but was put there; remove it", str(path))
 
-    def take(self, *, wait: float = 0.0, tell: Callable[[str], object] | None = None) -> bool:
+    def take(self, *, wait: float = 0.0, announce: Callable[[str], object] | None = None) -> bool:
         """Takes the lock alone, and writes who has it; False, and without any lock, if others have it.
 
         Args:
             wait: seconds until it is given up.
-            tell: called once if that takes a second or more, with ``whom``.
+            announce: called once if that takes a second or more, with ``holder_text``.
         """
         began = time.monotonic()
         while not self._flock(fcntl.LOCK_EX | fcntl.LOCK_NB):
             waited = time.monotonic() - began
             if waited >= wait:
                 return False
-            if tell is not None and waited >= _QUIET:
-                tell(self.whom())
-                tell = None
+            if announce is not None and waited >= _QUIET:
+                announce(self.holder_text())
+                announce = None
             time.sleep(_POLL)
         self._alone = True
         self._write(f"{os.getpid()} {socket.gethostname()}\n")
@@ -361,7 +361,7 @@ class LockFile:
         ended = host == socket.gethostname() and not psutil.pid_exists(int(pid))
         return None if ended else (int(pid), printable(host))
 
-    def whom(self) -> str:
+    def holder_text(self) -> str:
         """Returns a few words for who has it alone."""
         known = self.holder()
         where = shlex.quote(str(self._path))

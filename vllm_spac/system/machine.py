@@ -65,11 +65,11 @@ def shares() -> tuple[int, int]:
     return _share
 
 
-def part(found: set[int]) -> set[int]:
-    """Returns the CPUs of ``found`` that are this process's share: neighbours; all if there are fewer than shares."""
+def part(cpus: set[int]) -> set[int]:
+    """Returns the CPUs of ``cpus`` that are this process's share: neighbours; all if there are fewer than shares."""
     index, count = _share
-    ordered, size = sorted(found), len(found)
-    return set(ordered[index * size // count : (index + 1) * size // count]) or found
+    ordered, size = sorted(cpus), len(cpus)
+    return set(ordered[index * size // count : (index + 1) * size // count]) or cpus
 
 
 def unbind() -> None:

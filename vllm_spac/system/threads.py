@@ -33,10 +33,10 @@ def finish(jobs: Iterable[Future]) -> None:
 
 def outcome(job: Future[T]) -> T | BaseException:
     """Returns the result of ``job``, or the error if it failed or was cancelled."""
-    return given_up() if job.cancelled() else job.exception() or job.result()
+    return cancelled_load() if job.cancelled() else job.exception() or job.result()
 
 
-def given_up() -> StoreError:
+def cancelled_load() -> StoreError:
     """Returns the error of a read that never began."""
     return StoreError("spac: no expert is read any more, the engine is shutting down; start it again")
 

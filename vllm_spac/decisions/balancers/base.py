@@ -95,7 +95,7 @@ class Balancer(ABC):
         self.gamma = gamma
         self.upper = upper
         self.expert_bytes = expert_bytes
-        self._draft_given = rates is not None and rates.draft > 0
+        self._draft_fixed = rates is not None and rates.draft > 0
         self._drafts = 0  # of which ``rates.draft`` is a mean
         self._steps = 0  # of which ``gamma`` is a mean
 
@@ -105,7 +105,7 @@ class Balancer(ABC):
 
     def drafted(self, seconds: float) -> None:
         """A draft token took ``seconds``: ``rates.draft`` becomes a mean of the last, unless it was given."""
-        if self.rates is not None and not self._draft_given:
+        if self.rates is not None and not self._draft_fixed:
             self._drafts = min(_DRAFTS, self._drafts + 1)
             self.rates = replace(self.rates, draft=self.rates.draft + (seconds - self.rates.draft) / self._drafts)
 

@@ -63,15 +63,15 @@ class _Stakes(NamedTuple):
         return reached * self.saves - (1 - reached) * self.wastes
 
 
-def observe_answer(odds: Odds, request: str, drafts: Drafted, said: Sequence[int]) -> None:
-    """Teaches ``odds`` what became of a request's drafts: the target has ``said`` these tokens in their place."""
-    if not said:
+def observe_answer(odds: Odds, request: str, drafts: Drafted, emitted: Sequence[int]) -> None:
+    """Teaches ``odds`` what became of a request's drafts: the target has ``emitted`` these tokens in their place."""
+    if not emitted:
         return
-    depths = {0: 0}  # of those that it has said
+    depths = {0: 0}  # of those that it has emitted
     for number, (token, chance) in enumerate(zip(drafts.tokens, drafts.chances, strict=True)):
-        depth = depths.get(drafts.parent(number), len(said))
-        if depth < len(said):
-            accepted = token == said[depth]
+        depth = depths.get(drafts.parent(number), len(emitted))
+        if depth < len(emitted):
+            accepted = token == emitted[depth]
             odds.add(request, depth, chance, accepted)
             if accepted:
                 depths[number + 1] = depth + 1
@@ -106,11 +106,11 @@ class Chooser:
 
     # -- what is known ---------------------------------------------------------------------------------------
 
-    def answered(self, request: str, said: Sequence[int]) -> None:
+    def answered(self, request: str, emitted: Sequence[int]) -> None:
         """The target has said these tokens where the request's last drafts were drafted, whatever was verified."""
         drafts = self._drafted.pop(request, None)
         if drafts is not None:
-            observe_answer(self._odds, request, drafts, said)
+            observe_answer(self._odds, request, drafts, emitted)
 
     def took(
         self, drafts: Sequence[int], tokens: Sequence[int], requests: int, seconds: float, drafting: float, misses: int
@@ -195,7 +195,7 @@ class Chooser:
             if worth >= best:
                 best, count = worth, number + 1
         self._worths.append(best)
-        if self._looks:
+        if self._probes:
             count //= 2
         self._made, self._kept = self._made + len(drafts.tokens), self._kept + count
         return count
@@ -221,7 +221,7 @@ class Chooser:
         return gain >= len(requests) * self._making
 
     @property
-    def _looks(self) -> bool:
+    def _probes(self) -> bool:
         """Whether this step is one that has fewer drafts than are worth it, so that their cost becomes known."""
         return self._steps.total() % _LOOK == 0 and self._now.known and self._now.unsure
 

@@ -71,11 +71,11 @@ class DeviceChooser:
         """As ``numbers``, before anything is known: every draft is kept."""
         return pack(self._odds.terms(requests, self._depth), 0.0, 0.0, np.array(drafts, dtype=np.float64))
 
-    def took(self, step: StepDrafts, said: Mapping[str, Sequence[int]], requests: int, seconds: float) -> None:
+    def took(self, step: StepDrafts, emitted: Mapping[str, Sequence[int]], requests: int, seconds: float) -> None:
         """A step with drafts has ended.
 
         Args:
-            said: the tokens that each request that had left its prompt emitted.
+            emitted: the tokens that each request that had left its prompt emitted.
             requests: all of the step. Nothing is learned of the costs of one with prompts.
             seconds: of it, and of the drafter in it; 0 if they tell nothing of the costs.
         """
@@ -85,13 +85,13 @@ class DeviceChooser:
         every = max(1, -(-len(step.drafts) // TAUGHT))
         self._turn += 1
         for request, drafts in list(step.drafts.items())[self._turn % every :: every]:
-            observe_answer(self._odds, request, drafts, said.get(request, ()))
-        if requests != len(said) or not all(said.values()) or not seconds > 0:
+            observe_answer(self._odds, request, drafts, emitted.get(request, ()))
+        if requests != len(emitted) or not all(emitted.values()) or not seconds > 0:
             return
         self._steps += 1
-        accepted = sum(map(len, said.values())) / requests - 1
+        accepted = sum(map(len, emitted.values())) / requests - 1
         rejected = sum(step.kept.values()) / requests - accepted
-        cost = self._of(list(said), [drafted.get(request, 0) for request in said])
+        cost = self._of(list(emitted), [drafted.get(request, 0) for request in emitted])
         cost.add(accepted, max(0.0, rejected), seconds, step.misses)
 
     def forget(self, requests: Iterable[str]) -> None:

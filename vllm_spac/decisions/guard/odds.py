@@ -37,7 +37,7 @@ class Odds:
             probability: the drafter's, given the path; ``UNKNOWN`` if it has none.
         """
         weights = self._weights
-        surely, fared = self._seen(request, probability)
+        surely, fared = self._evidence(request, probability)
         return _logistic(weights[0] + weights[1] * surely + weights[2] * fared + weights[3 + min(depth, _DEPTHS - 1)])
 
     def terms(self, requests: Sequence[str], depths: int) -> tuple[float, np.ndarray, np.ndarray]:
@@ -59,7 +59,7 @@ class Odds:
     def add(self, request: str, depth: int, probability: float, accepted: bool) -> None:
         """Adds a draft whose parent was accepted; arguments as of ``chance``."""
         weights, features = np.array(self._weights), np.zeros(len(_PRIOR))
-        features[:3] = 1.0, *self._seen(request, probability)
+        features[:3] = 1.0, *self._evidence(request, probability)
         features[3 + min(depth, _DEPTHS - 1)] = 1.0
         chance = _logistic(float(weights @ features))
         weight = max(chance * (1 - chance), 0.05)
@@ -82,7 +82,7 @@ class Odds:
         """The request has finished."""
         self._recent.pop(request, None)
 
-    def _seen(self, request: str, probability: float) -> tuple[float, float]:
+    def _evidence(self, request: str, probability: float) -> tuple[float, float]:
         """Returns the log-odds of the drafter's probability, and how the request's last drafts fared, from -1 to 1."""
         known = 0.5 if math.isnan(probability) else min(max(probability, CERTAIN), 1 - CERTAIN)
         return math.log(known / (1 - known)), 2 * self._recent.get(request, self._usual) - 1

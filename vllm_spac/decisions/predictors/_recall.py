@@ -32,7 +32,7 @@ class Hits:
     def of(cls, predictor: Predictor, samples: Samples, missed: Tensor | None = None) -> Hits:
         """Returns the counts of all guesses of ``predictor``; one that needs counts has seen no step."""
         hits = cls(samples, missed)
-        for asked, rows, guess in samples.asked(predictor):
+        for asked, rows, guess in samples.guesses_of(predictor):
             for layer, scores in enumerate(guess.scores.split(samples.experts, 1), guess.first // samples.experts):
                 hits.add(asked, layer, rows, scores)
         return hits
@@ -75,6 +75,6 @@ def _recalls(sums: Tensor) -> dict[str, float | None]:
     return dict(zip(RECALLS, (in_k / every, in_2k / every, in_missed / missed if missed else None), strict=True))
 
 
-def _mean(found: list[Tensor]) -> dict[str, float | None]:
+def _mean(counts: list[Tensor]) -> dict[str, float | None]:
     """Returns the recalls over all layers together: a layer counts by its rows, or by its misses."""
-    return _recalls(torch.stack(found).sum(0))
+    return _recalls(torch.stack(counts).sum(0))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 from vllm_spac.errors import SpacError
 
 _BLOCK = 512  # rows that a predictor scores at a time
@@ -52,17 +52,17 @@ class Samples:
         hidden, logits, ids, weights = (v[:, rows] for v in (self.hidden, self.logits, self.ids, self.weights))
         return Samples(tuple(start - rows.start for start in bounds[first:last]), hidden, logits, ids, weights)
 
-    def seen(self, layer: int, rows: slice, needs: frozenset[Signal]) -> Seen:
+    def inputs(self, layer: int, rows: slice, needs: frozenset[Signal]) -> PredictorInputs:
         """Returns what a predictor with these ``needs`` is passed about some rows."""
         future = self.ids[:, rows] if Signal.FUTURE in needs else None
         if layer == START:
-            return Seen(layer, future=future)
+            return PredictorInputs(layer, future=future)
         hidden = self.hidden[layer, rows] if Signal.ROUTER_INPUT in needs else None
         routing = Signal.ROUTING in needs
         ids, weights = (self.ids[layer, rows], self.weights[layer, rows]) if routing else (None, None)
-        return Seen(layer, hidden, ids, weights, future)
+        return PredictorInputs(layer, hidden, ids, weights, future)
 
-    def asked(self, predictor: Predictor) -> Iterator[tuple[int, slice, Guess]]:
+    def guesses_of(self, predictor: Predictor) -> Iterator[tuple[int, slice, Guess]]:
         """Yields (layer or ``START``, rows, guess) for all that ``predictor`` guesses.
 
         A predictor that needs counts is asked row by row: each is a step of its own, as in decoding.
@@ -72,7 +72,7 @@ class Samples:
         for start in range(0, self.rows, 1 if counted else _BLOCK):
             rows = slice(start, min(start + (1 if counted else _BLOCK), self.rows))
             for layer in layers:
-                for guess in predictor.guesses(self.seen(layer, rows, predictor.needs)):
+                for guess in predictor.guesses(self.inputs(layer, rows, predictor.needs)):
                     yield layer, rows, guess
             if counted:
                 predictor.observe_step(self._counts(start))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.decisions.predictors._samples import Samples
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -100,16 +100,16 @@ class Trained(Predictor):
         self.sizes = sizes
 
     @abstractmethod
-    def of_next(self, seen: Seen) -> Tensor:
-        """Returns float32 [rows, N], logits of the router behind the layer ``seen``, which is not the last one.
+    def of_next(self, inputs: PredictorInputs) -> Tensor:
+        """Returns float32 [rows, N], logits of the router behind the layer ``inputs``, which is not the last one.
 
         With a greater reach, those of all layers that it sees, side by side. On a device these are launches of fixed
         shapes, which read nothing on the host, so that CUDA graphs can hold them.
         """
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        if START != seen.layer < self.sizes.layers - 1:
-            yield Guess((seen.layer + 1) * self.sizes.experts, self.of_next(seen), logits=True)
+    def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
+        if START != inputs.layer < self.sizes.layers - 1:
+            yield Guess((inputs.layer + 1) * self.sizes.experts, self.of_next(inputs), logits=True)
 
     @classmethod
     def unfit(cls, material: Material) -> str:
@@ -199,8 +199,8 @@ class Maps(Trained):
             found |= {f"map.{ahead}.{target}": weight.bfloat16(), f"bias.{ahead}.{target}": bias.float().clone()}
         return found
 
-    def of_next(self, seen: Seen) -> Tensor:
-        return torch.addmm(self._bias[seen.layer], self.features(seen), self._maps[seen.layer])
+    def of_next(self, inputs: PredictorInputs) -> Tensor:
+        return torch.addmm(self._bias[inputs.layer], self.features(inputs), self._maps[inputs.layer])
 
     @classmethod
     @abstractmethod
@@ -213,5 +213,5 @@ class Maps(Trained):
         """Returns map [features, N] and bias [N] for scores of layer ``target``, ``ahead`` layers earlier."""
 
     @abstractmethod
-    def features(self, seen: Seen) -> Tensor:
+    def features(self, inputs: PredictorInputs) -> Tensor:
         """Returns float32 [rows, features] of a layer, valid until the next call."""

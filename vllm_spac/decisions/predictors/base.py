@@ -28,12 +28,12 @@ class Signal(StrEnum):
     FUTURE = "future"  # what all routers of the step will choose; offline only
 
 
-# ``Seen.draft_ids``, known while drafts are made; a predictor needs at most one.
+# ``PredictorInputs.draft_ids``, known while drafts are made; a predictor needs at most one.
 DRAFTING = frozenset({Signal.DRAFT_ROUTING, Signal.DRAFT_GATES})
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class PredictorInputs:
     """What is known of the rows of a step when a predictor is asked; inputs that it does not need are None.
 
     Attributes:
@@ -77,7 +77,7 @@ class Guess:
         """Returns a guess about all layers by which a row names its experts alone, the first one as the likeliest.
 
         Args:
-            ids: as ``Seen.draft_ids``; a row with -1 names none.
+            ids: as ``PredictorInputs.draft_ids``; a row with -1 names none.
         """
         rows, layers, names = ids.shape
         experts, ids = keys // layers, ids.long()
@@ -134,11 +134,11 @@ class Predictor(ABC):
         return False
 
     @abstractmethod
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
         """Returns scores of layers that have not run, from what is known now; nothing if it knows nothing about them.
 
         Args:
-            seen: the step at its start, or one of its layers; its tensors are not modified.
+            inputs: the step at its start, or one of its layers; its tensors are not modified.
         """
 
     def observe_step(self, counts: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm_spac.decisions.predictors._trained import Gates, Maps, Material, Sizes
-from vllm_spac.decisions.predictors.base import Seen
+from vllm_spac.decisions.predictors.base import PredictorInputs
 
 
 class Gate(Maps):
@@ -38,9 +38,9 @@ class Gate(Maps):
     def computed(cls, sizes: Sizes, gates: Gates) -> dict[str, Tensor]:
         return cls.stored({jump: _map(*jump, gates) for jump in sizes.jumps()})
 
-    def features(self, seen: Seen) -> Tensor:
-        assert seen.hidden is not None
-        return seen.hidden.float()
+    def features(self, inputs: PredictorInputs) -> Tensor:
+        assert inputs.hidden is not None
+        return inputs.hidden.float()
 
 
 def _map(ahead: int, target: int, gates: Gates) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 
 
 class Oracle(Predictor):
@@ -32,19 +32,19 @@ class Oracle(Predictor):
         self._random = torch.Generator().manual_seed(0)
         self._named: torch.Tensor = torch.zeros(0, 0, 0)  # [layers, rows, N], scores of the step
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        if seen.layer == START:
-            assert seen.future is not None
-            self._named = self._scores(seen.future.long())
-        layers = self._named[0 if seen.layer == START else seen.layer + 1 :]
+    def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
+        if inputs.layer == START:
+            assert inputs.future is not None
+            self._named = self._scores(inputs.future.long())
+        layers = self._named[0 if inputs.layer == START else inputs.layer + 1 :]
         if self.reach:
-            layers = layers[: 0 if seen.layer == START else self.reach]
+            layers = layers[: 0 if inputs.layer == START else self.reach]
         if len(layers):
-            first = self._keys - self._named[0, 0].numel() * (len(self._named) - seen.layer - 1)
+            first = self._keys - self._named[0, 0].numel() * (len(self._named) - inputs.layer - 1)
             yield Guess(first, layers.transpose(0, 1).flatten(1))
 
     def _scores(self, future: torch.Tensor) -> torch.Tensor:
-        """Returns the scores of all layers, [layers, rows, N]; ``future`` as in ``Seen``."""
+        """Returns the scores of all layers, [layers, rows, N]; ``future`` as in ``PredictorInputs``."""
         layers, rows, top_k = future.shape
         shape = layers, rows, self._keys // layers
         if self._recall < 1:

@@ -32,7 +32,7 @@ class _Report(NamedTuple):
     written: Tensor
     known: np.ndarray | None
     prompt: tuple[list[int], Tensor] | None
-    there: Event
+    arrived: Event
 
 
 class AdmissionReports:
@@ -121,12 +121,12 @@ class AdmissionReports:
     def wait(self) -> None:
         """Waits for all reports and applies them."""
         if self._under_way:
-            self._under_way[-1].there.wait()
+            self._under_way[-1].arrived.wait()
             self.take()
 
     def take(self) -> None:
         """Applies the reports of steps that have reached the host; does not wait."""
-        while self._under_way and self._under_way[0].there.done():
+        while self._under_way and self._under_way[0].arrived.done():
             report = self._under_way.popleft()
             missed = self._apply(report)
             self._spare.append(report.written)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.named import PredictedExperts
-from vllm_spac.decisions.predictors.base import START, Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Predictor, PredictorInputs
 from vllm_spac.execution.address_table import MAX_EXPERTS
 from vllm_spac.execution.device.admission import Admission
-from vllm_spac.execution.row_shares import numbered_there
+from vllm_spac.execution.row_shares import localised_on_device
 
 if TYPE_CHECKING:
     from vllm_spac.execution.exchange import Event, Stream
@@ -39,7 +39,7 @@ class DraftLookahead:
         compute, copy: the stream that runs the model, and one for copies.
         k: experts that a row names in each layer.
         cutoff: number of the first layers that they are of; None: all.
-        numbers: as of ``numbers_there``; None: this process holds all experts.
+        numbers: as of ``local_numbers``; None: this process holds all experts.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DraftLookahead:
             behind = torch.arange(layers, **made)[:, None] * shape.experts
             self._parts.append((first, behind, torch.zeros(1 + 2 * layers * shape.experts, **made)))
         self._arrives: Event | None = None
-        self._kept: list[Seen] = []  # inputs that the copy stream reads, which must not be freed meanwhile
+        self._kept: list[PredictorInputs] = []  # inputs that the copy stream reads, which must not be freed meanwhile
         self._drafted = False  # something was named since the last step
 
     def compile(self) -> None:
@@ -81,11 +81,11 @@ class DraftLookahead:
         """As ``Execution.draft``."""
         if len(read) > DRAFT_ROWS or not self._layers or self._admission.ahead_left == 0:
             return
-        seen = Seen(START, draft_ids=read)
+        inputs = PredictorInputs(START, draft_ids=read)
         self._copy.wait(self._compute.record())
-        self._copy.submit(self._look, seen)
+        self._copy.submit(self._predict, inputs)
         self._arrives, self._drafted = self._copy.record(), True
-        self._kept.append(seen)
+        self._kept.append(inputs)
 
     def begin(self) -> None:
         """Called before a step."""
@@ -102,10 +102,10 @@ class DraftLookahead:
             self._kept.clear()
 
     @torch.inference_mode()
-    def _look(self, seen: Seen) -> None:
+    def _predict(self, inputs: PredictorInputs) -> None:
         rows = 0
         self._named.fill_(-1)
-        for guess in self._predictor.guesses(seen):
+        for guess in self._predictor.guesses(inputs):
             named = PredictedExperts.of(guess, self._of_model, self._k)
             rows, layers = max(rows, len(named.ids)), min(named.ids.shape[1], self._layers - named.first)
             if layers > 0:
@@ -119,7 +119,7 @@ class DraftLookahead:
         for first, behind, copies in self._parts:
             ids = self._named[:, first : first + len(behind)]
             if self._numbers is not None:
-                ids = numbered_there(ids, self._numbers)
+                ids = localised_on_device(ids, self._numbers)
             ids = torch.where(ids >= 0, ids + behind, ids).flatten(1)
             self._live.fill_(rows * ids.shape[1])
             self._admission.drafted(first, ids, self._live, copies)

@@ -13,7 +13,7 @@ from vllm_spac.core import MoEShape
 from vllm_spac.execution.address_table import AddressTable, Kernels, grouped_gemm_over
 from vllm_spac.execution.device.admission import Admission, CpuTurn
 from vllm_spac.execution.device.cpu_share import CpuShare
-from vllm_spac.execution.row_shares import numbered_there
+from vllm_spac.execution.row_shares import localised_on_device
 from vllm_spac.kernels.types import Pieces
 
 
@@ -39,9 +39,9 @@ class LayerRows(NamedTuple):
         captured: bool,
         numbers: Tensor | None,
     ) -> LayerRows:
-        """Returns what a router chose, ``ids`` of the model; ``numbers``: as of ``numbers_there``, if some are held."""
+        """Returns what a router chose, ``ids`` of the model; ``numbers``: as of ``local_numbers``, if some are held."""
         of_model = ids.int().contiguous()
-        own = of_model if numbers is None else numbered_there(of_model, numbers)
+        own = of_model if numbers is None else localised_on_device(of_model, numbers)
         return cls(x.contiguous(), own, of_model, weights.float().contiguous(), live, guess, captured)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import Step
-from vllm_spac.decisions.predictors.base import Seen
+from vllm_spac.decisions.predictors.base import PredictorInputs
 from vllm_spac.execution.device.admission import Admission
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class DeviceLookahead:
         predictor: on the device, looking one layer ahead.
         compute, copy: the stream that runs the model, and one for copies.
         rows: maximum number of rows of a forward.
-        numbers: as of ``numbers_there``; None: this process holds all experts.
+        numbers: as of ``local_numbers``; None: this process holds all experts.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DeviceLookahead:
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None = None
     ) -> None:
         self._copy.wait(self._compute.record())
-        self._copy.submit(self._look, layer, x, ids, weights, votes[: len(x)], guess)
+        self._copy.submit(self._predict, layer, x, ids, weights, votes[: len(x)], guess)
         self._arrives, self._kept = self._copy.record(), (x, ids, weights, guess)
 
     def join(self) -> None:
@@ -125,7 +125,9 @@ class DeviceLookahead:
             self._arrives, self._kept = None, ()
 
     @torch.inference_mode()
-    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None) -> None:
+    def _predict(
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None
+    ) -> None:
         self.name(layer, x, ids, weights, votes, self._named, guess)
         self._admission.ahead(layer + 1, self._experts, self._named)
 
@@ -152,7 +154,7 @@ class DeviceLookahead:
         """
         if guess is None:
             there = ids.clamp(0, self._predictor.sizes.experts - 1)  # padding may have any
-            guess = self._predictor.of_next(Seen(layer, hidden=x, ids=there, weights=weights))
+            guess = self._predictor.of_next(PredictorInputs(layer, hidden=x, ids=there, weights=weights))
         heard = torch.zeros_like(guess, dtype=torch.bool).scatter_(1, guess.topk(self._top_k).indices, True)
         heard &= (votes > 0) & (ids[:, :1] >= 0)
         own = torch.where(heard, guess.softmax(-1) * votes, 0).sum(0, dtype=torch.float64)

@@ -38,7 +38,7 @@ from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.layer_launches import LayerLaunches, LayerRows
 from vllm_spac.execution.device.reads_ahead import ReadsAhead
 from vllm_spac.execution.exchange import capturing, streams
-from vllm_spac.execution.row_shares import numbers_there
+from vllm_spac.execution.row_shares import local_numbers
 from vllm_spac.execution.waves import filled_experts
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PointerExecution(Execution):
         assert shape.top_k <= slots <= shape.total
         self.check_shape(shape)
         device, local_of = context.device, context.local_of
-        self._numbers = None if local_of is None else numbers_there(local_of, device)
+        self._numbers = None if local_of is None else local_numbers(local_of, device)
         of_model = shape.experts if local_of is None else len(local_of)
         self._compute, self._copy = streams(device)
         kernels = kernels_for(device)

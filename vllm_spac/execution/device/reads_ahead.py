@@ -24,7 +24,7 @@ class ReadsAhead:
 
     Args:
         compute, copy: the stream that runs the model, and one for copies.
-        numbers: as of ``numbers_there``; None: this process holds all experts.
+        numbers: as of ``local_numbers``; None: this process holds all experts.
 
     Attributes:
         layers, drafts: what asks the predictor in layers, or while drafts are made; at most one is there.

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vllm_spac.cache.named import PredictedExperts
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.exchange import Exchange, Sent
 from vllm_spac.execution.host.slot_layers import SlotLayers
-from vllm_spac.execution.row_shares import seen
+from vllm_spac.execution.row_shares import predictor_rows
 
 
 class DeviceNames:
@@ -28,7 +28,7 @@ class DeviceNames:
         self._asked: list[PredictedExperts] = []  # of the step, not on the host yet
         self._sent: deque[tuple[Sent, list[PredictedExperts]]] = deque()  # of drafts
 
-    def draft(self, drafted: Seen) -> None:
+    def draft(self, drafted: PredictorInputs) -> None:
         """The drafter has read tokens: reads what the predictor names of them, on a device as soon as it arrives."""
         if self._exchange is None:
             self._layers.loader.prefetcher.draft(drafted)
@@ -67,7 +67,7 @@ class DeviceNames:
             real = slice(rows.real)
             read = x[real], ids[real], weights[real]
             if rows.cut:
-                read = seen(*read)
+                read = predictor_rows(*read)
             elif not rows.as_routed:
                 read = read[0], read[1].clamp(min=0), read[2].masked_fill(read[1] < 0, 0)
             asked += self._layers.ask(layer, *read)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.named import UNBOUNDED, BudgetHint, PredictedExperts
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.execution.host.cpu_division import CpuDivision
 from vllm_spac.execution.waves import row_waves
 from vllm_spac.recording.metrics import Counters
@@ -42,20 +42,22 @@ class SlotLayers:
     def __init__(self, loader: ExpertLoader, experts: int) -> None:
         self.loader, self.experts = loader, experts
         self.cpu = CpuDivision(loader, experts)
-        self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
+        self._inputs: PredictorInputs | None = (
+            None  # at the start of the step; None outside, and where nothing is guessed
+        )
 
-    def begin_step(self, seen: Seen | None, rows: int = 0, hint: BudgetHint = UNBOUNDED) -> None:
+    def begin_step(self, inputs: PredictorInputs | None, rows: int = 0, hint: BudgetHint = UNBOUNDED) -> None:
         """A step begins.
 
         Args:
-            seen: of its rows, or None if they predict little, as those of prompts.
+            inputs: of its rows, or None if they predict little, as those of prompts.
             rows: its rows, if its duration may be compared with that of others.
             hint: what a budget leaves of the names of its rows.
         """
         self.cpu.begin_step(rows)
         if self.loader.needs is not None:
-            self._seen = seen
-            self.loader.prefetcher.begin_step(seen, hint)
+            self._inputs = inputs
+            self.loader.prefetcher.begin_step(inputs, hint)
 
     def end_step(self, counts: np.ndarray | None, prompt: np.ndarray | None = None) -> None:
         """As ``ExpertLoader.end_step``; also decides whether the CPU computes experts in the next step."""
@@ -65,18 +67,18 @@ class SlotLayers:
     @property
     def observes_layers(self) -> bool:
         """Whether ``observe_layer`` is to be called in the layers of the step."""
-        return self._seen is not None
+        return self._inputs is not None
 
-    def ask(self, layer: int, *there: Tensor | None) -> list[PredictedExperts]:
+    def ask(self, layer: int, *routed: Tensor | None) -> list[PredictedExperts]:
         """As ``Prefetcher.ask``, of the start of the step (``START``) or of a layer whose router has chosen.
 
         Args:
             layer: number of the layer.
-            there: hidden, ids and weights, as in ``observe_layer``, on the predictor's device; nothing at the start.
+            routed: hidden, ids and weights, as in ``observe_layer``, on the predictor's device; nothing at the start.
         """
-        assert self._seen is not None, "a step in which nothing is guessed"
-        seen = self._seen if layer == START else Seen(layer, *there)
-        return self.loader.prefetcher.ask(seen)
+        assert self._inputs is not None, "a step in which nothing is guessed"
+        inputs = self._inputs if layer == START else PredictorInputs(layer, *routed)
+        return self.loader.prefetcher.ask(inputs)
 
     def observe_layer(
         self,
@@ -90,11 +92,11 @@ class SlotLayers:
 
         Args:
             layer: number of the layer.
-            hidden, ids, weights: as in ``Seen``; those that the predictor does not need may be None.
+            hidden, ids, weights: as in ``PredictorInputs``; those that the predictor does not need may be None.
             names: as of ``Prefetcher.observe_layer``.
         """
-        assert self._seen is not None, "a step in which nothing is guessed"
-        self.loader.prefetcher.observe_layer(Seen(layer, hidden, ids, weights), names)
+        assert self._inputs is not None, "a step in which nothing is guessed"
+        self.loader.prefetcher.observe_layer(PredictorInputs(layer, hidden, ids, weights), names)
 
     def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
         """Loads the keys of each layer into free slots; yields how many were loaded."""

@@ -23,7 +23,7 @@ from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import Step
 from vllm_spac.cpu_kernels._thread import Computation, ExecutorThread
 from vllm_spac.decisions.balancers.base import Balancer
-from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.host.device_names import DeviceNames
@@ -31,7 +31,7 @@ from vllm_spac.execution.host.localised import Routed, localise
 from vllm_spac.execution.host.slot_layers import SlotLayers
 from vllm_spac.execution.host.slot_runner import SlotRunner
 from vllm_spac.execution.host.step_routing import StepRouting
-from vllm_spac.execution.row_shares import Share, combine, numbered_there, numbers_there
+from vllm_spac.execution.row_shares import Share, combine, local_numbers, localised_on_device
 from vllm_spac.execution.waves import filled_experts
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Timeline
@@ -60,7 +60,7 @@ class SlotExecution(Execution):
         reading = context.io_threads, context.path, ahead.background
         self._transfers = Transfers(context.store, context.tensors, *reading, context.host)
         if local_of is not None and exchange is not None:
-            self._numbers = numbers_there(local_of, context.device)
+            self._numbers = local_numbers(local_of, context.device)
         held = None if local_of is None else local_of.numpy()
         shared = self.residency, self._transfers, self.counters, shape.experts, ahead
         self._loader = ExpertLoader(*shared, top_k=shape.top_k, away=exchange is not None, local_of=held)
@@ -97,8 +97,8 @@ class SlotExecution(Execution):
         return kernel.takes_slots or not self.holds_all
 
     def own(self, ids: Tensor) -> Tensor:
-        """Returns experts of the model on the device as this process numbers them, see ``numbered_there``."""
-        return ids if self.local_of is None else numbered_there(ids, self._numbers)
+        """Returns experts of the model on the device as this process numbers them, see ``localised_on_device``."""
+        return ids if self.local_of is None else localised_on_device(ids, self._numbers)
 
     def _report(self, layer: int, own: Tensor, chosen: Tensor, weights: Tensor, rows: Rows) -> None:
         """Reports what the rows of requests, and no others, chose; ``own``: as this process numbers experts."""
@@ -136,7 +136,7 @@ class SlotExecution(Execution):
         return None if self._step is None else self.counters
 
     def draft(self, read: Tensor) -> None:
-        self._names.draft(Seen(START, draft_ids=read))
+        self._names.draft(PredictorInputs(START, draft_ids=read))
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -150,8 +150,8 @@ class SlotExecution(Execution):
         self._names.receive_drafts()
         votes = step.generating_weights if alike else None  # of all rows
         hint = BudgetHint(step.bounds, None if votes is None else np.array(votes))
-        seen = Seen(START, draft_ids=step.draft) if alike else None
-        self._layers.begin_step(seen, step.rows if alike else 0, hint)
+        inputs = PredictorInputs(START, draft_ids=step.draft) if alike else None
+        self._layers.begin_step(inputs, step.rows if alike else 0, hint)
         self._names.begin_step()
 
     def end_forward(self) -> None:

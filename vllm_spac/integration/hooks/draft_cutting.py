@@ -283,12 +283,12 @@ class DraftCutter:
 
     # -- when it has ended -----------------------------------------------------------------------------------
 
-    def ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
+    def ended(self, plan: SchedulerOutput, emitted: Mapping[str, Sequence[int]], seconds: float) -> None:
         """The step of ``plan`` has ended; arguments as of ``DeviceChooser.took``."""
         report: CutReport | None = vars(plan).get(CUT)
         if report is None or self._chooser is None or not report.sent.arrived.done():
             return
-        self._chooser.took(report.arrived(self._runtime.drafts.missed()), said, len(report.requests), seconds)
+        self._chooser.took(report.arrived(self._runtime.drafts.missed()), emitted, len(report.requests), seconds)
         self._exchange.read(report.sent)
 
 

@@ -120,18 +120,18 @@ def unweighted(vllm_config: VllmConfig) -> Reason | None:
     if off := switched_off(vllm_config, (_PROPOSING_V1,)):
         return off
     if plans_drafts(vllm_config):
-        return _unweighted_there(vllm_config)
+        return _unweighted_on_device(vllm_config)
     if vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans a step before its drafts are known on the host", IN_ORDER)
     return None
 
 
-def weighs_there(vllm_config: VllmConfig) -> bool:
+def weighs_on_device(vllm_config: VllmConfig) -> bool:
     """Whether only the device knows the probabilities of drafts, and the host counts each row as one."""
     return vllm_config.speculative_config is not None and plans_drafts(vllm_config)
 
 
-def _unweighted_there(vllm_config: VllmConfig) -> Reason | None:
+def _unweighted_on_device(vllm_config: VllmConfig) -> Reason | None:
     """As ``unweighted``, with V2, which keeps the probabilities on the device."""
     if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))

@@ -86,7 +86,7 @@ def budget(
     if knob.calibration is not None:
         calibration = Calibration.load(knob.calibration, model(), names, experts)
     counters = BudgetCounters()
-    there, unweighted = drafts.weighs_there(vllm_config), drafts.unweighted(vllm_config)
+    there, unweighted = drafts.weighs_on_device(vllm_config), drafts.unweighted(vllm_config)
     why = None if unweighted is None else str(unweighted)
     if there and why is None and config.parsed_budget.alpha is None:
         why = "V2 keeps the probabilities of drafts for engines alone that start with it; restart with this flag"
@@ -95,7 +95,7 @@ def budget(
         calibration,
         device=device,
         unweighted=why,
-        weighed_there=there,
+        weighed_on_device=there,
         speculation=_speculation(config, vllm_config, known, predictor, counters),
         counters=counters,
         drafts=vllm_config.speculative_config is not None,

@@ -24,14 +24,14 @@ def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
     return "exact" if all(execution.keeps_bits for execution in executions) else ROUNDED
 
 
-def shown_mode(found: str, config: SpacConfig, on_cpu: bool, only_ours: bool = False) -> str:
+def shown_mode(mode: str, config: SpacConfig, on_cpu: bool, only_ours: bool = False) -> str:
     """What ``mode`` found, for the start-up line: of a GPU whose kernel is ours, with what gives stock's bits.
 
     Args:
         only_ours: vLLM's kernel does not read these experts in slots.
     """
-    if found != ROUNDED or config.execution_name != "pointers" or on_cpu:
-        return found
+    if mode != ROUNDED or config.execution_name != "pointers" or on_cpu:
+        return mode
     return ONLY_OURS_ON_A_GPU if only_ours else ROUNDED_ON_A_GPU
 
 

@@ -208,9 +208,9 @@ class ModelExperts:
         head = 0 if self.head is None else self.head.fast_bytes
         return head + slots + sum(e.host.block.nbytes for e in self.runtime.executions if e.host is not None)
 
-    def _ended(self, plan: SchedulerOutput, said: Mapping[str, Sequence[int]], seconds: float) -> None:
+    def _ended(self, plan: SchedulerOutput, emitted: Mapping[str, Sequence[int]], seconds: float) -> None:
         if self.cutter is not None:
-            self.cutter.ended(plan, said, seconds)
+            self.cutter.ended(plan, emitted, seconds)
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""

@@ -35,7 +35,7 @@ class StoreLock:
             return
         logger.warning(
             "spac: waiting for %s to pack these experts; this start goes on when that is done or ended",
-            self._file.whom(),
+            self._file.holder_text(),
         )
         self._file.share()
 

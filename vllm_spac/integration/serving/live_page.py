@@ -97,19 +97,19 @@ class LiveFeed:
         while self._lookers:
             try:
                 while self._lookers:
-                    self._tell(_event("report", self._report(await self._client.collective_rpc("spac_look"))))
+                    self._send(_event("report", self._report(await self._client.collective_rpc("spac_watch"))))
                     await asyncio.sleep(SECONDS)
-                await self._client.collective_rpc("spac_look_away")
+                await self._client.collective_rpc("spac_unwatch")
             except Exception as error:  # of the engine, in any of its ways
                 logger.error("spac: the live page ends, the workers failed: %s", error)
-                self._tell(_event("failed", {"reason": str(error) or type(error).__name__}))
+                self._send(_event("failed", {"reason": str(error) or type(error).__name__}))
                 return
 
     def _report(self, workers: list[dict]) -> dict:
         shown = [worker | {"shown": described(worker["stats"])} for worker in workers]
         return self._facts | {"seconds": SECONDS, "at": time.monotonic(), "requests": read_requests(), "workers": shown}
 
-    def _tell(self, event: str) -> None:
+    def _send(self, event: str) -> None:
         """Gives ``event`` to all; who has not taken the last one gets this one instead."""
         for news in self._lookers:
             if news.full():

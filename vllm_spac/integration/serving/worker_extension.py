@@ -37,14 +37,14 @@ class SpacWorker:
         except SpacError as error:
             return {"refused": str(error)}
 
-    def spac_look(self) -> dict:
-        """What the live page shows of this worker (see ``LiveView.report``); watches it until ``spac_look_away``."""
+    def spac_watch(self) -> dict:
+        """What the live page shows of this worker (see ``LiveView.report``); watches it until ``spac_unwatch``."""
         if not hasattr(self, "_spac_view"):
             self._spac_view = LiveView(self._spac_experts())
         return self._spac_view.report()
 
-    def spac_look_away(self) -> None:
-        """Ends what ``spac_look`` began; does nothing otherwise."""
+    def spac_unwatch(self) -> None:
+        """Ends what ``spac_watch`` began; does nothing otherwise."""
         if hasattr(self, "_spac_view"):
             self._spac_view.close()
             del self._spac_view

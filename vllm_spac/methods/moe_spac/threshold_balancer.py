@@ -114,7 +114,7 @@ class Threshold(Balancer):
             raise ValueError(f"misses={misses!r}: use compute or load")
         self.loads = misses == "load"
         self._fixed = fixed
-        self._seen: dict[int, int] = {}
+        self._forwards: dict[int, int] = {}
         self._means: dict[int, np.ndarray] = {}
         self._tau: dict[int, int] = {}
 
@@ -158,9 +158,9 @@ class Threshold(Balancer):
                 np.full(self.upper, distinct),
             )
         ).astype(np.float64)
-        seen = self._seen[state.layer] = min(_HORIZON, self._seen.get(state.layer, 0) + 1)
+        forwards = self._forwards[state.layer] = min(_HORIZON, self._forwards.get(state.layer, 0) + 1)
         mean = self._means.get(state.layer, sample)
-        mean = mean + (sample - mean) / seen
+        mean = mean + (sample - mean) / forwards
         mean[0] = np.maximum.accumulate(mean[0])  # as the samples are; rounding may have undone it
         mean[1:3] = np.minimum.accumulate(mean[1:3], axis=1)
         self._means[state.layer] = mean

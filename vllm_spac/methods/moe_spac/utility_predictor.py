@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_spac.core import NOT_RUN
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs
 
 RELEASED_UP, RELEASED_DOWN = 5, 1
 
@@ -94,8 +94,8 @@ class UtilityEstimator(Predictor):
             self.up = self._moved(self.up, delta, delta > 0)
             self.down = self._moved(self.down, -delta, delta < 0)
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        if seen.layer == START:
+    def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
+        if inputs.layer == START:
             yield Guess(0, torch.from_numpy(self.scores)[None])
 
     def _moved(self, boundary: np.ndarray, change: np.ndarray, where: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ class BudgetControl(Rerouting):
 
     Args:
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
-        weighed_there: the probabilities by which they are weighted are known on the device alone.
+        weighed_on_device: the probabilities by which they are weighted are known on the device alone.
         speculation: runs experts by prediction, where the settings ask for that.
         drafts: the engine verifies drafts; without them a budget of verify steps cuts nothing.
     """
@@ -71,7 +71,7 @@ class BudgetControl(Rerouting):
         calibration: Calibration | None = None,
         device: torch.device | str = "cpu",
         unweighted: str | None = None,
-        weighed_there: bool = False,
+        weighed_on_device: bool = False,
         speculation: Speculation | None = None,
         counters: BudgetCounters | None = None,
         drafts: bool = True,
@@ -80,7 +80,7 @@ class BudgetControl(Rerouting):
         self.counters = counters or BudgetCounters()
         self.settings = BudgetSettings()
         self._device, self._calibration, self._drafts, self._speculation = device, calibration, drafts, speculation
-        self._unweighted, self._weighed_there = unweighted, weighed_there
+        self._unweighted, self._weighed_on_device = unweighted, weighed_on_device
         self._parts: tuple[Step | None, list[Group]] = (None, [])
         self._launches = BudgetLaunches(self.layers, device, self.counters)
         self._on_host = HostCut(self.layers, self.counters) if torch.device(device).type == "cpu" else None
@@ -142,7 +142,7 @@ class BudgetControl(Rerouting):
             self._launches.kind.check_settings(settings)
         ranks = settings.speculate == "off" and (settings.active or self._launches.held)
         ranking = components.find("rankings", settings.ranking).of(self._calibration) if ranks else None
-        _check(settings, self.layers, self._speculation, self._unweighted, self._weighed_there)
+        _check(settings, self.layers, self._speculation, self._unweighted, self._weighed_on_device)
         speculation = None if settings.speculate == "off" else self._speculation
         ranking = None if ranking is None else ranking.to(self._device)
         self._launches.use(settings, ranking, None if speculation is None else speculation.launches)
@@ -247,7 +247,7 @@ def _check(
     layers: Sequence[BudgetedLayer],
     speculation: Speculation | None,
     unweighted: str | None,
-    weighed_there: bool,
+    weighed_on_device: bool,
 ) -> None:
     """Refuses what cannot work in this engine; arguments as of ``BudgetControl``, raises as its ``change``."""
     no_votes = "spac: votes=path (--spac-budget) cannot work here: "
@@ -261,7 +261,7 @@ def _check(
             )
         speculation.check(settings)
     elif settings.active:
-        if weighed_there and settings.votes == "path" and settings.window is not None:
+        if weighed_on_device and settings.votes == "path" and settings.window is not None:
             raise UnsupportedError(
                 f"{no_votes}window={settings.window} ranks rows apart, and only the device knows how likely rows "
                 "are reached; use uniform votes"

@@ -158,7 +158,7 @@ class OwnCopy:
     def __init__(self, open_store: Callable[[], ExpertStore], service: Service, kernel: Kernel) -> None:
         self._open_store, self._kernel = open_store, kernel
         every = tuple(range(len(service.layers)))
-        self._service = replace(service, mine=every, slots="auto", hints=False)
+        self._service = replace(service, own_layers=every, slots="auto", hints=False)
         self._store: ExpertStore | None = None
         self._pool: ExpertPool | None = None  # once it was needed
 
@@ -202,7 +202,7 @@ class WorkerClient:
         services = connections.services
         self.connections, self.copy, self.shape = connections, copy, services[0].shape
         self.roster = Roster(len(services), services[0].digest, size=size)
-        mine = [service.mine for service in services]
+        mine = [service.own_layers for service in services]
         self._divider = None
         if size > 1:
             message = inquiries.message_seconds(services[0], connections.dtype)

@@ -59,20 +59,22 @@ class ExpertDivider:
     """Divides experts, and keeps in mind where each has a slot: each answer of a worker says it. Called by one thread.
 
     Args:
-        mine: the layers of each worker, ascending.
+        layers_of_workers: the layers of each worker, ascending.
         message: seconds of the engine to send a worker rows and to take its answer; it does one after another.
     """
 
-    def __init__(self, layers: int, experts: int, mine: Sequence[Sequence[int]], message: float = 0.0) -> None:
-        self._mine = [np.asarray(each, dtype=np.int64) for each in mine]
+    def __init__(
+        self, layers: int, experts: int, layers_of_workers: Sequence[Sequence[int]], message: float = 0.0
+    ) -> None:
+        self._layers = [np.asarray(each, dtype=np.int64) for each in layers_of_workers]
         self._experts, self._message = experts, message
-        self._resident = np.zeros((len(mine), layers, experts), dtype=bool)
+        self._resident = np.zeros((len(layers_of_workers), layers, experts), dtype=bool)
         self._hinted = np.zeros_like(self._resident)  # hints since the layer ran
         self._speed: dict[int, Speed] = {}
 
     def served(self, worker: int) -> int:
         """Returns of how many experts an answer of ``worker`` says whether they have a slot."""
-        return len(self._mine[worker]) * self._experts
+        return len(self._layers[worker]) * self._experts
 
     def admit(self, worker: int, speed: Speed) -> None:
         """``worker`` is asked from now on; what ``sees`` says next is all that is known of its slots."""
@@ -81,7 +83,7 @@ class ExpertDivider:
 
     def sees(self, worker: int, resident: np.ndarray) -> None:
         """An answer of ``worker`` says which experts have a slot there: bool [``served``]."""
-        self._resident[worker, self._mine[worker]] = resident.reshape(-1, self._experts)
+        self._resident[worker, self._layers[worker]] = resident.reshape(-1, self._experts)
 
     def divide(self, layer: int, ids: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
         """Returns what each of ``workers`` computes of a layer: every expert of ``ids`` once, and none without one.

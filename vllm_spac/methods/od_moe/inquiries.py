@@ -144,7 +144,7 @@ class Sample(NamedTuple):
 
 def sample(link: WorkerLink, service: Service, worker: int, kernel: Kernel, dtype: torch.dtype) -> Sample:
     """Computes a row, which ``worker`` seeds, with experts that it gives: they and its kernel are tested by it."""
-    top_k, layer, shape = service.top_k, service.mine[0], service.shape
+    top_k, layer, shape = service.top_k, service.own_layers[0], service.shape
     experts = allocate(shape.tensors, top_k, "cpu")
     for expert in range(top_k):
         frame = link.ask(FrameKind.FETCH, _ANSWER, layer=shape.key(layer, expert))

@@ -19,7 +19,7 @@ from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step
 from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.decisions.policies.base import PolicyContext
-from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen
+from vllm_spac.decisions.predictors.base import Guess, Predictor, PredictorInputs
 from vllm_spac.errors import SpacError
 from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
@@ -90,7 +90,7 @@ class _Hinted(Predictor):
 
     needs = frozenset()
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
         return ()
 
 
@@ -112,7 +112,7 @@ class ExpertPool:
     """Residency, policy, loads and kernel of some layers. Called by one thread.
 
     Args:
-        store: has the experts of ``service.mine``; owned.
+        store: has the experts of ``service.own_layers``; owned.
         kernel: computes experts in the layout of the store.
 
     Raises:
@@ -121,9 +121,9 @@ class ExpertPool:
     """
 
     def __init__(self, service: Service, store: ExpertStore, kernel: Kernel, free_bytes: int) -> None:
-        view = SomeLayers(store, service.mine)
+        view = SomeLayers(store, service.own_layers)
         self.shape = shape = view.shape
-        self._number = {layer: index for index, layer in enumerate(service.mine)}
+        self._number = {layer: index for index, layer in enumerate(service.own_layers)}
         slots = resolve(SlotCount.parse(service.slots), shape, free_bytes)
         kind = components.find("policies", service.policy)
         policy = components.build("policies", service.policy, kind.of, context=PolicyContext(slots, shape.top_k, None))
@@ -172,7 +172,7 @@ class ExpertPool:
         return Speed(expert=seconds(1), row=seconds(_MANY_ROWS) / _MANY_ROWS, load=self._load)
 
     def resident(self) -> np.ndarray:
-        """Returns whether each expert of ``service.mine`` has a slot, bool, by layer."""
+        """Returns whether each expert of ``service.own_layers`` has a slot, bool, by layer."""
         return self._execution.residency.slot_of != NOWHERE
 
     @property
@@ -185,7 +185,7 @@ class ExpertPool:
 
         Args:
             forward: the step; one with another number than the last begins a step.
-            layer: number of the layer in the model, one of ``service.mine``; of others, ``SpacError``.
+            layer: number of the layer in the model, one of ``service.own_layers``; of others, ``SpacError``.
             x: [rows, hidden].
             weights: [rows, top_k] float32.
             ids: int32 [rows, top_k], experts of the layer. Where a group divides experts: up to ``top_k`` of them, and
@@ -212,7 +212,7 @@ class ExpertPool:
 
         Args:
             step: number of the forward in which the layer runs next.
-            layer: number of the layer in the model, one of ``service.mine``; of others, ``SpacError``.
+            layer: number of the layer in the model, one of ``service.own_layers``; of others, ``SpacError``.
             sequence: greater than those of earlier hints.
             experts: int64 [n], experts of the layer, the likeliest first.
         """

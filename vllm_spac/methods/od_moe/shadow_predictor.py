@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs, Signal
 
 
 class Shadow(Predictor):
@@ -21,7 +21,7 @@ class Shadow(Predictor):
     def __init__(self, num_experts: int) -> None:
         self._keys = num_experts
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        if seen.layer == START:
-            assert seen.draft_ids is not None
-            yield Guess.of_chosen(seen.draft_ids, self._keys)
+    def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
+        if inputs.layer == START:
+            assert inputs.draft_ids is not None
+            yield Guess.of_chosen(inputs.draft_ids, self._keys)

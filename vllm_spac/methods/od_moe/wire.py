@@ -23,7 +23,7 @@ from vllm_spac.errors import ConfigError, SpacError, brief
 from vllm_spac.kernels.formats import Format
 from vllm_spac.system.host_memory import gib
 
-PREFIX = b"SPAC\x06"  # and the version of the frames
+PREFIX = b"SPAC\x07"  # and the version of the frames
 MOST_TEXT = 1 << 20  # bytes of JSON: the longest is a service of 4,096 layers with names of 200 letters
 MOST_BYTES = 1 << 29  # of a payload: the largest expert, and a prompt's rows
 NO_FINGERPRINT = bytes(16)
@@ -157,7 +157,9 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]  # of the packed experts
     layers: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(min_length=1, max_length=4096)]
-    mine: Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=4096)]  # numbers of this worker's, ascending
+    own_layers: Annotated[
+        tuple[_Number, ...], Meta(min_length=1, max_length=4096)
+    ]  # numbers of this worker's, ascending
     experts: _Count
     top_k: _Count
     tensors: Annotated[dict[str, TensorSpec], Meta(min_length=1, max_length=16)]
@@ -178,14 +180,14 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises ``ConfigError`` for what cannot be together."""
-        if self.mine[-1] >= len(self.layers) or list(self.mine) != sorted(set(self.mine)):
-            raise ConfigError(f"spac: a service of the layers {brief(self.mine)} of {len(self.layers)}")
+        if self.own_layers[-1] >= len(self.layers) or list(self.own_layers) != sorted(set(self.own_layers)):
+            raise ConfigError(f"spac: a service of the layers {brief(self.own_layers)} of {len(self.layers)}")
         for spec in self.tensors.values():
             if spec.dtype not in _NAMES:
                 raise ConfigError(f"spac: expert workers compute {', '.join(_DTYPES)}, not {spec.dtype}")
             if len(spec.shape) > _MOST_AXES or not all(0 <= size <= _MOST_AXIS for size in spec.shape):
                 raise ConfigError(f"spac: no expert has a tensor of {brief(spec.shape)}")
-        if (served := len(self.mine) * self.experts) > _MOST_EXPERTS:
+        if (served := len(self.own_layers) * self.experts) > _MOST_EXPERTS:
             raise ConfigError(f"spac: {served} experts at a worker, which serves {_MOST_EXPERTS}; use more workers")
         if (nbytes := self.shape.expert_bytes) > MOST_BYTES:
             raise ConfigError(
@@ -193,12 +195,12 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             )
 
     @classmethod
-    def of(cls, shape: MoEShape, fingerprint: str, mine: tuple[int, ...], **others: Any) -> Service:
-        """Returns the service of the layers ``mine`` of ``shape``."""
+    def of(cls, shape: MoEShape, fingerprint: str, own_layers: tuple[int, ...], **others: Any) -> Service:
+        """Returns the service of the layers ``own_layers`` of ``shape``."""
         return cls(
             fingerprint=fingerprint,
             layers=shape.layers,
-            mine=mine,
+            own_layers=own_layers,
             experts=shape.experts,
             top_k=shape.top_k,
             tensors=shape.tensors,
@@ -219,13 +221,13 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             top_k=self.top_k,
             expert_bytes=self.shape.expert_bytes,
             experts=self.experts,
-            served=len(self.mine) * self.experts if self.divides else 0,
+            served=len(self.own_layers) * self.experts if self.divides else 0,
         )
 
     @property
     def keys(self) -> list[int]:
-        """The experts of ``mine``, as keys of ``shape``."""
-        return [layer * self.experts + expert for layer in self.mine for expert in range(self.experts)]
+        """The experts of ``own_layers``, as keys of ``shape``."""
+        return [layer * self.experts + expert for layer in self.own_layers for expert in range(self.experts)]
 
     @property
     def digest(self) -> bytes:

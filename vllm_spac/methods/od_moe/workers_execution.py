@@ -20,7 +20,7 @@ from vllm_spac.cache.residency import Residency
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import START, Predictor, Seen
+from vllm_spac.decisions.predictors.base import START, Predictor, PredictorInputs
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.execution.host.step_routing import StepRouting
@@ -155,7 +155,9 @@ class WorkerExecution(Execution):
         self._forward = Forward()
         self._filled = False
         self._predictor, self._names = predictor, names or (shape.top_k, len(shape.layers))
-        self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
+        self._inputs: PredictorInputs | None = (
+            None  # at the start of the step; None outside, and where nothing is guessed
+        )
         self._counting, self._threshold = predictor is not None and not predictor.observes_layers(), threshold
         self._step: Step | None = None  # whose selections are counted
         self._routed = StepRouting(shape, partly=True)
@@ -187,15 +189,15 @@ class WorkerExecution(Execution):
         self._routed.clear()  # of a forward that failed
         self._step = step if self._counting else None
         guessed = self._predictor is not None and not self._counting and step.requests and not step.prompts
-        self._seen = self._at_start(step.draft) if guessed else None
-        if self._seen is not None:
-            self._hint(self._seen, self._steps)
+        self._inputs = self._at_start(step.draft) if guessed else None
+        if self._inputs is not None:
+            self._hint(self._inputs, self._steps)
 
     def draft(self, read: Tensor) -> None:
         self._hint(self._at_start(read), self._steps + 1)
 
     def end_forward(self) -> None:
-        self._forward, self._seen = Forward(), None
+        self._forward, self._inputs = Forward(), None
         step, self._step = self._step, None
         if step is not None:
             self._count(step)
@@ -231,9 +233,9 @@ class WorkerExecution(Execution):
         if not rows.as_routed:
             ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
         meanwhile = None
-        if self._seen is not None and self._predictor is not None and self._predictor.reach:
-            seen = Seen(layer, x[real], ids[real], weights[real])
-            meanwhile = partial(self._hint, seen, self._steps)
+        if self._inputs is not None and self._predictor is not None and self._predictor.reach:
+            inputs = PredictorInputs(layer, x[real], ids[real], weights[real])
+            meanwhile = partial(self._hint, inputs, self._steps)
         results = self._computed(layer, x[real], weights[real], ids[real], runs, meanwhile)
         if self._exchange is not None:
             results = self._exchange.to_device(results)
@@ -253,25 +255,25 @@ class WorkerExecution(Execution):
         out[runs] = self._client.compute(self._forward, layer, x[runs], weights[runs], ids[runs], meanwhile)
         return out
 
-    def _at_start(self, read: Tensor | None) -> Seen:
+    def _at_start(self, read: Tensor | None) -> PredictorInputs:
         """What is known of a step before its layers, on the host, where the predictor is; waits for the device."""
         if self._exchange is not None and read is not None:
             [read] = self._exchange.all_to_host([read])
-        return Seen(START, draft_ids=read)
+        return PredictorInputs(START, draft_ids=read)
 
-    def _hint(self, seen: Seen, step: int) -> None:
+    def _hint(self, inputs: PredictorInputs, step: int) -> None:
         """Tells workers what is guessed of their layers in a step; one that has run is guessed for the next step."""
         if self._predictor is None:
             return
         try:
-            guesses = list(self._predictor.guesses(seen))
+            guesses = list(self._predictor.guesses(inputs))
         except Exception:
             self._forget_predictor()
             return
         for guess in guesses:
             for layer, experts in named(guess, self.shape.experts, self._names[0]):
-                if len(experts) and layer != seen.layer and layer < self._names[1]:
-                    self._client.hint(step + (layer < seen.layer), layer, experts)
+                if len(experts) and layer != inputs.layer and layer < self._names[1]:
+                    self._client.hint(step + (layer < inputs.layer), layer, experts)
 
     def _forget_predictor(self) -> None:
         """After an error of any predictor, also of another package: it moves experts ahead of need, and no more."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_spac.decisions.predictors._recall import Hits
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
-from vllm_spac.decisions.predictors.base import Seen, Signal
+from vllm_spac.decisions.predictors.base import PredictorInputs, Signal
 
 
 class Hybrid(Trained):
@@ -40,5 +40,5 @@ class Hybrid(Trained):
         recalls = [[-1.0 if layer is None else layer["recall_at_k"] for layer in layers] for layers in guessed]
         return {"choice": torch.tensor(recalls).argmax(0)}
 
-    def of_next(self, seen: Seen) -> Tensor:
-        return self._used[self.chosen[seen.layer + 1]].of_next(seen)
+    def of_next(self, inputs: PredictorInputs) -> Tensor:
+        return self._used[self.chosen[inputs.layer + 1]].of_next(inputs)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained
-from vllm_spac.decisions.predictors.base import Seen, Signal
+from vllm_spac.decisions.predictors.base import PredictorInputs, Signal
 from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import LayerFeatures, mixing
 
 INNER = 256  # units of the hidden layers
@@ -70,8 +70,8 @@ class Neural(Trained):
             net[shift] = net[shift] - mean @ net[part]
         return {f"{part}.{target}": value.bfloat16() if value.ndim == 2 else value for part, value in net.items()}
 
-    def of_next(self, seen: Seen) -> Tensor:
-        return self._run(self._nets[seen.layer + 1], self._features.of(seen))
+    def of_next(self, inputs: PredictorInputs) -> Tensor:
+        return self._run(self._nets[inputs.layer + 1], self._features.of(inputs))
 
     def _run(self, net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Returns what ``_run`` does, up to rounding: with ``net`` of ``_merged``, in six calls of torch."""

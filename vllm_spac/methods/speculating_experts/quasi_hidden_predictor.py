@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.decisions.predictors._trained import Maps, Material, Sizes, Trained
-from vllm_spac.decisions.predictors.base import Seen, Signal
+from vllm_spac.decisions.predictors.base import PredictorInputs, Signal
 from vllm_spac.decisions.predictors.gate import folded
 
 
@@ -26,23 +26,23 @@ class LayerFeatures:
         self._sizes = width, experts
         self._whole = self._hidden = self._chosen = self._zeros = torch.empty(0)
 
-    def of(self, seen: Seen) -> Tensor:
+    def of(self, inputs: PredictorInputs) -> Tensor:
         """Returns float32 [rows, d + N] of the rows of a layer with ``hidden``, ``ids`` and ``weights``.
 
         It is valid until the next call.
         """
-        assert seen.hidden is not None and seen.ids is not None and seen.weights is not None
-        if seen.hidden.is_cuda:  # a graph refers to memory, which must not be that of another size's buffer
-            chosen = seen.hidden.new_zeros(len(seen.hidden), self._sizes[1], dtype=torch.float32)
-            chosen.scatter_(1, seen.ids.long(), seen.weights.float())
-            return torch.cat([seen.hidden.float(), chosen], 1)
-        if len(seen.hidden) != len(self._whole):
+        assert inputs.hidden is not None and inputs.ids is not None and inputs.weights is not None
+        if inputs.hidden.is_cuda:  # a graph refers to memory, which must not be that of another size's buffer
+            chosen = inputs.hidden.new_zeros(len(inputs.hidden), self._sizes[1], dtype=torch.float32)
+            chosen.scatter_(1, inputs.ids.long(), inputs.weights.float())
+            return torch.cat([inputs.hidden.float(), chosen], 1)
+        if len(inputs.hidden) != len(self._whole):
             with torch.inference_mode(False):  # buffers for calls inside and outside of it
-                self._whole = torch.empty(len(seen.hidden), sum(self._sizes))
+                self._whole = torch.empty(len(inputs.hidden), sum(self._sizes))
                 self._hidden, self._chosen = self._whole.split(self._sizes, 1)
                 self._zeros = torch.zeros(self._chosen.shape)
-        self._hidden.copy_(seen.hidden)
-        torch.scatter(self._zeros, 1, seen.ids.long(), seen.weights.float(), out=self._chosen)
+        self._hidden.copy_(inputs.hidden)
+        torch.scatter(self._zeros, 1, inputs.ids.long(), inputs.weights.float(), out=self._chosen)
         return self._whole
 
 
@@ -81,8 +81,8 @@ class QuasiHidden(Maps):
         factors = ratio(parts, wanted)
         return torch.cat([factors[0] * through_gate, factors[1] * defaults]), gates.bias[target]
 
-    def features(self, seen: Seen) -> Tensor:
-        return self._features.of(seen)
+    def features(self, inputs: PredictorInputs) -> Tensor:
+        return self._features.of(inputs)
 
 
 def through_norm(outputs: Tensor, gate: Tensor, norm: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm_spac.core import Step
 from vllm_spac.decisions.predictors._trained import Trained
-from vllm_spac.decisions.predictors.base import Predictor, Seen
+from vllm_spac.decisions.predictors.base import Predictor, PredictorInputs
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.kernels.reference.cover import Chosen, substituted, where, within_groups
 from vllm_spac.methods.moe_spec.launches import RoutedLayer
@@ -93,16 +93,16 @@ class SpeculatedExecution:
                 self._counters.add(own[0], run, *chosen)
                 weights[rows], ids[rows] = chosen
         real = step.rows
-        self._predict(index + 1, Seen(index, hidden[:real], ids[:real], weights[:real]), step)
+        self._predict(index + 1, PredictorInputs(index, hidden[:real], ids[:real], weights[:real]), step)
         return weights, ids
 
-    def _predict(self, target: int, seen: Seen, step: Step) -> None:
+    def _predict(self, target: int, inputs: PredictorInputs, step: Step) -> None:
         """Keeps the scores of layer ``target``, if there is such a layer and the predictor knows anything about it."""
         self._guess = None
         if target == len(self._layers):
             return
         experts = self._layers[target].experts
-        for guess in self._predictor.guesses(seen):
+        for guess in self._predictor.guesses(inputs):
             if guess.first == target * experts:
                 self._guess = step, target, guess.scores[:, :experts].expand(step.rows, -1)
                 return
@@ -145,7 +145,7 @@ class SpeculatedLaunches:
             there = ids.clamp(0, self._experts - 1)
         self.guess = None
         if index + 1 < len(self._layers):
-            self.guess = self._predictor.of_next(Seen(index, hidden=hidden, ids=there, weights=weights))
+            self.guess = self._predictor.of_next(PredictorInputs(index, hidden=hidden, ids=there, weights=weights))
         return weights, ids
 
 

@@ -87,10 +87,10 @@ def _is_int4(quantisation: Mapping) -> bool:
     )
 
 
-def _blocks(given: object) -> str | None:
-    if not given:
+def _blocks(shape: object) -> str | None:
+    if not shape:
         return "FP8 experts without scales by block"
-    return None if given == _BLOCK else f"FP8 experts by blocks of {given}"
+    return None if shape == _BLOCK else f"FP8 experts by blocks of {shape}"
 
 
 def _integers(quantisation: Mapping) -> str | None:

@@ -43,7 +43,7 @@ def microseconds(predictor: Predictor, samples: Samples) -> float:
     layers = range(START, samples.layers if predictor.reach else START + 1)
     spent = []
     for row in range(min(_TIMED, samples.rows)):
-        seen = [samples.seen(layer, slice(row, row + 1), predictor.needs) for layer in layers]
+        seen = [samples.inputs(layer, slice(row, row + 1), predictor.needs) for layer in layers]
         start = time.perf_counter()
         for one in seen:
             list(predictor.guesses(one))

@@ -47,7 +47,7 @@ Points = dict[int, float]
 
 
 def measure_host_work(
-    device: torch.device, io_threads: int, seconds: float, tell: Callable[[str], object] = lambda text: None
+    device: torch.device, io_threads: int, seconds: float, announce: Callable[[str], object] = lambda text: None
 ) -> dict[str, Points]:
     """Returns median seconds, by what was measured and by the number of experts.
 
@@ -56,16 +56,16 @@ def measure_host_work(
     """
     points = {}
     every, some = LAYERS * EXPERTS, LAYERS * EXPERTS // _SHARE
-    tell("host: layers that miss nothing")
+    announce("host: layers that miss nothing")
     with closing(LayerTimer(every, device, io_threads)) as timer:
         points[_RESIDENT] = timer.seconds((0,), seconds)
     with closing(LayerTimer(some, device, io_threads)) as timer:
-        tell("host: layers that load")
+        announce("host: layers that load")
         points[_LOADING] = timer.seconds((0, *_MISSED), seconds)
         timer.divide()
-        tell("host: layers that are divided")
+        announce("host: layers that are divided")
         points[_DIVIDING] = timer.seconds(_MISSED, seconds)
-    tell("host: loads of no size")
+    announce("host: loads of no size")
     points[_LOADS] = _loads(device, io_threads, seconds)
     return points
 

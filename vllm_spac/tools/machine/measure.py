@@ -58,7 +58,7 @@ _POOL_BYTES = 256 << 20  # of experts used in rotation: more than caches hold
 _MOST_EXPERTS = 128
 _TINY = WIDTH  # hidden and intermediate size of an expert whose bytes take no time
 
-Tell = Callable[[str], object]
+Announce = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def measure(
     seconds: float = 0.5,
     kernel: Kernel | None = None,
     source: str = "vllm_spac.tools.machine.measure.measure",
-    tell: Tell = lambda text: None,
+    announce: Announce = lambda text: None,
 ) -> Costs:
     """Measures this machine with experts of about ``nbytes``.
 
@@ -101,22 +101,22 @@ def measure(
     device = torch.device("cuda" if gpu else "cpu")
     kinds = _kinds(store)
     points = {
-        f"{name} reads at once": _loads(kind, size, folder, device, io_threads, seconds, tell)
+        f"{name} reads at once": _loads(kind, size, folder, device, io_threads, seconds, announce)
         for name, kind in kinds.items()
     }
-    tell("memory to memory")
+    announce("memory to memory")
     points["memory copy of bytes"] = {size.nbytes: _copy(size.nbytes, seconds)}
-    points["CPU expert by rows"], fixed = _computes(size, torch.device("cpu"), kernel, seconds, tell)
+    points["CPU expert by rows"], fixed = _computes(size, torch.device("cpu"), kernel, seconds, announce)
     cpu = fast = fit_compute(points["CPU expert by rows"], size.nbytes, fixed)
     if gpu:
-        points["GPU expert by rows"], fixed = _computes(size, device, _TRITON, seconds, tell)
+        points["GPU expert by rows"], fixed = _computes(size, device, _TRITON, seconds, announce)
         fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
     memory = None
     if _shares_memory(store):
-        each = host_memory(size, folder, device, io_threads, seconds, tell)
+        each = host_memory(size, folder, device, io_threads, seconds, announce)
         points["host memory of an expert, link and CPU"] = {size.nbytes: each}
         memory = size.nbytes / each
-    points |= measure_host_work(device, io_threads, seconds, tell)
+    points |= measure_host_work(device, io_threads, seconds, announce)
     store = store or ("host" if gpu else "disk")
     load = fit_load(points[f"{store} reads at once"], size.nbytes)
     host = disk = None
@@ -163,7 +163,7 @@ def _provenance(
 
 
 def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) -> int:
-    """Returns how often ``measure`` calls ``tell``."""
+    """Returns how often ``measure`` calls ``announce``."""
     processors = 1 + torch.cuda.is_available()
     reads = len(_kinds(store)) * (1 + len(_in_flight(io_threads)))
     return reads + 1 + _shares_memory(store) + processors * (1 + len(ROWS)) + MEASUREMENTS
@@ -193,11 +193,11 @@ def _loads(
     device: torch.device,
     threads: int,
     seconds: float,
-    tell: Tell,
+    announce: Announce,
 ) -> dict[int, float]:
     """Returns, by the number of loads that start together, the seconds until all have finished."""
     name = "disk" if kind is DiskStore else "host"
-    tell(f"{name}: writing experts")
+    announce(f"{name}: writing experts")
     with _packed(kind, size, folder, threads + 1) as store:
         slots = allocate(store.shape.tensors, threads + 1, device)
         transfers = Transfers(store, slots, threads, name)
@@ -216,7 +216,7 @@ def _loads(
                 for error in transfers.load([(key, 0)], None).values():
                     raise error
             for count in _in_flight(threads):
-                tell(f"{name}: {count} at once")
+                announce(f"{name}: {count} at once")
                 seconds_of[count] = median(partial(load, count), seconds)
         finally:
             transfers.close()
@@ -284,10 +284,10 @@ def _copy(nbytes: int, seconds: float) -> float:
 
 
 def host_memory(
-    size: ExpertSize, folder: Path, device: torch.device, io_threads: int, seconds: float, tell: Tell
+    size: ExpertSize, folder: Path, device: torch.device, io_threads: int, seconds: float, announce: Announce
 ) -> float:
     """Returns the seconds per expert, loaded to ``device`` or computed on the CPU, while both read host memory."""
-    tell("host: loads and CPU experts at once")
+    announce("host: loads and CPU experts at once")
     count = io_threads + 1
     with _packed(HostStore, size, folder, count) as store:
         group = ExecutorThread(Simd(store.shape, threads_of(device), "silu"))
@@ -299,14 +299,14 @@ def host_memory(
 
 
 def _computes(
-    size: ExpertSize, device: torch.device, kernel: Kernel, seconds: float, tell: Tell
+    size: ExpertSize, device: torch.device, kernel: Kernel, seconds: float, announce: Announce
 ) -> tuple[dict[int, float], float]:
     """Returns the seconds of an expert by rows, with its weights in no cache, and those of an almost empty expert."""
-    tell(f"{device.type}: an empty expert")
+    announce(f"{device.type}: an empty expert")
     fixed = _compute(ExpertSize(_TINY, _TINY), device, kernel, 1, 1, seconds)
     seconds_of = {}
     for rows in ROWS:
-        tell(f"{device.type}: {rows} rows")
+        announce(f"{device.type}: {rows} rows")
         seconds_of[rows] = _compute(size, device, kernel, rows, _turns(size.nbytes), seconds)
     return seconds_of, fixed
 

@@ -17,7 +17,7 @@ from vllm_spac.storage.checkpoint.headers import INNER
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest import kernel_checks, plane_checks, tiny_model
 
-Tell = Callable[[str], object]
+Announce = Callable[[str], object]
 _SMALL = 256, 128  # d and ff of experts where torch computes instead of kernels
 _LARGEST = 4096, 2048  # of experts that kernels are tried with; larger ones are cut to that
 PARTS = 4
@@ -28,7 +28,7 @@ def run(
     *,
     engines: bool,
     seconds: float = float("inf"),
-    tell: Tell = lambda text: None,
+    announce: Announce = lambda text: None,
     times: dict[str, float] | None = None,
 ) -> Iterator[CheckOutcome]:
     """Yields what each part finds, and a note for each part that did not begin within ``seconds``.
@@ -39,7 +39,7 @@ def run(
         config: content of a ``config.json``, whose family and whose width of experts are tried.
         engines: whether to start some, which takes most of the time.
         seconds: after the call, no part begins any more.
-        tell: called with the name of each of the ``PARTS`` parts before it starts.
+        announce: called with the name of each of the ``PARTS`` parts before it starts.
         times: gets the seconds that each part took, by name.
     """
     gpu = torch.cuda.is_available()
@@ -53,7 +53,7 @@ def run(
     }
     begin = time.monotonic()
     for name, part in parts.items():
-        tell(name)
+        announce(name)
         if (started := time.monotonic()) - begin >= seconds:
             text = f"left out: the parts before took {started - begin:.0f} s of {seconds:.0f}"
             yield CheckOutcome(Finding(name, "note", text, "a larger --seconds runs it"))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_spac.decisions.comparison import Said, compare_tokens
+from vllm_spac.decisions.comparison import ReferenceAnswer, compare_tokens
 from vllm_spac.errors import printable
 from vllm_spac.tools.machine.checks import CheckOutcome, Finding
 from vllm_spac.tools.selftest.tiny_model import VOCABULARY
@@ -65,7 +65,7 @@ _REMEDY = "vllm-spac check; where stock vLLM does not answer either, name anothe
 class _Answers:
     """Of one engine; ``near_ties`` as in ``Engine``."""
 
-    said: list[Said]
+    answers: list[ReferenceAnswer]
     near_ties: bool
 
 
@@ -76,7 +76,7 @@ def _answers(variant: Variant, engines: Measurer) -> _Answers | str:
         with engines.start(variant) as engine:
             if variant.knobs is None:
                 return _Answers([engine.explain(prompt, TOKENS) for prompt in prompts], engine.near_ties)
-            answers = [Said(ids=tuple(engine.answer(prompt, TOKENS).ids)) for prompt in prompts]
+            answers = [ReferenceAnswer(ids=tuple(engine.answer(prompt, TOKENS).ids)) for prompt in prompts]
             return _Answers(answers, engine.near_ties)
     except MeasuringError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -84,9 +84,9 @@ def _answers(variant: Variant, engines: Measurer) -> _Answers | str:
         return printable([lines[-1], *errors][-1], 200)
 
 
-def _outcome(name: str, found: _Answers, stock: _Answers) -> CheckOutcome:
-    tokens = compare_tokens(stock.said, [each.ids for each in found.said], found.near_ties)
-    distinct = len({token for each in stock.said for token in each.ids})
+def _outcome(name: str, ours: _Answers, stock: _Answers) -> CheckOutcome:
+    tokens = compare_tokens(stock.answers, [each.ids for each in ours.answers], ours.near_ties)
+    distinct = len({token for each in stock.answers for token in each.ids})
     like = "to stock vLLM's" if tokens.verdict == "equal" else "from stock vLLM's"
     text = f"{tokens} {like}: {tokens.answers} answers of {TOKENS} tokens, {distinct} of them distinct"
     numbers = {"answers": float(tokens.answers), "differ": float(tokens.differ)}

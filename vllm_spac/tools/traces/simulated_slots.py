@@ -26,7 +26,7 @@ from vllm_spac.cache.residency import Residency
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.decisions.predictors.base import START, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, PredictorInputs, Signal
 from vllm_spac.execution.host.slot_layers import HeldRows, SlotLayers
 from vllm_spac.execution.row_shares import Share
 from vllm_spac.recording.metrics import Counters
@@ -98,7 +98,7 @@ class SlotsReplay(Replay[np.ndarray]):
             self._balancer.verifies(float(drafts.mean()) if len(drafts) else 0.0)
             if drafting:
                 self._balancer.drafted(drafting / int(drafts.max()))
-        self.layers.begin_step(None if self.has_prompts(step) else self._seen())
+        self.layers.begin_step(None if self.has_prompts(step) else self._inputs())
 
     def end_step(self) -> None:
         counts = next(self._counts)
@@ -137,15 +137,15 @@ class SlotsReplay(Replay[np.ndarray]):
         near = min(used[1], counters.host_loads - near)  # a wave may load an expert again
         outcome.bound_seconds += self.costs.bound(self.nbytes, *used, near)
 
-    def _seen(self) -> Seen | None:
+    def _inputs(self) -> PredictorInputs | None:
         """Returns what a predictor may see of a step at its start; the oracle, what all of its routers will choose."""
         if Signal.FUTURE not in (self.layers.loader.needs or ()):
-            return Seen(START)
+            return PredictorInputs(START)
         facts, starts = self.trace.facts, self.trace.record_start
         if self._records < facts.layers:  # the others would have to be guessed
             return None
         ids = self.trace.ids[starts[self._number] : starts[self._number + self._records]].astype(np.int64)
-        return Seen(START, future=torch.from_numpy(ids).view(facts.layers, -1, facts.top_k))
+        return PredictorInputs(START, future=torch.from_numpy(ids).view(facts.layers, -1, facts.top_k))
 
     def _weights(self) -> torch.Tensor | None:
         """Returns float32 [rows, top_k], the routing weights of the next layer, if the trace has them."""

@@ -85,7 +85,7 @@ def _answered(llm: Any, ids: Sequence[int], tokens: int) -> dict:
 
 
 def _explained(llm: Any, ids: Sequence[int], tokens: int) -> dict:
-    """Returns a ``Said``: the second best token at each place, and how far it is from the best."""
+    """Returns a ``ReferenceAnswer``: the second best token at each place, and how far it is from the best."""
     answer = _generated(llm, ids, tokens, logprobs=2).outputs[0]
     second, gap = [], []
     for place in answer.logprobs:

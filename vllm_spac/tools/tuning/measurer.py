@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_spac.decisions.comparison import Said
+from vllm_spac.decisions.comparison import ReferenceAnswer
 from vllm_spac.system.host_memory import available_host_bytes
 from vllm_spac.tools.tuning.variants import Variant
 
@@ -171,9 +171,9 @@ class Engine(LiveProcess):
         """Generates ``tokens`` tokens; ``MeasuringError`` if the engine has ended."""
         return Answer(**self.ask({"prompt": prompt, "tokens": tokens, "explain": False}))
 
-    def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
+    def explain(self, prompt: str | Sequence[int], tokens: int) -> ReferenceAnswer:
         """Generates as ``answer`` does, with the second best token at each place."""
-        return Said.model_validate(self.ask({"prompt": prompt, "tokens": tokens, "explain": True}))
+        return ReferenceAnswer.model_validate(self.ask({"prompt": prompt, "tokens": tokens, "explain": True}))
 
 
 class Measurer:

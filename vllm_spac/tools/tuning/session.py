@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from vllm_spac.decisions.comparison import Ratio, Said, Tokens, compare_tokens, orders
+from vllm_spac.decisions.comparison import Ratio, ReferenceAnswer, Tokens, compare_tokens, orders
 from vllm_spac.tools.tuning.measurer import Answer, Engine, Measurer, MeasuringError
 from vllm_spac.tools.tuning.variants import Variant
 
@@ -30,14 +30,14 @@ class Comparison:
     # tokens per second of the default and of the variant
     rates: list[tuple[float, float]] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)  # seconds of the variant
-    said: list[Said] = field(default_factory=list)  # the default's answers
+    references: list[ReferenceAnswer] = field(default_factory=list)  # the default's answers
     ids: list[Sequence[int]] = field(default_factory=list)  # the variant's
     near_ties: bool = False  # whether they may differ where two tokens are close
     problem: str = ""  # why it ended early, with the end of the engine's log
 
     @property
     def tokens(self) -> Tokens:
-        return compare_tokens(self.said, self.ids, self.near_ties)
+        return compare_tokens(self.references, self.ids, self.near_ties)
 
     @property
     def wrong(self) -> bool:
@@ -56,10 +56,10 @@ class Comparison:
             return None
         return Ratio.of([other / default for default, other in self.rates])
 
-    def add(self, explained: Said, default: Answer, other: Answer) -> None:
+    def add(self, explained: ReferenceAnswer, default: Answer, other: Answer) -> None:
         self.rates.append((default.rate, other.rate))
         self.first_token.append(other.first_token)
-        self.said.append(explained)
+        self.references.append(explained)
         self.ids.append(other.ids)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Session:
         prompts: are used in order, and repeated.
         seconds: of the whole run, without the first start, which may have to pack the experts.
         beside: bytes that a second engine may need more than the first.
-        tell: called with what is being measured, and the seconds spent.
+        announce: called with what is being measured, and the seconds spent.
         report: called with what will be measured, and what each comparison found, in a sentence.
     """
 
@@ -91,24 +91,24 @@ class Session:
         seconds: float,
         measurer: Measurer,
         beside: int = 0,
-        tell: Callable[[str, float], object] = lambda text, spent: None,
+        announce: Callable[[str, float], object] = lambda text, spent: None,
         report: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.found: list[Comparison] = []  # so far
+        self.compared: list[Comparison] = []  # so far
         self.last: Comparison | None = None  # the fastest, once more
         self.untried: list[Variant] = []  # for want of time
         self._ways, self._prompts, self._tokens, self._seconds = ways, prompts, tokens, seconds
-        self._measurer, self._beside, self._tell, self._report = measurer, beside, tell, report
+        self._measurer, self._beside, self._announce, self._report = measurer, beside, announce, report
         self._default = ways(False)[0]
         self._kept: Engine | None = None  # the default's engine, where two fit beside each other
-        self._said: dict[int, Said] = {}  # the default's answers, by prompt
+        self._references: dict[int, ReferenceAnswer] = {}  # the default's answers, by prompt
         self._least = 0.0  # seconds that FEWEST turns took, with their starts
         self._begin: float | None = None
 
     def run(self) -> None:
         """Measures until the time is spent; ``MeasuringError`` if the default cannot be measured."""
         with ExitStack() as stack:
-            self._tell("the first start, which may pack the experts", 0.0)
+            self._announce("the first start, which may pack the experts", 0.0)
             engine = stack.enter_context(self._running(self._default))
             self.untried = list(self._ways(engine.resident)[1:])
             self._begin = self._measurer.clock()
@@ -125,8 +125,8 @@ class Session:
                 if self.spent + self._least > end:
                     break
                 share = self.spent + max(0.0, _SEARCH * self._seconds - self.spent) / len(self.untried)
-                self.found.append(Comparison(self.untried.pop(0)))
-                self._compare(self.found[-1], share, end)
+                self.compared.append(Comparison(self.untried.pop(0)))
+                self._compare(self.compared[-1], share, end)
             if (best := self._certain) is not None:
                 self.last = Comparison(best.variant)
                 self._compare(self.last, self._seconds, self._seconds)
@@ -139,17 +139,17 @@ class Session:
     @property
     def default_rates(self) -> list[float]:
         """Tokens per second of the default, in all turns."""
-        return [default for each in self.found for default, _ in each.rates]
+        return [default for each in self.compared for default, _ in each.rates]
 
     @property
     def best(self) -> Comparison | None:
         """What was the fastest so far; None: nothing was faster than the default."""
-        return self._certain or _fastest([each for each in self.found if (each.speed or 0) > 1])
+        return self._certain or _fastest([each for each in self.compared if (each.speed or 0) > 1])
 
     @property
     def _certain(self) -> Comparison | None:
         """The fastest of what is faster by its whole interval."""
-        return _fastest([each for each in self.found if each.ratio is not None and each.ratio.is_faster])
+        return _fastest([each for each in self.compared if each.ratio is not None and each.ratio.is_faster])
 
     @property
     def choice(self) -> Variant:
@@ -162,7 +162,7 @@ class Session:
         """Whether the time was too short to keep anything, the default included."""
         if self.choice is not self._default:
             return False
-        short = [each for each in self.found if each.ratio is None and not each.wrong and not each.problem]
+        short = [each for each in self.compared if each.ratio is None and not each.wrong and not each.problem]
         again = self.last is not None and self.last.ratio is None and not self.last.wrong
         return bool(self.untried or short) or again
 
@@ -183,7 +183,7 @@ class Session:
 
     def errors(self) -> Iterator[str]:
         """Yields a sentence on each variant whose tokens were wrong."""
-        for each in (*self.found, self.last):
+        for each in (*self.compared, self.last):
             if each is not None and each.wrong:
                 yield (
                     f"{each.variant.name}: tokens are {each.tokens}; it is never kept; please report this with the "
@@ -208,7 +208,7 @@ class Session:
                             answers[which] = [engine.answer(self._prompts[place], self._tokens) for place in places]
                             self._learn(comparison, engine, which, places, answers[which])
                     for place, default, other in zip(places, answers[0], answers[1], strict=True):
-                        comparison.add(self._said[place], default, other)
+                        comparison.add(self._references[place], default, other)
                     self._show(variant)
         except MeasuringError as error:
             if asked is self._default:
@@ -223,7 +223,7 @@ class Session:
         return f"at most {minutes(self._seconds - self.spent)} left"
 
     def _show(self, variant: Variant) -> None:
-        self._tell(f"{variant.name}, in turns with the default; {self._left}", self.spent)
+        self._announce(f"{variant.name}, in turns with the default; {self._left}", self.spent)
 
     def _goes_on(self, comparison: Comparison, until: float, end: float) -> bool:
         ratio = comparison.ratio
@@ -240,10 +240,10 @@ class Session:
             comparison.near_ties = not same and (engine.near_ties or comparison.variant.rounds)
             return
         for place, answer in zip(places, answers, strict=True):
-            if place not in self._said:
+            if place not in self._references:
                 explained = engine.near_ties or any(variant.rounds for variant in self._ways(False))
-                plain = Said(ids=tuple(answer.ids))
-                self._said[place] = engine.explain(self._prompts[place], self._tokens) if explained else plain
+                plain = ReferenceAnswer(ids=tuple(answer.ids))
+                self._references[place] = engine.explain(self._prompts[place], self._tokens) if explained else plain
 
     @contextmanager
     def _running(self, variant: Variant, kept: Engine | None = None) -> Iterator[Engine]:

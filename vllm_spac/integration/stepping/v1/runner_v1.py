@@ -116,8 +116,8 @@ def _proposing(propose: Callable):
             return propose(self, scheduler_output, *args, **kwargs)
         runtime, chooser, requests = experts.runtime, experts.runtime.drafts.chooser, self.input_batch.req_ids
         if chooser is not None:
-            for request, said in zip(requests, _said(args[0]), strict=True):
-                chooser.answered(request, said)
+            for request, tokens in zip(requests, _emitted(args[0]), strict=True):
+                chooser.answered(request, tokens)
         length, start = runtime.drafts.length(), now()
         if length == 0 and not runtime.drafts.in_prompt:
             return [[] for _ in requests]
@@ -138,7 +138,7 @@ def _proposing(propose: Callable):
     return proposed
 
 
-def _said(sampled: Tensor | list[list[int]]) -> list[list[int]]:
+def _emitted(sampled: Tensor | list[list[int]]) -> list[list[int]]:
     """Tokens that each request emitted; arguments as of ``last_tokens``."""
     if isinstance(sampled, list):
         return sampled

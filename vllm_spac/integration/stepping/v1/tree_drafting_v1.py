@@ -78,12 +78,12 @@ def first_pass(drafter: EagleProposer, propose: Callable, *args: Any, **kwargs: 
     found: dict[str, Any] = {}
     prepare = drafter.set_inputs_first_pass
 
-    def prepared(*given: Any, **named: Any):
-        result = prepare(*given, **named)
+    def prepared(*args: Any, **named: Any):
+        result = prepare(*args, **named)
         found["rows"], found["metadata"] = result[1], result[2]
         return result
 
-    handle = drafter.model.register_forward_hook(lambda module, given, output: found.update(output=output))
+    handle = drafter.model.register_forward_hook(lambda module, inputs, output: found.update(output=output))
     drafter.set_inputs_first_pass = prepared
     try:
         propose(1, *args, **kwargs)

@@ -228,7 +228,7 @@ class Drafter:
         tokens, joint, trees = trees_of(chosen, self._shape.depth, chain)
         speculator.draft_tokens[:num_reqs] = tokens
         if self.chances is not None:
-            self.chances(speculator.idx_mapping[:num_reqs], given_parents(joint, trees.parents))
+            self.chances(speculator.idx_mapping[:num_reqs], conditional(joint, trees.parents))
         self._keep(speculator.idx_mapping[:num_reqs], trees)
 
     def _forward(self, growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
@@ -419,7 +419,7 @@ class TreeDecodingV2:
             )
 
 
-def given_parents(joint: Tensor, parents: Tensor) -> Tensor:
+def conditional(joint: Tensor, parents: Tensor) -> Tensor:
     """The probability of each node given its parent, [R, n].
 
     Args:
