@@ -70,7 +70,7 @@ def test_saved_and_loaded(file: PredictorFile, path: Path) -> None:
     found = PredictorFile.load(path, IDENTITY, made.EXPERTS)
     assert same(found, file) and found.names == file.names == list(kinds())
     assert found.tokens == MATERIAL.samples.rows and [p.name for p in path.parent.iterdir()] == ["p"]
-    seen = MATERIAL.others.seen(0, slice(0, 9), file.build("quasi_hidden").needs)
+    seen = MATERIAL.others.inputs(0, slice(0, 9), file.build("quasi_hidden").needs)
     for name in file.names:
         [one], [other] = found.build(name).guesses(seen), file.build(name).guesses(seen)
         assert torch.equal(one.scores, other.scores)
@@ -78,7 +78,7 @@ def test_saved_and_loaded(file: PredictorFile, path: Path) -> None:
 
 def test_a_shorter_reach_is_the_same_without_the_later_layers(file: PredictorFile) -> None:
     far, near = file.build("quasi_hidden"), file.build("quasi_hidden", reach=1)
-    seen = MATERIAL.others.seen(1, slice(0, 9), far.needs)
+    seen = MATERIAL.others.inputs(1, slice(0, 9), far.needs)
     [one], [other] = far.guesses(seen), near.guesses(seen)
     assert (far.reach, near.reach) == (2, 1) and near.nbytes < far.nbytes
     assert one.first == other.first and one.scores.shape[1] == 2 * made.EXPERTS

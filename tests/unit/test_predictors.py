@@ -110,7 +110,7 @@ def test_nothing_is_kept_of_earlier_rows() -> None:
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
     asked = [(0, (0, 9)), (0, (20, 29)), (START, (9, 12)), (1, (9, 12)), (0, (1, 40)), (2, (3, 5)), (1, (30, 32))]
     for number, (layer, rows) in enumerate(asked):
-        seen = samples.seen(layer, slice(*rows), kept.needs)
+        seen = samples.inputs(layer, slice(*rows), kept.needs)
         with torch.inference_mode(number % 2 == 1):
             found = [guess.scores for guess in kept.guesses(seen)]
         fresh = QuasiHidden(material.sizes, tensors, {})
@@ -118,7 +118,7 @@ def test_nothing_is_kept_of_earlier_rows() -> None:
             torch.testing.assert_close(ours, theirs.scores)
             earlier.append((ours, ours.clone()))
     assert len(earlier) == len(asked) - 1 and all(torch.equal(ours, then) for ours, then in earlier)
-    one, other = (kept.guesses(samples.seen(0, slice(*rows), kept.needs)) for rows in ((0, 9), (20, 29)))
+    one, other = (kept.guesses(samples.inputs(0, slice(*rows), kept.needs)) for rows in ((0, 9), (20, 29)))
     for guess, (expected, _) in zip((*one, *other), earlier, strict=False):
         torch.testing.assert_close(guess.scores, expected)
 
@@ -136,7 +136,7 @@ def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.Monke
         tensors = {
             name: t for s in range(3) for name, t in Neural.train(s, replace(material, samples=samples), {}).items()
         }
-        [guess] = Neural(material.sizes, tensors, {}).guesses(seen.seen(0, slice(0, 20), Neural.needs))
+        [guess] = Neural(material.sizes, tensors, {}).guesses(seen.inputs(0, slice(0, 20), Neural.needs))
         scores.append(guess.scores.softmax(-1))
     torch.testing.assert_close(*scores, rtol=0, atol=0.05)
 
@@ -155,10 +155,10 @@ def test_hybrid_asks_the_predictor_that_was_right_most_often_on_other_texts() ->
     tensors = Hybrid.train(0, material, beside)
     hybrid = Hybrid(material.sizes, tensors, beside)
     assert hybrid.chosen[1:] == ["gate", "gate", "quasi_hidden"], "no router is before layer 0"
-    found = [(layer, guess.first // made.EXPERTS) for layer, _, guess in material.others.asked(hybrid)]
+    found = [(layer, guess.first // made.EXPERTS) for layer, _, guess in material.others.guesses_of(hybrid)]
     assert hybrid.reach == 1 and found == [(0, 1), (1, 2), (2, 3)]
     for layer, name in enumerate(hybrid.chosen[1:]):
-        seen = material.others.seen(layer, slice(0, 9), hybrid.needs)
+        seen = material.others.inputs(layer, slice(0, 9), hybrid.needs)
         [ours], [theirs] = hybrid.guesses(seen), beside[name].guesses(seen)
         assert torch.equal(ours.scores, theirs.scores)
     assert hybrid.needs == beside["gate"].needs | beside["quasi_hidden"].needs
@@ -175,7 +175,7 @@ def test_hybrid_refuses_a_choice_of_nobody() -> None:
 def test_the_oracle_names_what_is_chosen() -> None:
     samples = made.samples(texts=1)
     oracle = Oracle(made.LAYERS * made.EXPERTS)
-    [guess] = oracle.guesses(samples.seen(START, slice(0, 9), oracle.needs))
+    [guess] = oracle.guesses(samples.inputs(START, slice(0, 9), oracle.needs))
     for layer, scores in enumerate(guess.scores.split(made.EXPERTS, 1)):
         assert torch.equal(scores.topk(made.TOP_K).indices.sort(1).values, samples.ids[layer, :9].long().sort(1).values)
 
