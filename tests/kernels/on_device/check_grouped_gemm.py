@@ -9,7 +9,7 @@ from moe_layers import EMPTY, Layer, bound, make, truth
 from vllm_spac.kernels import grouped_gemm as kernels
 from vllm_spac.kernels.grouped_gemm import ACTIVATIONS, Tile, grouped_gemm
 from vllm_spac.kernels.reference import grouped_gemm as reference
-from vllm_spac.kernels.types import block_bound
+from vllm_spac.kernels.types import Pieces, block_bound
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -142,6 +142,23 @@ def test_bits_do_not_depend_on_the_rows_beside(device):
         alone = replace(layer, **{name: getattr(layer, name)[part].clone() for name in ("x", "ids", "weights")})
         assert torch.equal(run(alone, device, tile=tile), whole[part])
     assert torch.equal(run(layer, device, tile=tile), whole)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("op", [grouped_gemm, reference.grouped_gemm], ids=["kernel", "twin"])
+def test_launches_over_some_experts_have_the_bits_of_one(device, rows, op):
+    """Each launch skips the pairs of the others; the last one sums all. Padding stays out, whatever y had."""
+    if op is not grouped_gemm and device != "cpu":
+        pytest.skip("the twin reads addresses of the CPU")
+    layer = make(rows, 72, 40, bias=True).to(device)
+    layer.ids[0, 0] = -1
+    whole = layer.call(op)
+    y, out = torch.full((layer.ids.numel(), 72), float("nan"), dtype=layer.x.dtype, device=device), None
+    for number, part in enumerate(([0, 1], [2, 5], [3, 4])):
+        mine = torch.isin(layer.ids, torch.tensor(part, device=device))
+        some = replace(layer, ids=layer.ids.where(mine, -1))
+        out = some.call(op, pieces=Pieces(y, layer.ids if number == 2 else None))
+    assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
