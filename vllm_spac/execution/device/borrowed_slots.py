@@ -119,13 +119,13 @@ class BorrowedSlots:
     def __init__(self, moves: Moves, compute: Stream, copy: Stream) -> None:
         self._moves, self._compute, self._copy = moves, compute, copy
         self._loan: Loan | None = None
-        self._filled = self._seated = self._launched = 0  # of the sequence; of its parts
+        self._filled = self._pointed = self._launched = 0  # of the sequence; of its parts
         self._copied: list[tuple[int, Event]] = []  # what has been copied up to a place in the sequence, and when
 
     def begin(self, loan: Loan) -> None:
         """Borrows slots for a step, or for the rest of it."""
         self._loan, self._copied = loan, []
-        self._filled = self._seated = self._launched = 0
+        self._filled = self._pointed = self._launched = 0
         if len(loan.ring):
             self._compute.submit(self._moves.evict, loan.owners)
 
@@ -179,12 +179,12 @@ class BorrowedSlots:
         """Writes what has been copied up to ``stop`` to the table."""
         loan = self._loan
         assert loan is not None and stop <= self._filled
-        while self._copied and self._seated < stop:
+        while self._copied and self._pointed < stop:
             end, copied = self._copied.pop(0)
             self._compute.wait(copied)
-            keys, slots = loan.keys[self._seated : end], loan.slots(self._seated, end)
+            keys, slots = loan.keys[self._pointed : end], loan.slots(self._pointed, end)
             self._compute.submit(self._moves.point, keys, slots)
-            self._seated = end
+            self._pointed = end
 
 
 class SlotMoves:
