@@ -112,7 +112,18 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
             "--spac-plane slots",
         ),
         ({"installation": {"device": GPU.device}, "system": {"memlock": 8 << 20}}, "locked memory", "note", "8.0 MiB"),
-        ({"installation": {"device": GPU.device}, "system": {"wsl": True}}, "locked memory", "note", ".wslconfig"),
+        (
+            {"installation": {"device": GPU.device}, "system": {"wsl": True, "memlock": 8 << 20}},
+            "locked memory",
+            "note",
+            ".wslconfig",
+        ),
+        (
+            {"installation": {"device": Device("A", False, True)}, "system": {"wsl": True}},
+            "pinned memory",
+            "problem",
+            "VLLM_WSL2_ENABLE_PIN_MEMORY=1",
+        ),
         ({"system": {"huge_pages": "never"}}, "huge pages", "note", "echo madvise"),
         ({"system": {"huge_pages": ""}}, "huge pages", "note", "CONFIG_TRANSPARENT_HUGEPAGE"),
         ({"system": {"nodes": (0, 1)}}, "NUMA", "note", "numactl"),
@@ -224,6 +235,14 @@ def test_whatever_the_facts_a_fault_has_a_remedy_and_the_rest_has_none(facts: Fa
 
 def test_lists_of_cpus() -> None:
     assert cpus_named("0-2,5|7") == {0, 1, 2, 5, 7} and cpus_named("") == cpus_named("auto") == set()
+
+
+def test_in_windows_half_of_the_memory_can_be_pinned_whatever_the_limit() -> None:
+    facts = changed(replace(HEALTHY, installation=GPU), system={"wsl": True, "memlock": 8 << 20})
+    for experts, level in ((32 * GIB, "ok"), (33 * GIB, "note")):
+        named = replace(facts, model=replace(MODEL, experts=experts))
+        (found,) = (finding for finding in diagnose(named) if finding.check == "locked memory")
+        assert found.level == level and "ulimit" not in found.text + found.remedy
 
 
 @pytest.fixture

@@ -118,7 +118,8 @@ def device(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding("GPU", "ok", f"{found.name}; by default {ROUNDED_ON_A_GPU}")
     if not found.pinned:
-        remedy = "--spac-store disk; on WSL: wsl --update and VLLM_WSL2_ENABLE_PIN_MEMORY=1"
+        on_wsl = "; or wsl --update, and export VLLM_WSL2_ENABLE_PIN_MEMORY=1"
+        remedy = "--spac-store disk" + on_wsl * facts.system.wsl
         yield Finding("pinned memory", "problem", "none can be allocated, and --spac-store host needs it", remedy)
     if not found.unified:
         remedy = "--spac-plane slots"
@@ -127,14 +128,16 @@ def device(facts: Facts) -> Iterator[Finding]:
 
 def locked_memory(facts: Facts) -> Iterator[Finding]:
     """Enough memory may be locked for experts in pinned host memory."""
-    limit, model = facts.system.memlock, facts.model
-    if facts.installation.refusal:
+    system, model, gpu = facts.system, facts.model, facts.installation.device
+    limit = system.memlock
+    if facts.installation.refusal or (gpu is not None and not gpu.pinned):
         return
-    if facts.installation.device is None:
+    if gpu is None:
         yield Finding("locked memory", "ok", "nothing is pinned without a GPU")
-    elif facts.system.wsl and not (model is not None and 0 < model.experts <= facts.system.total // 2):
-        text = f"Windows lets about half of {gib(facts.system.total)} be pinned"
-        yield Finding("locked memory", "note", text, WSL_REMEDY)
+    elif system.wsl:
+        fits = model is not None and 0 < model.experts <= system.total // 2
+        text = f"Windows lets about half of {gib(system.total)} be pinned"
+        yield Finding("locked memory", "ok" if fits else "note", text, "" if fits else WSL_REMEDY)
     elif limit is None or (model is not None and 0 < model.experts <= limit):
         yield Finding("locked memory", "ok", "no limit" if limit is None else f"up to {gib(limit)}")
     else:
