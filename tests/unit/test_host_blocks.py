@@ -120,8 +120,10 @@ def test_under_windows_the_remedy_is_windows_own(cudart, tmp_path, monkeypatch) 
     (tmp_path / "osrelease").write_text("6.6.87.2-microsoft-standard-WSL2\n")
     monkeypatch.setattr(host_memory, "_RELEASE", tmp_path / "osrelease")
     cudart.limit = 22 * PAGE
+    store = HostStore(SHAPE, "")
     with pytest.raises(StoreError, match=r"about half of WSL's memory.*\.wslconfig") as caught:
-        fill(HostStore(SHAPE, ""))
+        fill(store)
+    store.close()
     assert "ulimit" not in str(caught.value)
 
 

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import control_groups
 from vllm_spac.system.machine import cpus, cpus_named, shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
