@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import changed
 import pytest
 from changed import ROOT
@@ -46,4 +48,7 @@ def test_what_all_tests_share_reaches_all():
 def test_the_map_says_how_much_serves(layers: str):
     serves = changed.closure(*(ROOT / "vllm_spac" / f"{name}.py" for name in ("runtime", f"execution/{layers}")))
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in serves)
-    assert f"{len(serves)} files of {round(lines, -2):,} lines" in (ROOT / "vllm_spac" / "README.md").read_text("utf-8")
+    stated = re.findall(
+        rf"{len(serves)} files of ([\d,]+) lines", (ROOT / "vllm_spac" / "README.md").read_text("utf-8")
+    )
+    assert any(abs(int(number.replace(",", "")) - lines) <= 250 for number in stated), (len(serves), lines)
