@@ -16,6 +16,7 @@ from benchmarks.scaled import run as scaled_run
 from benchmarks.serving.cases import Drafts, Settings
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.decisions.core_rates import CORE_RATES, READ
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError
 
@@ -177,10 +178,18 @@ def test_the_executor_releases_the_kernels_and_then_sleeps(scaled: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("name", "load", "memory", "share"),
-    [("rtx4090", 2.40, 0.84, 0.8), ("rtx4090-int4", 1.09, 0.38, 0.49), ("h200", 5.7, 1.2, 0.8)],
+    [
+        ("rtx4090", 2.40, 0.84, READ),
+        ("rtx4090-int4", 1.09, 0.38, READ),
+        ("h200", 5.7, 1.2, READ),
+        ("h200-int4", 2.6, 0.54, 16 * CORE_RATES["int4"].one / (0.8 * 307.2e9)),  # its cores are the limit
+    ],
 )
 def test_proportions_of_the_packaged_profiles(name: str, load: float, memory: float, share: float) -> None:
-    """Against figures worked out by hand from the data sheets, to their two digits; link and memory attain .8."""
+    """Against figures worked out by hand from the data sheets, to their two digits; link and memory attain .8.
+
+    ``share``: what experts on the CPU read of what memory attains.
+    """
     real = proportions.Proportions.of(name)
     assert (real.load, real.memory) == (pytest.approx(load / 0.8, rel=0.02), pytest.approx(memory / 0.8, rel=0.04))
     assert real.cpu == pytest.approx(real.memory / share, rel=1e-6)
