@@ -93,7 +93,7 @@ def _checkpoint(model: str, config: dict) -> Checkpoint | None:
     """Returns the sizes by the headers, or by the configuration of a model that is not on this machine yet."""
     try:
         return read_checkpoint(find_folder(model), FormatKernels.GPU)
-    except (SpacError, OSError):
+    except (SpacError, OSError):  # not on this machine, or damaged, which whoever loads it says
         pass
     try:
         return described(config, Path(model), FormatKernels.GPU)

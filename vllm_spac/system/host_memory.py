@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the command line starts without torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 _RELEASE = Path("/proc/sys/kernel/osrelease")
+LOCK_REMEDY = "ulimit -l unlimited; in a container --ulimit memlock=-1"
 WSL_REMEDY = "raise memory= in %UserProfile%\\.wslconfig, then wsl --shutdown"
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MADV_PAGEOUT = 21
@@ -54,7 +55,7 @@ def pin_remedy() -> str:
     """What helps where memory cannot be pinned."""
     if is_wsl():
         return f"Windows lets about half of WSL's memory be pinned: {WSL_REMEDY}"
-    return "raise the limit of locked memory (ulimit -l unlimited; in a container --ulimit memlock=-1)"
+    return f"raise the limit of locked memory ({LOCK_REMEDY})"
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:

@@ -11,7 +11,7 @@ from vllm_spac.config.types import ROUNDED_ON_A_GPU
 from vllm_spac.errors import printable
 from vllm_spac.integration.hooks.patches import WITHOUT
 from vllm_spac.system.flaws import MEDIA
-from vllm_spac.system.host_memory import WSL_REMEDY, gib
+from vllm_spac.system.host_memory import LOCK_REMEDY, WSL_REMEDY, gib
 from vllm_spac.system.machine import cpus_named, spinning
 from vllm_spac.tools.machine.facts import Facts
 
@@ -141,8 +141,8 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
     elif limit is None or (model is not None and 0 < model.experts <= limit):
         yield Finding("locked memory", "ok", "no limit" if limit is None else f"up to {gib(limit)}")
     else:
-        remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
-        yield Finding("locked memory", "note", f"limited to {gib(limit)}: some drivers then refuse to pin more", remedy)
+        text = f"limited to {gib(limit)}: some drivers then refuse to pin more"
+        yield Finding("locked memory", "note", text, LOCK_REMEDY)
 
 
 def huge_pages(facts: Facts) -> Iterator[Finding]:
