@@ -142,7 +142,7 @@ SENTENCES = (
     GPU + "slots took {{ over|span(1) }} times as long as pointers",
     GPU + "{{ faster|span(1) }} times the speed of stock's offloaders",
     "save at most {{ (result('toy_ceilings').rows|map(attribute='gain.rows')|max - 1)|pct }} % of a step",
-    "without a cache {{ result('toy_reuse').spread.needed_experts.mean[4]|f }} is enough with flat routing, and"
+    "Without a cache {{ result('toy_reuse').spread.needed_experts.mean[4]|f }} is enough with flat routing, and"
     " {{ result('real_reuse').spread.needed_experts.mean[4]|f }} on the carved model",
     STREAMS + "{{ link|min|f }} to {{ link|max|f }} times the tokens per second of shared steps",
     "was {{ result('reads_submitted').rows|map(attribute='ratio')|span(2) }}, with a gain for experts",
