@@ -60,7 +60,6 @@ LONGEST = (
     "kernels/test_compiled.py",
     "unit/test_distribution.py",
     "parity/test_trees.py",
-    "parity/test_calibrate.py",
     "parity/test_families.py",
     "parity/test_votes.py",
     "integration/test_refusals.py",

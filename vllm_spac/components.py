@@ -27,7 +27,6 @@ from vllm_spac.system.untrusted import path_of
 
 OUTSIDE = "package.module:Class"
 WITH_ARGUMENTS = "name@argument=value"
-CALIBRATION = "calibration"  # argument of components that go by one: a file, which an engine reads
 FILE = "file"  # the argument whose value is a path
 _COUNT = r"[1-9][0-9]{0,5}"
 
@@ -132,11 +131,8 @@ class ComponentName:
         if found.offline:
             reason = f"the {self.noun} {brief(value)} cannot serve: {found.offline}"
             raise ValueError(f"{reason}; {self._known()}, or {OUTSIDE}")
-        calibrated = self.arguments and getattr(found, "needs_calibration", False)
-        known = [*(arguments_of(found) if self.arguments else ()), *self.settings, *[CALIBRATION] * calibrated]
+        known = [*(arguments_of(found) if self.arguments else ()), *self.settings]
         _check_known(name, known, given)
-        if calibrated and CALIBRATION in given:
-            path_of(given[CALIBRATION])
         for argument in given.keys() & self.settings.keys():
             self.settings[argument].check(argument, given[argument])
         return value
@@ -211,14 +207,6 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 def written(name: str, arguments: Mapping[str, Any]) -> str:
     """Returns ``name@argument=value@...``, which ``parse`` splits again."""
     return "@".join([name, *(f"{argument}={value}" for argument, value in arguments.items())])
-
-
-def uncalibrated(spec: str) -> str:
-    """Returns ``spec`` without ``calibration=FILE``, which is for the engine and not for a constructor."""
-    name, given = parse(spec)
-    if given.pop(CALIBRATION, None) is None:
-        return spec
-    return written(name, given)
 
 
 def arguments_of(component: type[Any]) -> list[str]:

@@ -308,7 +308,7 @@ def replayed(
     replay = kind(trace, costs, nbytes, outcome, chosen, None, ahead)
     if isinstance(replay, Drafted):
         replay.named, replay.by_layer = named, by_layer
-    replay.fill(filling(trace, slots, chosen.first()))
+    replay.fill(filling(trace, slots))
     return replay.run(rows_of_records(trace))
 
 

@@ -10,7 +10,6 @@ optimal in loads, not in hits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +20,8 @@ from rich.progress import track
 
 from benchmarks.common import RESULTS, ROOT, Script, is_toy, provenance, sha256, show, trace_files, write_result
 from benchmarks.replay.hot_experts import accuracy, agreement, as_last_step, nothing_is_hot
-from vllm_spac import components
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.reuse import Reuse
-from vllm_spac.errors import ConfigError
 from vllm_spac.recording.trace_file import PREFILL, Trace, TraceFacts
 from vllm_spac.tools.traces.simulation import simulate
 
@@ -32,7 +29,6 @@ POLICIES = (
     "lru",
     "layer_lru",
     "lfu",
-    "pinned",
     "utility",
     "reuse",
     "reuse@half_lives=(1,4,16)",
@@ -72,8 +68,7 @@ def main(
     costs = Costs.read("rtx4090")  # hits do not depend on it
     for name, spec, share in track(cases, "replaying", console=Console(stderr=True), transient=True):
         slots = math.ceil(share / 100 * recorded[name].facts.total)
-        others = [path for path in traces if path.stem != name]
-        rate = simulate(recorded[name], slots, costs, policy=held_out(spec, others), expert_bytes=1).hit_rate
+        rate = simulate(recorded[name], slots, costs, policy=spec, expert_bytes=1).hit_rate
         result["hit_rates"].setdefault(name, {}).setdefault(spec, []).append(round(rate, 4))
     result["mean_hit_rates"] = {
         spec: [round(float(x), 4) for x in np.mean([result["hit_rates"][name][spec] for name in recorded], axis=0)]
@@ -88,16 +83,6 @@ def main(
     rows = ({"trace": name, **{key: value["mean"] for key, value in found.items()}} for name, found in predicted)
     predictors = next(iter(result["prediction_accuracy"].values()))
     show("hot or cold in the next step, mean of layers", rows, "trace", *predictors)
-
-
-def held_out(spec: str, others: Sequence[Path]) -> str:
-    """Returns ``spec`` with the traces ``others`` if the policy needs a calibration and ``spec`` names none."""
-    policy = components.find("policies", spec.partition("@")[0])
-    if not policy.needs_calibration or "@trace=" in spec or "@calibration=" in spec:
-        return spec
-    if not others:
-        raise ConfigError(f"policy {spec} is calibrated with the other traces, and there is one only; name more")
-    return f"{spec}@trace={tuple(map(str, others))}"
 
 
 def facts(path: Path, trace: Trace) -> dict:

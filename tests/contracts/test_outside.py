@@ -96,7 +96,7 @@ def test_a_ranking_from_outside_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     knob = SpacConfig.parse({"budget": "16@ranking=outside:Loudest"}).parsed_budget
     assert components.find("rankings", knob.ranking) is outside.Loudest
     for ranking, found in (("nothing", "is called 'nothing'"), ("nowhere:X", "No module named 'nowhere'")):
-        with pytest.raises(ConfigError, match=f"budget=.*{found}.*use one of router, selected, static"):
+        with pytest.raises(ConfigError, match=f"budget=.*{found}.*use one of router, selected"):
             SpacConfig.parse({"budget": f"16@ranking={ranking}"})
     monkeypatch.setattr(outside.Loudest, "offline", "it is on holiday")
     with pytest.raises(ConfigError, match="outside:Loudest' cannot serve: it is on holiday; use one of"):

@@ -16,12 +16,10 @@ from vllm_spac.kernels.reference.shortlist import mass_count, sorted_by
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec import rankings
-from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass
 from vllm_spac.methods.moe_spec.router_ranking import Router
 from vllm_spac.methods.moe_spec.selected_ranking import Selected
 from vllm_spac.methods.moe_spec.settings import validate, vote
-from vllm_spac.methods.moe_spec.static_ranking import Static
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
@@ -34,23 +32,8 @@ def scores(rows: int, generator: torch.Generator, experts: int = EXPERTS) -> Ten
     return (2 * torch.randn(rows, experts, generator=generator)).softmax(1)
 
 
-def calibrated(layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K) -> Calibration:
-    """Layers differ; text from a fixed seed."""
-    generator = torch.Generator().manual_seed(1)
-    recorder = CalibrationRecorder("f" * 32, "toy", [f"layer.{i}" for i in range(layers)], experts, top_k, window=4)
-    for layer in range(layers):
-        probs = (torch.randn(2000, experts, generator=generator) + torch.randn(experts, generator=generator)).softmax(1)
-        recorder.observe(layer, probs, *probs.topk(top_k))
-    recorder.end_text()
-    return recorder.result()
-
-
-CALIBRATED = calibrated()
-assert all(len(set(row)) == EXPERTS for row in CALIBRATED.counts.tolist()), "ties would hide what is tested"
-
-
 def built(name: str) -> Ranking:
-    return components.find("rankings", name).of(CALIBRATED)
+    return components.find("rankings", name)()
 
 
 def step(seed: int, rows: int = 5, voting: int = 3) -> tuple[Tensor, Tensor, LayerContext]:
@@ -202,25 +185,13 @@ def test_nobody_votes(name: str) -> None:
         built(name).rank(probs, torch.zeros_like(votes), context)
 
 
-@every_budget
-def test_what_needs_a_calibration_says_so(name: str) -> None:
-    kind = components.find("rankings", name)
-    if kind.needs_calibration:
-        with pytest.raises(ConfigError, match=f"{name} needs a calibration file.*vllm-spac quality calibrate"):
-            kind.of(None)
-    else:
-        assert isinstance(kind.of(None), kind)
-    assert built(name).to("cpu").rank(*step(1)).shape == (EXPERTS,)
-
-
 @settings(max_examples=examples(400), **BUSY)
 @given(seed=seeds, rows=st.integers(1, 12), uniform=st.booleans())
 def test_sums_are_added_row_by_row(seed: int, rows: int, uniform: bool) -> None:
-    """``router`` (Eq. 5), ``static`` (Eq. 4) and ``selected``, whose equals are in the order of ``router``."""
+    """``router`` (Eq. 5) and ``selected``, whose equals are in the order of ``router``."""
     generator = torch.Generator().manual_seed(seed)
     probs, votes = scores(rows, generator), torch.rand(rows, generator=generator).double()
     ids = probs.topk(TOP_K).indices
-    counts = torch.stack([torch.randperm(EXPERTS, generator=generator) for _ in range(LAYERS)])
     context = LayerContext(1, ids=ids)
     weights = [1.0] * rows if uniform else votes.tolist()
     every, own = [0.0] * EXPERTS, [0.0] * EXPERTS
@@ -228,8 +199,8 @@ def test_sums_are_added_row_by_row(seed: int, rows: int, uniform: bool) -> None:
         for expert, score in enumerate(row):
             every[expert] += weight * score
             own[expert] += weight * score * (expert in chosen)
-    wanted = {"router": every, "static": counts[1].tolist(), "selected": list(zip(own, every, strict=True))}
-    for name, ranking in (("router", Router()), ("static", Static(counts=counts)), ("selected", Selected())):
+    wanted = {"router": every, "selected": list(zip(own, every, strict=True))}
+    for name, ranking in (("router", Router()), ("selected", Selected())):
         found = ranking.rank(probs, None if uniform else votes, context).tolist()
         assert found == sorted(range(EXPERTS), key=lambda i: wanted[name][i], reverse=True), name
 

@@ -99,16 +99,8 @@ def engine_config(model: Path, spac, **options):
         ({"budget": 3}, ["budget=3", "every token 4 experts", "truncation"]),
         ({"plane": "magic"}, ["plane='magic'", "slots", "pointers"]),
         ({"plane": "pointers", "store": "disk"}, ["--spac-plane", "--spac-store host"]),
-        (
-            {"budget": "8@ranking=static"},
-            ["8@ranking=static@calibration=FILE", "vllm-spac quality calibrate"],
-        ),
         ({"budget": "8@coverage=none"}, ["coverage='none'", "substitution"]),
-        ({"budget": "/not/there"}, ["budget=/not/there", "no such file", "16 or 0.98"]),
-        (
-            {"budget": "8@calibration=/not/there"},
-            ["calibration=/not/there (--spac-budget)", "no such file"],
-        ),
+        ({"budget": "/not/there"}, ["budget='/not/there'", "use a number of experts (16)", "0.98"]),
         ({"cpu_experts": "auto"}, ["cpu_experts=auto", "--spac-cpu-experts", "add --spac-store host"]),
         ({"cpu_experts": 2, "store": "disk"}, ["cpu_experts=2", "add --spac-store host"]),
     ],
@@ -221,9 +213,6 @@ def outside(tmp_path, monkeypatch) -> Path:
         (AUTO | {"profile": "pipe"}, "--spac-profile.*not a regular file"),
         (AUTO | {"profile": "nosuch"}, "--spac-profile.*there is no profile.*rtx4090"),
         (AUTO | {"profile": "."}, "--spac-profile"),
-        ({"budget": "off@calibration=text"}, "text cannot be read as a calibration.*vllm-spac quality calibrate"),
-        ({"policy": "pinned@calibration=pipe"}, "--spac-policy.*no such file"),
-        ({"policy": "pinned@calibration=text"}, "text cannot be read as a calibration.*vllm-spac quality calibrate"),
         ({"prefetch": "neural"}, "prefetch=neural.*needs its file.*vllm-spac predictors train"),
         ({"prefetch": "neural@file=/not/there"}, "prefetch=/not/there.*no such file.*predictors train"),
         ({"prefetch": "neural@file=text"}, "text cannot be read as a file of predictors"),
@@ -1066,8 +1055,8 @@ def test_what_is_no_checkpoint(tmp_path):
     ("flags", "said"),
     [
         (
-            ["--plugin", "spac", "--spac-policy", "pinned@calibration=/not/there"],
-            "calibration=/not/there (--spac-policy)",
+            ["--plugin", "spac", "--spac-prefetch", "neural@file=/not/there"],
+            "prefetch=/not/there (--spac-prefetch)",
         ),
         (["--additional-config", '{"spac": 5}'], "must be a mapping of knobs"),
     ],

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vllm_spac.methods.moe_spec.host_cut import HostCut
 from vllm_spac.methods.moe_spec.launches import BudgetLaunches
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings, RoutingRule
-from vllm_spac.methods.moe_spec.static_ranking import Static
 
 EXPERTS, TOP_K = 32, 3
 BIAS = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0)) / 3
@@ -26,8 +26,18 @@ RULES = [
 ]
 
 
+class Given(Ranking):
+    """Any order of the experts."""
+
+    def __init__(self, places: Tensor) -> None:
+        self._places = places
+
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        return self._places
+
+
 @st.composite
-def cuts(draw) -> tuple[RoutingRule, BudgetSettings, Static, tuple[Tensor, ...], Tensor | None]:
+def cuts(draw) -> tuple[RoutingRule, BudgetSettings, Ranking, tuple[Tensor, ...], Tensor | None]:
     """A rule, settings, any order of the experts, (logits, weights, ids) and votes; coarse scores are often equal."""
     rule, rows = draw(st.sampled_from(RULES)), draw(st.integers(1, 7))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -46,7 +56,7 @@ def cuts(draw) -> tuple[RoutingRule, BudgetSettings, Static, tuple[Tensor, ...],
     bound = {"budget": draw(st.integers(least, EXPERTS))}
     if mass is not None:
         bound = {"mass": mass, "mass_of": draw(st.sampled_from(["selected", "scores"]))}
-    order = Static(counts=torch.randperm(EXPERTS, generator=random)[None])
+    order = Given(torch.randperm(EXPERTS, generator=random))
     votes = draw(st.none() | st.lists(st.integers(1, 4096), min_size=rows, max_size=rows))
     votes = None if votes is None else torch.tensor(votes, dtype=torch.float64) / 4096
     routed = logits, weights, ids.to(draw(st.sampled_from([torch.int32, torch.int64])))

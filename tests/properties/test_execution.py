@@ -16,8 +16,7 @@ from vllm_spac.kernels.types import Quantised
 from vllm_spac import components
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.decisions.policies.base import Policy, PolicyContext
-from vllm_spac.decisions.policies.pinned import Pinned
+from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.execution.base import ExecutionContext
@@ -123,13 +122,6 @@ def made():
     yield lambda *args, **options: pools.append(Pool(*args, **options)) or pools[-1]
     for pool in pools:
         pool.close()
-
-
-def test_slots_are_filled_with_what_the_policy_loads_first(made):
-    counts = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
-    policy = Pinned.of(PolicyContext(7, TOP_K, counts))
-    pool = made(7, policy=policy)
-    assert pool.residency.slot_of[policy.first()].tolist() == [0, 1, 2, 3, 4]
 
 
 # Pointers enter no layers.

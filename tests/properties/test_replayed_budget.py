@@ -26,12 +26,10 @@ from vllm_spac.runtime import Runtime
 # A row is a multiple of the vectors that a CPU computes sigmoids in: what is left over, torch rounds otherwise.
 EXPERTS, TOP_K, ROWS, LAYERS = 32, 3, 12, 2
 RNG = torch.Generator().manual_seed(0)
-COUNTS = torch.randint(0, 20, (LAYERS, EXPERTS), generator=RNG)  # some are equal
 BIAS = torch.randn(EXPERTS, generator=RNG) / 3
 RULES = rules(BIAS)
 BOUNDS = [
     *({"budget": count} for count in (TOP_K, 5, 12, EXPERTS)),
-    {"budget": {"layer.0": 4, "layer.1": EXPERTS}},
     *({"mass": mass, "mass_of": of} for mass, of in product((0.3, 0.9, 1.0), ("selected", "scores"))),
 ]
 COVERAGES = [{"coverage": each} for each in ("substitution", "truncation")]
@@ -42,7 +40,7 @@ RANKINGS = components.names("rankings")
 
 def control(rule: RoutingRule, **chosen) -> BudgetControl:
     layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule) for i in range(LAYERS)]
-    made = BudgetControl(layers, SimpleNamespace(counts=COUNTS))
+    made = BudgetControl(layers)
     made.change(BudgetSettings(**chosen))
     return made
 
@@ -281,7 +279,7 @@ STEPS = [Step((PROMPT, VERIFY)), Step((RequestRows(0, 4, RowKind.VERIFY),)), Ste
 @pytest.mark.parametrize(
     "bounds",
     [
-        [{"budget": 4}, {"budget": 3}, {}, {"budget": {"layer.0": EXPERTS, "layer.1": 3}}, {"budget": EXPERTS}],
+        [{"budget": 4}, {"budget": 3}, {}, {"budget": EXPERTS}],
         [{"mass": 0.5}, {"mass": 0.9}, {}, {"mass": 1.0}, {"mass": 0.2}],
         [{"mass": 0.5, "mass_of": "scores"}, {}, {"mass": 0.9, "mass_of": "scores"}],
     ],
@@ -323,7 +321,7 @@ def test_a_budget_that_is_off_may_be_switched_on() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"budget": 4, "ranking": "static"}, "ranking=static"),
+        ({"budget": 4, "ranking": "router"}, "ranking=router"),
         ({"budget": 4, "coverage": "truncation"}, "coverage=truncation"),
         ({"mass": 0.9}, "mass_of=selected"),
         ({"budget": 4, "window": 2}, "window.*--enforce-eager"),

@@ -19,7 +19,7 @@ STEPS, DRAFTS = 60, 3
 ONLINE = [
     name
     for name in components.serving("policies")
-    if name != "pinned" and not components.find("policies", name).needs_layers  # pointers enter no layers
+    if not components.find("policies", name).needs_layers  # pointers enter no layers
 ]
 
 
@@ -61,7 +61,7 @@ def follow(pool: Pool, trace: Trace) -> dict:
 
 def built(policy: str, slots: int, trace: Trace) -> Policy:
     """As an engine builds it, which knows its drafts."""
-    return components.find("policies", policy).of(PolicyContext(slots, TOP_K, None, most_drafts(trace)))
+    return components.find("policies", policy).of(PolicyContext(slots, TOP_K, most_drafts(trace)))
 
 
 @pytest.mark.parametrize("policy", ONLINE)

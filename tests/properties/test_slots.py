@@ -21,8 +21,7 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.decisions.policies.base import Policy, PolicyContext
-from vllm_spac.decisions.policies.pinned import Pinned
+from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.errors import StoreError
 from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.host.slot_runner import Wave
@@ -146,15 +145,6 @@ def test_every_row_sees_its_experts(forwards: list[tuple[int, Tensor]], slots: i
                 assert parts == [list(range(len(ids)))], "split without need"
     finally:
         pool.close()
-
-
-def test_slots_are_filled_with_what_the_policy_loads_first(pools: list[Pool]) -> None:
-    counts = np.arange(SHAPE.total)[::-1].reshape(len(SHAPE.layers), -1) % 3
-    policy = Pinned.of(PolicyContext(SHAPE.total - 1, SHAPE.top_k, counts))
-    pool = Pool(SHAPE.total - 1, policy=policy)
-    pools.append(pool)
-    assert sum(pool.fill()) == pool.residency.resident == SHAPE.total - 1
-    assert pool.residency.slot_of[policy.first()].tolist() == list(range(len(policy.first()))) != []
 
 
 @given(forwards, st.integers(SHAPE.top_k, SHAPE.total), st.data())

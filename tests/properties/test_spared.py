@@ -13,7 +13,6 @@ from routing_rules import rules
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.launches import BudgetLaunches
 from vllm_spac.methods.moe_spec.rankings import Ranking, router_mass
@@ -32,18 +31,6 @@ class Quietest(Ranking):
 
     def scores(self, probs, context) -> torch.Tensor:
         return -router_mass(probs)
-
-
-def calibrated() -> Calibration:
-    random = torch.Generator().manual_seed(1)
-    recorder = CalibrationRecorder("f" * 32, "toy", ["layer.0"], EXPERTS, TOP_K, window=4)
-    probs = (torch.randn(500, EXPERTS, generator=random) + 2 * torch.randn(EXPERTS, generator=random)).softmax(1)
-    recorder.observe(0, probs, *probs.topk(TOP_K))
-    recorder.end_text()
-    return recorder.result()
-
-
-CALIBRATED = calibrated()
 
 
 @st.composite
@@ -70,7 +57,7 @@ def controls(rule: RoutingRule, **asked) -> Iterator[tuple[str, BudgetControl]]:
     """The planes that a budget runs on: NumPy, torch operations without a read on the host, and those of a replay."""
     layer = BudgetedLayer("layer.0", EXPERTS, TOP_K, rule)
     for plane in ("host", "device", "replay"):
-        made = BudgetControl([layer], CALIBRATED)
+        made = BudgetControl([layer])
         made.change(BudgetSettings(**asked))
         made._on_host = made._on_host if plane == "host" else None
         if plane == "replay":

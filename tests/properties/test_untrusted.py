@@ -28,7 +28,6 @@ from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.errors import SpacError
-from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder, read_budgets, write_budgets
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.storage.checkpoint import headers, packed_folder
 from vllm_spac.storage.checkpoint.published import find_model
@@ -119,16 +118,6 @@ def trace(folder) -> bytes:
     return content_of(synthetic_trace(layers=2, experts=8, top_k=2, steps=5, drafts=1).save, folder / "trace")
 
 
-@pytest.fixture(scope="module")
-def calibration(folder) -> bytes:
-    recorder = CalibrationRecorder("0123", "toy", ("a", "b"), 8, 2, 2)
-    for layer in range(2):
-        probs = torch.rand(6, 8, generator=torch.Generator().manual_seed(layer)).softmax(1)
-        recorder.observe(layer, probs, *probs.topk(2))
-    recorder.end_text()
-    return content_of(recorder.result().save, folder / "calibration")
-
-
 @given(st.data())
 @settings(max_examples=examples(400), deadline=None)
 def test_traces(folder, trace, data) -> None:
@@ -142,16 +131,6 @@ def test_traces(folder, trace, data) -> None:
             trace_statistics.uses(found)
 
     loads_or_refuses(look, len(content), 64)
-
-
-@given(st.data())
-@settings(max_examples=examples(300), deadline=None)
-def test_calibrations(folder, calibration, data) -> None:
-    path, content = folder / "c", data.draw(damaged(calibration))
-    path.write_bytes(content)
-    loads_or_refuses(lambda: Calibration.read(path), len(content), 64)
-    remembers = CalibrationRecorder("0123", "toy", ("a", "b"), 8, 2, 2)
-    loads_or_refuses(lambda: remembers.resume(path), len(content), 64)
 
 
 @pytest.fixture(scope="module")
@@ -189,20 +168,12 @@ JSON = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=4) | st.dicti
 
 @given(JSON | st.binary(max_size=64), st.data())
 @settings(max_examples=examples(200), deadline=None)
-def test_budgets_and_profiles(folder, value, data) -> None:
+def test_profiles(folder, value, data) -> None:
     path = folder / "j"
     path.write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
-    size = path.stat().st_size
-    for load in (lambda: Costs.read(path), lambda: read_budgets(path, "0123", ["a"], 8)):
-        loads_or_refuses(load, size, 64)
-    write_budgets(path, "0123", {"a": 8, "b": 7}, {"mass": 0.98, "mass_of": "selected", "coverage": "substitution"})
-    content = json.loads(path.read_text())
+    loads_or_refuses(lambda: Costs.read(path), path.stat().st_size, 64)
     profile = json.loads((Path(costs.__file__).parent / "profiles" / "h200.json").read_text())
-    for whole in (content, profile):
-        spoil(data.draw, whole)
-    path.write_text(json.dumps(content))
-    for layers in (["a", "b"], None):
-        loads_or_refuses(lambda layers=layers: read_budgets(path, "0123", layers, 8), len(path.read_bytes()), 64)
+    spoil(data.draw, profile)
     path.write_text(json.dumps(profile))
     loads_or_refuses(lambda: Costs.read(path), len(path.read_bytes()), 64)
 
@@ -316,8 +287,8 @@ def test_names_are_printed_and_not_obeyed(folder, trace) -> None:
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
 @pytest.mark.parametrize(
     "load",
-    [Trace.load, Calibration.read, Costs.read, lambda path: read_budgets(path, "", [], 1)],
-    ids=["trace", "calibration", "profile", "budgets"],
+    [Trace.load, PredictorFile.read, Costs.read],
+    ids=["trace", "predictors", "profile"],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind, load) -> None:
     path = tmp_path / "x"

@@ -35,8 +35,6 @@ CALLS = {
     "stats": (["http://127.0.0.1:9"], "no server answers"),
     "packed": (["--disk-dir", "."], "no packed experts"),
     "trace simulate": ([TRACE, "--profile", "rtx4090"], ""),
-    "quality calibrate": ([MODEL, "--prompts", "texts.txt"], ""),
-    "quality budgets": (["c.safetensors"], ""),
     "quality sweep": ([MODEL, "--prompts", "texts.txt", "--budgets", "8"], ""),
     "predictors train": ([MODEL, "--prompts", "texts.txt", "--output", "p.safetensors"], ""),
     "predictors measure": ([MODEL, "--predictor", "p.safetensors", "--prompts", "texts.txt", "--json", "x"], ""),

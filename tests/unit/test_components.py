@@ -91,7 +91,7 @@ def test_arguments_that_the_caller_gives_cannot_be_set() -> None:
     [
         ("cpu_experts", "threshold@rates=3", "it has fixed, gamma, misses, upper"),
         ("cpu_experts", "waterfill@expert_bytes=7", "it has admit, gamma, upper"),
-        ("policy", "pinned@context=3", "it has share"),
+        ("policy", "reuse@context=3", "it has half_lives"),
     ],
 )
 def test_arguments_that_the_engine_passes_are_refused_when_knobs_are_read(knob: str, spec: str, has: str) -> None:

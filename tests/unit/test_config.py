@@ -84,35 +84,31 @@ def test_cpu_experts_are_off_auto_a_number_or_what_a_balancer_selects(
 
 
 @pytest.mark.parametrize(
-    ("asked", "experts", "mass", "mass_of", "file"),
+    ("asked", "experts", "mass", "mass_of"),
     [
-        (16, 16, None, "selected", None),
-        ("16", 16, None, "selected", None),
-        (1, 1, None, "selected", None),
-        (1.0, None, 1.0, "selected", None),
-        ("1.0", None, 1.0, "selected", None),
-        (0.98, None, 0.98, "selected", None),
-        ("0.98@of=selected", None, 0.98, "selected", None),
-        (".5@of=scores", None, 0.5, "scores", None),
-        ("1e-05", None, 1e-5, "selected", None),
-        ("budgets.json", None, None, "selected", Path("budgets.json")),
-        ("/x@y/16", None, None, "selected", Path("/x@y/16")),
-        ("./16", None, None, "selected", Path("16")),
-        (Path("/x"), None, None, "selected", Path("/x")),
-        ("./off", None, None, "selected", Path("off")),
-        ("off", None, None, "selected", None),
+        (16, 16, None, "selected"),
+        ("16", 16, None, "selected"),
+        (1, 1, None, "selected"),
+        (1.0, None, 1.0, "selected"),
+        ("1.0", None, 1.0, "selected"),
+        (0.98, None, 0.98, "selected"),
+        ("0.98@of=selected", None, 0.98, "selected"),
+        (".5@of=scores", None, 0.5, "scores"),
+        ("1e-05", None, 1e-5, "selected"),
+        ("off", None, None, "selected"),
     ],
     ids=str,
 )
-def test_a_budget_is_a_number_a_share_or_a_file(asked, experts, mass, mass_of, file) -> None:
+def test_a_budget_is_a_number_or_a_share(asked, experts, mass, mass_of) -> None:
     config = SpacConfig.parse({"budget": asked})
-    knob, settings = config.parsed_budget, BudgetSettings.at_start(config, experts)
-    assert (knob.experts, knob.file, knob.bounds) == (experts, file, asked != "off")
+    knob, settings = config.parsed_budget, BudgetSettings.at_start(config)
+    assert (knob.experts, knob.bounds) == (experts, asked != "off")
     assert (settings.budget, settings.mass, settings.mass_of) == (experts, mass, mass_of)
 
 
 @pytest.mark.parametrize(
-    "budget", [0, "0", -1, "-3", 1.5, "1.01", 16.0, "0.0", "nan", "inf", True, None, [16], "", "9" * 5000]
+    "budget",
+    [0, "0", -1, "-3", 1.5, "1.01", 16.0, "0.0", "nan", "inf", True, None, [16], "", "9" * 5000, "budgets.json"],
 )
 def test_other_budgets_are_refused_with_what_would_be_right(budget: object) -> None:
     with pytest.raises(ConfigError, match=r"budget=.* \(--spac-budget\): ") as caught:
@@ -178,15 +174,13 @@ def test_arguments_of_a_budget() -> None:
         ({"budget": "16@votes=path@alpha=True"}, r"\(--spac-budget\): alpha=True: use a number from 0.0 to 1.0"),
         ({"budget": "16@votes"}, r"\(--spac-budget\): 'votes' in '16@votes' sets nothing"),
         ({"budget": "16@coverage=rescue"}, r"coverage='rescue': use coverage=substitution or coverage=truncation"),
-        ({"budget": "16@ranking=best"}, r"no ranking is called 'best'; use one of router, selected, static"),
-        ({"budget": "16@ranking=static@share=1"}, r"'16@ranking=static@share=1'.*no ranking is called"),
+        ({"budget": "16@ranking=best"}, r"no ranking is called 'best'; use one of router, selected"),
+        ({"budget": "16@ranking=router@share=1"}, r"16 has no argument 'share'"),
         ({"budget": "16@when=all@colour=2"}, r"16 has no argument 'colour'; it has coverage"),
         ({"budget": "16@colour=2"}, r"16 has no argument 'colour'; it has coverage"),
         ({"budget": "off@of=scores"}, r"off has no argument 'of'; it has coverage"),
-        ({"budget": "FILE@of=scores"}, r"FILE has no argument 'of'; it has coverage"),
-        ({"budget": "16@calibration="}, r"\(--spac-budget\): the path is empty"),
+        ({"budget": "16@calibration=FILE"}, r"\(--spac-budget\): 16 has no argument 'calibration'"),
         ({"policy": "lru@calibration=FILE"}, r"\(--spac-policy\): lru has no argument 'calibration'"),
-        ({"policy": "pinned@calibration=7"}, r"\(--spac-policy\): use a path"),
         ({"tree": 1}, r"tree=1 \(--spac-tree\): a tree of one token is a chain; use --spac-tree 2 or more"),
         ({"tree": "[[0]]"}, r"\(--spac-tree\): a tree of one token is a chain; use --spac-tree 2 or more"),
         ({"tree": 256}, r"tree=256 \(--spac-tree\): use a number of draft tokens up to 255"),
@@ -333,13 +327,6 @@ def test_the_configuration_cannot_be_changed() -> None:
         SpacConfig.parse({}).slots = "3"
 
 
-def test_policy_that_needs_a_calibration() -> None:
-    with pytest.raises(ConfigError, match=r"needs a calibration; use --spac-policy pinned@share=0.5@calibration=FILE"):
-        SpacConfig.parse({"policy": "pinned@share=0.5"})
-    assert SpacConfig.parse({"policy": "pinned@calibration=/x"}).policy_calibration == Path("/x")
-    assert SpacConfig.parse({}).policy_calibration is None
-
-
 def test_policy_that_must_know_the_future_cannot_serve() -> None:
     with pytest.raises(
         ConfigError, match="'belady' cannot serve: it must know the future.*; use one of drop, layer_lru, lfu"
@@ -369,21 +356,13 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
 )
 def test_a_budget_takes_arguments(text: str, alpha: float | None) -> None:
     config = SpacConfig.parse({"budget": f"{text}@coverage=truncation@when=all@ranking=router"})
-    settings = BudgetSettings.at_start(config, config.parsed_budget.experts)
+    settings = BudgetSettings.at_start(config)
     assert settings.alpha == alpha and settings.coverage == "truncation"
     assert (settings.when, settings.ranking) == ("all", "router")
     assert settings.active is config.lossy is (settings.budget == 8) is (text[0] == "8")
 
 
-@pytest.mark.parametrize("text", ["/a@b/c.json", "a@when", "budgets@colour=1.json"])
-def test_a_path_may_have_what_begins_an_argument(text: str) -> None:
-    """All but the name of one."""
-    found = SpacConfig.parse({"budget": f"{text}@when=all@calibration=/c@d"}).parsed_budget
-    assert (found.file, found.when, found.calibration) == (Path(text), "all", Path("/c@d"))
-    assert found.but(when=None) == f"{text}@calibration=/c@d" and found.but(8, calibration=None) == "8@when=all"
-
-
-@pytest.mark.parametrize("former", ["budget_ranking", "budget_coverage", "budget_when", "budget_votes", "calibration"])
+@pytest.mark.parametrize("former", ["budget_ranking", "budget_coverage", "budget_when", "budget_votes"])
 def test_a_knob_that_became_an_argument_says_how_to_write_it(former: str) -> None:
     with pytest.raises(ConfigError, match=rf"{former} \({flag(former)}\) is gone; write --spac-"):
         SpacConfig.parse({former: "static"})
@@ -497,9 +476,9 @@ def test_speculated_execution_that_cannot_be(raw: dict, match: str) -> None:
 
 def test_speculated_execution_is_a_setting_of_the_budget() -> None:
     for given, when in (("restricted", "decode"), ("restricted@when=all", "all")):
-        found = BudgetSettings.at_start(SpacConfig.parse(SPECULATES | {"speculate": given}), None)
+        found = BudgetSettings.at_start(SpacConfig.parse(SPECULATES | {"speculate": given}))
         assert (found.speculate, found.when) == ("restricted", when)
-    assert not BudgetSettings.at_start(SpacConfig.parse({}), None).active
+    assert not BudgetSettings.at_start(SpacConfig.parse({})).active
 
 
 def test_knobs_of_the_prefetcher() -> None:

@@ -20,7 +20,6 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.loading.store_lock import StoreLock
-from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
 from vllm_spac.methods.od_moe.places import ClusterFile
 from vllm_spac.storage.checkpoint.packed_folder import remove
 from vllm_spac.storage.disk import DiskStore
@@ -123,9 +122,7 @@ def test_a_group_of_one_is_nobody_else(tmp_path: Path, monkeypatch: pytest.Monke
 # --- what is looked at ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "read", [Calibration.read, PredictorFile.read, lambda path: read_budgets(path, None, None, 4), ClusterFile.read]
-)
+@pytest.mark.parametrize("read", [PredictorFile.read, ClusterFile.read])
 @pytest.mark.parametrize("change", [pytest.param("owner", marks=as_root), "mode", "folder"])
 def test_files_that_decide_what_is_computed_are_refused_in_one_line(tmp_path: Path, read, change: str) -> None:
     (file := tmp_path / "f" / "file.safetensors").parent.mkdir()

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
-from vllm_spac.cli.quality import _rankings, quality_table, sentences
+from vllm_spac.cli.quality import quality_table, sentences
 from vllm_spac.errors import ConfigError
 from vllm_spac.tools.evaluation import points as quality
 from vllm_spac.tools.evaluation.points import Point
@@ -78,11 +78,6 @@ def test_speculated_execution_is_a_point_without_a_bound() -> None:
     assert both == [Point("router", "truncation", 8), Point("speculated", "restricted")]
 
 
-def test_rankings_by_default_are_those_that_can_be_had() -> None:
-    assert set(_rankings(None, True)) == {"selected", "router", "static"}
-    assert set(_rankings(None, False)) == {"selected", "router"}
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -93,7 +88,6 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
         (("--budgets", "8", "--rankings", "best"), "there is no 'best'"),
         (("--budgets", "8", "--rankings", "oracle"), "there is no 'oracle'; use some of router"),
         (("--budgets", "8", "--rankings", "router,router"), "names something twice"),
-        (("--budgets", "8", "--rankings", "static"), "static needs --calibration FILE"),
         (("--budgets", "8", "--coverages", "none"), "use some of substitution, truncation"),
         (("--budgets", "8", "--speculative-config", "eagle"), "--speculative-config"),
         (("--speculate", "wild", "--predictor", "p"), "there is no 'wild'; use some of restricted, predicted"),

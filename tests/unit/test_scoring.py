@@ -6,10 +6,6 @@ import pytest
 import torch
 
 from vllm_spac.errors import SpacError
-from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
-from vllm_spac.methods.moe_spec.control import BudgetedLayer
-from vllm_spac.methods.moe_spec.settings import RoutingRule
-from vllm_spac.tools.evaluation.evaluated_model import Calibrating
 from vllm_spac.tools.evaluation.scoring import Scoring
 
 VOCABULARY, EXPERTS, TOP_K = 11, 8, 2
@@ -71,26 +67,3 @@ def test_rows_that_are_missing_are_noticed() -> None:
     model(torch.arange(3))
     with pytest.raises(SpacError, match="3 rows for a text of 4"):
         scoring.end_text([0, 1, 2, 3])
-
-
-# --- calibration -----------------------------------------------------------------------------------------------------
-
-
-def test_calibrating_records_scores_and_not_logits() -> None:
-    rule = RoutingRule(scoring="sigmoid")
-    recorder = CalibrationRecorder("", "", ["l"], EXPERTS, TOP_K, 2)
-    logits = torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(0))
-    weights, ids = logits.softmax(1).topk(TOP_K)
-    Calibrating([BudgetedLayer("l", EXPERTS, TOP_K, rule)], recorder).route(0, None, logits, weights, ids)
-    recorder.end_text()
-    probs = logits.double().sigmoid()
-    parts = (
-        probs,
-        probs * torch.zeros_like(probs).scatter(1, ids, 1.0),
-        torch.zeros(4, EXPERTS).scatter(1, ids, weights),
-    )
-    scores, own, selected = (part.view(2, 2, EXPERTS).sum(1) for part in parts)
-    order = torch.tensor([sorted(range(EXPERTS), key=lambda i: (-own[w, i], -scores[w, i])) for w in range(2)])
-    for name, whole in (("scores", scores), ("selected", selected)):
-        curve = (whole.gather(1, order).cumsum(1) / whole.sum(1, keepdim=True)).mean(0)
-        torch.testing.assert_close(recorder.result().curve(name)[0], curve.float())

@@ -149,17 +149,9 @@ def test_parts_are_the_waves_of_serving(slots, seed):
             assert (part.keys, part.rows) == (keys.tolist(), uses.tolist())
 
 
-@pytest.fixture
-def spec(tmp_path):
-    """Names a policy with what it needs: those with a calibration get a trace of another text."""
-    other = tmp_path / "other.trace"
-    synthetic_trace(layers=3, experts=16, top_k=4, steps=50, skew=1.0, seed=1).save(other)
-    return lambda name: f"{name}@trace={other}" if components.find("policies", name).needs_calibration else name
-
-
 @pytest.mark.parametrize("name", components.names("policies"))
-def test_every_policy_runs_and_none_beats_belady(name, spec):
-    name, trace = spec(name), synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=2, skew=1.0, reuse=0.7)
+def test_every_policy_runs_and_none_beats_belady(name):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=2, skew=1.0, reuse=0.7)
     for slots in (8, 12, 24, 48):
         outcome, best = (simulate(trace, slots, COSTS, policy=policy) for policy in (name, "belady"))
         distinct = sum(len(np.unique(np.concatenate([p.keys for p in ps]))) for ps in parts(trace, slots))
@@ -303,7 +295,7 @@ def test_refusals(knobs, named):
 ONLINE = [
     name
     for name in components.serving("policies")
-    if name != "pinned" and not components.find("policies", name).needs_layers  # pointers enter no layers
+    if not components.find("policies", name).needs_layers  # pointers enter no layers
 ]
 MORE_AND_MORE = [[[[0, 1]]], [[[1, 2]]], [[[1, 2]]], [[[1, 2]]]]
 

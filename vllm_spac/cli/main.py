@@ -119,9 +119,7 @@ for _examples, _command in (
     app.command(epilog=_examples)(_reported(_command))
 _group(
     "quality",
-    "What a budget of experts costs: record routing, choose a budget for each layer, measure the quality.",
-    ("calibrate", quality.calibrate, quality.CALIBRATE_EXAMPLES),
-    ("budgets", quality.budgets, quality.BUDGETS_EXAMPLES),
+    "What a budget of experts costs in quality.",
     ("sweep", quality.sweep, quality.EXAMPLES),
 )
 _group(

@@ -1,12 +1,10 @@
-"""``vllm-spac quality sweep``: ``calibrate`` records routing, ``budgets`` chooses one per layer, ``sweep`` measures."""
+"""``vllm-spac quality sweep``: what a budget of experts costs in quality, and saves in bytes."""
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,11 +18,8 @@ from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_named
 from vllm_spac.tools.evaluation.points import AGREEMENT, COVERAGES, MODES, PERPLEXITY, SPECULATED, Point, loads
 
-if TYPE_CHECKING:
-    from vllm_spac.methods.moe_spec.calibration import Calibration
-
 EXAMPLES = examples("""
-vllm-spac quality sweep ./model --prompts texts.jsonl --budgets 8,16,32 --calibration model.calibration.safetensors
+vllm-spac quality sweep ./model --prompts texts.jsonl --budgets 8,16,32
 vllm-spac quality sweep ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
   --speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
 vllm-spac quality sweep ./model --prompts texts.jsonl --speculate restricted,predicted --slots 25%
@@ -48,10 +43,9 @@ def sweep(
     prefetch: Annotated[
         str, typer.Option(help="With --predictor, the predictor of the file, as --spac-prefetch.")
     ] = "gate",
-    rankings: Annotated[str | None, typer.Option(help="router, static, selected.", show_default="all")] = None,
+    rankings: Annotated[str | None, typer.Option(help="router, selected.", show_default="all")] = None,
     coverages: Annotated[str, typer.Option(help="substitution, truncation.")] = "substitution,truncation",
     window: Window = 9,
-    calibration: Annotated[Path | None, typer.Option(help="File from vllm-spac quality calibrate, for static.")] = None,
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="Also generate, with these drafts, as for vllm serve.")
     ] = None,
@@ -70,8 +64,9 @@ def sweep(
     from vllm_spac.tools.evaluation.prompts import read
 
     check_mass_of(mass_of)
+    known = components.serving("rankings")
     asked = {
-        "rankings": _rankings(rankings, calibration is not None),
+        "rankings": known if rankings is None else _names(rankings, "--rankings", known),
         "coverages": _names(coverages, "--coverages", COVERAGES),
         "budgets": _numbers(budgets, "--budgets", int),
         "masses": _numbers(mass, "--mass", float),
@@ -88,14 +83,14 @@ def sweep(
     drafts = offline.options_of(speculative_config, "--speculative-config")
     if drafts:
         options["speculative_config"] = drafts
-    texts, spac = read(prompts), offline.spac_of(slots, disk_dir, calibration, predictor, prefetch)
-    length, digest = offline.length_of(text_tokens, new_tokens + 16, options), _digest(calibration)
+    texts, spac = read(prompts), offline.spac_of(slots, disk_dir, predictor, prefetch)
+    length = offline.length_of(text_tokens, new_tokens + 16, options)
     with offline.engine(model, spac, length, any(isinstance(t, str) for t in texts), **options) as llm:
         pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
         portable = drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
-        run = {"window": window, "slots": slots, "drafts": portable, "calibration": digest}
+        run = {"window": window, "slots": slots, "drafts": portable}
         run |= {"generate": generate, "new_tokens": new_tokens} if drafts or asked["speculate"] else {}
-        run |= {"predictor": _digest(predictor, "--predictor"), "prefetch": prefetch} if predictor else {}
+        run |= {"predictor": _digest(predictor), "prefetch": prefetch} if predictor else {}
         _run(llm, pieces, run, asked, output / "quality.json")
 
 
@@ -113,16 +108,6 @@ def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, file: Path) 
     for sentence in sentences(results):
         say(console, shown(sentence))
     say(console, f"written: {shown(file)}")
-
-
-def _rankings(text: str | None, calibrated: bool) -> list[str]:
-    """Rankings of the command line; by default, all that can run. ``ConfigError`` if one needs a calibration."""
-    known = components.serving("rankings")
-    lacking = [name for name in known if not calibrated and components.find("rankings", name).needs_calibration]
-    asked = [name for name in known if name not in lacking] if text is None else _names(text, "--rankings", known)
-    for name in set(asked).intersection(lacking):
-        raise ConfigError(f"--rankings: {name} needs --calibration FILE; write it with `vllm-spac quality calibrate`")
-    return asked
 
 
 def _names(text: str, option: str, known: Sequence[str]) -> list[str]:
@@ -148,16 +133,14 @@ def _listed(text: str, option: str) -> list[str]:
     return items
 
 
-def _digest(path: Path | None, option: str = "--calibration") -> str | None:
-    """Digest of the content of a file."""
-    if path is None:
-        return None
+def _digest(path: Path) -> str:
+    """Digest of the content of the file of ``--predictor``."""
     import xxhash
 
     try:
-        return xxhash.xxh3_64_hexdigest(path_named(path, option).read_bytes())
+        return xxhash.xxh3_64_hexdigest(path_named(path, "--predictor").read_bytes())
     except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--predictor: {path} cannot be read: {error.strerror}") from error
 
 
 # -- what a sweep found ------------------------------------------------------------------------------------------------
@@ -267,59 +250,6 @@ def _speculated(item: dict, exact: dict) -> str:
     )
 
 
-BUDGETS_EXAMPLES = examples("""
-vllm-spac quality budgets model.calibration.safetensors --mass 0.98 --output budgets.json
-vllm serve ./model --plugin spac --spac-budget budgets.json   [dim]# serve with them[/]
-""")
-
-
-def budgets(
-    calibration: Annotated[Path, typer.Argument(help="File from vllm-spac quality calibrate.")],
-    mass: Annotated[float, typer.Option(help="Share of the mass that each layer keeps.")] = 0.98,
-    mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
-    coverage: Annotated[
-        str, typer.Option(help="What replaces an expert that the budget cut: substitution or truncation.")
-    ] = "substitution",
-    output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
-) -> None:
-    """Choose a budget for each layer, for --spac-budget FILE."""
-    from vllm_spac.methods.moe_spec.calibration import Calibration, choose, write_budgets
-
-    found = Calibration.read(calibration)
-    chosen, console = choose(found, mass, coverage, mass_of), Console()
-    asked: dict[str, Any] = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
-    print_table(console, _table(found, chosen, **asked))
-    if output is not None:
-        check_target(output)
-        write_budgets(output, found.fingerprint, chosen, asked)
-        say(console, f"written: {shown(output)}")
-
-
-def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
-    experts, uses = calibration.experts, (calibration.counts > 0).sum(1).tolist()
-    held = [
-        float(curve[budget - 1]) for curve, budget in zip(calibration.curve(mass_of), budgets.values(), strict=True)
-    ]
-    rows = [
-        (shown(name), str(budget), str(experts), f"{100 * share:.2f}%", str(used))
-        for (name, budget), share, used in zip(budgets.items(), held, uses, strict=True)
-    ]
-    title = (
-        f"{shown(calibration.model)}: budgets for {100 * mass:g}% of the mass {mass_of} in steps of "
-        f"{calibration.window} tokens, {coverage}"
-    )
-    table = compact(title, ("layer", "budget", "of", f"{mass_of} kept", "experts used"), rows, left=("layer",))
-    mean = sum(budgets.values()) / len(budgets)
-    table.caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
-    return table
-
-
-CALIBRATE_EXAMPLES = examples("""
-vllm-spac quality calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --slots 25%
-vllm-spac quality calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
-[dim]Interrupted with Ctrl-C, the same command continues.[/]
-""")
-
 Model = Annotated[str, typer.Argument(help="A folder or a name on the hub, as for vllm serve.")]
 Prompts = Annotated[
     Path,
@@ -333,67 +263,6 @@ Window = Annotated[int, typer.Option(help="Tokens of a verify step: 1 + its draf
 Engine = Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")]
 
 MASS_OF = "The mass of --mass: selected, the routing weights of selected experts, or scores, all router scores."
-
-_SAVE_SECONDS = 10
-
-
-def calibrate(
-    model: Model,
-    prompts: Prompts,
-    window: Window = 9,
-    output: Annotated[
-        Path | None, typer.Option(help="File to write.", show_default="MODEL.calibration.safetensors")
-    ] = None,
-    slots: Slots = "auto",
-    disk_dir: DiskDir = None,
-    text_tokens: TextTokens = 512,
-    limit_tokens: LimitTokens = None,
-    engine: Engine = None,
-) -> None:
-    """Run the model on texts, and record how its routers select experts: for budgets, and the rankings that need it."""
-    from vllm_spac.tools.evaluation import engine as offline
-    from vllm_spac.tools.evaluation.prompts import checksum, read
-
-    output = output or Path(f"{re.split('[/]', model.rstrip('/'))[-1]}.calibration.safetensors")
-    check_target(output)
-    texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
-    tokenizer, length = any(isinstance(text, str) for text in texts), offline.length_of(text_tokens, 1, options)
-    with offline.engine(model, spac, length, tokenizer, **options) as llm:
-        pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
-        _run_calibration(llm, pieces, window, checksum(pieces), output)
-
-
-def _run_calibration(llm: Any, pieces: list[list[int]], window: int, source: str, output: Path) -> None:
-    from vllm_spac.tools.evaluation.engine import Interruptible, read
-    from vllm_spac.tools.evaluation.evaluated_model import EvaluatedModel
-
-    progress_file, console, saved = output.with_name(f"{output.name}.progress"), Console(stderr=True), time.monotonic()
-    with (
-        EvaluatedModel(llm).calibrating(window, source) as recorder,
-        Interruptible() as interruption,
-        bar(console) as progress,
-    ):
-        if progress_file.exists():
-            recorder.resume(progress_file)
-        if done := recorder.texts:
-            console.print(f"resuming after {done} of {len(pieces)} texts", highlight=False)
-        tokens = sum(map(len, pieces[:done]))
-        task = progress.add_task("calibrating", total=sum(map(len, pieces)), completed=tokens)
-        for number, ids in enumerate(pieces[done:], done + 1):
-            read(llm, ids)
-            recorder.end_text()
-            progress.update(task, completed=recorder.tokens)
-            if interruption.asked or time.monotonic() - saved > _SAVE_SECONDS:
-                recorder.save_progress(progress_file)
-                saved = time.monotonic()
-            if interruption.asked and number < len(pieces):
-                progress.stop()
-                console.print(f"stopped after {number} of {len(pieces)} texts; the same command continues")
-                raise typer.Exit(130)
-    calibration = recorder.result()
-    calibration.save(output)
-    progress_file.unlink(missing_ok=True)
-    say(Console(), f"{shown(output)}: {calibration.tokens:,} tokens of {len(pieces)} texts")
 
 
 def bar(console: Console) -> Progress:

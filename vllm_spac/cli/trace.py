@@ -134,8 +134,7 @@ def simulate(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Policies, each with knobs if need be: name@knob=value. layer_lru and belady are for slots only; "
-            "pinned needs @calibration=FILE, or @trace=FILE of another run.",
+            help="Policies, each with knobs if need be: name@knob=value. layer_lru and belady are for slots only.",
             show_default="lru,layer_lru,lfu,utility,reuse,belady",
         ),
     ] = None,

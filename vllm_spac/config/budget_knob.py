@@ -11,14 +11,12 @@ from typing import Any
 from vllm_spac import components
 from vllm_spac.components import Argument, ComponentName
 from vllm_spac.errors import brief
-from vllm_spac.system.untrusted import path_of
 
 OFF = "off"
 PATH = "path"  # of votes: rows are weighted
 ALPHA = 0.5  # of weighted votes, by default
 _HELP = (
-    "use a number of experts (16), a share of the routing mass above 0 and at most 1 (0.98, or 0.98@of=scores), the "
-    "file of vllm-spac quality budgets, or off"
+    "use a number of experts (16), a share of the routing mass above 0 and at most 1 (0.98, or 0.98@of=scores), or off"
 )
 _RANKING = ComponentName("rankings", "ranking")
 _ARGUMENTS = {
@@ -28,16 +26,14 @@ _ARGUMENTS = {
     "votes": Argument("uniform", ("uniform", PATH)),
     "alpha": Argument(ALPHA, (0.0, 1.0)),
 }
-_TEXTS = ("ranking", "calibration")  # arguments that are text, whatever it looks like
-_NEXT = re.compile(rf"@(?=(?:{'|'.join([*_ARGUMENTS, *_TEXTS])})=)")  # paths may have other "@"
 
 
 @dataclass(frozen=True)
 class BudgetKnob:
-    """What ``budget`` says: at most one of ``experts``, ``mass`` and ``file`` is set, none if it is off.
+    """What ``budget`` says: at most one of ``experts`` and ``mass`` is set, none if it is off.
 
-    A whole number is one of experts (``1``: B = 1), a number with a point is a share (``1.0``: all of the mass), and
-    all else but ``off`` is a path. The arguments of ``off`` are for budgets that are set while a server runs.
+    A whole number is one of experts (``1``: B = 1), a number with a point is a share (``1.0``: all of the mass). The
+    arguments of ``off`` are for budgets that are set while a server runs.
 
     Attributes:
         mass_of, ranking, coverage, when, votes: as in ``BudgetSettings``.
@@ -47,31 +43,20 @@ class BudgetKnob:
     explicit: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the arguments that were given
     experts: int | None = None  # experts per layer (B)
     mass: float | None = None  # share of the routing mass, above 0 and at most 1
-    file: Path | None = None  # of budgets by layer
     mass_of: str = "selected"
     ranking: str = "selected"
     coverage: str = "substitution"
     when: str = "verify"
     votes: str = "uniform"
     alpha: float | None = None  # the power of the probability by which draft rows count; None: all rows count the same
-    calibration: Path | None = None  # the file of a calibration
 
     @classmethod
     def parse(cls, text: str) -> BudgetKnob:
         """Parses a value of the knob; ``ValueError`` says what is wrong with any other text."""
-        bound, *settings = _NEXT.split(text.strip())
-        given: dict[str, Any] = {}
-        for setting in settings:
-            name, _, value = setting.partition("=")
-            given |= {name: value} if name in _TEXTS else components.parse(f"budget@{setting}")[1]
-        kind = _kind(bound.partition("@")[0].strip())
-        if kind is None:
-            kind = {"file": path_of(bound)}
-        else:
-            bound, unknown = components.parse(bound)
-            given |= unknown
+        bound, given = components.parse(text.strip())
+        kind = _kind(bound.strip())
         votes = given.get("votes", _ARGUMENTS["votes"].default)
-        known = [*_ARGUMENTS, *_TEXTS]
+        known = [*_ARGUMENTS, "ranking"]
         known = [name for name in known if {"of": "mass" in kind, "alpha": votes == PATH}.get(name, True)]
         for name, value in given.items():
             if name not in known:
@@ -89,7 +74,6 @@ class BudgetKnob:
             when=every["when"],
             votes=votes,
             alpha=float(every["alpha"]) if votes == PATH else None,
-            calibration=path_of(given["calibration"]) if "calibration" in given else None,
         )
 
     @property
@@ -103,14 +87,14 @@ class BudgetKnob:
         return components.written(self.text if bound is None else str(bound), arguments)
 
 
-def _kind(bound: str) -> dict[str, Any] | None:
-    """The attribute that a bound sets; none for ``off``, and None for a path."""
+def _kind(bound: str) -> dict[str, Any]:
+    """The attribute that a bound sets; none for ``off``."""
     if bound == OFF:
         return {}
     try:
         share = float(bound)
     except ValueError:
-        return None
+        raise ValueError(_HELP) from None
     if re.fullmatch(r"[0-9]{1,7}", bound) and share > 0:
         return {"experts": int(bound)}
     if re.fullmatch(r"[0-9]+", bound) or not 0 < share <= 1:
@@ -137,5 +121,5 @@ class BudgetText:
 
     def values(self) -> list[str]:
         """The forms of the knob's values."""
-        own = [f"@{name}=..." for name in (*_ARGUMENTS, *_TEXTS) if name != "of"]
-        return [OFF, "N", "SHARE@of=...", f"FILE, with {''.join(own)}"]
+        own = [f"@{name}=..." for name in (*_ARGUMENTS, "ranking") if name != "of"]
+        return [OFF, "N", f"SHARE@of=..., with {''.join(own)}"]

@@ -100,12 +100,6 @@ class SpacConfig(Knobs):
         """What ``budget`` says."""
         return BudgetKnob.parse(self.budget)
 
-    @property
-    def policy_calibration(self) -> Path | None:
-        """The calibration whose counts ``policy`` goes by; None if it names none."""
-        found = components.parse(self.policy)[1].get(components.CALIBRATION)
-        return None if found is None else path_of(found)
-
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""
         kept = device != "cpu" and self.host_memory is None and not self.has_workers  # which have disks

@@ -44,8 +44,7 @@ class Knobs(BaseModel):
     )
     policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
         "reuse",
-        description="Which expert is evicted when a slot is needed; of pinned, calibration is the file of vllm-spac "
-        "calibrate.",
+        description="Which expert is evicted when a slot is needed.",
     )
     prefetch: Annotated[
         str,
@@ -120,11 +119,10 @@ class Knobs(BaseModel):
         "off",
         description="LOSSY: experts per layer that one verify step may use, ranked over all of its tokens: a number "
         "of them (16), as many as hold a share of the routing mass of the selected experts (0.98) or of all "
-        "(0.98@of=scores), a number for each layer (the file of vllm-spac quality budgets), or no bound (off); ranking "
-        "orders them, coverage is what runs in place of one that was cut (substitution: another, truncation: none), "
-        "when says which rows count and are cut (verify, all decoding ones, or all), votes how much (uniform, or "
-        f"path: by the probability that a draft is reached, to the power of alpha, {ALPHA:g}), and calibration is the "
-        "file of vllm-spac quality calibrate for the ranking static.",
+        "(0.98@of=scores), or no bound (off); ranking orders them, coverage is what runs in place of one that was cut "
+        "(substitution: another, truncation: none), when says which rows count and are cut (verify, all decoding ones, "
+        "or all), and votes how much (uniform, or path: by the probability that a draft is reached, to the power of "
+        f"alpha, {ALPHA:g}).",
     )
     speculate: Annotated[str, types.SPECULATE] = Field(
         "off",

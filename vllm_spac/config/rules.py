@@ -25,18 +25,8 @@ _OF_EXECUTION = {
     ),
 }
 _PREDICTED = add(prefetch="gate")
-_CALIBRATE = ", which `vllm-spac quality calibrate` writes"
 WITHOUT_WORKERS = drop("executor")
 _refused = ConfigError.refused
-
-
-def _check_budget(config: Any) -> None:
-    knob = config.parsed_budget
-    if knob.calibration is None and components.find("rankings", knob.ranking).needs_calibration:
-        raise _refused(
-            f"budget={config.budget} (--spac-budget) needs a calibration",
-            use(budget=knob.but(calibration="FILE")).but(_CALIBRATE),
-        )
 
 
 def plane(config: Any) -> str:
@@ -140,8 +130,6 @@ def _check_workers(config: Any) -> None:
             f"store={config.store} (--spac-store) is not for {named}: each worker packs its experts on its disk",
             drop("store").but(", and give --spac-slots 100% if they are to be in memory"),
         )
-    if components.find("policies", config.policy).needs_calibration:
-        raise _refused(f"policy={config.policy} (--spac-policy) is not for {named}", use(policy="lru"))
 
 
 def _check_host_memory(config: Any) -> None:
@@ -154,15 +142,6 @@ def _check_host_memory(config: Any) -> None:
                 use(store="disk"),
                 drop("host_memory"),
             )
-
-
-def _check_calibration(config: Any) -> None:
-    if config.policy_calibration is None and components.find("policies", config.policy).needs_calibration:
-        name, given = components.parse(config.policy)
-        raise _refused(
-            f"policy={config.policy} (--spac-policy) needs a calibration",
-            use(policy=components.written(name, given | {components.CALIBRATION: "FILE"})).but(_CALIBRATE),
-        )
 
 
 def _check_preset(config: Any) -> None:
@@ -264,12 +243,10 @@ def _computing(config: Any) -> tuple[Remedy, ...]:
 
 _RULES = (
     _check_preset,
-    _check_budget,
     _check_workers,
     _check_prefetch,
     _check_execution,
     _check_host_memory,
-    _check_calibration,
     _check_speculate,
     _check_cpu_experts,
 )

@@ -94,7 +94,7 @@ class Rerouting:
 
 
 class Listener(Protocol):
-    """Receives a layer's routing before a budget is applied; for calibration and evaluation."""
+    """Receives a layer's routing before a budget is applied; for training and evaluation."""
 
     def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
         """Receives the routing of one layer in one step, without padding.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -69,16 +68,7 @@ def _next_wave(uses: np.ndarray, last: np.ndarray, slots: int) -> tuple[np.ndarr
         costs -= np.where(last[new], 1, _FAR) @ uses[new]
 
 
-def filled_experts(layers: int, experts: int, slots: int, first: Sequence[int] = ()) -> list[list[int]]:
-    """Returns the keys that are loaded before the first step: ``first``, then those of each layer.
-
-    Layers have equal shares of the slots that ``first`` leaves, as far as they have other experts; the lowest experts
-    are loaded first. With a slot for each expert, ``first`` has no meaning: slot and key are the same number.
-    """
-    if slots == layers * experts:
-        first = ()
-    assert len(first) <= slots
-    others = [sorted({*range(layer * experts, (layer + 1) * experts)}.difference(first)) for layer in range(layers)]
-    ranked = sorted((rank, layer) for layer, keys in enumerate(others) for rank in range(len(keys)))
-    shares = Counter(layer for _, layer in ranked[: slots - len(first)])
-    return [*([list(first)] if first else []), *(keys[: shares[layer]] for layer, keys in enumerate(others))]
+def filled_experts(layers: int, experts: int, slots: int) -> list[list[int]]:
+    """Returns the keys of each layer that are loaded before the first step: equal shares, the lowest experts first."""
+    shares = [slots // layers + (layer < slots % layers) for layer in range(layers)]
+    return [list(range(layer * experts, layer * experts + share)) for layer, share in enumerate(shares)]

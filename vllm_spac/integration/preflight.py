@@ -31,7 +31,6 @@ from vllm_spac.integration.hooks.device import WORKER_EXTENSION
 from vllm_spac.integration.loading import expert_workers, fast_memory, head_experts
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import tree_arguments as trees
-from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
 from vllm_spac.methods.moe_spec.settings import validate
 from vllm_spac.recording.timeline_file import check_target as check_timeline
 from vllm_spac.recording.trace_writer import check_target
@@ -66,11 +65,6 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of an element
 _LARGEST_BLOCK = 128  # tokens: vLLM's own on a CPU
 NO_MODEL = "Invalid repository ID or local directory specified:"  # vLLM's words, which the name follows
 _NO_HEAD = re.compile(r"architectures \['?(Eagle\w+|\w+Eagle3?)'?\] are not supported")
-_WRITES = {  # what a file is given as -> how a user gets one
-    "calibration": "vllm-spac quality calibrate writes one",
-    "prefetch": "vllm-spac predictors train writes one",
-    "budget": "a budget is a number, 16 or 0.98, or a file of vllm-spac quality budgets",
-}
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
 
 
@@ -108,21 +102,18 @@ def check_knobs(config: SpacConfig) -> None:
     """
     with _naming(config, "policy"):
         try:
-            components.build("policies", components.uncalibrated(config.policy))
+            components.build("policies", config.policy)
         except ConfigError:
             raise
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error
-    knob = config.parsed_budget
-    for name, of, path in (
-        ("calibration", "budget", knob.calibration),
-        ("calibration", "policy", config.policy_calibration),
-        ("prefetch", "prefetch", config.predictor_file),
-        ("budget", "budget", knob.file),
-    ):
-        if path is not None and not os.path.isfile(path):
-            raise ConfigError(f"spac: {name}={path} ({knob_flag(of)}): there is no such file; {_WRITES[name]}")
+    path = config.predictor_file
+    if path is not None and not os.path.isfile(path):
+        raise ConfigError(
+            f"spac: prefetch={path} ({knob_flag('prefetch')}): there is no such file; "
+            "vllm-spac predictors train writes one"
+        )
     if config.profile is not None:
         with _naming(config, "profile"):
             Costs.read(config.profile)
@@ -306,23 +297,12 @@ def _holds_all(config: SpacConfig, experts: int) -> bool:
 
 
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Refuses files of another model; what depends on its layers is checked when they are built."""
-    budgets = config.parsed_budget.file
-    calibrated = {path for path in (config.parsed_budget.calibration, config.policy_calibration) if path is not None}
-    if not calibrated and budgets is None and config.predictor_file is None:
+    """Refuses trained predictors of another model; what depends on its layers is checked when they are built."""
+    if config.predictor_file is None:
         return
-    experts = vllm_config.model_config.get_num_experts()
-    calibrations = {path: Calibration.read(path) for path in calibrated}
-    if budgets is not None:
-        read_budgets(budgets, None, None, experts)
-    predictors = None if config.predictor_file is None else PredictorFile.read(config.predictor_file)
+    predictors = PredictorFile.read(config.predictor_file)
     model = model_fingerprint(content_of(vllm_config, config.folder))  # may read the whole checkpoint
-    for path, calibration in calibrations.items():
-        calibration.check_model(path, model, None, experts)
-    if budgets is not None:
-        read_budgets(budgets, model, None, experts)
-    if predictors is not None and config.predictor_file is not None:
-        predictors.check_model(config.predictor_file, model)
+    predictors.check_model(config.predictor_file, model)
 
 
 def _check_folder(config: SpacConfig, experts: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads and writes small safetensors files with metadata, such as calibrations, which are not trusted."""
+"""Reads and writes small safetensors files with metadata, such as trained predictors, which are not trusted."""
 
 from __future__ import annotations
 

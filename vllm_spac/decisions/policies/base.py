@@ -32,12 +32,10 @@ class PolicyContext:
 
     Attributes:
         drafts: draft tokens that a request has in a speculative step, 0 without speculation; None if it is not known.
-        counts: int64 [layers, experts], how often a calibration's tokens selected each expert; None without one.
     """
 
     slots: int
     top_k: int
-    counts: np.ndarray | None = None
     drafts: int | None = None
 
 
@@ -49,7 +47,6 @@ class Policy(ABC):
 
     Attributes:
         offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
-        needs_calibration: an engine serves with it only if there is a calibration, whose counts ``of`` receives.
         keeps: it keeps experts for later tokens, so that it is worth trying where slots are a cache.
         needs_layers: it needs calls of ``enter``, so it cannot be used with ``plane=pointers``, which makes none.
         passed: arguments that an engine or a simulation gives, and no user.
@@ -58,7 +55,6 @@ class Policy(ABC):
     """
 
     offline: ClassVar[str] = ""
-    needs_calibration: ClassVar[bool] = False
     needs_layers: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
     passed: ClassVar[frozenset[str]] = frozenset({"context", "future"})
@@ -68,10 +64,6 @@ class Policy(ABC):
     def of(cls, context: PolicyContext, **knobs: Any) -> Self:
         """Returns an instance that holds no key; most policies need nothing of ``context``."""
         return cls(**knobs)
-
-    def first(self) -> Sequence[int]:
-        """Returns the keys to be loaded into empty slots before others, fewer than the slots."""
-        return ()
 
     @abstractmethod
     def insert(self, key: int) -> None:

@@ -225,8 +225,7 @@ class PointerExecution(Execution):
     # -- start and end -------------------------------------------------------------------------------------
 
     def fill(self) -> Iterator[int]:
-        slots, first = self.residency.slots, self.residency.policy.first()
-        for share in filled_experts(len(self.shape.layers), self.shape.experts, slots, first):
+        for share in filled_experts(len(self.shape.layers), self.shape.experts, self.residency.slots):
             for start in range(0, len(share), _FILL_BATCH):
                 keys = share[start : start + _FILL_BATCH]
                 for key in keys:

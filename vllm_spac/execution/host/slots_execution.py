@@ -195,13 +195,12 @@ class SlotExecution(Execution):
 
     def fill(self) -> Iterator[int]:
         slots = self.residency.slots
-        first = self.residency.policy.first()
         layers, experts = len(self.shape.layers), self.shape.experts
-        yield from self._layers.fill(filled_experts(layers, experts, slots, first))
+        yield from self._layers.fill(filled_experts(layers, experts, slots))
         self._transfers.finish()
         if self.host is not None:
             both = min(self.shape.total, slots + self.host.tier.rows)
-            wanted = chain.from_iterable(filled_experts(layers, experts, both, first))
+            wanted = chain.from_iterable(filled_experts(layers, experts, both))
             yield from self._transfers.keep(self.host.tier.first(wanted, self.residency.slot_of))
         assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
 

@@ -34,7 +34,6 @@ from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.integration.hooks import drafts, graphs
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.loading.runner_choice import adapter_of
-from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
 from vllm_spac.methods.moe_spec.control import NO_DRAFTS, BudgetControl
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
@@ -62,29 +61,18 @@ def budget(
     vllm_config: VllmConfig,
     layers: Sequence[ManagedExperts],
     device: torch.device,
-    model: Callable[[], str],
     predictor: Predictor | None,
 ) -> BudgetControl:
     """Builds the budget's control with the configured budget; possible before any weight is loaded.
 
     Args:
         layers: the managed layers, in the order of execution.
-        model: returns the fingerprint of the weights, which may take long; called only if a file must match it.
         predictor: trained, if ``prefetch`` names one.
 
     Raises:
-        ConfigError: a file is of another model, or the budget does not fit a layer.
+        ConfigError: the budget does not fit a layer.
     """
     known = [layer.budgeted() for layer in layers]
-    names, experts = [layer.name for layer in known], max(layer.experts for layer in known)
-    knob, calibration = config.parsed_budget, None
-    bound: int | dict[str, int] | None = knob.experts
-    if knob.file is not None:
-        bound = read_budgets(knob.file, model(), names, experts)
-    if config.policy_calibration is not None:
-        Calibration.load(config.policy_calibration, model(), names, experts)  # which ``policy`` reads
-    if knob.calibration is not None:
-        calibration = Calibration.load(knob.calibration, model(), names, experts)
     counters = BudgetCounters()
     there, unweighted = drafts.weighs_on_device(vllm_config), drafts.unweighted(vllm_config)
     why = None if unweighted is None else str(unweighted)
@@ -92,7 +80,6 @@ def budget(
         why = "V2 keeps the probabilities of drafts for engines alone that start with it; restart with this flag"
     control = BudgetControl(
         known,
-        calibration,
         device=device,
         unweighted=why,
         weighed_on_device=there,
@@ -100,7 +87,7 @@ def budget(
         counters=counters,
         drafts=vllm_config.speculative_config is not None,
     )
-    control.change(BudgetSettings.at_start(config, bound))
+    control.change(BudgetSettings.at_start(config))
     if graphs.hold_budget(config):
         control.hold_in_graphs(graphs.most_rows(vllm_config))
     if control.idle:
@@ -126,18 +113,10 @@ def _speculation(
     return SpeculatedExecution(layers, predictor, counters, launches)
 
 
-def policy(config: SpacConfig, shape: MoEShape, slots: int, most_drafts: int, local_of: Tensor | None = None) -> Policy:
-    """Builds the eviction policy of the layers of ``shape``, with a calibration that ``budget`` has checked.
-
-    ``most_drafts``: of a request in a step; ``local_of``: the experts that this rank holds, as in ``Execution``.
-    """
-    kind, counts = components.find("policies", config.policy), None
-    if config.policy_calibration is not None:
-        calibration = Calibration.read(config.policy_calibration)
-        found = calibration.counts[[calibration.layers.index(name) for name in shape.layers]]
-        counts = (found if local_of is None else found[:, local_of >= 0]).numpy()
-    context = PolicyContext(slots, shape.top_k, counts, most_drafts)
-    return components.build("policies", components.uncalibrated(config.policy), kind.of, context=context)
+def policy(config: SpacConfig, shape: MoEShape, slots: int, most_drafts: int) -> Policy:
+    """Builds the eviction policy of the layers of ``shape``; ``most_drafts``: of a request in a step."""
+    kind, context = components.find("policies", config.policy), PolicyContext(slots, shape.top_k, most_drafts)
+    return components.build("policies", config.policy, kind.of, context=context)
 
 
 def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_spac import components
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
@@ -60,7 +59,7 @@ def choices(config: SpacConfig, execution: Execution) -> str:
     tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
     shown = f" ({details})" if details else ""
     plane = f"executor={config.executor}" if config.has_workers else f"plane={config.execution_name}"
-    return f"{plane}{shown}, policy={components.uncalibrated(config.policy)}{ahead}{tuned}"
+    return f"{plane}{shown}, policy={config.policy}{ahead}{tuned}"
 
 
 def stats(
@@ -71,7 +70,7 @@ def stats(
         "mode": mode(budget, runtime.executions),
         "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
         "execution": config.execution_name,
-        "policy": components.uncalibrated(config.policy),
+        "policy": config.policy,
     }
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:

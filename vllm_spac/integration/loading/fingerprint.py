@@ -65,7 +65,7 @@ def _name(cls: type) -> str:
 
 
 def model_fingerprint(content: CheckpointContents) -> str:
-    """32 hexadecimal digits that change with the weights alone, not with kernels; for calibrations and budgets."""
+    """32 hexadecimal digits that change with the weights alone, not with kernels; for trained predictors."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content.facts).encode())
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_spac import components
 from vllm_spac.config.rules import plane
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -64,8 +63,6 @@ class HeadExperts(ModelExperts):
     def __init__(self, target: ModelExperts) -> None:
         config = target.config
         off = {"prefetch": "off", "cpu_experts": "off"}
-        if components.find("policies", config.policy).needs_calibration:
-            off["policy"] = "lru"  # the calibration counts the model's experts
         config = config.model_copy(update=off | {"host_memory": None, "speculate": "off"})
         super().__init__(config, target.vllm_config)
         self.target = target

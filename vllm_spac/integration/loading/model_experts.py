@@ -116,7 +116,7 @@ class ModelExperts:
         return None if self.serving is None else self.serving.runtime
 
     def model_name(self) -> str:
-        """Fingerprint of the weights; for calibrations and budgets."""
+        """Fingerprint of the weights; for trained predictors."""
         return model_fingerprint(self.packing.checkpoint)
 
     # -- called by the layers ------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class ModelExperts:
         asked_on = torch.device("cpu") if config.has_workers else self.device  # rows are there on their way
         predictor = ahead.predictor(config, predictors, asked_on)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
-        args = config, vllm_config, self._layers, self.device, self.model_name, predictor
+        args = config, vllm_config, self._layers, self.device, predictor
         self._plan = LoadPlan(assembly.budget(*args), ahead.draft_states(config, shapes), others)
         self.packing.plan(self._layers, shapes, predictor)
         free = self._free(shapes, others)

@@ -210,7 +210,7 @@ class Packing:
             ExecutionContext(
                 shape,
                 room.slots,
-                assembly.policy(config, shape, room.slots, most, local_of),
+                assembly.policy(config, shape, room.slots, most),
                 store,
                 store.tensors or allocate(shape.tensors, room.slots, self._device),
                 path=self.store_name,

@@ -13,7 +13,6 @@ from vllm_spac import components
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.rerouting import Rerouting
-from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.host_cut import HostCut
 from vllm_spac.methods.moe_spec.launches import BudgetLaunches, RoutedLayer, SpeculationLaunches
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
@@ -68,7 +67,6 @@ class BudgetControl(Rerouting):
     def __init__(
         self,
         layers: Sequence[BudgetedLayer],
-        calibration: Calibration | None = None,
         device: torch.device | str = "cpu",
         unweighted: str | None = None,
         weighed_on_device: bool = False,
@@ -79,7 +77,7 @@ class BudgetControl(Rerouting):
         self.layers = list(layers)
         self.counters = counters or BudgetCounters()
         self.settings = BudgetSettings()
-        self._device, self._calibration, self._drafts, self._speculation = device, calibration, drafts, speculation
+        self._device, self._drafts, self._speculation = device, drafts, speculation
         self._unweighted, self._weighed_on_device = unweighted, weighed_on_device
         self._parts: tuple[Step | None, list[Group]] = (None, [])
         self._launches = BudgetLaunches(self.layers, device, self.counters)
@@ -134,17 +132,16 @@ class BudgetControl(Rerouting):
         """Applies ``settings`` from the next step on; if it raises, nothing is changed.
 
         Raises:
-            ConfigError: the budget does not fit a layer, or the ranking lacks its calibration.
+            ConfigError: the budget does not fit a layer.
             UnsupportedError: substitution for a model with its own routing function, weighted votes where no
                 probabilities are known, or the captured CUDA graphs hold another kind of budget.
         """
         if settings.active and self._launches.kind is not None:
             self._launches.kind.check_settings(settings)
         ranks = settings.speculate == "off" and (settings.active or self._launches.held)
-        ranking = components.find("rankings", settings.ranking).of(self._calibration) if ranks else None
+        ranking = components.find("rankings", settings.ranking)() if ranks else None
         _check(settings, self.layers, self._speculation, self._unweighted, self._weighed_on_device)
         speculation = None if settings.speculate == "off" else self._speculation
-        ranking = None if ranking is None else ranking.to(self._device)
         self._launches.use(settings, ranking, None if speculation is None else speculation.launches)
         if self._on_host is not None:
             self._on_host.use(settings, ranking)

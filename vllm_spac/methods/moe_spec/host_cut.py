@@ -62,7 +62,7 @@ class HostCut:
         scores, weighed, chosen = probs.numpy(), weights.float().numpy(), ids.numpy()
         wanted = selected(chosen, layer.experts)[order]
         ranked = np.concatenate([order[wanted], order[~wanted]])
-        leaders = ranked[: settings.bound_of(layer)]
+        leaders = ranked[: settings.budget]
         if settings.mass is not None:
             held = _held(scores, weighed, chosen, votes, settings.mass_of)
             leaders = leading(ranked, held, settings.mass, settings.least(layer))
@@ -84,7 +84,7 @@ class HostCut:
 
     def _spares_all(self, layer: BudgetedLayer, ids: Tensor) -> bool:
         """Whether all that rows selected may run."""
-        bound = self._settings.bound_of(layer)
+        bound = self._settings.budget
         if bound == layer.experts or self._settings.mass == 1.0:
             return True
         return bound is not None and int(selected(ids.numpy(), layer.experts).sum()) <= bound

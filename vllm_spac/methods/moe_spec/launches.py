@@ -88,7 +88,7 @@ class BudgetLaunches:
                 buffers.bound(self._bounds())
 
     def _bounds(self) -> list[int]:
-        return [self._settings.bound_of(layer) or layer.experts for layer in self._layers]
+        return [self._settings.budget or layer.experts for layer in self._layers]
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class BudgetLaunches:
     ) -> tuple[Tensor, Tensor]:
         """As ``HostCut.cut``: weights and ids of rows that all vote, by ``votes`` or each by 1."""
         votes = torch.ones(len(ids), dtype=torch.float64, device=ids.device) if votes is None else votes
-        bound = self._settings.bound_of(self._layers[index])
+        bound = self._settings.budget
         limit = None if bound is None else torch.full((), bound, dtype=torch.int64, device=ids.device)
         return self._launch(RoutedLayer(index, logits, weights, ids), votes, limit)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from vllm_spac.errors import ConfigError
 from vllm_spac.kernels.reference.shortlist import sorted_by
-from vllm_spac.methods.moe_spec.calibration import Calibration
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,37 +21,13 @@ class LayerContext:
 
 
 class Ranking(ABC):
-    """Orders the experts of a layer by a score. Its tensors are never modified; deterministic, ties by the lowest id.
+    """Orders the experts of a layer by a score; deterministic, ties by the lowest id.
 
     A shortlist is the beginning of that order with the experts that voting rows selected before all others, whatever
     the ranking (``kernels.reference.shortlist.selected_first``): where no more are selected than may run, none is cut.
     """
 
     offline: ClassVar[str] = ""  # why no engine can serve with it
-    needs_calibration: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, calibration: Calibration | None = None, **knobs: Any) -> Self:
-        """Builds an instance from its knobs and, if it needs one, a calibration; ``ConfigError`` if that is missing."""
-        if not cls.needs_calibration:
-            return cls(**knobs)
-        if calibration is None:
-            name = cls.__module__.rpartition(".")[2].removesuffix("_ranking")
-            raise ConfigError(
-                f"spac: the ranking {name} needs a calibration file; write one with `vllm-spac quality calibrate`"
-            )
-        return cls(**cls._calibrated(calibration), **knobs)
-
-    @classmethod
-    def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def to(self, device: torch.device | str) -> Self:
-        """Moves its tensors to ``device``, in place; ``rank`` needs them on the device of ``probs``."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, value.to(device))
-        return self
 
     @abstractmethod
     def scores(self, probs: Tensor, context: LayerContext) -> Tensor:

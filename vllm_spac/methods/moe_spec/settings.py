@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from vllm_spac.config.budget_knob import ALPHA, BudgetKnob
@@ -94,17 +94,13 @@ _MOST_PROBLEMS = 3  # named in one refusal
 
 
 _Experts = Annotated[int, Field(ge=0, le=1 << 20), BeforeValidator(no_bool)]
-_Bound = Annotated[
-    Annotated[_Experts, Tag("number")] | Annotated[dict[str, _Experts], Tag("layers")],
-    Discriminator(lambda value: "layers" if isinstance(value, dict) else "number"),
-]
 
 
 class BudgetSettings(BaseModel):
     """Budget settings that can be changed while the model runs; nothing set means exact. An unknown key is an error.
 
     Attributes:
-        budget: experts per layer that one forward may use (B), for all layers or by layer name.
+        budget: experts per layer that one forward may use (B).
         mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
         mass_of: which mass. ``selected``: the routing weights of the experts selected by the voting rows; experts that
             no row selected are ranked last. ``scores``: the routers' scores of all experts (MoE-Spec's s_i).
@@ -125,7 +121,7 @@ class BudgetSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    budget: _Bound | None = None
+    budget: _Experts | None = None
     mass: Annotated[float, BeforeValidator(no_bool)] | None = None
     mass_of: Literal["selected", "scores"] = "selected"
     ranking: str = "selected"
@@ -149,19 +145,16 @@ class BudgetSettings(BaseModel):
         return self
 
     @classmethod
-    def at_start(cls, config: SpacConfig, budget: int | dict[str, int] | None) -> BudgetSettings:
+    def at_start(cls, config: SpacConfig) -> BudgetSettings:
         """Returns those of the knobs.
 
-        Of the knob ``budget``, 16 is ``budget`` here, 0.98@of=scores is ``mass`` and ``mass_of``, and of a file the
-        layers' numbers are ``budget``; ``alpha`` is ``votes_alpha``.
-
-        Args:
-            budget: B, or B by layer name from the file; None without either.
+        Of the knob ``budget``, 16 is ``budget`` here, 0.98@of=scores is ``mass`` and ``mass_of``; ``alpha`` is
+        ``votes_alpha``.
         """
         knob = config.parsed_budget
         speculate, its = SPECULATE.split(config.speculate)
         return cls(
-            budget=budget,
+            budget=knob.experts,
             mass=knob.mass,
             mass_of=knob.mass_of,
             ranking=knob.ranking,
@@ -189,10 +182,6 @@ class BudgetSettings(BaseModel):
         except TypeError:
             raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
 
-    def bound_of(self, layer: BudgetedLayer) -> int | None:
-        """How many experts of a layer may run; None if a share says so, or no bound is set."""
-        return self.budget[layer.name] if isinstance(self.budget, dict) else self.budget
-
     def least(self, layer: BudgetedLayer) -> int:
         """The smallest shortlist that a layer can run with."""
         return layer.top_k if self.coverage == "substitution" else 1
@@ -203,13 +192,13 @@ class BudgetSettings(BaseModel):
             return None
         if any(request.kind not in self.kinds for request in step.requests):
             return None
-        return tuple(self.bound_of(layer) or layer.experts for layer in layers)
+        return tuple(self.budget or layer.experts for layer in layers)
 
     def holds_all(self, layers: Sequence[BudgetedLayer]) -> bool:
         """Whether nothing is cut, because each layer may run all of its experts, or all of the mass is held."""
         if self.mass is not None:  # of weighted votes, a row that counts nothing has no mass
             return self.mass == 1.0 and self.alpha is None
-        return self.budget is not None and all((self.bound_of(layer) or 0) >= layer.experts for layer in layers)
+        return self.budget is not None and all(self.budget >= layer.experts for layer in layers)
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:
@@ -231,9 +220,7 @@ class BudgetSettings(BaseModel):
             return "exact"
         if self.speculate != "off":
             return f"lossy (speculated execution, {self.speculate}, {'all' if self.when == 'all' else 'decoding'} rows)"
-        bound = "by layer" if isinstance(self.budget, dict) else self.budget
-        if self.mass is not None:
-            bound = f"{self.mass:g} of the mass {self.mass_of}"
+        bound = self.budget if self.mass is None else f"{self.mass:g} of the mass {self.mass_of}"
         votes = "" if self.alpha is None else f", path votes ** {self.alpha:g}"
         return f"lossy (budget {bound}, {self.ranking}, {self.coverage}, {self.when} rows{votes})"
 
@@ -262,10 +249,8 @@ def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
             f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
             "use coverage=truncation (--spac-budget)"
         )
-    if isinstance(settings.budget, dict) and layer.name not in settings.budget:
-        raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")
-    if (bound := settings.bound_of(layer)) is not None:
-        validate(bound, layer.experts, layer.top_k, settings.coverage)
+    if settings.budget is not None:
+        validate(settings.budget, layer.experts, layer.top_k, settings.coverage)
 
 
 STEPS = 1 << 12  # votes are multiples of 1 / STEPS

@@ -1,1 +1,1 @@
-"""What a budget costs in quality, and what predictors know; calibration and training."""
+"""What a budget costs in quality, and what predictors know; training."""

@@ -113,14 +113,12 @@ def length_of(text_tokens: int, more: int, options: Mapping[str, Any]) -> int:
 def spac_of(
     slots: str,
     disk_dir: Path | None,
-    calibration: Path | None = None,
     predictor: Path | None = None,
     prefetch: str = "off",
 ) -> dict:
     """The plugin's knobs for a command; ``ConfigError`` if they are invalid. ``prefetch`` is of ``predictor``."""
     spac = {"slots": slots, "guard": "off"}  # so that all steps have the same draft length
     spac |= {} if predictor is None else {"prefetch": f"{prefetch}@file={predictor}"}
-    spac |= {} if calibration is None else {"budget": f"off@calibration={calibration}"}
     spac |= {} if disk_dir is None else {"disk_dir": str(disk_dir)}
     SpacConfig.parse(spac)
     return spac

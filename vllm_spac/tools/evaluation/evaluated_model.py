@@ -7,24 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from vllm_spac.integration.hooks.model_host import experts_of
-from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
-from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
 from vllm_spac.tools.evaluation import engine
 from vllm_spac.tools.evaluation.collection import Collected, Collection
 from vllm_spac.tools.evaluation.scoring import Scoring
-
-
-class Calibrating:
-    """A ``rerouting.Listener`` that passes the routers' scores to a recorder."""
-
-    def __init__(self, layers: Sequence[BudgetedLayer], recorder: CalibrationRecorder) -> None:
-        self._layers, self._recorder = layers, recorder
-
-    def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
-        self._recorder.observe(layer, self._layers[layer].rule.probs(logits), weights, ids)
 
 
 class EvaluatedModel:
@@ -58,15 +45,6 @@ class EvaluatedModel:
             yield
         finally:
             self._runtime.rerouter.change_budget(BudgetSettings())
-
-    @contextmanager
-    def calibrating(self, window: int, source: str) -> Iterator[CalibrationRecorder]:
-        """Context in which a recorder observes the texts that the model reads; ``source`` identifies them."""
-        facts = self.facts()
-        known = {name: facts[name] for name in ("fingerprint", "model", "layers", "experts", "top_k")}
-        recorder = CalibrationRecorder(**known, window=window, source=source)
-        with self._listened_by(Calibrating(self._layers, recorder)):
-            yield recorder
 
     def collect(self, texts: Sequence[Sequence[int]], fitted: int, step: Callable[[int], object]) -> Collected:
         """Runs the model on texts and returns what its routers read and chose.

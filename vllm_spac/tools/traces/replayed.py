@@ -49,9 +49,9 @@ def uses(trace: Trace, slots: int) -> Iterator[int]:
     return (key for record in parts(trace, slots) for part in record for key in part.keys)
 
 
-def filling(trace: Trace, slots: int, first: Sequence[int] = ()) -> list[int]:
-    """Returns the keys that are loaded before the first step, the policy's ``first`` before the others."""
-    return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots, first)))
+def filling(trace: Trace, slots: int) -> list[int]:
+    """Returns the keys that are loaded before the first step."""
+    return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots)))
 
 
 def _split(trace: Trace, record: int, slots: int) -> Iterator[Part]:

@@ -1,7 +1,6 @@
 """Simulates a policy, a balancer and a prefetcher on recorded routing: the serving code, on a virtual clock.
 
-They are named as ``name`` or ``name@argument=value@...``. Policies that need a calibration are built from the experts'
-uses in other runs of the trace.
+They are named as ``name`` or ``name@argument=value@...``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +22,7 @@ from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError
-from vllm_spac.recording.trace_file import ROW_KINDS, Trace, TraceFacts
-from vllm_spac.tools.traces import trace_statistics
+from vllm_spac.recording.trace_file import ROW_KINDS, Trace
 from vllm_spac.tools.traces.replayed import Outcome, filling, parts, rows_of_records, uses
 from vllm_spac.tools.traces.simulated_slots import SlotsReplay
 
@@ -51,8 +48,7 @@ def simulate(
 
     Args:
         execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``simulated_pointers``.
-        policy, balancer: names of components, optionally with arguments: ``utility@upper=1@variant=literal``. A policy
-            that needs a calibration takes ``@calibration=FILE``, or ``@trace=FILE`` of another run.
+        policy, balancer: names of components, optionally with arguments: ``utility@upper=1@variant=literal``.
         prefetch: with slots, ``off`` or the name of a predictor, optionally with its arguments and with ``threshold``,
             ``depth``, ``background`` and ``extra`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``; without
             ``extra`` reads ahead are not limited. There are as many I/O threads as ``costs.load_at_once`` says, without
@@ -65,10 +61,10 @@ def simulate(
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
-            size, a policy without the calibration that it needs, an offline policy with a balancer, a prefetcher or
-            pointers (it would have to foresee their decisions), a prefetcher with pointers or a balancer that goes by
-            more than how many experts a layer misses, or pointers with costs of loads from a disk, which they cannot
-            read; a predictor that needs what a trace lacks.
+            size, an offline policy with a balancer, a prefetcher or pointers (it would have to foresee their
+            decisions), a prefetcher with pointers or a balancer that goes by more than how many experts a layer misses,
+            or pointers with costs of loads from a disk, which they cannot read; a predictor that needs what a trace
+            lacks.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
@@ -83,7 +79,7 @@ def simulate(
         beside = build_balancer(balancer, trace, costs, nbytes)
         shares = [] if beside is None else shares_of(beside, facts.experts)
         replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, lag)
-        replay.fill(filling(trace, slots, chosen.first()) if fill else [])
+        replay.fill(filling(trace, slots) if fill else [])
         return replay.run(parts(trace, facts.total))
     if execution != "slots":
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
@@ -94,9 +90,9 @@ def simulate(
     next_layer = layer_ahead and not chosen.offline
     ahead = build_prefetch(prefetch, trace, next_layer)
     on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, tier)
-    on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
+    on_slots.fill(filling(trace, slots) if fill else [])
     if tier is not None and fill:
-        on_slots.keep(filling(trace, min(facts.total, slots + tier.rows), chosen.first()))
+        on_slots.keep(filling(trace, min(facts.total, slots + tier.rows)))
     return on_slots.run(rows_of_records(trace))
 
 
@@ -135,20 +131,18 @@ def build_policy(
         future: returns the keys in order of use, for an offline policy.
 
     Raises:
-        ConfigError: there is no such policy, it refuses its arguments, lacks its calibration, or is offline and with a
-            balancer or prefetcher, whose decisions it would have to foresee.
+        ConfigError: there is no such policy, it refuses its arguments, or is offline and with a balancer or prefetcher,
+            whose decisions it would have to foresee.
     """
     name, knobs = components.parse(spec)
-    kind, counts, extra = components.find("policies", name), None, {}
+    kind, extra = components.find("policies", name), {}
     if kind.offline:
         if balancer != "none":
             raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
         if prefetch != "off":
             raise ConfigError(f"policy {name} must know what will be used, and prefetch {prefetch} guesses it")
         extra = {"future": list(future())}
-    if kind.needs_calibration:
-        counts = take_counts(name, knobs, trace.facts)
-    make = partial(kind.of, PolicyContext(slots, trace.facts.top_k, counts, most_drafts(trace)))
+    make = partial(kind.of, PolicyContext(slots, trace.facts.top_k, most_drafts(trace)))
     return components.build_with("policies", name, knobs, make, **extra)
 
 
@@ -223,39 +217,3 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
             f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac "
             "check --measure --store host"
         )
-
-
-def take_counts(policy: str, knobs: dict[str, Any], facts: TraceFacts) -> np.ndarray:
-    """Takes ``trace`` or ``calibration`` out of a policy's knobs and returns its counts, int64 [layers, experts].
-
-    Either is a file or, as a Python tuple, several files whose counts are added.
-
-    Raises:
-        ConfigError: neither or both are given, or a file is of a model of another size.
-    """
-    sources = {kind: knobs.pop(kind) for kind in ("trace", "calibration") if kind in knobs}
-    if len(sources) != 1:
-        raise ConfigError(
-            f"policy {policy} needs to know how often each expert is used: name a trace, {policy}@trace=FILE, or a "
-            f"calibration, {policy}@calibration=FILE"
-        )
-    [(kind, paths)] = sources.items()
-    total = np.zeros((facts.layers, facts.experts), dtype=np.int64)
-    for path in paths if isinstance(paths, tuple) else (paths,):
-        counts = _counts(kind, str(path))
-        if counts.shape != total.shape:
-            layers, experts = counts.shape
-            raise ConfigError(
-                f"policy {policy}: {path} is of {layers} layers of {experts} experts, and the replayed trace of "
-                f"{facts.layers} of {facts.experts}; use one of the same model"
-            )
-        total += counts
-    return total
-
-
-def _counts(kind: str, path: str) -> np.ndarray:
-    if kind == "trace":
-        return trace_statistics.uses(Trace.load(path))
-    from vllm_spac.methods.moe_spec.calibration import Calibration  # torch, which takes a second
-
-    return Calibration.read(Path(path)).counts.numpy()
