@@ -50,7 +50,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
         "utility@file=FILE",
     ),
     "guard": ("on", "off"),
-    "tree": (1, 2, 16, "16@shape=static", "[[0],[1]]", "16@depth=1", "16@shape=static@width=1"),
+    "tree": (1, 2, 16, "16@depth=1", "16@width=1"),
     "cpu_experts": ("auto", "2", "waterfill", "threshold"),
     "profile": ("FILE",),
     "cpu_kernel": ("simd",),

@@ -63,13 +63,12 @@ def test_sixteen_nodes(stock) -> None:
 @pytest.mark.parametrize(
     "spac",
     [
-        {"store": "disk", "tree": "63@shape=static"},
+        {"store": "disk", "tree": "63@width=4"},
         {"store": "host", "slots": "13%", "tree": 63},
         {"store": "host", "slots": "13%", "tree": "8@depth=3"},
         {"slots": "100%", "tree": 63, "guard": "on"},
-        {"store": "host", "tree": "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"},
     ],
-    ids=["63 static", "63", "8", "63 with the guard", "paths"],
+    ids=["63, narrow", "63", "8", "63 with the guard"],
 )
 def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
     """With prefix caching, and a cache that holds a few requests only.
@@ -79,7 +78,7 @@ def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
     """
     shape = SpacConfig(**EXACT | spac).draft_tree
     assert shape is not None
-    requests, rows = tree_runs.SETTINGS["max_num_seqs"], max(shape.nodes + 1, shape.front)
+    requests, rows = tree_runs.SETTINGS["max_num_seqs"], max(shape.nodes + 1, shape.expanded)
     scratch = Scratch(shape, requests, tree_runs.SETTINGS["block_size"])
     found = tree_runs.run(
         EXACT | spac,
@@ -92,16 +91,6 @@ def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
     assert_same(found, stock)
     enough = 100 if (EXACT | spac)["guard"] == "off" else 20
     assert found["preempted"] > 0 and trees_of(found)["trees"] > enough
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("nodes", [8, 16])
-def test_small_static_trees(stock, nodes: int) -> None:
-    spac = EXACT | {"store": "host", "tree": f"{nodes}@shape=static"}
-    kinds = "greedy", "seeds", "penalties"
-    found = tree_runs.run(spac, kinds, ("poison",), speculative_config=tree_runs.EAGLE3)
-    assert_same(found, {kind: stock[kind] for kind in kinds})
-    assert trees_of(found)["nodes"] > 0.8 * nodes * trees_of(found)["trees"], "whole trees"
 
 
 @pytest.mark.full

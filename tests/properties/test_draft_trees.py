@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from list_trees import DraftTree, trees_of
 from list_trees import walk as walk_one
 
-from vllm_spac.config.tree_shape import DynamicShape, StaticShape, TreeShape, parse
+from vllm_spac.config.tree_shape import TreeShape, parse
 from vllm_spac.methods.trees.growth import Growth
 from vllm_spac.methods.trees.tensors import (
     FILLER,
@@ -69,7 +69,7 @@ def growing(shape: TreeShape, seed: int, requests: int, coarse: bool) -> tuple[G
     return growth, forwards
 
 
-class Exhaustive(DynamicShape):
+class Exhaustive(TreeShape):
     """Expands whatever the depth allows."""
 
     def expand(self, level: int, logp: torch.Tensor, least: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,15 +79,13 @@ class Exhaustive(DynamicShape):
 @given(
     nodes=st.integers(2, 40),
     depth=st.integers(2, 6),
-    kind=st.sampled_from(("static", "dynamic")),
     seed=st.integers(0, 10**6),
     coarse=st.booleans(),
     limit=st.integers(1, 40),
 )
 @settings(deadline=None)
-def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind, seed, coarse, limit) -> None:
-    kind = "dynamic" if depth <= 2 else kind
-    shape = parse(f"{nodes}@shape={kind}@depth={depth}@width=7")
+def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, seed, coarse, limit) -> None:
+    shape = parse(f"{nodes}@depth={depth}@width=7")
     assert shape is not None
     for tree in grown(shape, seed, 3, coarse, limit):
         assert len(tree.tokens) == min(nodes, limit) and max(tree.depths) <= depth
@@ -102,10 +100,10 @@ def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind,
 
 @given(seed=st.integers(0, 10**6), nodes=st.integers(2, 30))
 @settings(deadline=None)
-def test_a_dynamic_tree_holds_the_most_probable_nodes(seed: int, nodes: int) -> None:
+def test_a_tree_holds_the_most_probable_nodes(seed: int, nodes: int) -> None:
     """Of all candidates: no node outside is more probable than one inside."""
-    (whole,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, 500)
-    (tree,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, nodes)
+    (whole,) = grown(TreeShape(500, 4, 5, 5), seed, 1, False, 500)
+    (tree,) = grown(TreeShape(500, 4, 5, 5), seed, 1, False, nodes)
     assert list(tree.reached) == sorted(whole.reached, reverse=True)[: nodes + 1]
 
 
@@ -117,7 +115,7 @@ def test_a_dynamic_tree_holds_the_most_probable_nodes(seed: int, nodes: int) -> 
 def test_what_cannot_have_a_child_in_the_tree_is_not_expanded(seed, nodes, requests, coarse, width) -> None:
     """The trees are those of a drafter that expands all that the depth allows, ties included."""
     (found, forwards), (whole, _) = (
-        growing(kind(nodes, 4, width, width), seed, requests, coarse) for kind in (DynamicShape, Exhaustive)
+        growing(kind(nodes, 4, width, width), seed, requests, coarse) for kind in (TreeShape, Exhaustive)
     )
     for mine, all_of_it in zip(found.chosen()[:3], whole.chosen()[:3], strict=True):
         assert torch.equal(mine, all_of_it)
@@ -128,8 +126,7 @@ def test_what_cannot_have_a_child_in_the_tree_is_not_expanded(seed, nodes, reque
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
-@pytest.mark.parametrize("shape", [DynamicShape(16, 4, 4, 5), StaticShape.of_size(16, 4, 4)])
-def test_a_drafter_without_numbers_still_drafts_trees(shape: TreeShape, broken: int) -> None:
+def test_a_drafter_without_numbers_still_drafts_trees(broken: int) -> None:
     """Of one request, from a level on, all log-probabilities are NaN; the other request's tree is what it would be."""
 
     def logp(level: int, rows: int, mended: bool) -> torch.Tensor:
@@ -140,7 +137,7 @@ def test_a_drafter_without_numbers_still_drafts_trees(shape: TreeShape, broken: 
 
     found = []
     for mended in (False, True):
-        growth = Growth(shape, logp(1, 1, mended)[:, 0])
+        growth = Growth(TreeShape(16, 4, 4, 5), logp(1, 1, mended)[:, 0])
         while not growth.over:
             growth.add(logp(growth.level + 1, growth.expanded.shape[1], mended))
         found.append(trees_of(growth, 16))
@@ -148,34 +145,6 @@ def test_a_drafter_without_numbers_still_drafts_trees(shape: TreeShape, broken: 
     assert all(parent < row for row, parent in enumerate(tree.parents))
     assert not any(math.isnan(weight) for weight in tree.reached)
     assert found[0][1] == found[1][1]
-
-
-@pytest.mark.parametrize("nodes", [2, 16, 63, 255])
-def test_a_static_shape_has_its_size_and_its_prefixes_are_shapes(nodes: int) -> None:
-    shape = StaticShape.of_size(nodes, 6, 8)
-    assert shape.nodes == nodes and shape.depth <= 6 and shape.width <= 8
-    for count in range(1, nodes + 1):
-        assert StaticShape(shape.paths[:count]).nodes == count
-
-
-def test_a_shape_is_written_as_eagle_writes_it() -> None:
-    shape = StaticShape.of_paths("[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]")
-    (tree,) = grown(shape, 3, 1, False, 99)
-    paths = {(): 0}
-    for row in range(1, tree.rows):
-        siblings = [other for other in range(1, tree.rows) if tree.parents[other] == tree.parents[row]]
-        rank = sorted(siblings, key=lambda other: -tree.reached[other]).index(row)
-        parent = next(path for path, number in paths.items() if number == tree.parents[row])
-        paths[(*parent, rank)] = row
-    assert set(paths) - {()} == {(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "[[]]", "[0]", "[[-1]]", "[[0],[0]]", "[[0,0]]", "{}", "[[0.5]]", "[[true]]"]
-)
-def test_other_texts_are_no_shape(text: str) -> None:
-    with pytest.raises(ValueError):
-        StaticShape.of_paths(text)
 
 
 # -- the walk --------------------------------------------------------------------------------------------------
@@ -277,8 +246,8 @@ def test_a_chain_is_the_best_path_and_its_filler_is_never_accepted(given_trees, 
             assert int(walked.last[number]) == max(tree.depths)
 
 
-@pytest.mark.parametrize("shape", [DynamicShape(12, 4, 5, 5), StaticShape.of_size(12, 4, 5)])
-def test_grown_trees_are_the_same(shape) -> None:
+def test_grown_trees_are_the_same() -> None:
+    shape = TreeShape(12, 4, 5, 5)
     rng = torch.Generator().manual_seed(3)
     growth = Growth(shape, torch.randn(3, 20, generator=rng).log_softmax(-1))
     while not growth.over:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.tree_shape import DynamicShape, StaticShape
+from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.hooks import drafts, patches
 from vllm_spac.integration.loading import assembly
@@ -254,21 +254,21 @@ class Pool:
 
 
 def test_scratch_is_at_most_a_fifth_of_the_cache_once_its_size_is_known() -> None:
-    need = Scratch(DynamicShape(16), requests=8, block_size=32)
+    need = Scratch(TreeShape(16), requests=8, block_size=32)
     assert need.count == 8 * 2 * 17, "two blocks per row: a path may cross a block's edge"
     for blocks, requests in ((5 * need.count, None), (5 * need.count - 1, 7), (5 * need.count // 8, 1)):
         scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=Pool(blocks)))
-        tree_scheduler.reserve(scheduler, engine(), DynamicShape(16))
+        tree_scheduler.reserve(scheduler, engine(), TreeShape(16))
         assert getattr(scheduler, "max_num_running_reqs", None) == requests
     with pytest.raises(ConfigError, match=r"one request need 34 of 169 KV cache blocks .* use a smaller --spac-tree"):
         scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=Pool(5 * need.count // 8 - 1)))
-        tree_scheduler.reserve(scheduler, engine(), DynamicShape(16))
+        tree_scheduler.reserve(scheduler, engine(), TreeShape(16))
 
 
-@pytest.mark.parametrize("shape, sequences", [(DynamicShape(63), 64), (StaticShape(((0,), (1,), (0, 0), (0, 1))), 5)])
+@pytest.mark.parametrize("shape, sequences", [(TreeShape(63), 64), (TreeShape(4), 5)])
 def test_scratch_is_of_rows_and_its_sets_are_disjoint(shape, sequences: int) -> None:
     blocks = Scratch(shape, requests=3, block_size=4)
-    assert blocks.count == 3 * blocks.each * max(sequences, 2 * shape.front)
+    assert blocks.count == 3 * blocks.each * max(sequences, 2 * shape.expanded)
     for taken in (blocks.trees(3), blocks.levels(3)):
         assert taken.unique().numel() == taken.numel() and int(taken.min()) == 1 and int(taken.max()) <= blocks.count
     assert blocks.trees(3).shape == (3, sequences, blocks.each)

@@ -11,7 +11,7 @@ FORMER: dict[str, str] = {
     "decisions": "write --spac-plane pointers for device, and slots or table for host",
     "kernel": "write --spac-plane slots for vllm, and table or pointers for table",
     "staging": "leave it out: with --spac-plane pointers long prompts borrow slots, and no memory is reserved for them",
-    "tree_shape": "write --spac-tree 16@shape=static@depth=6@width=8, or --spac-tree with the list of paths",
+    "tree_shape": "write --spac-tree 16@depth=6@width=8",
     "workers": "--spac-executor processes@workers=3 says how many",
     "cluster": "--spac-executor cluster@file=FILE uses its workers",
     "tuned": "leave it out: vllm-spac tune prints the command of what it keeps",

@@ -71,9 +71,8 @@ class Knobs(BaseModel):
     )
     tree: Annotated[str, TreeText()] = Field(
         tree_shape.CHAINS,
-        description="Draft tokens of an EAGLE draft tree (16), the paths of its nodes ([[0],[1],[0,0]]), or chains "
-        "(0); with a number its nodes are the most probable by the drafter (shape=dynamic) or the same in all steps "
-        "(static), depth is the levels (6), and width the most children per node and expanded nodes per level (8).",
+        description="Draft tokens of an EAGLE draft tree (16), the most probable by the drafter, or chains (0); depth "
+        "is the levels (6), and width the most children per node and expanded nodes per level (8).",
     )
     cpu_experts: Annotated[
         str, ComponentName("balancers", "balancer", ("off", types.AUTO), arguments=True, counts=True)

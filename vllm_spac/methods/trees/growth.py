@@ -49,7 +49,7 @@ class Growth:
     @property
     def _least(self) -> Tensor | None:
         """As ``TreeShape.expand`` takes it; not where the host would have to wait for a device to know how many."""
-        if self._shape.fixed or self._logp[0].device.type != "cpu":
+        if self._logp[0].device.type != "cpu":
             return None
         logp = torch.cat(self._logp, 1)
         return logp.topk(self._shape.nodes, 1).values[:, -1] if logp.shape[1] >= self._shape.nodes else None

@@ -42,12 +42,12 @@ def grow(
     Args:
         caches: KV cache of each of the drafter's attention layers, [blocks, ...].
         forward: runs the drafter over a level, with the states behind its nodes' parents, [R * F, d].
-        goes_on: whether a further level is worth a forward; a shape that is the same in every step has all of them.
+        goes_on: whether a further level is worth a forward.
     """
     growth = Growth(shape, start.logits.float().log_softmax(-1))
     requests, hidden = len(start.bases), start.hidden
     places, previous = scratch.levels(requests), None
-    while not growth.over and (shape.fixed or goes_on(growth)):
+    while not growth.over and goes_on(growth):
         front = growth.expanded.shape[1]
         here, parents = places[growth.level % 2, :, :front], growth.parent[..., None]
         if previous is None:

@@ -351,7 +351,7 @@ class Scratch:
 
     def __init__(self, shape: TreeShape, requests: int, block_size: int, device: torch.device | str = "cpu") -> None:
         self.each = scratch_blocks(shape.depth, block_size)
-        self._rows, self._front = shape.nodes + 1, shape.front
+        self._rows, self._front = shape.nodes + 1, shape.expanded
         self.count = requests * self.each * max(self._rows, 2 * self._front)
         self._ids = torch.arange(1, self.count + 1, device=device)
 

@@ -10,7 +10,7 @@ MOST_SHARE = 0.2  # of the KV cache that may be scratch
 
 def rows_of(shape: TreeShape) -> int:
     """Rows that a request has in a forward of the target, or in one of the drafter."""
-    return max(shape.nodes + 1, shape.front)
+    return max(shape.nodes + 1, shape.expanded)
 
 
 def most_requests(shape: TreeShape, rows: int, blocks: int | None, block_size: int, longest: int) -> int:
