@@ -193,7 +193,7 @@ def test_an_engine_core_asks_where_it_was_requested_and_vllms_own_answer_stands(
     from vllm.v1.core.sched.scheduler import Scheduler
 
     found = Served(config, Scheduler, 1, paced=False)
-    core = SimpleNamespace(scheduler=found.scheduler, vllm_config=config)
+    core = SimpleNamespace(scheduler=found.scheduler, vllm_config=config, collective_rpc=lambda method: [True, False])
     asks = prompt_pacing._throttling(lambda core: core.answer)
     for core.answer in (True, False):
         assert asks(core) is core.answer and prompt_pacing._PACER not in vars(core), "nobody requested it"
@@ -202,6 +202,28 @@ def test_an_engine_core_asks_where_it_was_requested_and_vllms_own_answer_stands(
     assert asks(core) is False and isinstance(vars(core)[prompt_pacing._PACER], PromptPacer)
     core.answer = True
     assert asks(core) is True
+
+
+def test_prompts_do_not_wait_where_each_worker_has_all_its_experts(config, caplog) -> None:
+    """Which the arguments do not say with slots=auto: its workers, in their own processes, count them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    asks, asked = prompt_pacing._throttling(lambda core: False), []
+    settings = SimpleNamespace(**{prompt_pacing._PACED: True})
+
+    def core(*answers: bool) -> SimpleNamespace:
+        found = Served(config, Scheduler, 1, paced=False)
+        made = SimpleNamespace(scheduler_config=settings, additional_config={"spac": {}})
+        rpc = lambda method: asked.append(method) or list(answers)  # noqa: E731
+        return SimpleNamespace(scheduler=found.scheduler, vllm_config=made, collective_rpc=rpc)
+
+    whole, one = core(True, True), core(True, False)
+    for _ in range(3):
+        assert asks(whole) is False
+    assert vars(whole)[prompt_pacing._PACER] is None and asked == ["spac_holds_all"]
+    assert "prompts wait" not in caplog.text
+    asks(one)
+    assert isinstance(vars(one)[prompt_pacing._PACER], PromptPacer) and "prompts wait" in caplog.text
 
 
 def test_vllms_scheduler_has_what_is_read_and_set(config) -> None:

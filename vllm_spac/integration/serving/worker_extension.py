@@ -22,6 +22,10 @@ class SpacWorker:
         """Settings and counters of this worker, as plain data (see ``ModelExperts.stats``)."""
         return self._spac_experts().stats()
 
+    def spac_holds_all(self) -> bool:
+        """Whether each expert of this worker has a slot, so that none is read from outside."""
+        return all(execution.holds_all for execution in self._spac_experts().runtime.executions)
+
     def spac_budget(self, settings: dict) -> dict:
         """Changes the budget (see ``BudgetSettings``) from the next step on; returns the settings now in force."""
         runtime = self._spac_experts().runtime

@@ -34,7 +34,7 @@ _PACER = "spac_pacer"  # attribute of an engine core
 
 
 def request(vllm_config: VllmConfig, config: SpacConfig, usage: UsageContext | None) -> None:
-    """Asks for it, of a server whose experts do not all have slots.
+    """Asks for it, of a server whose experts may not all have slots: its workers know once they have loaded them.
 
     Not of a program's own engine (``LLM``): nobody reads its tokens as they come, and its steps stay stock's.
     """
@@ -44,9 +44,6 @@ def request(vllm_config: VllmConfig, config: SpacConfig, usage: UsageContext | N
         return
     patches.wrap(patches.THROTTLE, _throttling)  # an engine core that is forked from here loads no plugin again
     setattr(vllm_config.scheduler_config, _PACED, True)
-    logger.info(
-        "spac: prompts wait between their chunks, so that running requests keep %.0f %% of their speed", 100 * SHARE
-    )
 
 
 def install() -> None:
@@ -66,9 +63,20 @@ def _leaves_prompts_out(core: Any) -> bool:
     config = core.vllm_config
     if not getattr(config.scheduler_config, _PACED, False) or config_of(config.additional_config) is None:
         return False
-    if (pacer := vars(core).get(_PACER)) is None:
-        pacer = vars(core)[_PACER] = PromptPacer(core.scheduler)
-    return pacer.leaves_out()
+    if _PACER not in vars(core):
+        vars(core)[_PACER] = _pacer_of(core)
+    pacer = vars(core)[_PACER]
+    return pacer is not None and pacer.leaves_out()
+
+
+def _pacer_of(core: Any) -> PromptPacer | None:
+    """None if each expert has a slot on every worker, which are asked once: then no chunk reads any."""
+    if all(core.collective_rpc("spac_holds_all")):
+        return None
+    logger.info(
+        "spac: prompts wait between their chunks, so that running requests keep %.0f %% of their speed", 100 * SHARE
+    )
+    return PromptPacer(core.scheduler)
 
 
 class PromptPacer:
