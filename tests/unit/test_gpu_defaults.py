@@ -56,6 +56,7 @@ def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tup
 
 def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
     usual = {"enable_expert_parallel": False, "moe_backend": "auto", "quantization": None, "speculative_config": None}
+    usual |= {"enable_lora": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     return SimpleNamespace(
         additional_config={"spac": knobs, "other": 1},
         create_model_config=lambda: of,

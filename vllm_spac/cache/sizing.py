@@ -91,11 +91,12 @@ def resolve(slots: SlotCount, shape: MoEShape, free_bytes: int) -> int:
     if count > fitting:
         most = 100 * fitting // shape.total
         ok = math.ceil(Fraction(most, 100) * shape.total) >= shape.top_k
+        remedies = [f"at most --spac-slots {most}%"] * ok
+        if slots.share != 1 or not ok:  # auto may have been counted before, to be all of them
+            remedies.append("--spac-slots auto")
         raise ConfigError(
             f"spac: {count} slots (--spac-slots) need {gib(count * shape.expert_bytes)} of fast memory, "
-            f"{gib(max(0, free_bytes))} are left; use "
-            + (f"at most --spac-slots {most}%, or " if ok else "")
-            + "--spac-slots auto"
+            f"{gib(max(0, free_bytes))} are left; use {', or '.join(remedies)}"
         )
     return count
 

@@ -8,7 +8,7 @@ Then formats that vLLM's kernel does not read from slots get ``plane=table``, ou
 vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
 
-Where all experts fit and nothing was asked of the plugin, there is no plane: see ``whole_models``.
+Where all experts fit there is no plane, or ``plane=slots`` with vLLM's own kernel and graphs: see ``whole_models``.
 
 On a CPU vLLM's own kernel runs the experts, exactly, in slots. Where it has none for them, ours does: ``plane=table``.
 """
@@ -57,12 +57,16 @@ def apply(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | Non
     if device.is_cpu():
         return _on_a_cpu(engine_args, config)
     model = engine_args.create_model_config()
-    if (fits := whole_models.leave_to_stock(engine_args, config, model)) is not None:
-        logger.info("%s", printable(f"spac: {fits}"))
-        return None
     entry = quant_config.of(model.hf_config.to_dict())
     facts = device.query()
     choices = []
+    if (whole := whole_models.serve(engine_args, config, model)) is not None:
+        served, fits = whole
+        choices.append(fits)
+        if served is None:
+            logger.info("%s", printable(f"spac: {fits}"))
+            return None
+        config = served
     if config.plane == AUTO and not config.has_workers:
         plane, why = _plane(engine_args, config, model, entry, facts)
         choices.append(f"plane={plane}: {why}")
@@ -131,11 +135,14 @@ def _plane(
         return "pointers", f"no layer waits for the host; {ONLY_OURS_ON_A_GPU if only_ours else ROUNDED_ON_A_GPU}"
     if only_ours:
         return "table", f"{reason}; vLLM's kernel for these experts reads no slots, and ours does"
+    if config.parsed_slots.share == 1 and not whole_models.acting_inside(config):
+        return "slots", f"{reason}: vLLM's kernel and CUDA graphs, as without the plugin"
     return "slots", reason
 
 
 def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
-    if config.parsed_slots.share == 1:
+    graphs = not {"budget", "http"}.isdisjoint(inside := whole_models.acting_inside(config)) and "record" not in inside
+    if config.parsed_slots.share == 1 and (config.tree_nodes or not graphs):  # else only graphs of ours hold a budget
         return "each expert has a slot"
     if config.parsed_budget.alpha is not None:
         return "with plane=pointers, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"

@@ -1,9 +1,10 @@
-"""Leaves a model to stock vLLM where all of it fits the GPU: counted by headers and card, before a plane is chosen.
+"""A model that fits the GPU is served as stock vLLM serves it: counted by headers and card, before a plane is chosen.
 
 No plane is faster than stock where nothing is loaded: a layer of ours adds host work, other CUDA graphs and another
-rounding, and saves no byte. So ``vllm serve --plugin spac`` with no other knob then replaces no layer. Its users lose
-the counters (``GET /spac/stats``) and the live page; whoever names a knob keeps both, ``--spac-slots 100%`` included.
-A program that makes an ``LLM`` with the plugin keeps it, too: it may read ``vllm_spac.stats``.
+rounding, and saves no byte. So ``vllm serve --plugin spac`` then replaces no layer, and what knobs say of memory beside
+the GPU's has no effect. Its users lose the counters (``GET /spac/stats``) and the live page. Whoever asks for these, or
+for more, keeps the plugin with ``slots=100%``: vLLM's kernel and CUDA graphs, unless a knob acts inside of layers. So
+does a program that makes an ``LLM`` with the plugin, which may read ``vllm_spac.stats``.
 
 The count is that of ``--spac-slots auto``: other weights, run-time buffers, the KV cache of the requests that are to
 fit, and the rest for experts. What it cannot count is not taken to fit: draft models, adapters, weights that are
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.errors import SpacError
+from vllm_spac.config.types import AUTO
+from vllm_spac.errors import SpacError, flag
 from vllm_spac.integration.hooks import device
 from vllm_spac.integration.loading import fast_memory
 from vllm_spac.storage.checkpoint import quant_config
@@ -50,25 +52,61 @@ class Count(NamedTuple):
         return self.weights + self.kv + self.working <= self.usable
 
 
-def leave_to_stock(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> str | None:
-    """Takes the plugin out of ``engine_args`` if all experts fit and no knob was named; returns what the log says.
+# Knobs that do nothing where each expert has a slot and nothing drafts.
+_IDLE = frozenset(
+    {
+        "store", "disk_dir", "host_memory", "policy", "prefetch", "guard", "cpu_experts", "profile", "cpu_kernel",
+        "io_threads", "tuned",
+    }
+)  # fmt: skip
 
-    None: the plugin serves the model.
+
+def serve(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> tuple[SpacConfig | None, str] | None:
+    """Serves a model whose experts all fit, if the user named neither slots nor a kernel of ours.
+
+    Returns:
+        The configuration, which ``engine_args`` have too, and what the log says. No configuration: the plugin is out of
+        ``engine_args``, and stock vLLM serves the model. None: nothing was changed.
     """
-    if not (getattr(engine_args, "spac_command", False) and config.model_dump() == SpacConfig().model_dump()):
+    if config.slots != AUTO or config.has_workers or config.plane not in (AUTO, "slots"):
         return None
     count = _count(engine_args, model)
     if count is None or not count.fits:
         return None
-    others = {name: value for name, value in engine_args.additional_config.items() if name != "spac"}
-    engine_args.additional_config = others
+    named = [name for name, value in SpacConfig().model_dump().items() if getattr(config, name) != value]
+    idle = [name for name in named if name in _IDLE and (name != "prefetch" or config.speculate == "off")]
+    fits = (
+        f"all experts fit: {gib(count.weights)} of weights, {gib(count.kv)} of KV cache and {gib(count.working)} of "
+        f"run-time buffers, of {gib(count.usable)} of GPU memory"
+    )
+    if idle:
+        fits += f"; nothing is left to {' and '.join(map(flag, idle))}"
     if engine_args.max_model_len is None:
         engine_args.max_model_len = fast_memory.FITTED
-    return (
-        f"all experts fit: {gib(count.weights)} of weights, {gib(count.kv)} of KV cache and {gib(count.working)} of "
-        f"run-time buffers, of {gib(count.usable)} of GPU memory; stock vLLM serves this as fast, so no layer is "
-        "replaced and nothing is counted (GET /spac/stats); --spac-slots 100% keeps the plugin's layers"
-    )
+    others = {name: value for name, value in engine_args.additional_config.items() if name != "spac"}
+    if getattr(engine_args, "spac_command", False) and idle == named:
+        engine_args.additional_config = others
+        return None, (
+            f"{fits}; stock vLLM serves this as fast, so no layer is replaced and nothing is counted "
+            "(GET /spac/stats); --spac-slots 100% keeps the plugin's layers"
+        )
+    given = engine_args.additional_config["spac"]
+    spac = {name: value for name, value in given.items() if name not in idle or name == "tuned"} | {"slots": "100%"}
+    engine_args.additional_config = {**others, "spac": spac}
+    asked = [flag(name) for name in named if name not in idle]
+    keeps = " and ".join(asked) or "a program that may read its counters"
+    return SpacConfig.parse(spac), f"slots=100%: {fits}; the plugin's layers stay for {keeps}"
+
+
+def acting_inside(config: SpacConfig) -> list[str]:
+    """Returns the knobs that act inside of layers also where each expert has a slot: vLLM's own graphs lack them."""
+    found = {
+        "record": config.trace is not None,
+        "budget": config.parsed_budget.bounds,
+        "http": config.control,
+        "speculate": config.speculate != "off",
+    }
+    return [name for name, acts in found.items() if acts]
 
 
 def _count(engine_args: EngineArgs, model: ModelConfig) -> Count | None:
@@ -78,10 +116,10 @@ def _count(engine_args: EngineArgs, model: ModelConfig) -> Count | None:
     alone = engine_args.pipeline_parallel_size == engine_args.data_parallel_size == 1
     if any(uncounted) or not alone or (entry is None and model.quantization is not None):
         return None
-    total, ranks = device.total_memory(), engine_args.tensor_parallel_size
-    config = model.hf_config.to_dict()
-    checkpoint = _checkpoint(str(engine_args.model), config)
-    if total is None or checkpoint is None:
+    if (total := device.total_memory()) is None:
+        return None
+    config, ranks = model.hf_config.to_dict(), engine_args.tensor_parallel_size
+    if (checkpoint := _checkpoint(str(engine_args.model), config)) is None:
         return None
     weights = -(-(checkpoint.other_bytes + sum(checkpoint.layer_bytes.values())) // ranks)
     working = _working(engine_args, model, config, checkpoint)
