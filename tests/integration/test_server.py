@@ -65,6 +65,7 @@ def test_the_log_says_what_was_chosen(server):
         r"mode=exact, slots=96 of 384 experts \(25\.0%.*store=disk .*(direct|buffered).*policy=reuse", lines[0]
     )
     assert "Packing experts" in server.log.read_text()
+    assert server.log.read_text().count("spac: prompts wait between their chunks") == 1, "some experts have no slot"
 
 
 def test_stats_and_metrics_agree(server):
@@ -120,3 +121,14 @@ def test_a_dead_worker_takes_the_server_down(server):
     workers[0].kill()
     assert server.process.wait(PATIENCE) != 0 or "died" in server.log.read_text()
     assert re.search(r"[Ww]orker.*(died|terminated|dead|exit)|EngineDeadError", server.log.read_text())
+
+
+def test_prompts_do_not_wait_where_all_experts_fit(tmp_path):
+    """Which its workers alone know, in their own processes; with the default of slots."""
+    server = Server(tmp_path, "--plugin", "spac", "--spac-disk-dir", str(tmp_path))
+    try:
+        server.wait().complete(PROMPTS[0])
+        log = server.log.read_text()
+    finally:
+        server.stop()
+    assert "slots=384 of 384 experts" in log and "prompts wait" not in log

@@ -159,6 +159,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
             facts,
             pinned=keeps_on_the_host(config, model.get_num_experts()),
             unified=config.execution_class.needs_addressable_store,
+            disk=_on_a_disk(config),
         )
     check_weights(vllm_config)
     check_room(config, vllm_config, device.is_cpu())
@@ -169,6 +170,14 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     warn_of_spinning(os.environ)
     if getattr(vllm_config.speculative_config, "method", None) == "ngram" and device.is_cpu():
         warn_of_numba(os.environ)
+
+
+def _on_a_disk(config: SpacConfig) -> Remedy:
+    """Returns the remedy of experts on a disk, without what reads them in place."""
+    changes: dict[str, str | None] = {"store": "disk"}
+    if config.execution_class.needs_addressable_store:
+        changes["plane"] = "slots"
+    return use(**changes | ({} if config.cpu_experts == "off" else {"cpu_experts": None}))
 
 
 def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:

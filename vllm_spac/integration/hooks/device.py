@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.errors import Remedy, UnsupportedError, use
 
 WORKER_EXTENSION = "vllm_spac.integration.serving.worker_extension.SpacWorker"
 TESTED = ("0.32", "0.33")  # what ran with each is a page of results: benchmarks/results/matrix.md
@@ -112,8 +112,16 @@ def names() -> list[str]:
     return [current_platform.get_device_name(index) for index in range(current_platform.device_count())]
 
 
-def check_device(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> None:
+_DISK = use(store="disk")
+_WHOLE = use(slots="100%").but(" if all experts fit")
+_WSL = Remedy("on WSL `wsl --update` and VLLM_WSL2_ENABLE_PIN_MEMORY=1")
+
+
+def check_device(facts: DeviceFacts, *, pinned: bool, unified: bool = False, disk: Remedy = _DISK) -> None:
     """Refuses a device that lacks what is needed.
+
+    Args:
+        disk: how experts are on a disk instead of in pinned host memory.
 
     Raises:
         UnsupportedError: names what is missing and what to do.
@@ -126,10 +134,8 @@ def check_device(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> 
             "sm_80 or newer (A100, RTX 30 and later), or vLLM's CPU build"
         )
     if pinned and not facts.pinned:
-        raise UnsupportedError(
-            "spac: this system has no pinned host memory, which store=host needs; use --spac-store disk or "
-            "--spac-slots 100%, or on WSL `wsl --update` and VLLM_WSL2_ENABLE_PIN_MEMORY=1"
-        )
+        problem = "spac: this system has no pinned host memory, which store=host needs"
+        raise UnsupportedError.refused(problem, disk, _WHOLE, _WSL)
     if unified and not facts.unified:
         raise UnsupportedError(
             f"spac: {facts.name} cannot read host memory at the host's addresses (no unified addressing) here; "
