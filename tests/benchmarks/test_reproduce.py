@@ -55,7 +55,14 @@ TABLES = """{% set flat, real, at = result('toy_tables'), result('real_tables'),
 STREAMS = """{% set streams = result('real_streams').rows %}
 {% set link = streams|selectattr('share_percent', 'eq', 25)|rejectattr('machine', 'in', ['rtx4090 + CPU experts',
  'rtx4090-int4 + CPU experts'])|map(attribute='best.gain')|list %}"""
+PROMPT_READS = """{% set gpu = result('gpu_h100').kernels %}{% set copy = gpu.copy_bytes_per_second.pinned %}
+{% set read = (gpu.rows|selectattr('rows', 'eq', 64)|first).pinned_bytes_per_second %}
+{% set found = result('real_prompt_reads') %}{% set below = found.rows|selectattr('percent', 'eq', 25.0)
+|selectattr('each', 'lt', found.many_rows)|list %}"""
 SENTENCES = (
+    PROMPT_READS + "below {{ found.many_rows }} rows per expert an expert is read"
+    " [{{ below[-1].reads_of_each|f(3) }} times](../../benchmarks/results/prompt_reads.md). So they copy nothing"
+    " after the router: that would gain the {{ (1 - read / copy)|pct(0) }} % by which a copy is faster",
     MATMULS + "[{{ found[0].launches }} launches per layer become {{ found[1].launches }}]"
     "(../../../benchmarks/results/moe_spec_matmuls.md), {{ (found[0].step_ms - found[1].step_ms)|f(0) }} to"
     " {{ (found[3].step_ms - found[4].step_ms)|f(0) }} ms less per step",

@@ -39,6 +39,12 @@ def interpret() -> None:
     mail = MailKernels(mailbox.post, mailbox.await_answer, mailbox.add)
     pointers_execution.kernels_for = lambda device: address_table._launches()
     cpu_share.mail_kernels_for = lambda device: mail
+    one_thread()  # which Triton's interpreter is for
+
+
+def one_thread() -> None:
+    """Has what runs beside the layers run in their thread."""
+    pointers_execution.streams = lambda device: (CallerStream(), CallerStream())
 
 
 class Graphs:
@@ -57,7 +63,7 @@ class Graphs:
     def install(self) -> None:
         begin, balance = PointerExecution.begin_step, PointerExecution.balance
         pointers_execution.capturing = lambda tensor: self._capture is not None
-        pointers_execution.streams = lambda device: (CallerStream(), CallerStream())  # a capture sees its thread
+        one_thread()  # a capture sees its own
 
         def began(execution: PointerExecution, step: Any) -> None:
             begin(execution, step)
