@@ -132,7 +132,7 @@ class Graphs:
 
 
 def served(llm: Any, lengths: list[int], wide: list[int], tokens: int) -> dict[str, list[list[int]]]:
-    prompts = [prompt(length, seed) for seed, length in enumerate(lengths, 1)]
+    prompts = [prompt(length, seed=length) for length in lengths]
     said = {f"alone {len(each)}": engines.say(llm, [each], tokens) for each in prompts}
     said["together"] = engines.say(llm, prompts, tokens)
     for count in wide:
