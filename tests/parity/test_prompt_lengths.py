@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import engines
 import forked
 import pytest
 from exactness import FLOAT32
@@ -23,8 +24,10 @@ LENGTHS = sorted(
     {1, *(rows * EXPERTS // TOP_K for rows in (15, 16, 17))}
     | {at + off for at in (BORROWS, CHUNK, CHUNK + BORROWS, 2 * CHUNK) for off in (-1, 0, 1)}
 )
-FEW = [1, BORROWS - 1, BORROWS, BORROWS + 1, CHUNK + BORROWS]  # where kernels are interpreted
+FEW = [1, BORROWS - 1, BORROWS, BORROWS + 1, CHUNK + BORROWS]  # where kernels are interpreted, ours or V2's
 WIDE = [BORROWS - 1, BORROWS, BORROWS + 1]
+if engines.V2:
+    LENGTHS, WIDE = FEW, [BORROWS]
 OPTIONS: dict[str, Any] = {
     **FLOAT32,
     "max_model_len": 288,
