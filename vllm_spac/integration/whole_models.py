@@ -56,7 +56,7 @@ class Count(NamedTuple):
 _IDLE = frozenset(
     {
         "store", "disk_dir", "host_memory", "policy", "prefetch", "guard", "cpu_experts", "profile", "cpu_kernel",
-        "io_threads", "tuned",
+        "io_threads",
     }
 )  # fmt: skip
 
@@ -91,7 +91,7 @@ def serve(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> tu
             "(GET /spac/stats); --spac-slots 100% keeps the plugin's layers"
         )
     given = engine_args.additional_config["spac"]
-    spac = {name: value for name, value in given.items() if name not in idle or name == "tuned"} | {"slots": "100%"}
+    spac = {name: value for name, value in given.items() if name not in idle} | {"slots": "100%"}
     engine_args.additional_config = {**others, "spac": spac}
     asked = [flag(name) for name in named if name not in idle]
     keeps = " and ".join(asked) or "a program that may read its counters"
