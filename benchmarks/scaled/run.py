@@ -131,28 +131,48 @@ def _serve(run: _Run, result: dict, output: Path) -> None:
 
         for size in run.sizes:
             rows = ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)
-            _judge(rows, run, warm)
+            _judge(rows, run, run.ids[warm:])
             result["rows"] += [row | {"served": scale.served(row["tpot_median"])} for row in rows]
             write_result(output, result)
 
 
-def _judge(rows: list[dict], run: _Run, warm: int) -> None:
-    """Replaces the answers of each row by what stock vLLM thinks of them, where a rung is lossy."""
+def _judge(rows: list[dict], run: _Run, asked: list[list[int]]) -> None:
+    """Replaces the answers of each row to the prompts ``asked`` by what stock vLLM thinks of them.
+
+    Of lossy rungs, and then of the first one: ``quality``. Of exact rungs: ``differences`` from the resident engine.
+    """
     lossy = {rung.name for rung in run.rungs if rung.lossy}
-    answers = {row["rung"]: (row, row.pop("answers")) for row in rows}
-    judged = [answers[name] for name in (*lossy, run.rungs[0].name) if lossy]
-    if not judged:
+    answers = {row["rung"]: [tokens[0] for tokens in row.pop("answers")] for row in rows}
+    resident = answers[ladders.RESIDENT.name]
+    exact = [row for row in rows if row["rung"] not in lossy and answers[row["rung"]] != resident]
+    if not lossy and not exact:
         return
     with closing(LiveEngine(Case(STOCK, None).job(run.settings), True, run.settings.timeout)) as engine:
-        for row, said in judged:
-            found = [
-                engine.score([*prompt, *tokens[0]], len(prompt))
-                for prompt, tokens in zip(run.ids[warm:], said, strict=True)
-            ]
-            logprobs, best = (
-                statistics.fmean(statistics.fmean(each[part]) for each in found) for part in ("logprobs", "best")
-            )
-            row["quality"] = {"perplexity": math.exp(-logprobs), "top1_agreement": best}
+        for row in rows:
+            said = answers[row["rung"]]
+            if lossy and row["rung"] in (*lossy, run.rungs[0].name):
+                row["quality"] = _quality(engine, asked, said)
+            if row in exact:
+                row["differences"] = list(_differences(engine, asked, resident, said))
+
+
+def _quality(engine: LiveEngine, asked: list[list[int]], said: list[list[int]]) -> dict[str, float]:
+    found = [engine.score([*prompt, *tokens], len(prompt)) for prompt, tokens in zip(asked, said, strict=True)]
+    logprobs, best = (statistics.fmean(statistics.fmean(each[part]) for each in found) for part in ("logprobs", "best"))
+    return {"perplexity": math.exp(-logprobs), "top1_agreement": best}
+
+
+def _differences(
+    engine: LiveEngine, asked: list[list[int]], resident: list[list[int]], said: list[list[int]]
+) -> Iterator[dict[str, float]]:
+    """Yields the first token of each answer that differs, and by how much less likely stock vLLM finds it (``gap``)."""
+    for number, (prompt, theirs, ours) in enumerate(zip(asked, resident, said, strict=True)):
+        if ours == theirs:
+            continue
+        place = next(place for place, (one, other) in enumerate(zip(theirs, ours, strict=True)) if one != other)
+        before = [*prompt, *theirs[:place]]
+        one, other = (engine.score([*before, tokens[place]], len(before))["logprobs"][0] for tokens in (theirs, ours))
+        yield {"prompt": number, "token": place, "gap": one - other}
 
 
 def _on_times(result: dict) -> Iterator[str]:
@@ -180,9 +200,13 @@ def _on_pace(result: dict, real: Proportions) -> Iterator[str]:
 
 
 def _on_tokens(result: dict) -> Iterator[str]:
-    """Yields what to do about tokens that differ."""
-    if any(row["equal_to_resident"] < row["turns"] for row in result["rows"]):
-        yield "tokens differ where rounding decides near-ties; with --dtype float32 they must be equal"
+    """Yields where tokens of exact rungs differ, which they may where rounding decides between two."""
+    for row in result["rows"]:
+        for each in row.get("differences", ()):
+            yield (
+                f"{row['slots']}, {row['rung']}: token {each['token']} of answer {each['prompt']} differs, and "
+                f"stock vLLM finds it e^{each['gap']:.4f} times less likely"
+            )
 
 
 def _on_quality(result: dict) -> Iterator[str]:

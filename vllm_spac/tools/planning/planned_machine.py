@@ -14,7 +14,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.packed_folder import scan
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.machine import DISK_DIR, has_amx
 from vllm_spac.system.untrusted import path_named
 from vllm_spac.tools.planning.planned_model import ServedModel
 
@@ -74,6 +74,11 @@ class PlannedMachine:
         return self.costs.capacity.capability if self.costs.capacity else None
 
     @property
+    def amx(self) -> bool:
+        """Whether its CPU has AMX; taken for granted of another machine."""
+        return self.name != HERE or has_amx()
+
+    @property
     def fast(self) -> int:
         """Bytes of fast memory that vLLM may use: of the GPU, or of the host where there is none."""
         return int(UTILIZATION * self.gpu) if self.gpu else min(self.host, int(UTILIZATION * self.host))
@@ -107,6 +112,8 @@ class PlannedMachine:
         if self.gpu and model.execution != "slots" and store != "none":
             rate = HIT_SHARE.get(model.kind, 1.0) * costs.fast.bytes_per_second
             costs = costs.model_copy(update={"fast": costs.fast.model_copy(update={"bytes_per_second": rate})})
+        elif not self.gpu and not model.stock:  # hits, too, are computed by what computes CPU experts
+            costs = costs.model_copy(update={"fast": costs.with_experts(model.kind).cpu})
         changes = {"load": load or costs.load, "host": host, "memory": memory, "other": other, "draft": 0.0}
         return costs.with_experts(model.kind).model_copy(update=changes | {"provenance": origin})
 

@@ -151,9 +151,11 @@ class Choice:
 def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load) -> str:
     """Returns the command that serves so; the KV cache is given, so that memory is divided as planned.
 
-    Where all experts fit, it is stock vLLM's, which chooses its kernels and the size of the KV cache by itself.
+    Where all experts fit, it is stock vLLM's, which chooses its kernels and the size of the KV cache by itself; unless
+    it has no kernel for them on this machine.
     """
-    if choice.store == "none":
+    stock = choice.store == "none" and model.stock
+    if stock:
         options = _stock(choice, model, machine, load)
     else:
         options = ["--plugin", "spac", "--spac-slots", choice.slots, *_knobs(choice, model, machine)]
@@ -167,7 +169,9 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         options = ["--revision", model.revision, *options]
     if choice.drafts:
         options += ["--speculative-config", json.dumps(NGRAM)]
-    if choice.store != "none":
+    if not model.stock:
+        options += ["--spac-plane", model.execution]
+    elif not stock:
         entry = model.checkpoint.quantisation
         options += " ".join(quantisation.flags(entry, model.kernels, machine.capability, model.execution)).split()
     return shlex.join(["vllm", "serve", model.name, *options])

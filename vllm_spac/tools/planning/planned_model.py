@@ -9,9 +9,16 @@ from typing import Literal
 from vllm_spac.decisions.core_rates import PLAIN
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
-from vllm_spac.storage.checkpoint.headers import Checkpoint
+from vllm_spac.storage.checkpoint.headers import LAYERS, Checkpoint, first_number
 from vllm_spac.storage.checkpoint.published import NamedModel
-from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
+from vllm_spac.storage.checkpoint.quantisation import (
+    Capability,
+    FormatKernels,
+    only_ours,
+    refusal,
+    refusal_beside,
+    refusal_without_amx,
+)
 from vllm_spac.tools.planning.architecture import Architecture
 
 Execution = Literal["slots", "table", "pointers"]
@@ -31,6 +38,7 @@ class ServedModel:
     kernels: FormatKernels = FormatKernels.GPU  # of quantised experts, which decide how large one is
     remark: str = ""  # about sizes that are not from headers, a sentence
     revision: str | None = None  # of a name on the hub; None: the newest
+    stock: bool = True  # vLLM has a kernel for its experts on this machine
 
     @classmethod
     def of(
@@ -75,20 +83,40 @@ class ServedModel:
 
     @classmethod
     def ways(
-        cls, named: NamedModel, plane: Plane = "auto", *, on_cpu: bool, capability: Capability | None = None
+        cls,
+        named: NamedModel,
+        plane: Plane = "auto",
+        *,
+        on_cpu: bool,
+        capability: Capability | None = None,
+        amx: bool = True,
     ) -> Iterator[ServedModel]:
         """Yields the model as each execution serves it that an engine with this knob may choose.
 
-        The first serves every checkpoint: slots, or where they cannot hold its quantised experts, pointers.
+        The first serves every checkpoint: slots, or where they cannot hold its quantised experts, pointers, and on a
+        CPU the table.
+
+        Args:
+            amx: whether the CPU has AMX, without which vLLM has no kernel for quantised experts on it.
 
         Raises:
             ConfigError: the machine has no such plane.
-            UnsupportedError: as ``of``.
+            UnsupportedError: as ``of``, or the CPU has no kernel for the experts, or for layers beside them.
         """
         entry = quant_config.of(named.config)
         ours = not on_cpu and only_ours(entry, capability)
+        if on_cpu and entry is not None and not quant_config.spares_experts(entry, first_number(named.config, LAYERS)):
+            ours = (not amx or refusal(entry, FormatKernels.CPU) is not None) and refusal(
+                entry, FormatKernels.OURS
+            ) is None
+            if not amx and (plane == "slots" or not ours):
+                raise UnsupportedError(f"{named.name} has {refusal_without_amx(entry)}")
         for execution in executions(plane, ours=ours, on_cpu=on_cpu):
-            yield cls.of(named, execution, on_cpu=on_cpu, capability=capability)
+            served = cls.of(named, execution, on_cpu=on_cpu, capability=capability)
+            beside = served.checkpoint.fp8_beside
+            if on_cpu and entry is not None and (reason := refusal_beside(entry, beside, amx)) is not None:
+                raise UnsupportedError(f"{named.name} has {reason}")
+            yield replace(served, stock=not (on_cpu and ours))
 
     @property
     def quantised(self) -> bool:
@@ -133,13 +161,13 @@ def executions(plane: Plane, *, ours: bool, on_cpu: bool) -> tuple[Execution, ..
     Raises:
         ConfigError: there is none.
     """
-    if plane == "table" and on_cpu:
+    if plane == "table" and on_cpu and not ours:
         raise ConfigError(
-            "--plane table is planned for a GPU; leave --plane out, or name a machine with a GPU (on a CPU an engine "
-            "serves with --spac-plane table, too)"
+            "--plane table is planned for a GPU, and for experts without a kernel of vLLM's; leave --plane out, or "
+            "name a machine with a GPU (on a CPU an engine serves with --spac-plane table, too)"
         )
     if plane != "auto":
         return (plane,)
     if on_cpu:
-        return ("slots",)
+        return ("table",) if ours else ("slots",)
     return ("pointers", "table") if ours else ("slots", "pointers")

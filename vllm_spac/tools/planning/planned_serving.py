@@ -9,12 +9,10 @@ from typing import Any
 
 from vllm_spac.decisions.core_rates import CORE_RATES, READ
 from vllm_spac.decisions.costs import Attained, HostWork, VllmStep
-from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.published import NamedModel
-from vllm_spac.storage.checkpoint.quantisation import refusal_without_amx
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.machine import has_amx
 from vllm_spac.tools.planning.planned_machine import (
     HERE,
     HIT_SHARE,
@@ -100,8 +98,8 @@ class ServingPlan:
 
     @property
     def stock(self) -> bool:
-        """Whether all experts fit, so that stock vLLM serves the model."""
-        return self.best.choice.store == "none"
+        """Whether all experts fit, so that stock vLLM serves the model, where it has a kernel for them."""
+        return self.best.choice.store == "none" and self.model.stock
 
     @property
     def plane(self) -> str:
@@ -166,9 +164,11 @@ def plan_model(
         trace: routing of this model; None: the assumptions of ``planned_routing``.
 
     Raises:
-        ConfigError, UnsupportedError: as ``make_plan``, of the first execution, if none can be served.
+        ConfigError: as ``make_plan``, of the first execution, if none can be served.
+        UnsupportedError: as ``ServedModel.ways``.
     """
-    ways = list(ServedModel.ways(named, plane, on_cpu=not machine.gpu, capability=machine.capability))
+    on_cpu = not machine.gpu
+    ways = list(ServedModel.ways(named, plane, on_cpu=on_cpu, capability=machine.capability, amx=machine.amx))
     context = context or min(CONTEXT, ways[0].architecture.longest or CONTEXT)
     return best_plan(ways, machine, Load(context, concurrency), routings(trace, ways[0]))
 
@@ -181,12 +181,8 @@ def make_plan(model: ServedModel, machine: PlannedMachine, load: Load, routings:
 
     Raises:
         ConfigError: nothing fits, or the context is longer than the model's.
-        UnsupportedError: this machine's CPU has no kernel for the experts.
     """
     longest = model.architecture.longest
-    if machine.name == HERE and not machine.gpu and model.quantised and not has_amx():
-        assert model.checkpoint.quantisation is not None
-        raise UnsupportedError(f"{model.name} has {refusal_without_amx(model.checkpoint.quantisation)}")
     if model.execution == "pointers" and not machine.gpu:
         raise ConfigError(
             f"plane=pointers serves on a GPU, and {machine.name} has none; name a machine with one"
@@ -217,7 +213,7 @@ def best_plan(
     """Plans each of ``models``, which differ in their execution, and returns the plan that serves fastest.
 
     Raises:
-        ConfigError, UnsupportedError: as ``make_plan``, of the first, if none can be served.
+        ConfigError: as ``make_plan``, of the first, if none can be served.
     """
     plans: list[ServingPlan] = []
     errors: list[ConfigError] = []
@@ -304,6 +300,8 @@ def _assumptions(plan: ServingPlan) -> Iterator[str]:
         yield "plane=pointers was timed on one H100, and no other GPU"
     if not machine.gpu and model.quantised and machine.name != HERE:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
+    if not model.stock:
+        yield "stock vLLM has no kernel for these experts on this CPU; ours takes what CPU experts do"
     if not machine.gpu:
         yield "no drafts: vLLM's CPU build samples chains of them wrongly at temperature > 0"
     unknown = ["the plugin's own work"] if costs.host_work == HostWork() else []
