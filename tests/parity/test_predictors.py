@@ -88,17 +88,21 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
 
 
+TOKENS = 24
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("prefetch", ["gate", "quasi_hidden", "neural", "hybrid"])
 def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     """Over pointers, whose layers do not wait for the host: the twins give the same bits wherever an expert is."""
     spac = {"slots": "25%", "plane": "pointers"}
     ahead = {"prefetch": f"{prefetch}@extra=0.3@file={trained / 'p.safetensors'}"}
-    plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=24)
+    plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=TOKENS)
     assert_same_tokens(run, plain)
     stats = run.stats
     used = 0.3 if prefetch == "gate" else 0.5
-    assert stats["prefetches"] > 50 and stats["prefetch_hits"] > used * stats["prefetches"]
+    assert stats["prefetches"] > TOKENS, "more than one in a step"
+    assert stats["prefetch_hits"] > used * stats["prefetches"]
     assert stats["misses"] < plain.stats["misses"] and plain.stats["prefetches"] == 0, "most are of prompts"
 
 

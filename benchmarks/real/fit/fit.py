@@ -75,6 +75,9 @@ def head(
     held_rolls: Annotated[Path, typer.Option("--held", help="a file of rolls.py on held texts, to judge by")],
     state: Annotated[Path, typer.Option(help="what a later run goes on from; written every ten minutes")],
     resume: Annotated[bool, typer.Option("--resume", help="go on from the state")] = False,
+    begin: Annotated[
+        Path | None, typer.Option("--from", help="a head to begin with, e.g. the artefact's; without its moments")
+    ] = None,
     output: Annotated[Path, typer.Option(help="the file for the result")] = artefact.HEAD,
     artefact_path: Artefact = artefact.PATH,
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 60.0,
@@ -92,8 +95,15 @@ def head(
     def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
         return layers[number](h)
 
-    trainee = eagle.Eagle(model, neurons, artefact.load_vocabulary(), eagle.RANK)
+    trainee, before = eagle.Eagle(model, neurons, artefact.load_vocabulary(), eagle.RANK), 0
+    if begin is not None:
+        found = artefact.load_head(begin)
+        missing, unknown = trainee.load_state_dict(found.weights, strict=False)
+        if unknown or any(not name.startswith("rows_") for name in missing):
+            raise typer.BadParameter(f"{begin} has other weights: {missing}, {unknown}", param_hint="--from")
+        before = int(found.numbers["tokens"])
     trainer = Trainer(trainee, model, ffn, said, rate, batch)
+    trainer.learned.tokens = before
     if resume:
         trainer.resume(state)
     tokens = trainer.learned.tokens
