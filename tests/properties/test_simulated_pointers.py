@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from test_execution import EXPERTS, LAYERS, ROWS_MAX, TOP_K, Pool, shape
+from test_execution import EXPERTS, LAYERS, TOP_K, Pool, shape
 from test_execution import made as made  # the fixture
 
 from vllm_spac import components
@@ -43,28 +42,10 @@ def recorded(seed: int) -> Trace:
     return trace
 
 
-def with_long_prompts(trace: Trace, seed: int) -> Trace:
-    """The same steps, but every other one with a prompt has as many rows as borrow slots, of half of the experts."""
-    rng = np.random.default_rng(seed)
-    kinds, ids = [], []
-    for step, own in enumerate(np.split(trace.row_kind, trace.row_start[1:-1])):
-        more = ROWS_MAX - len(own) if (own == PREFILL).any() and step % 2 else 0
-        kinds.append(np.append(own, np.full(more, PREFILL, own.dtype)))
-        for record in range(step * LAYERS, (step + 1) * LAYERS):
-            chosen = [rng.permutation(EXPERTS // 2)[:TOP_K] for _ in range(more)]
-            ids += [*trace.ids[trace.record_start[record] : trace.record_start[record + 1]], *chosen]
-    columns = {name: getattr(trace, name) for name in ("step_kind", "step_tokens", "record_step", "record_layer")}
-    rows = np.array([len(own) for own in kinds], dtype=np.uint32)
-    return Trace.of(
-        trace.facts, **columns, step_rows=rows, row_kind=np.concatenate(kinds), ids=np.array(ids, trace.ids.dtype)
-    )
-
-
 def follow(pool: Pool, trace: Trace) -> dict:
     """Every step through the pool; returns its counters."""
-    rng = torch.Generator().manual_seed(0)
-    for number, kinds in enumerate(np.split(trace.row_kind, trace.row_start[1:-1])):
-        rows = len(kinds)
+    rng, rows = torch.Generator().manual_seed(0), 1 + DRAFTS
+    for number, kinds in enumerate(trace.row_kind.reshape(STEPS, rows)):
         prompt = int((kinds != PREFILL).sum())  # where the prompt's rows begin
         requests = [RequestRows(0, prompt, RowKind.VERIFY, prompt - 1)] if prompt else []
         requests += [RequestRows(prompt, rows, RowKind.PREFILL)] if prompt < rows else []
@@ -92,15 +73,3 @@ def test_as_the_pool_that_serves(made, policy: str, slots: int):
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
     assert said.bytes == stats["bytes"]["host"] > 0 and said.streamed_bytes == stats["bytes"]["host streamed"]
     assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())
-
-
-@pytest.mark.parametrize("policy", ["lru", "reuse"])
-@pytest.mark.parametrize("slots", [TOP_K, 7, 18])
-def test_long_prompts_borrow_as_the_pool_does(made, policy: str, slots: int):
-    trace = with_long_prompts(recorded(slots), slots)
-    stats = follow(made(slots, policy=built(policy, slots, trace)), trace)
-    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", policy=policy, lag=0)
-    staged = stats["bytes"]["host staged"]
-    assert (said.hits, said.misses) == (stats["hits"], stats["misses"])
-    assert said.loads == stats["loads"] + staged // shape().expert_bytes and staged > 0
-    assert said.bytes == stats["bytes"]["host"] + staged and said.streamed_bytes == stats["bytes"]["host streamed"]

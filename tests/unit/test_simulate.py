@@ -16,12 +16,11 @@ from vllm_spac import components
 from vllm_spac.decisions import core_rates, costs
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.waves import row_waves
 from vllm_spac.recording.trace_file import PREFILL, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.tools.traces import trace_statistics
-from vllm_spac.tools.traces.replayed import Outcome, parts
+from vllm_spac.tools.traces.replayed import parts
 from vllm_spac.tools.traces.simulated_pointers import LAUNCHES
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
@@ -308,29 +307,6 @@ def pointers(trace, slots, costs=COSTS, **options):
 def test_prompts_decide_nothing():
     outcome = pointers(decoding(MORE_AND_MORE, kind="prefill"), 2)
     assert outcome.loads == 0 and outcome.misses == 3 and outcome.tpot is None
-
-
-def prompted(rows: int, kind: str = "prefill", slots: int = 4) -> Outcome:
-    """A step of ``rows`` rows with 0 and 1 of either layer, which have slots, and one row with 2 and 3 of the second."""
-    trace = decoding([[[[0, 1]] * rows] * 2, [[[0, 1]], [[2, 3]]]])
-    trace.step_kind[0], trace.row_kind[:rows] = STEP_KINDS.index(kind), ROW_KINDS.index(kind)
-    return pointers(trace, slots, policy="lru")
-
-
-def test_a_long_prompt_borrows_slots_and_leaves_other_experts_in_them():
-    """It borrows the slots of the first layer, in which 2 and 3 of the second are at last."""
-    few, many = prompted(MANY_ROWS * 4 // 2 - 1), prompted(MANY_ROWS * 4 // 2)
-    assert (few.hits, few.misses, few.bytes) == (4 + 2, 2, 200), "read where they are"
-    assert (many.hits, many.misses) == (2 + 2, 2 + 2)
-    assert (many.loads, many.bytes) == (4 + 2 + 2, 800), "copied, 4 of the first layer and 2 of the second; admitted"
-    alone = (3 + 4 * 10 + 2 * 10) + 2 * LAUNCHES  # copies of 10 s hide the arithmetic
-    assert many.seconds == pytest.approx(alone + (3 + 2 * 10 + 2 + 2) + 2 * LAUNCHES)
-    assert many.tpot == pytest.approx(many.seconds - alone)
-
-
-def test_neither_wide_decode_steps_borrow_nor_who_has_every_slot():
-    wide, whole = prompted(MANY_ROWS * 4, kind="decode"), prompted(MANY_ROWS * 4, slots=8)
-    assert (wide.hits, wide.misses) == (6, 2) and (whole.hits, whole.misses) == (8, 0)
 
 
 def test_the_cpu_s_share_of_what_pointers_miss():
