@@ -15,30 +15,7 @@ from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load, kv_bytes, rows
 from vllm_spac.tools.planning.planned_model import ServedModel
 
-QWEN3_NEXT = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "moe_intermediate_size": 512,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "vocab_size": 151936,
-    "torch_dtype": "bfloat16",
-}
+QWEN3_NEXT = published()["Qwen/Qwen3-Next-80B-A3B-Instruct"]
 # As published: ai21labs/Jamba-v0.1, ibm-granite/granite-4.0-h-small, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B and
 # LiquidAI/LFM2-8B-A1B; what their KV cache does not depend on is left out.
 JAMBA = {

@@ -268,6 +268,7 @@ TOKEN_BYTES = {
     "openai/gpt-oss-20b": 24 * 2 * 8 * 64 * 2,
     "openai/gpt-oss-120b": 36 * 2 * 8 * 64 * 2,
     "zai-org/GLM-4.5-Air-FP8": 46 * 2 * 8 * 128 * 2,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 12 * 2 * 2 * 256 * 2,
 }
 
 
@@ -277,7 +278,7 @@ def test_the_kv_cache_of_a_token_of_each_published_model() -> None:
     for name, shape in found.items():
         windows = [None] * len(shape.windows)
         assert list(shape.windows) == ([128, None] * (len(windows) // 2) if "gpt-oss" in name else windows)
-        assert (shape.recurrent, shape.state) == (0, None)
+        assert (shape.recurrent, shape.state is None) == ((36, False) if "Next" in name else (0, True))
 
 
 GATED_DELTA = {

@@ -15,12 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from vllm_spac.kernels.formats import Format
+from vllm_spac.kernels.grouped_gemm import tile_for
 
 from benchmarks.replay.routing_locality import PUBLISHED, Locality
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.core_rates import CORE_RATES
 from vllm_spac.decisions.costs import Capacity, Costs, HostWork, Rate, VllmStep
+from vllm_spac.decisions.prompt_chunks import ATTAINED
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published, quantisation
@@ -308,6 +311,37 @@ def test_the_first_token_waits_for_the_experts_of_its_prompt(model: ServedModel)
     assert first_token(Choice(25, "disk"), model, here, ONE)[0] > 0.75 * ALL / 7.45e9
     short, long = (first_token(Choice(100, "none"), model, here, Load(n, 1)) for n in (64, 2 * PROMPT))
     assert short[0] == short[1] < long[0]
+
+
+def test_a_long_prompt_copies_what_it_lacks_and_what_it_borrows_once(model: ServedModel) -> None:
+    served, here = replace(model, execution="pointers"), machine(GIB, GIB)
+    computed, _ = first_token(Choice(100, "none"), model, here, ONE)
+    least, most = first_token(Choice(25, "host"), served, here, ONE)
+    loads = (8 * 32 - 64 + 32) * W_E / 31.5e9  # of 64 slots half are borrowed: a layer misses 24 or more
+    assert most == pytest.approx(computed + loads) and least == pytest.approx(max(computed, loads))
+
+
+def test_a_short_prompt_reads_in_place_once_for_each_block_of_an_expert_s_rows(model: ServedModel) -> None:
+    served, here, load = replace(model, execution="pointers"), machine(GIB, GIB), W_E / 31.5e9
+    for prompt, again in ((60, 0), (100, 100 * 4 // 64)):
+        computed, _ = first_token(Choice(100, "none"), model, here, Load(2 * prompt, 1))
+        least, most = first_token(Choice(25, "host"), served, here, Load(2 * prompt, 1))
+        used = 32 * (1 - (1 - 4 / 32) ** prompt)
+        assert least == pytest.approx(max(computed, 0.75 * 8 * used * load))
+        assert most == pytest.approx(computed + 8 * (used + again) * load)
+    for kind in (None, Format("int4", 128), Format("e4m3", 128)):
+        blocks = [tile_for(rows, kind).block_m for rows in range(1, 257)]
+        assert all(block >= min(rows, 64) for rows, block in enumerate(blocks, 1))
+
+
+def test_experts_of_four_bits_are_multiplied_in_sixteen(model: ServedModel, tmp_path: Path) -> None:
+    """A prompt is bound by arithmetic, of which a data sheet's peak is attained in part."""
+    long, here = Load(16384, 1), machine(GIB, GIB)
+    packed = ServedModel.of(find_model(str(quantised(tmp_path, GPTQ))))
+    whole, fourth = (first_token(Choice(100, "none"), each, here, long)[0] for each in (model, packed))
+    assert 0.7 * whole < fourth <= whole, "what is beside the experts is packed, too"
+    peak = here.costs.fast.flops_per_second
+    assert peak is not None and whole > 8 * 32 * (PROMPT * 4 // 32) * W_E / (ATTAINED * peak)
 
 
 # -- choices --

@@ -173,8 +173,8 @@ def test_where_no_hub_is_reached_the_copy_of_the_package_serves(tmp_path: Path) 
     assert "http://127.0.0.1:9 was not reached" in str(told("some/model", tmp_path, HF_ENDPOINT="http://127.0.0.1:9"))
 
 
-def test_eleven_models_have_copies() -> None:
-    assert len(published()) == 11 and all("architectures" in config for config in published().values())
+def test_twelve_models_have_copies() -> None:
+    assert len(published()) == 12 and all("architectures" in config for config in published().values())
     assert published()["casperhansen/mixtral-instruct-awq"]["quantization_config"]["quant_method"] == "awq"
 
 

@@ -15,7 +15,7 @@ SHARE = 0.25  # of their speed that running requests keep while prompts are comp
 _RECENT = 0.25  # weight of the last step in the mean duration of steps that only decode
 _OF_MEMORY = 20  # activations of a chunk take at most this part of a GPU's memory,
 _FEW = 8192  # or those of so many rows
-_ATTAINED = 0.5  # of a data sheet's arithmetic, by matrices of long prompts; assumed
+ATTAINED = 0.5  # of a data sheet's arithmetic, by matrices of long prompts; assumed
 _SLOTS = 0.75  # of the fast memory that vLLM may use; assumed
 _STEP = 1024  # rows: a chunk is a multiple of them
 _OPERANDS = 2  # a value of a weight is multiplied and added; ``Costs`` counts both as the bytes of 16 bits
@@ -38,12 +38,17 @@ def rows(costs: Costs, *, missing: float, layer_bytes: int, layer_values: int, r
         memory: bytes of the GPU's memory, which bound the rows.
     """
     most = max(_FEW, memory // _OF_MEMORY // row_bytes)
-    link = costs.host if costs.provenance.store == "disk" else costs.load
-    if costs.fast.flops_per_second is not None and link is not None:
-        peak = 1.0 if costs.provenance.how == "measured" else _ATTAINED
-        row = _OPERANDS * layer_values / (peak * costs.fast.flops_per_second)
+    link, flops = costs.host if costs.provenance.store == "disk" else costs.load, arithmetic(costs)
+    if flops is not None and link is not None:
+        row = _OPERANDS * layer_values / flops
         most = min(most, int(missing * layer_bytes / link.bytes_per_second / row))
     return max(_STEP, most // _STEP * _STEP)
+
+
+def arithmetic(costs: Costs) -> float | None:
+    """Returns ``flops_per_second`` of matrices of long prompts: of a data sheet's peak, a part; None: not known."""
+    peak = costs.fast.flops_per_second
+    return peak if peak is None or costs.provenance.how == "measured" else ATTAINED * peak
 
 
 class ChunkPacing:

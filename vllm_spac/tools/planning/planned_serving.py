@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_spac.decisions.core_rates import CORE_RATES, READ
 from vllm_spac.decisions.costs import Attained, HostWork, VllmStep
+from vllm_spac.decisions.prompt_chunks import ATTAINED
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.published import NamedModel
@@ -321,6 +322,7 @@ def _attained(assumed: Attained, stock: bool, kind: str) -> Iterator[str]:
     """
     work, vllm = assumed.host_work, assumed.vllm
     step, ours = (f"{1e3 * seconds:.2f} ms" for seconds in (vllm.step, work.step))
+    yield f"long prompts attain {ATTAINED:.0%} of the arithmetic of the GPU"
     if stock:
         yield f"a step takes {step} of vLLM's host while the GPU computes, as on the host of an H100"
         return

@@ -2,16 +2,27 @@
 
 Assumptions where nothing was measured: a machine's costs are those of its profile, without the host's work in a layer
 or vLLM's own in a step if they are 0 there; a layer waits for its loads. Where graphs run the layers, a step takes as
-long as the slower of host and GPU. A prompt is read alone, in an engine's chunks, in which nearly every expert is
-needed: between all of them and those without a slot are loaded per chunk.
+long as the slower of host and GPU. A prompt is read alone, in an engine's chunks. Where the device decides, a long
+chunk copies what has no slot, and what the slots that it borrows had, once; a short one reads an expert in place once
+for each block of its rows. Arithmetic takes time beside the loads or after them. Elsewhere, between all experts that a
+chunk needs and those without a slot are loaded, and then computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
+import numpy as np
+
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.decisions import prompt_chunks
 from vllm_spac.decisions.costs import Costs
+from vllm_spac.execution.address_table import MANY_ROWS
+from vllm_spac.execution.device.borrowed_slots import Loan
+from vllm_spac.execution.waves import filled_experts
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, rows, slot_bytes
@@ -23,6 +34,8 @@ from vllm_spac.tools.traces.simulation import simulate
 # Reading weights in fast memory, loads over the link to the GPU, from disk, experts on the CPU, work between steps.
 Limit = Literal["compute", "link", "disk", "CPU", "host"]
 PROMPT = 1024  # tokens of the prompt whose time is calculated
+_BLOCK_ROWS = 64  # of an expert, that our kernel reads its weights for, where a forward has more rows
+_MULTIPLIES_FP8 = (8, 9)  # compute capability from which GPUs do
 
 
 @dataclass(frozen=True)
@@ -77,21 +90,63 @@ def _limit(outcome: Outcome, costs: Costs, nbytes: int, choice: Choice) -> Limit
 
 def first_token(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load) -> tuple[float, float]:
     """Returns the least and the most seconds from a prompt to its first token, while no other request runs."""
-    costs, checkpoint = machine.costs_of(choice.store, model), model.checkpoint
-    left, seconds, loaded = min(PROMPT, max(1, load.context // 2)), 0.0, 0.0
+    left, least, most = min(PROMPT, max(1, load.context // 2)), 0.0, 0.0
     while left > 0:
         chunk = min(left, rows(model, machine, load))
         left -= chunk
-        used = checkpoint.experts * (1 - (1 - checkpoint.top_k / checkpoint.experts) ** chunk)
-        each = chunk * checkpoint.top_k / used
-        seconds += model.layers * used * float(costs.fast.seconds(model.expert_bytes, max(1, round(each))))
-        flops = costs.fast.flops_per_second
-        seconds += max(costs.other, chunk * model.read_bytes / flops if flops else 0.0)
-        loaded += model.layers * used
+        fewest, longest = _chunk(chunk, choice, model, machine)
+        least, most = least + fewest, most + longest
+    return least, most
+
+
+def _chunk(chunk: int, choice: Choice, model: ServedModel, machine: PlannedMachine) -> tuple[float, float]:
+    """Returns the least and the most seconds of a chunk of so many rows."""
+    costs, checkpoint = machine.costs_of(choice.store, model), model.checkpoint
+    used = checkpoint.experts * (1 - (1 - checkpoint.top_k / checkpoint.experts) ** chunk)
+    each = max(1, round(chunk * checkpoint.top_k / used))
+    flops = prompt_chunks.arithmetic(costs)
+    per_expert = None if flops is None else flops * model.expert_bytes / _multiplied(model, machine)
+    fast = costs.fast.model_copy(update={"flops_per_second": per_expert})
+    computed = model.layers * used * float(fast.seconds(model.expert_bytes, each))
+    computed += max(costs.other, chunk * model.read_bytes / flops if flops else 0.0)
     if choice.store == "none":
-        return seconds, seconds
+        return computed, computed
     outside = 1 - slot_bytes(model, choice.percent, choice.tokens) / model.experts_bytes
     near = min(1.0, choice.host_bytes / (outside * model.experts_bytes)) if outside > 0 else 0.0
-    each = (1 - near) / costs.load.bytes_per_second + (near / costs.host.bytes_per_second if costs.host else 0.0)
-    most = loaded * model.expert_bytes * each
-    return seconds + outside * most, seconds + most
+    rate = (1 - near) / costs.load.bytes_per_second + (near / costs.host.bytes_per_second if costs.host else 0.0)
+    load = model.expert_bytes * rate
+    fewest, most = _loads(chunk, used, round((1 - outside) * checkpoint.total), model)
+    if model.execution == "pointers":  # arithmetic waits for the first loads at least
+        return max(computed, fewest * load), computed + most * load
+    return computed + fewest * load, computed + most * load
+
+
+def _multiplied(model: ServedModel, machine: PlannedMachine) -> int:
+    """Returns the bytes of an expert as it is multiplied: in 16 bits, or FP8 where the GPU can."""
+    fp8 = model.kind.startswith("fp8") and machine.capability is not None and machine.capability >= _MULTIPLIES_FP8
+    if fp8 or not model.quantised:
+        return model.expert_bytes
+    return 2 * 3 * model.architecture.hidden * model.architecture.inner
+
+
+def _loads(chunk: int, used: float, slots: int, model: ServedModel) -> tuple[float, float]:
+    """Returns the least and the most loads of a chunk; ``used``: experts of a layer."""
+    checkpoint, layers = model.checkpoint, model.layers
+    outside, most = 1 - slots / checkpoint.total, layers * used
+    if model.execution != "pointers":
+        return outside * most, most
+    pairs = chunk * checkpoint.top_k
+    if pairs < MANY_ROWS * checkpoint.experts:  # read in place, once for each block of an expert's rows
+        again = pairs // _BLOCK_ROWS if chunk > _BLOCK_ROWS else 0
+        return outside * most, most + layers * again
+    copied = float(borrowed(layers, checkpoint.experts, slots))
+    return copied, copied
+
+
+@lru_cache(maxsize=256)
+def borrowed(layers: int, experts: int, slots: int) -> int:
+    """Returns how many experts a chunk copies into slots that it borrows, if each layer has as many slots."""
+    slot_of = np.full((layers, experts), NOWHERE)
+    held = np.fromiter(chain.from_iterable(filled_experts(layers, experts, slots)), np.int64)
+    slot_of.ravel()[held] = np.arange(slots)
+    return len(Loan.of(slot_of, held[np.argsort(held % experts, kind="stable")]).keys)
