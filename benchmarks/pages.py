@@ -38,31 +38,18 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Made:
-    """How a result is made.
+    """How a result is made."""
 
-    Attributes:
-        title: of its page.
-        files: JSON and pictures, in ``benchmarks/results``.
-        commands: that make them, in this order, from the checkout's root.
-        minutes: approximate duration on two otherwise idle cores.
-        timed: whether its numbers are times.
-        answered: the commit that still has what the commands of an answered question run; they run there.
-        stale: why its results are not from the code, command or traces in the tree, until it is made again.
-        clustered: its results are of the carved model before the present one, until it is made again.
-        presumed: the seconds of its CPU experts are not a kernel's.
-        note: further remarks.
-    """
-
-    title: str
-    files: tuple[str, ...] = ()
-    commands: tuple[str, ...] = ()
-    minutes: int = 10
-    timed: bool = False
-    answered: str = ""
-    stale: str = ""
-    clustered: bool = False
-    presumed: bool = False
-    note: str = ""
+    title: str  # of its page
+    files: tuple[str, ...] = ()  # JSON and pictures, in ``benchmarks/results``
+    commands: tuple[str, ...] = ()  # that make them, in this order, from the checkout's root
+    minutes: int = 10  # approximate duration on two otherwise idle cores
+    timed: bool = False  # whether its numbers are times
+    answered: str = ""  # the commit that still has what the commands of an answered question run; they run there
+    stale: str = ""  # why its results are not from the code, command or traces in the tree, until it is made again
+    clustered: bool = False  # its results are of the carved model before the present one, until it is made again
+    presumed: bool = False  # the seconds of its CPU experts are not a kernel's
+    note: str = ""  # further remarks
 
 
 def names() -> list[str]:

@@ -61,39 +61,29 @@ class Mail(NamedTuple):
 
     Attributes:
         asked: [1] int64, the number of the last request; the device writes it after all that belongs to the request.
-        answered: [1] int64, the number of the last answer; the thread writes it after the results.
-        head: [2] int32, layer and rows of the request.
-        ids: [rows, k] int32, -1 where a pair is not the CPU's.
-        weights: [rows, k] float32, 0 where a pair is not the CPU's.
-        x: [rows, d].
-        results: [rows, d] float32.
     """
 
     asked: Tensor
-    answered: Tensor
-    head: Tensor
-    ids: Tensor
-    weights: Tensor
-    x: Tensor
-    results: Tensor
+    answered: Tensor  # [1] int64, the number of the last answer; the thread writes it after the results
+    head: Tensor  # [2] int32, layer and rows of the request
+    ids: Tensor  # [rows, k] int32, -1 where a pair is not the CPU's
+    weights: Tensor  # [rows, k] float32, 0 where a pair is not the CPU's
+    x: Tensor  # [rows, d]
+    results: Tensor  # [rows, d] float32
 
 
 class Division(NamedTuple):
     """How a layer's pairs are divided between device and CPU, on the device.
 
     Attributes:
-        number: [1] int64, the number of the last request.
-        pairs: [1] int32, leading pairs of which the CPU may take some in this step; 0 after an answer was late.
-        state: [2] int32, whether the layer has made a request; whether its answer has arrived.
-        shares: [experts + 1] int32, how many experts the CPU takes where so many have no slot before the layer.
         kept, left, again: [rows, k] float32: the weights of the device's pairs, those of the CPU's, and those of pairs
             that the device computes because they did not arrive; 0 elsewhere.
     """
 
-    number: Tensor
-    pairs: Tensor
-    state: Tensor
-    shares: Tensor
+    number: Tensor  # [1] int64, the number of the last request
+    pairs: Tensor  # [1] int32, leading pairs of which the CPU may take some in this step; 0 after an answer was late
+    state: Tensor  # [2] int32, whether the layer has made a request; whether its answer has arrived
+    shares: Tensor  # [experts + 1] int32, how many experts the CPU takes where so many have no slot before the layer
     kept: Tensor
     left: Tensor
     again: Tensor

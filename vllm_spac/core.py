@@ -62,13 +62,12 @@ class Step:
     """One forward of the target model over the flattened rows of a batch.
 
     Attributes:
-        requests: empty for dummy and profile runs, whose rows belong to no request.
         draft: [rows, layers, k] on the device that runs the layers, what was chosen when the draft model read the token
             of each row (``PredictorInputs.draft_ids``); None where nothing looks at it.
         bounds: most experts that all rows together run, of each layer of the model; None: as many as they choose.
     """
 
-    requests: tuple[RequestRows, ...] = ()
+    requests: tuple[RequestRows, ...] = ()  # empty for dummy and profile runs, whose rows belong to no request
     draft: torch.Tensor | None = field(default=None, compare=False)
     bounds: tuple[int, ...] | None = field(default=None, compare=False)
 

@@ -73,7 +73,6 @@ class Card:
     Attributes:
         processors: multiprocessors. hbm, link: bytes per second, the link's as a pinned copy reaches it.
         shared: bytes of shared memory of a multiprocessor, 1 KB less for each program. block: most that one may have.
-        threads: of a multiprocessor.
     """
 
     name: str
@@ -82,7 +81,7 @@ class Card:
     link: float
     shared: int
     block: int
-    threads: int
+    threads: int  # of a multiprocessor
 
 
 CARDS = {

@@ -42,19 +42,14 @@ PLAIN, DRAFTED = "none1", "draft8_1"  # names of traces begin with these
 
 @dataclass(frozen=True)
 class System:
-    """Knobs of a row.
-
-    Attributes:
-        drafts: whether it speculates, with a drafter in ``drafter`` % of the experts' memory.
-        tokens: about so many tokens at the start of the traces are served; None: all.
-    """
+    """Knobs of a row."""
 
     policy: str
     balancer: str = "none"
     prefetch: str = "off"
-    drafts: bool = False
+    drafts: bool = False  # whether it speculates, with a drafter in ``drafter`` % of the experts' memory
     drafter: float = 0
-    tokens: int | None = None
+    tokens: int | None = None  # about so many tokens at the start of the traces are served; None: all
 
 
 def recipe(estimator: str = "", balancer: str = "") -> System:

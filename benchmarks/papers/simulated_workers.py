@@ -18,15 +18,10 @@ from vllm_spac.recording.trace_file import TraceFacts
 
 @dataclass(frozen=True)
 class Network:
-    """A network of equal links between an engine and its expert workers.
+    """A network of equal links between an engine and its expert workers."""
 
-    Attributes:
-        latency: seconds one way, with the software of both sides.
-        bandwidth: bytes per second of each machine's link, with what both sides do to each byte.
-    """
-
-    latency: float
-    bandwidth: float
+    latency: float  # seconds one way, with the software of both sides
+    bandwidth: float  # bytes per second of each machine's link, with what both sides do to each byte
 
     def hop(self, nbytes: float, fan: int = 1) -> float:
         """Seconds until ``nbytes`` to each of ``fan`` workers have arrived, or have come from each."""
@@ -35,17 +30,11 @@ class Network:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer without the network.
+    """Seconds of one layer without the network."""
 
-    Attributes:
-        main: the main process's part (t_M).
-        compute: a group's experts for one row (t_X).
-        load: one expert into a worker's memory.
-    """
-
-    main: float
-    compute: float
-    load: float
+    main: float  # the main process's part (t_M)
+    compute: float  # a group's experts for one row (t_X)
+    load: float  # one expert into a worker's memory
 
     @classmethod
     def of(cls, costs: Costs, facts: TraceFacts, nbytes: int) -> LayerTimes:

@@ -70,22 +70,19 @@ class Measured:
     """One participant: what it took for each turn, and its memory at the end.
 
     Attributes:
-        limit: bytes that it may take; None: as many as it wants.
         seconds, tpot, ttft: per turn. ``tokens``: what it said. ``hits``, ``misses``: the plugin's, of all turns.
-        used: CPU seconds and bytes read from disks, of all turns.
-        memory: bytes, see ``process_memory.taken``.
     """
 
     name: str
-    limit: int | None = None
+    limit: int | None = None  # bytes that it may take; None: as many as it wants
     seconds: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     hits: int = 0
     misses: int = 0
-    used: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
+    used: dict[str, float] = field(default_factory=dict)  # CPU seconds and bytes read from disks, of all turns
+    memory: dict[str, int] = field(default_factory=dict)  # bytes, see ``process_memory.taken``
 
     def add(self, answer: dict) -> None:
         self.seconds.append(answer["seconds"])

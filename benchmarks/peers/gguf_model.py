@@ -45,18 +45,15 @@ class Family:
     """An architecture of vLLM as one of llama.cpp whose graph computes the same.
 
     Attributes:
-        name: llama.cpp's.
         layer: tensors of a layer besides its routed experts: the checkpoint's name -> that in the file.
-        experts: what ``config.json`` calls the number of routed experts.
         needs: what ``config.json`` must say, since the graph computes nothing else; what it does not say is right.
-        paired: whether the graph rotates neighbours, where vLLM rotates halves of a head.
     """
 
-    name: str
+    name: str  # llama.cpp's
     layer: dict[str, str]
-    experts: str
+    experts: str  # what ``config.json`` calls the number of routed experts
     needs: dict[str, Any]
-    paired: bool = False
+    paired: bool = False  # whether the graph rotates neighbours, where vLLM rotates halves of a head
 
 
 _QWEN = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True, "rope_scaling": None}

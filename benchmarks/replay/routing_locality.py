@@ -28,36 +28,25 @@ class Locality:
     """Figures of a text, float64 [layers] each; nan where the text is too short or the trace has no weights.
 
     Attributes:
-        overlap: share of a token's experts that the token before selected too; 0.5: half of its top-k.
-        lru_small: hit rate of an LRU cache of each layer that holds 19 % of its experts; see ``lru_hits``.
-        lru_large: the same with 38 %.
         top_half_long: share of the routing weights of 63 consecutive tokens that the best half of the experts holds,
             mean over windows; see ``top_half``.
-        top_half_short: the same over 9 tokens.
-        distinct: experts that 9 consecutive tokens select, mean over windows.
-        least: share of the tokens that select the least used expert.
-        most: share of the tokens that select the most used expert.
-        rare: experts that less than 0.2 % of the tokens select.
         sets_perplexity: of the sets of experts that tokens select (e to the entropy, in nats, of how often each
             occurs): 1 if all tokens select the same; at most ``SETS_TOKENS``.
-        gini: of the experts' use: 0 if all are used alike, near 1 if few are used.
-        heaviest: share of a token's routing weights that its heaviest expert has.
-        unions: ``distinct`` of each of ``UNION_ROWS`` consecutive tokens.
     """
 
-    overlap: np.ndarray
-    lru_small: np.ndarray
-    lru_large: np.ndarray
+    overlap: np.ndarray  # share of a token's experts that the token before selected too; 0.5: half of its top-k
+    lru_small: np.ndarray  # hit rate of an LRU cache of each layer that holds 19 % of its experts; see ``lru_hits``
+    lru_large: np.ndarray  # the same with 38 %
     top_half_long: np.ndarray
-    top_half_short: np.ndarray
-    distinct: np.ndarray
-    least: np.ndarray
-    most: np.ndarray
-    rare: np.ndarray
+    top_half_short: np.ndarray  # the same over 9 tokens
+    distinct: np.ndarray  # experts that 9 consecutive tokens select, mean over windows
+    least: np.ndarray  # share of the tokens that select the least used expert
+    most: np.ndarray  # share of the tokens that select the most used expert
+    rare: np.ndarray  # experts that less than 0.2 % of the tokens select
     sets_perplexity: np.ndarray
-    gini: np.ndarray
-    heaviest: np.ndarray
-    unions: dict[int, np.ndarray]
+    gini: np.ndarray  # of the experts' use: 0 if all are used alike, near 1 if few are used
+    heaviest: np.ndarray  # share of a token's routing weights that its heaviest expert has
+    unions: dict[int, np.ndarray]  # ``distinct`` of each of ``UNION_ROWS`` consecutive tokens
     tokens: int
     rows: int
 
@@ -210,17 +199,12 @@ def _by_expert(text: Text, tokens: slice, weights: np.ndarray | None) -> np.ndar
 
 @dataclass(frozen=True)
 class Published:
-    """A figure of one model that its authors measured.
-
-    Attributes:
-        figure: the attribute of ``Locality`` that it compares with.
-        conditions: what differs from how ``Locality`` measures.
-    """
+    """A figure of one model that its authors measured."""
 
     model: str
-    figure: str
+    figure: str  # the attribute of ``Locality`` that it compares with
     value: float
-    conditions: str
+    conditions: str  # what differs from how ``Locality`` measures
     source: str
 
 

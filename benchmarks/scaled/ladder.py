@@ -30,21 +30,15 @@ MOE_SPAC = {name: PRESETS["moe-spac"].knobs[name] for name in _SPAC} | {"cpu_ker
 
 @dataclass(frozen=True)
 class Rung:
-    """Knobs that are added to those of the rungs before it.
-
-    Attributes:
-        rounds: its tokens equal those of the rungs before it only up to rounding.
-        lossy: its tokens are others, and how good they are is measured.
-        beside: later rungs are without its knobs, so that they do not carry what does not pay here.
-    """
+    """Knobs that are added to those of the rungs before it."""
 
     name: str
     adds: Mapping[str, str] = field(default_factory=dict)
     speculation: str = "none"
     draft_tokens: int | None = None
-    rounds: bool = False
-    lossy: bool = False
-    beside: bool = False
+    rounds: bool = False  # its tokens equal those of the rungs before it only up to rounding
+    lossy: bool = False  # its tokens are others, and how good they are is measured
+    beside: bool = False  # later rungs are without its knobs, so that they do not carry what does not pay here
 
 
 def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> list[Rung]:

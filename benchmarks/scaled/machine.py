@@ -20,25 +20,19 @@ class ScaledMachine(BaseModel):
     """A real machine whose seconds have been multiplied by one factor.
 
     Attributes:
-        machine: name of the real one.
-        expert_bytes: bytes of an expert here.
-        layer_seconds: measured seconds of a layer here, with all experts resident.
-        load_seconds: seconds of an expert on the link.
-        cpu_seconds: seconds of an expert on the CPU, for as many rows as it computes in this time.
         memory_seconds: seconds of host memory per expert, loaded or computed; 0: the two do not slow each other.
-        core: CPU that loads and computes experts; the forward has another one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     format: Literal["scaled-machine-1"] = "scaled-machine-1"
-    machine: str = Field(min_length=1)
-    expert_bytes: int = Field(gt=0)
-    layer_seconds: float = Field(gt=0)
-    load_seconds: float = Field(gt=0)
-    cpu_seconds: float = Field(gt=0)
+    machine: str = Field(min_length=1)  # name of the real one
+    expert_bytes: int = Field(gt=0)  # bytes of an expert here
+    layer_seconds: float = Field(gt=0)  # measured seconds of a layer here, with all experts resident
+    load_seconds: float = Field(gt=0)  # seconds of an expert on the link
+    cpu_seconds: float = Field(gt=0)  # seconds of an expert on the CPU, for as many rows as it computes in this time
     memory_seconds: float = Field(0.0, ge=0)
-    core: int = Field(ge=0)
+    core: int = Field(ge=0)  # CPU that loads and computes experts; the forward has another one
 
     @property
     def link_bytes_per_second(self) -> float:

@@ -26,19 +26,12 @@ _CACHES = 256 << 20  # bytes of experts in rotation: more than caches hold
 
 @dataclass(frozen=True)
 class Speeds:
-    """Median seconds on one core.
+    """Median seconds on one core."""
 
-    Attributes:
-        copy: copying an expert between places in memory.
-        expert: vLLM's kernel with one row and one expert.
-        fast: the same, per expert, with as many experts as a token has.
-        overshoot: by how much a sleep exceeds the time asked for.
-    """
-
-    copy: float
-    expert: float
-    fast: float
-    overshoot: float
+    copy: float  # copying an expert between places in memory
+    expert: float  # vLLM's kernel with one row and one expert
+    fast: float  # the same, per expert, with as many experts as a token has
+    overshoot: float  # by how much a sleep exceeds the time asked for
 
     @classmethod
     def measure(cls, expert_bytes: int, top_k: int, dtype: str, environment: Mapping[str, str], core: int) -> Self:

@@ -24,22 +24,19 @@ class Proportions:
     """Seconds of a machine in units of its ``layer_seconds``.
 
     Attributes:
-        name: profile, followed by ``-int4`` for experts of 4 bits.
-        expert_bytes: bytes of an expert there.
         layer_seconds: seconds of a layer whose experts are all in fast memory: ``TOP_K`` experts, and its part of what
             a step takes outside of experts. The latter is the profile's, also with experts of 4 bits, because attention
             is rarely quantised.
         load, cpu: an expert over the link, and on the CPU, at the share of memory's rate that was measured.
-        memory: an expert that the link or the CPU reads, while both do.
         draft: a draft token; ``drafter``: of which model, as the profile has it.
     """
 
-    name: str
-    expert_bytes: int
+    name: str  # profile, followed by ``-int4`` for experts of 4 bits
+    expert_bytes: int  # bytes of an expert there
     layer_seconds: float
     load: float
     cpu: float
-    memory: float
+    memory: float  # an expert that the link or the CPU reads, while both do
     draft: float
     drafter: str = ""
 

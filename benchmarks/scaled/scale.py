@@ -60,13 +60,12 @@ class Resident:
 
     Attributes:
         expert_bytes, layers, top_k: of the model, in the engine's dtype.
-        tpot: seconds per token of each prompt that counted.
     """
 
     expert_bytes: int
     layers: int
     top_k: int
-    tpot: list[float]
+    tpot: list[float]  # seconds per token of each prompt that counted
 
     @property
     def layer_seconds(self) -> float:

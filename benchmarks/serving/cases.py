@@ -49,14 +49,7 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all engines of a run share.
-
-    Attributes:
-        disk_dir: of packed experts, for engines that have some on disk.
-        timeout: seconds that a start or a turn may take.
-        environment: of their processes, in addition to this one's.
-        counters: function of further counters, see ``engine.counters``; none if empty.
-    """
+    """What all engines of a run share."""
 
     model: Path
     drafts: Drafts
@@ -66,10 +59,10 @@ class Settings:
     seed: int = 0
     eager: bool = True
     dtype: str = "auto"
-    disk_dir: Path = PACKED
-    timeout: float = 1800.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    counters: str = ""
+    disk_dir: Path = PACKED  # of packed experts, for engines that have some on disk
+    timeout: float = 1800.0  # seconds that a start or a turn may take
+    environment: Mapping[str, str] = field(default_factory=dict)  # of their processes, in addition to this one's
+    counters: str = ""  # function of further counters, see ``engine.counters``; none if empty
 
 
 @dataclass(frozen=True)
@@ -77,20 +70,17 @@ class Case:
     """One engine.
 
     Attributes:
-        knobs: of the plugin; None: stock vLLM.
-        draft_tokens: None: as many as the settings say.
         offload: stock's own offloading, ``uva`` or ``prefetch``, which keeps ``share`` of the experts on the GPU.
-        exact: whether its tokens must be stock's, apart from rounding.
         each_share: whether it is run for each share of experts in fast memory that is asked for, not for the first.
     """
 
     name: str
-    knobs: Mapping[str, str] | None
+    knobs: Mapping[str, str] | None  # of the plugin; None: stock vLLM
     speculation: str = "none"
-    draft_tokens: int | None = None
+    draft_tokens: int | None = None  # None: as many as the settings say
     offload: str | None = None
     share: str | None = None
-    exact: bool = True
+    exact: bool = True  # whether its tokens must be stock's, apart from rounding
     each_share: bool = False
 
     @classmethod

@@ -34,12 +34,9 @@ class PrefetchSettings:
     Attributes:
         prefetch: ``off``, or a predictor: a name of ``predictors/`` or ``package.module:Class``. The scores of one that
             counts must reach the threshold; one that looks at layers is asked in each of them (``lookahead``).
-        threshold: the lowest score worth fetching (the paper's tau), where no balancer decides it.
         depth: maximum number of experts that have a slot and are not read yet. The experts they replaced are evicted
             while they wait.
-        background: maximum number of prefetch reads in flight; None is half of the I/O threads.
         options: arguments of the predictor. Without any, the scores are those of a policy with the same predictor.
-        built: the predictor, if it is not built from its name and options.
         extra: share of the experts that layers need which reads ahead may add, see ``Allowance``; None: no limit.
         next_layer: in forwards with many rows, also what the next layer is expected to use is read, see ``LayerUse``.
         k: experts that a row names in each layer, of a predictor that looks at drafts; None: as many as it uses.
@@ -56,11 +53,11 @@ class PrefetchSettings:
     """
 
     prefetch: str = "off"
-    threshold: int = 1
+    threshold: int = 1  # the lowest score worth fetching (the paper's tau), where no balancer decides it
     depth: int = 16
-    background: int | None = None
+    background: int | None = None  # maximum number of prefetch reads in flight; None is half of the I/O threads
     options: Mapping[str, Any] = field(default_factory=dict)
-    built: Predictor | None = None
+    built: Predictor | None = None  # the predictor, if it is not built from its name and options
     extra: float | None = None
     next_layer: bool = False
     k: int | None = None

@@ -72,11 +72,10 @@ class Residency:
 
     Attributes:
         policy: chooses victims; owned by this object.
-        activity: what experts did lately, while somebody looks.
         soft: keys that ``prepare`` and ``admit_unless`` evict last (soft pins), if any.
     """
 
-    activity: ExpertActivity | None = None
+    activity: ExpertActivity | None = None  # what experts did lately, while somebody looks
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
         assert 0 <= slots <= keys, f"{slots} slots for {keys} experts"

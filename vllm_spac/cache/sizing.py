@@ -191,12 +191,11 @@ class Batch:
     """The largest forward of an engine.
 
     Attributes:
-        sampled: rows whose logits are needed, those of drafts included.
         captured: rows of the largest CUDA graph; 0: no graphs. ``graphs``: number of graphs.
     """
 
     rows: int
-    sampled: int
+    sampled: int  # rows whose logits are needed, those of drafts included
     captured: int = 0
     graphs: int = 0
 
@@ -206,17 +205,15 @@ class Working:
     """Bytes of fast memory that vLLM needs at run time, in addition to weights and KV cache.
 
     Attributes:
-        sampling: logits of every request and of its drafts, in float32, ``_SAMPLER_COPIES`` times.
         activations: those of the largest forward that vLLM profiles. Per row: three vectors of the hidden size, and the
             largest of the layers' intermediate results. These are: the two buffers of vLLM's Triton MoE kernel, with
             max(inner, hidden) and max(2 inner, hidden) values per pair of row and expert; attention's projections,
             twice, and its output; gate, up and their product in a dense layer.
-        graphs: the graph pool, as large as the activations of the largest captured forward, and ``_GRAPH`` per graph.
     """
 
-    sampling: int
+    sampling: int  # logits of every request and of its drafts, in float32, ``_SAMPLER_COPIES`` times
     activations: int
-    graphs: int
+    graphs: int  # the graph pool, as large as the activations of the largest captured forward, and ``_GRAPH`` per graph
     slack: int
 
     @classmethod

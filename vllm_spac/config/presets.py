@@ -20,11 +20,10 @@ class Preset:
     """A recipe.
 
     Attributes:
-        paper: its number in arXiv.
         drafts: an example of the ``speculative_config`` that it needs, without which it is nothing; None: none.
     """
 
-    paper: str
+    paper: str  # its number in arXiv
     knobs: Mapping[str, Any]
     drafts: Mapping[str, Any] | None = None
 

@@ -40,11 +40,8 @@ class CpuExperts(ABC):
             ``w13_bias`` [experts, 2 * intermediate], ``w2_bias`` [experts, hidden]; ``kernel`` is the layout that the
             kernel of the slots reads.
         reads_packed: ``plain`` experts may be packed, as ``shape.packed`` says, with ``w13_scale`` and ``w2_scale``.
-        exclusive: no kernel of the layers may run concurrently; loads may.
         released: set when kernels of the layers may run again. A new event, not yet set, for each ``run``, at whose end
             it is set; a ``run`` of an exclusive executor may set it earlier, once it needs nothing of theirs any more.
-        answers: it has a ``serve``, which ``plane=pointers`` needs.
-        offline: why no engine can serve with it; empty if one can.
 
     Args:
         activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
@@ -56,9 +53,9 @@ class CpuExperts(ABC):
 
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
     reads_packed: ClassVar[bool] = False
-    exclusive: ClassVar[bool] = False
-    answers: ClassVar[bool] = False
-    offline: ClassVar[str] = ""
+    exclusive: ClassVar[bool] = False  # no kernel of the layers may run concurrently; loads may
+    answers: ClassVar[bool] = False  # it has a ``serve``, which ``plane=pointers`` needs
+    offline: ClassVar[str] = ""  # why no engine can serve with it; empty if one can
 
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
         self.shape = shape

@@ -24,7 +24,6 @@ class Ratio(BaseModel):
 
     Attributes:
         low, high: bootstrapped 95 % interval of the median.
-        turns: number of prompts that both answered.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -32,7 +31,7 @@ class Ratio(BaseModel):
     median: float
     low: float
     high: float
-    turns: int
+    turns: int  # number of prompts that both answered
 
     @classmethod
     def of(cls, ratios: Sequence[float], seed: int = 0) -> Ratio:

@@ -33,7 +33,6 @@ class LayerKernel(Protocol):
     """vLLM's kernel of one layer. Its parameters are the slots, or the layer's own experts if all have a slot.
 
     Attributes:
-        activation: name of the layer's activation.
         takes_slots: the kernel takes slot numbers in place of expert ids, as on a CPU. On a GPU the kernel sorts rows
             by the experts of a layer, and there may be more slots than these: it takes expert ids and a map to slots.
         by_expert: what a row gets from an expert may depend on that expert's other rows, and on nothing else; it is
@@ -41,7 +40,7 @@ class LayerKernel(Protocol):
             after another, each with all of its rows. Otherwise rows may be, each with all of its experts.
     """
 
-    activation: str
+    activation: str  # name of the layer's activation
     takes_slots: bool
     by_expert: bool
 
@@ -81,16 +80,14 @@ class Rows(NamedTuple):
     """Facts about the rows of a forward.
 
     Attributes:
-        real: number of leading rows that belong to requests; all rows in a dummy run.
-        as_routed: every row belongs to a request and runs what its router chose: no expert is -1.
         record: called with (layer, ids, weights) of the real rows, both [real, top_k], before they run; may be None.
         cut: some of them may run no expert: all their ids are -1, and their result is not used. The first row runs.
         guess: float [rows, N], scores of the experts of the next layer, where they decide what it will run; may be
             None.
     """
 
-    real: int
-    as_routed: bool = False
+    real: int  # number of leading rows that belong to requests; all rows in a dummy run
+    as_routed: bool = False  # every row belongs to a request and runs what its router chose: no expert is -1
     record: Callable[[int, Tensor, Tensor], None] | None = None
     cut: bool = False
     guess: Tensor | None = None
@@ -140,7 +137,6 @@ class Execution(ABC):
     Attributes:
         needs_host: layers wait for the host unless every expert has its slot. Then ``Policy.enter`` is called, any
             balancer may divide them, and layers cannot be captured into a CUDA graph.
-        needs_addressable_store: missing experts are read directly from the store's memory.
         keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may
             override its class.
         counts_votes: policies and predictors observe selections weighted by the rows' votes; else each row counts 1.
@@ -149,36 +145,30 @@ class Execution(ABC):
         repacks: quantised experts are as ``checkpoint.repacking`` packs them for our kernels, whatever ``layout`` is.
         knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
             have none.
-        offline: why no engine can serve with it; empty if one can.
-        tensors: name -> slots of shape [slots, ...] on the device that computes.
         residency: which expert has which slot; with decisions on the device, the latest state reported to the host.
-        holds_all: each expert has its slot, so that nothing is ever decided or moved.
-        host: host memory between the slots and the store, if any.
         local_of: int64 [experts of the model], the number of each in ``shape``, -1 if another rank holds it; None: this
             process holds all of them.
-        balancer: decides which missing experts the CPU computes; None: it computes none.
-        signals: what a predictor is passed of steps and layers.
     """
 
     needs_host: ClassVar[bool] = True
-    needs_addressable_store: ClassVar[bool] = False
+    needs_addressable_store: ClassVar[bool] = False  # missing experts are read directly from the store's memory
     keeps_bits: bool = True
     counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
     repacks: ClassVar[bool] = False
     knobs: ClassVar[frozenset[str]] = frozenset()
-    offline: ClassVar[str] = ""
+    offline: ClassVar[str] = ""  # why no engine can serve with it; empty if one can
 
     shape: MoEShape
     store: ExpertStore
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # name -> slots of shape [slots, ...] on the device that computes
     counters: Counters
     residency: Residency
-    holds_all: bool
-    host: HostRows | None = None
+    holds_all: bool  # each expert has its slot, so that nothing is ever decided or moved
+    host: HostRows | None = None  # host memory between the slots and the store, if any
     local_of: Tensor | None = None
-    balancer: Balancer | None = None
-    signals: frozenset[Signal] = frozenset()
+    balancer: Balancer | None = None  # decides which missing experts the CPU computes; None: it computes none
+    signals: frozenset[Signal] = frozenset()  # what a predictor is passed of steps and layers
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:

@@ -20,7 +20,6 @@ class Rerouting:
     """A budget, or execution by prediction. This one leaves every expert; a subclass is lossy while it is ``active``.
 
     Attributes:
-        settings: those in force.
         active: whether ``apply`` changes anything.
         weighs: whether rows count by the probability that they are reached.
         captured: CUDA graphs hold its launches.
@@ -29,7 +28,7 @@ class Rerouting:
             None if none do.
     """
 
-    settings: Any = None
+    settings: Any = None  # those in force
 
     @property
     def active(self) -> bool:

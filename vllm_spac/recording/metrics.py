@@ -27,54 +27,43 @@ class Counters:
     """Counts since the start of the worker or the last ``reset``.
 
     Attributes:
-        hits: distinct experts per layer and forward that were in fast memory when they were needed.
-        misses: distinct experts per layer and forward that were needed and were not, or whose load was in flight.
         loads: experts moved into a slot on demand: misses whose load was not in flight, including reloads of experts
             evicted between two waves of the same forward. Reads that fill the slots at the start do not count.
-        host_loads: loads that host memory beside the store served (``--spac-host-memory``).
         read_retries: reads of an expert that failed (or gave what was not packed) and were tried again, since the store
             was opened.
         bytes: bytes moved, by the store they came from. Prefetched bytes are counted under ``<store> ahead``, bytes
             that kernels read directly from the store's memory under ``<store> streamed``.
-        stall_seconds: time that layers waited for experts, read on demand or prefetched.
         waves: parts in which layers ran; one per layer and forward unless more experts are needed than there are slots.
         steps: forwards of the target model by kind: prefill, decode, verify, mixed.
         prefetches: experts moved into a slot ahead of need: predicted, because the CPU has just computed them, or
             because forwards with many rows use most experts of the next layer.
-        prefetch_hits: prefetches that were used before they were evicted.
-        prefetch_late: prefetch hits that a layer had to wait for; they count as misses.
-        prefetch_wasted: prefetches that were evicted unused.
         prefetch_harmful: experts that had to be loaded, or computed on the CPU, because a prefetch, unused until then,
             had evicted them.
-        prefetch_failed: prefetch reads that failed; the expert is read again when it is needed.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
-        cpu_rows: (row, expert) pairs computed on the CPU.
         cpu_late: experts that the CPU was to compute while the device waited no longer: it computed them in place, and
             they count as misses.
-        cpu_stops: times that ``cpu_experts=auto`` stopped the CPU because steps with it were not shorter.
-        cpu_wait_seconds: time that layers waited for the CPU after their part in fast memory was done.
     """
 
-    hits: int = 0
-    misses: int = 0
+    hits: int = 0  # distinct experts per layer and forward that were in fast memory when they were needed
+    misses: int = 0  # distinct experts per layer and forward that were needed and were not, or whose load was in flight
     loads: int = 0
-    host_loads: int = 0
+    host_loads: int = 0  # loads that host memory beside the store served (``--spac-host-memory``)
     read_retries: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
-    stall_seconds: float = 0.0
+    stall_seconds: float = 0.0  # time that layers waited for experts, read on demand or prefetched
     waves: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     prefetches: int = 0
-    prefetch_hits: int = 0
-    prefetch_late: int = 0
-    prefetch_wasted: int = 0
+    prefetch_hits: int = 0  # prefetches that were used before they were evicted
+    prefetch_late: int = 0  # prefetch hits that a layer had to wait for; they count as misses
+    prefetch_wasted: int = 0  # prefetches that were evicted unused
     prefetch_harmful: int = 0
-    prefetch_failed: int = 0
+    prefetch_failed: int = 0  # prefetch reads that failed; the expert is read again when it is needed
     cpu_experts: int = 0
-    cpu_rows: int = 0
+    cpu_rows: int = 0  # (row, expert) pairs computed on the CPU
     cpu_late: int = 0
-    cpu_stops: int = 0
-    cpu_wait_seconds: float = 0.0
+    cpu_stops: int = 0  # times that ``cpu_experts=auto`` stopped the CPU because steps with it were not shorter
+    cpu_wait_seconds: float = 0.0  # time that layers waited for the CPU after their part in fast memory was done
 
     def moved(self, path: str, count: int) -> None:
         """Adds ``count`` bytes read from ``path``."""

@@ -25,10 +25,7 @@ class ExpertStore(ABC):
 
     Attributes:
         addressable: experts are in memory that the CPU and the GPU can read: ``view`` and ``layer`` return them.
-        persistent: experts outlive the process, in a folder and under a fingerprint.
         tensors: name -> slots [all experts, ...], if the store is the slots themselves; else None.
-        in_place: kernels on the GPU read experts where they are stored; set before the first ``put``.
-        offline: why no engine can select it by name; empty if one can.
 
     Args:
         shape: layers, experts and tensors; the layout of every expert.
@@ -38,9 +35,9 @@ class ExpertStore(ABC):
     """
 
     addressable: ClassVar[bool] = False
-    persistent: ClassVar[bool] = False
-    in_place: bool = True
-    offline: ClassVar[str] = ""
+    persistent: ClassVar[bool] = False  # experts outlive the process, in a folder and under a fingerprint
+    in_place: bool = True  # kernels on the GPU read experts where they are stored; set before the first ``put``
+    offline: ClassVar[str] = ""  # why no engine can select it by name; empty if one can
     tensors: Mapping[str, Tensor] | None = None
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:

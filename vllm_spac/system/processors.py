@@ -39,20 +39,15 @@ class Processors(NamedTuple):
     """What the system says.
 
     Attributes:
-        cpus: those that the processes of this engine may use.
         cores: cpu -> all of its physical core; a missing one is a core of its own.
-        nodes: cpu -> its NUMA node; 0 for a missing one.
-        quota: processors' worth of time that the control groups allow; None: no limit.
-        bound: those that OpenMP's threads of this process are bound to; empty: they are not.
-        share: number of this process, and how many share ``cpus`` and ``quota``.
     """
 
-    cpus: frozenset[int]
+    cpus: frozenset[int]  # those that the processes of this engine may use
     cores: Mapping[int, frozenset[int]] = MappingProxyType({})
-    nodes: Mapping[int, int] = MappingProxyType({})
-    quota: float | None = None
-    bound: frozenset[int] = frozenset()
-    share: tuple[int, int] = (0, 1)
+    nodes: Mapping[int, int] = MappingProxyType({})  # cpu -> its NUMA node; 0 for a missing one
+    quota: float | None = None  # processors' worth of time that the control groups allow; None: no limit
+    bound: frozenset[int] = frozenset()  # those that OpenMP's threads of this process are bound to; empty: they are not
+    share: tuple[int, int] = (0, 1)  # number of this process, and how many share ``cpus`` and ``quota``
 
 
 def places(

@@ -33,17 +33,11 @@ MEAN = 0.999  # of the weights' running mean, a step
 
 @dataclass
 class Learned:
-    """How far training is: what a later run goes on from.
+    """How far training is: what a later run goes on from."""
 
-    Attributes:
-        windows: that were learned from, each pass counted.
-        tokens: of these, without their prompts.
-        curve: (tokens, tokens a step on held prompts), by time.
-    """
-
-    windows: int
-    tokens: int
-    curve: list[tuple[int, float]]
+    windows: int  # that were learned from, each pass counted
+    tokens: int  # of these, without their prompts
+    curve: list[tuple[int, float]]  # (tokens, tokens a step on held prompts), by time
 
 
 class Trainer:

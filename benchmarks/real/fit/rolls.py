@@ -94,17 +94,11 @@ def chosen(logits: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Rolls:
-    """Windows that begin with a prompt and go on with what the target said.
+    """Windows that begin with a prompt and go on with what the target said."""
 
-    Attributes:
-        ids: of all windows, one after another, int32 [tokens].
-        ends: of each window in ``ids``, int64 [windows].
-        begun: tokens of each window's prompt, int64 [windows].
-    """
-
-    ids: Tensor
-    ends: Tensor
-    begun: Tensor
+    ids: Tensor  # of all windows, one after another, int32 [tokens]
+    ends: Tensor  # of each window in ``ids``, int64 [windows]
+    begun: Tensor  # tokens of each window's prompt, int64 [windows]
 
     def __len__(self) -> int:
         return len(self.ends)

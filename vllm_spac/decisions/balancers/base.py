@@ -28,32 +28,24 @@ class LayerState:
     """Input of a balancer's decision, after a layer's router has chosen.
 
     Attributes:
-        rows: int [experts], rows of this forward that selected each expert; 0 for an idle one.
         resident: bool [experts], in fast memory, or, if layers wait for loads (``Balancer.loads``), loading into it.
-        scores: int [experts], utility from 0 to K; zeros without an estimator.
-        free_slots: slots that this layer may still take, with or without eviction.
         likely: float64 [experts], the policy's estimate of the probability that the next step selects each expert;
             empty if it estimates none.
-        reading: reads ahead that are in flight, behind which loads of this layer wait.
     """
 
     layer: int
-    rows: np.ndarray
+    rows: np.ndarray  # int [experts], rows of this forward that selected each expert; 0 for an idle one
     resident: np.ndarray
-    scores: np.ndarray
-    free_slots: int
+    scores: np.ndarray  # int [experts], utility from 0 to K; zeros without an estimator
+    free_slots: int  # slots that this layer may still take, with or without eviction
     likely: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    reading: int = 0
+    reading: int = 0  # reads ahead that are in flight, behind which loads of this layer wait
 
 
 class Balancer(ABC):
     """Divides the active experts of a layer between the processors; moves nothing and is deterministic.
 
     Attributes:
-        needs_rates: it weighs costs, so ``rates`` must be given.
-        needs_scores: it reads ``LayerState.scores``; otherwise they may be zeros.
-        uses_cpu: some of its plans run experts on the CPU.
-        offline: why no engine can select it by name; empty if one can.
         admits: experts that ran on the CPU get slots in the background, where the policy prefers them to others.
         by_number: how many experts the CPU computes follows from how many are missing, if each has one row: then the
             number can be known before a layer runs (``plane=pointers``).
@@ -69,10 +61,10 @@ class Balancer(ABC):
         expert_bytes: bytes of one expert (W_e).
     """
 
-    needs_rates: ClassVar[bool] = True
-    needs_scores: ClassVar[bool] = False
-    uses_cpu: ClassVar[bool] = True
-    offline: ClassVar[str] = ""
+    needs_rates: ClassVar[bool] = True  # it weighs costs, so ``rates`` must be given
+    needs_scores: ClassVar[bool] = False  # it reads ``LayerState.scores``; otherwise they may be zeros
+    uses_cpu: ClassVar[bool] = True  # some of its plans run experts on the CPU
+    offline: ClassVar[str] = ""  # why no engine can select it by name; empty if one can
     by_number: ClassVar[bool] = False
     passed: ClassVar[frozenset[str]] = frozenset({"rates", "layers", "top_k", "expert_bytes"})
     admits: bool = False

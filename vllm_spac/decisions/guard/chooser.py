@@ -33,12 +33,11 @@ class Drafted(NamedTuple):
     """The drafts of one request, in the order in which they would be verified; a parent comes before its children.
 
     Attributes:
-        tokens: [n].
         chances: the drafter's probability of each given its parent, [n]; ``UNKNOWN`` where it has none.
         parents: what each follows, [n]: 0 the request's last token, i the i-th draft. None: a chain.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # [n]
     chances: Sequence[float]
     parents: Sequence[int] | None = None
 

@@ -15,14 +15,12 @@ class Standing:
     """Eviction order and values of all experts, for a decision without further calls of the policy, e.g. in a kernel.
 
     Attributes:
-        order: int64 [held], the keys that are held, the next victim first.
-        kept: float64 [held], ascending: the value of a slot to each of them.
         used: float64 [keys]: the value of a slot to an expert that a step now uses. An expert that is not held should
             take the slot of one that is, if its ``used`` is at least the other's ``kept``.
     """
 
-    order: np.ndarray
-    kept: np.ndarray
+    order: np.ndarray  # int64 [held], the keys that are held, the next victim first
+    kept: np.ndarray  # float64 [held], ascending: the value of a slot to each of them
     used: np.ndarray
 
 

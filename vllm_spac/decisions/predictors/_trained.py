@@ -25,14 +25,13 @@ class Sizes:
 
     Attributes:
         layers, experts, top_k, width: of the model: L, N, k, d.
-        reach: layers that maps look ahead, at least 1 and below ``layers``.
     """
 
     layers: int
     experts: int
     top_k: int
     width: int
-    reach: int
+    reach: int  # layers that maps look ahead, at least 1 and below ``layers``
 
     def __post_init__(self) -> None:
         if min(vars(self).values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):

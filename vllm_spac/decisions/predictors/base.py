@@ -39,19 +39,17 @@ class PredictorInputs:
     Attributes:
         layer: ``START`` before the first layer, else the layer whose router has just chosen, before its experts are
             loaded.
-        hidden: float [rows, d], input of the layer's router, without padding.
         ids, weights: int and float [rows, k], the layer's experts and their routing weights.
-        future: int [layers, rows, k], the experts of all layers.
         draft_ids: int [rows, layers, k], the experts that the drafter's routers, or the model's own on what the
             drafter computed, chose for the token of a row, the one with the greatest weight first; -1 for a row whose
             token the drafter has not read, such as the last draft.
     """
 
     layer: int
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # float [rows, d], input of the layer's router, without padding
     ids: Tensor | None = None
     weights: Tensor | None = None
-    future: Tensor | None = None
+    future: Tensor | None = None  # int [layers, rows, k], the experts of all layers
     draft_ids: Tensor | None = None
 
 
@@ -65,12 +63,11 @@ class Guess:
         scores: [rows, n], or [1, n] if all rows have the same; n is a multiple of the experts per layer. The greater,
             the likelier; comparable between experts of one row and layer only. -inf: the row does not name this
             expert, even if it then names fewer than it will use.
-        logits: their softmax is the router's distribution, as far as the predictor knows it.
     """
 
     first: int
     scores: Tensor
-    logits: bool = False
+    logits: bool = False  # their softmax is the router's distribution, as far as the predictor knows it
 
     @classmethod
     def of_chosen(cls, ids: Tensor, keys: int) -> Self:
@@ -102,7 +99,6 @@ class Predictor(ABC):
     Attributes:
         needs: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
         reach: layers that it sees ahead of a router; 0: it is asked at the start of a step only, for all of its layers.
-        offline: why no engine can serve with it; empty if one can.
         on_device: it can look ahead without the host, also in CUDA graphs: see ``Trained.of_next``.
         needs_file: it is built from a file of ``vllm-spac predictors train``, which an engine must be given.
         from_checkpoint: without a file an engine computes it from the checkpoint, see ``Trained.computed``.
@@ -112,7 +108,7 @@ class Predictor(ABC):
 
     needs: frozenset[Signal] = frozenset({Signal.COUNTS})
     reach: int = 0
-    offline: ClassVar[str] = ""
+    offline: ClassVar[str] = ""  # why no engine can serve with it; empty if one can
     on_device: ClassVar[bool] = False
     needs_file: ClassVar[bool] = False
     from_checkpoint: ClassVar[bool] = False

@@ -23,14 +23,12 @@ class _Report(NamedTuple):
     """What a step's layers wrote, in flight to the host; or what was given away between steps, while drafts were made.
 
     Attributes:
-        step: None between steps.
-        known: bool [keys], experts that kept their slots in a step that has borrowed others; else None.
         prompt: layers, and what the last rows of prompts that ran alone selected there, int32 [layers, rows, top_k].
     """
 
-    step: Step | None
+    step: Step | None  # None between steps
     written: Tensor
-    known: np.ndarray | None
+    known: np.ndarray | None  # bool [keys], experts that kept their slots in a step that has borrowed others; else None
     prompt: tuple[list[int], Tensor] | None
     arrived: Event
 

@@ -30,27 +30,22 @@ class Patch:
     """One wrapped name of vLLM.
 
     Attributes:
-        target: ``module:name`` or ``module:Class.name``.
         where: the process or the model runner that needs it; ``cpu``: workers on a CPU; ``gpu``: layers whose experts
             pass through slots there.
-        takes: names of the parameters that the wrapper relies on; all others are passed on.
-        first: whether these are the first parameters, in this order: the wrapper gets them by position.
-        until: the upstream feature that would make the row unnecessary.
         on: ``class`` if the name itself is replaced; ``object`` if it is set on one object of the managed model.
         does: ``encloses``: always calls what it wraps; ``replaces``: in some steps does without it, so a change of its
             body has to be followed; ``refuses``: stands before it.
-        loses: what an engine lacks with the row switched off; empty: no engine is served, or exact, without it.
     """
 
-    target: str
+    target: str  # ``module:name`` or ``module:Class.name``
     why: str
     where: Where
-    takes: tuple[str, ...] = ()
-    first: bool = False
-    until: str = ""
+    takes: tuple[str, ...] = ()  # names of the parameters that the wrapper relies on; all others are passed on
+    first: bool = False  # whether these are the first parameters, in this order: the wrapper gets them by position
+    until: str = ""  # the upstream feature that would make the row unnecessary
     on: Literal["class", "object"] = "class"
     does: Does = "encloses"
-    loses: str = ""
+    loses: str = ""  # what an engine lacks with the row switched off; empty: no engine is served, or exact, without it
 
 
 _MOE = "vllm.model_executor.layers.fused_moe"

@@ -29,11 +29,10 @@ class Ranks:
     """This process among the ranks of its model, which are all on this machine.
 
     Attributes:
-        rank: number of this process, from 0.
         divide_experts: each rank holds some of the experts (expert parallelism), else a part of every expert.
     """
 
-    rank: int = 0
+    rank: int = 0  # number of this process, from 0
     size: int = 1
     divide_experts: bool = False
 

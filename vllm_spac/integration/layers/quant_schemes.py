@@ -25,25 +25,20 @@ class Scheme:
     """Layout of the experts of a quant method. Names are without the prefixes ``w13_`` and ``w2_``; all exist for both.
 
     Attributes:
-        tensors: tensors with one entry per expert, in the first dimension; a layer may lack some.
-        metadata: tensors that no kernel reads.
         kernels: names of vLLM's kernels for a GPU that can run from slots: they find an expert by the map from ids to
             slots, which other kernels ignore.
         on_cpu: names of its kernels for a CPU that can run from slots, in a layout of their own; any kernel of a CPU
             can use slot numbers as expert ids, and runs unquantised experts. Without either, only our kernels can run
             these experts, which ``packed_experts`` repacks.
-        converted: of ``metadata``, what vLLM reads to make the layout of a kernel for a CPU.
-        whole: tensors with a number per expert or shard, which ``packed_experts`` spreads over rows.
-        plain: names of the kernels that read experts in the checkpoint's layout.
     """
 
-    tensors: tuple[str, ...]
-    metadata: tuple[str, ...] = ()
+    tensors: tuple[str, ...]  # tensors with one entry per expert, in the first dimension; a layer may lack some
+    metadata: tuple[str, ...] = ()  # tensors that no kernel reads
     kernels: tuple[str, ...] = ("TritonExperts",)
     on_cpu: tuple[str, ...] = ()
-    converted: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()  # of ``metadata``, what vLLM reads to make the layout of a kernel for a CPU
+    plain: tuple[str, ...] = ()  # names of the kernels that read experts in the checkpoint's layout
+    whole: tuple[str, ...] = ()  # tensors with a number per expert or shard, which ``packed_experts`` spreads over rows
 
 
 _UNQUANTISED = "UnquantizedFusedMoEMethod"

@@ -100,7 +100,6 @@ class BudgetSettings(BaseModel):
     """Budget settings that can be changed while the model runs; nothing set means exact. An unknown key is an error.
 
     Attributes:
-        budget: experts per layer that one forward may use (B).
         mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
         mass_of: which mass. ``selected``: the routing weights of the experts selected by the voting rows; experts that
             no row selected are ranked last. ``scores``: the routers' scores of all experts (MoE-Spec's s_i).
@@ -108,7 +107,6 @@ class BudgetSettings(BaseModel):
             selected come first: where these are no more than the shortlist holds, nothing is cut.
         coverage: what a row runs instead of an expert that is outside the shortlist: ``substitution``, another one;
             ``truncation``, none.
-        when: which rows vote and are cut.
         votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
             probability that the row is reached (``vote``).
         votes_alpha: from 0, which equals ``uniform``, to 1.
@@ -121,12 +119,12 @@ class BudgetSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    budget: _Experts | None = None
+    budget: _Experts | None = None  # experts per layer that one forward may use (B)
     mass: Annotated[float, BeforeValidator(no_bool)] | None = None
     mass_of: Literal["selected", "scores"] = "selected"
     ranking: str = "selected"
     coverage: Literal["substitution", "truncation"] = "substitution"
-    when: Literal["verify", "decode", "all"] = "verify"
+    when: Literal["verify", "decode", "all"] = "verify"  # which rows vote and are cut
     votes: Literal["uniform", "path"] = "uniform"
     votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(no_bool)] = ALPHA
     window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(no_bool)] | None = None

@@ -22,17 +22,11 @@ if TYPE_CHECKING:
 
 
 class TreeDrafts(NamedTuple):
-    """The drafts of one request. Row 0 is the root, the last token of the request; row i > 0 is draft i - 1.
+    """The drafts of one request. Row 0 is the root, the last token of the request; row i > 0 is draft i - 1."""
 
-    Attributes:
-        tokens: draft tokens, [n].
-        parents: row that each row follows, [n + 1]; -1 for the root. A parent comes before its children.
-        reached: probability, by the drafter, that a row is reached, [n + 1]; 1 for the root.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    reached: tuple[float, ...]
+    tokens: tuple[int, ...]  # draft tokens, [n]
+    parents: tuple[int, ...]  # row that each row follows, [n + 1]; -1 for the root. A parent comes before its children.
+    reached: tuple[float, ...]  # probability, by the drafter, that a row is reached, [n + 1]; 1 for the root
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TreeDrafts:
