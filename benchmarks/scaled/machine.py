@@ -64,11 +64,7 @@ class ScaledMachine(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> ScaledMachine:
-        """Reads a file.
-
-        Raises:
-            ConfigError: it cannot be read, or is no scaled machine.
-        """
+        """Reads a file; ``ConfigError``: it cannot be read, or is no scaled machine."""
         try:
             return cls.model_validate_json(read_text(path))
         except ValidationError as error:

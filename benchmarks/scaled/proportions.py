@@ -42,11 +42,7 @@ class Proportions:
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """Returns the proportions of the machine ``name``.
-
-        Raises:
-            ConfigError: there is no such machine.
-        """
+        """Returns the proportions of the machine ``name``; ``ConfigError``: there is no such machine."""
         if name not in names():
             raise ConfigError(f"no machine is called {name!r}; use one of {', '.join(names())}")
         profile, suffix = (name.removesuffix("-int4"), "-int4") if name.endswith("-int4") else (name, "")

@@ -30,11 +30,7 @@ class Drafts:
     draft: Path
 
     def settings(self, speculation: str) -> dict | None:
-        """Returns vLLM's ``speculative_config``.
-
-        Raises:
-            PlanError: the draft's folder is missing.
-        """
+        """Returns vLLM's ``speculative_config``; ``PlanError``: the draft's folder is missing."""
         if speculation == "none":
             return None
         if speculation == "ngram":
@@ -190,11 +186,7 @@ def split(text: str) -> list[str]:
 
 
 def slot_counts(text: str) -> list[str]:
-    """``"10%, 8"`` -> ``["10%", "8"]``.
-
-    Raises:
-        PlanError: one is no number of slots, or there is none.
-    """
+    """``"10%, 8"`` -> ``["10%", "8"]``; ``PlanError``: one is no number of slots, or there is none."""
     found = split(text)
     try:
         for count in found:
@@ -207,11 +199,7 @@ def slot_counts(text: str) -> list[str]:
 
 
 def sizes(text: str, option: str = "--batch") -> tuple[int, ...]:
-    """``"1,8"`` -> ``(1, 8)``.
-
-    Raises:
-        PlanError: one is no positive number, or there is none.
-    """
+    """``"1,8"`` -> ``(1, 8)``; ``PlanError``: one is no positive number, or there is none."""
     found = split(text)
     if not found or not all(part.isdigit() and int(part) > 0 for part in found):
         raise PlanError(f"{option} {text}: name one or more positive numbers, e.g. 1,8")

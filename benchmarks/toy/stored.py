@@ -59,11 +59,7 @@ def pack(path: Path) -> Path:
 
 
 def restore(path: Path) -> None:
-    """Brings ``path`` back, which git ignores.
-
-    Raises:
-        StoredError: this is no checkout, or a shallow one.
-    """
+    """Brings ``path`` back, which git ignores; ``StoredError``: this is no checkout, or a shallow one."""
     command = ["git", "restore", f"--source={HISTORY}", "--worktree", "--", path.name]
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
     if done.returncode:

@@ -78,11 +78,7 @@ class _Mail(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Loads the library.
-
-    Raises:
-        ConfigError: it was not built with this installation, or cannot be loaded here.
-    """
+    """Loads the library; ``ConfigError``: it was not built with this installation, or cannot be loaded here."""
     try:
         loaded = ctypes.CDLL(importlib.import_module(f"{__package__}._simd").__file__)
     except (ImportError, OSError) as error:

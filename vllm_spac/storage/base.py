@@ -58,11 +58,7 @@ class ExpertStore(ABC):
 
     @abstractmethod
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
-        """Stores a copy of the CPU tensors of expert ``key``.
-
-        Raises:
-            StoreError: they could not be written completely.
-        """
+        """Stores a copy of the CPU tensors of expert ``key``; ``StoreError``: they could not be written completely."""
 
     @abstractmethod
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:

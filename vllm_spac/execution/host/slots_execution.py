@@ -117,11 +117,7 @@ class SlotExecution(Execution):
 
     @contextlib.contextmanager
     def _computing(self, layer: int, routed: Routed) -> Iterator[Computation]:
-        """Computes rows of a layer on the CPU while the block runs.
-
-        Raises:
-            SpacError: the thread is closed.
-        """
+        """Computes rows of a layer on the CPU while the block runs; ``SpacError``: the thread is closed."""
         assert self._cpu is not None
         with self._cpu.computing(routed.x, routed.weights, routed.ids, self.store.layer(layer)) as computation:
             yield computation

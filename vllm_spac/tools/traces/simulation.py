@@ -195,11 +195,7 @@ def _lacking(name: str, signals: Collection[Signal]) -> ConfigError:
 
 
 def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> None:
-    """Refuses what ``plane=pointers`` cannot be simulated with.
-
-    Raises:
-        ConfigError: names the reason.
-    """
+    """Refuses what ``plane=pointers`` cannot be simulated with; ``ConfigError``: names the reason."""
     name = policy.partition("@")[0]
     kind = components.find("policies", name)
     if kind.needs_layers:
