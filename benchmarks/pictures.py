@@ -34,7 +34,7 @@ def scaled_rtx4090_toy_local(axes: Sequence[Axes]) -> None:
 def toy_policies(axes: Sequence[Axes]) -> None:
     for axis, (routing, name) in zip(axes, WITH_REAL.items(), strict=True):
         found = result(f"{name}_policies")
-        for policy in ("lru", "layer_lru", "lfu", "utility", "reuse", "belady"):
+        for policy in ("lru", "layer_lru", "lfu", "pinned", "utility", "reuse", "belady"):
             style = {"belady": "k--"}.get(policy, "-")
             rates = [100 * rate for rate in found["mean_hit_rates"][policy]]
             axis.plot(found["shares_percent"], rates, style, marker=".", label=policy)

@@ -11,7 +11,6 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.replay import hot_experts
 from vllm_spac import components
 from vllm_spac.decisions import core_rates, costs
 from vllm_spac.decisions.costs import Costs, HostWork, Rate
@@ -431,35 +430,6 @@ def test_curve_of_layers_agrees_with_simulating_layer_lru(slots):
     curve = trace_statistics.lru_curve(trace_statistics.distances(trace, by_layer=True)[0], trace.facts.experts)
     said = simulate(trace, slots, COSTS, policy="layer_lru", fill=False).hit_rate
     assert curve[slots // 3] == pytest.approx(said, abs=0.01)  # ties within a step, and slots that are free at first
-
-
-def test_base_rates_by_hand():
-    """Of four experts a step selects two: none is right about half; the last step about 2, 4, 0 and 4 of them."""
-    trace = decoding([[[[0, 1]]], [[[0, 1]]], [[[2, 3]]], [[[2, 3]]]])
-    assert hot_experts.nothing_is_hot(trace).tolist() == [0.5]
-    assert hot_experts.as_last_step(trace).tolist() == [10 / 16]
-
-
-def test_base_rates_leave_out_a_layer_that_did_not_run():
-    trace = decoding([[[[0, 1]], [[0, 1]]], [[[0, 1]], [[2, 3]]]])
-    part = Trace.of(
-        trace.facts,
-        step_kind=trace.step_kind,
-        step_rows=trace.step_rows,
-        step_tokens=trace.step_tokens,
-        row_kind=trace.row_kind,
-        record_step=trace.record_step[:3],
-        record_layer=trace.record_layer[:3],
-        ids=trace.ids[:3],
-    )
-    assert hot_experts.as_last_step(part).tolist() == [6 / 8, 2 / 4]
-
-
-def test_accuracy_of_a_constant_and_of_an_alternation():
-    constant = decoding([[[[0, 1]] * 5]] * 40, kind="verify")
-    assert hot_experts.accuracy(constant)[0] > 0.95
-    alternating = decoding([[[[0, 1]] * 5], [[[2, 3]] * 5]] * 20, kind="verify")
-    assert hot_experts.accuracy(alternating, variant="paper")[0] < 0.2
 
 
 # --- profiles --------------------------------------------------------------------------------------------------------
