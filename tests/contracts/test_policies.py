@@ -227,23 +227,6 @@ def test_drop_evicts_past_layers_before_later_ones() -> None:
     assert policy.evict(2, ()) == [13, 12], "in the order in which they came"
 
 
-@every_policy
-@given(st.integers(1, KEYS), ops)
-@settings(max_examples=examples(30), **BUSY)
-def test_with_a_context_it_keeps_to_the_contract(name: str, slots: int, ops: list[tuple]) -> None:
-    """Built as an engine builds it; every key can be evicted."""
-    policy = components.find("policies", name).of(PolicyContext(slots, 1))
-    held: set[int] = set()
-    for op in ops:
-        if op[0] == "use":
-            use(policy, op[1])
-            held.add(op[1])
-        elif op[0] == "evict" and op[1] <= len(held - op[2]):
-            held -= set(policy.evict(op[1], Pins(op[2])))
-    expected = policy.standing(KEYS).order.tolist()
-    assert set(expected) == held and policy.evict(len(held), ()) == expected
-
-
 def test_the_boundaries_of_utility_follow_the_drafts() -> None:
     """Those of the paper's variant; what is given, or not known, is left."""
 

@@ -117,7 +117,7 @@ def test_steps_go_on_and_each_is_said_once(engine: Engine, fault: Callable, monk
     said = [record.getMessage() for record in caplog.records]
     reason = {remove_folder: "No such file or directory", fill_disk: "No space left on device"}[fault]
     for name in ("trace", "timeline"):
-        (one,) = (text for text in said if f"--spac-{name}" in text)
+        (one,) = (text for text in said if f"the {name} (--spac-record)" in text)
         assert reason in one and "\n" not in one and reason in engine.stopped[name]
     assert len(said) == 2 and engine.experts.closed
 

@@ -108,9 +108,8 @@ class Recordings:
                 with contextlib.suppress(Exception):  # a full disk fails again; the first error was kept
                     trace.discard()
             logger.warning(
-                "spac: the %s (--spac-%s) stopped and requests go on without it: %s; what was saved before stays, and "
-                "a restart records anew",
-                name,
+                "spac: the %s (--spac-record) stopped and requests go on without it: %s; what was saved before stays, "
+                "and a restart records anew",
                 name,
                 self.stopped[name],
                 exc_info=None if isinstance(error, SpacError) else error,
