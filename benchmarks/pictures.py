@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.common import RESULTS
 from benchmarks.pages import result
 
-WITH_REAL = {"flat routing (toy)": "toy", "carved model": "real"}  # routing -> begin of a result's name
 Axes = Any
 
 
@@ -29,40 +28,6 @@ def scaled_rtx4090_toy_local(axes: Sequence[Axes]) -> None:
     whole = statistics.mean(1 / row["tpot_median"] for row in ladder["rows"] if row["rung"] == "resident")
     axes[0].axhline(whole, color="grey", linestyle="--", label="all experts in fast memory")
     axes[0].set(title="What each knob adds (scaled to an RTX 4090 machine)", ylabel="tokens/s, scaled", ylim=(0, None))
-
-
-def toy_policies(axes: Sequence[Axes]) -> None:
-    for axis, (routing, name) in zip(axes, WITH_REAL.items(), strict=True):
-        found = result(f"{name}_policies")
-        for policy in ("lru", "layer_lru", "lfu", "pinned", "utility", "reuse", "belady"):
-            style = {"belady": "k--"}.get(policy, "-")
-            rates = [100 * rate for rate in found["mean_hit_rates"][policy]]
-            axis.plot(found["shares_percent"], rates, style, marker=".", label=policy)
-        axis.set(title=f"Hit rate, {routing}", xlabel="experts in fast memory, %", ylabel="%", ylim=(0, 100))
-
-
-def real_speculating_experts(axes: Sequence[Axes]) -> None:
-    found = result("real_speculating_experts")
-    told, layers = found["told"], range(1, 1 + len(found["told"]["quasi"]["cosine_by_layer"]))
-    shown = {"residual": "residual (gate)", "quasi": "quasi-hidden state", "one": "the paper's estimator"}
-    shown |= {"neural": "a network per layer", "moe": "after the layer's experts", "shared": "and shared expert"}
-    colours = {name: f"C{place}" for place, name in enumerate(shown)}
-    for name in ("residual", "quasi", "shared", "moe"):
-        axes[0].plot(layers, told[name]["cosine_by_layer"], color=colours[name], label=shown[name])
-    for name in ("residual", "quasi", "shared", "one", "neural"):
-        rates = [100 * rate for rate in told[name]["by_rank"]]
-        axes[1].plot(range(1, 1 + len(rates)), rates, marker=".", color=colours[name], label=shown[name])
-    curve = found["training"]["curve"]
-    for name, key in (("one", "one"), ("neural", "per_layer")):
-        rates = [100 * point[key] for point in curve]
-        axes[2].plot([point["drawn"] for point in curve], rates, marker="o", color=colours[name], label=shown[name])
-    untrained = [100 * told["quasi"]["recall_by_layer"][layer - 1] for layer in found["training"]["layers"]]
-    axes[2].axhline(statistics.mean(untrained), color=colours["quasi"], label=shown["quasi"])
-    axes[0].set(title="Cosine with the next router's input", xlabel="layer", ylim=(0.6, 1))
-    axes[1].set(title="Found among the first 8 named", xlabel="rank by the router", ylabel="%", ylim=(None, 100))
-    axes[2].set(title="Recall by training", xlabel="tokens drawn", ylabel="%", xlim=(0, None))
-    for axis in axes:
-        axis.legend(fontsize=7)
 
 
 def gpu_h100(axes: Sequence[Axes]) -> None:
@@ -85,8 +50,6 @@ def gpu_h100(axes: Sequence[Axes]) -> None:
 
 PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     scaled_rtx4090_toy_local: 1,
-    toy_policies: 2,
-    real_speculating_experts: 3,
     gpu_h100: 3,
 }
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
@@ -105,8 +68,6 @@ def draw(file: str) -> None:
     PICTURES[file](axes[0])
     if axes[0][0].get_legend_handles_labels()[0]:
         axes[0][0].legend(fontsize=8)
-    note = ", beside SmolLM2-135M made an MoE" * (PICTURES[file] is toy_policies)
-    toy = f"toy model, not representative of a real one{note}"
-    figure.supxlabel("SmolLM2-135M made an MoE" if file.startswith("real") else toy, fontsize=7)
+    figure.supxlabel("toy model, not representative of a real one", fontsize=7)
     figure.savefig(RESULTS / file, dpi=120)
     pyplot.close(figure)
