@@ -124,3 +124,7 @@ class UnsupportedError(SpacError, ValueError):
 
 class StoreError(SpacError):
     """An expert cannot be written to, or read back from, the store exactly as it was packed."""
+
+
+class PinError(StoreError):
+    """The driver pins no more host memory, and the GPU was to read experts there."""

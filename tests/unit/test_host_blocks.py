@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import subprocess
 import sys
+from collections.abc import Iterator
 from enum import IntEnum
 
 import pytest
 import torch
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.errors import StoreError
+from vllm_spac.errors import PinError, StoreError
 from vllm_spac.storage import host
 from vllm_spac.storage.host import HostStore
 from vllm_spac.system import host_blocks, host_memory
@@ -37,7 +39,7 @@ class Cudart:
         cudaErrorHostMemoryNotRegistered = 713
 
     def __init__(self, limit: int = 1 << 40) -> None:
-        self.limit, self.registered, self.log = limit, {}, []
+        self.limit, self.registered, self.log, self.forgotten = limit, {}, [], 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int):  # noqa: N802
         self.log.append(("register", address, nbytes, flags))
@@ -59,12 +61,15 @@ class Cudart:
 
 
 @pytest.fixture
-def cudart(monkeypatch) -> Cudart:
+def cudart(monkeypatch) -> Iterator[Cudart]:
     found = Cudart()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(host_blocks, "_forget_error", lambda: setattr(found, "forgotten", found.forgotten + 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: found.log.append(("synchronize",)))
-    return found
+    yield found
+    gc.collect()  # blocks that an error's traceback kept are unpinned while there is this driver
+    assert not found.registered, "memory stays pinned"
 
 
 def fill(store: HostStore) -> None:
@@ -109,7 +114,7 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_a_remedy(cudart) -> None:
     store = HostStore(SHAPE, "")
     with pytest.raises(
         StoreError,
-        match=r"of memory, error 2\); raise .*ulimit -l.*memlock=-1.* --spac-plane slots, .* --spac-store disk",
+        match=r"of memory, error 2\); raise .*ulimit -l.*memlock=-1.* --spac-plane slots, or use --spac-store disk",
     ):
         fill(store)
     store.close()
@@ -127,14 +132,32 @@ def test_under_windows_the_remedy_is_windows_own(cudart, tmp_path, monkeypatch) 
     assert "ulimit" not in str(caught.value)
 
 
-def test_what_is_copied_is_pinned_as_far_as_the_driver_allows(cudart, monkeypatch, caplog) -> None:
+def test_what_is_read_in_place_is_pinned_before_any_expert_is_packed(cudart) -> None:
+    """A driver that refuses is known before weights are read, and gives back what it has pinned."""
+    store = HostStore(SHAPE, "")
+    store.pin()
+    assert len(cudart.registered) == 3 and store.host_bytes == {"pinned": 3 * 22 * PAGE, "pageable": 0}
+    fill(store)
+    assert len(cudart.log) == 3, "no layer is pinned twice"
+    store.close()
+    cudart.limit, other = 2 * 22 * PAGE, HostStore(SHAPE, "")
+    with pytest.raises(PinError, match="--spac-plane slots") as caught:
+        other.pin()
+    assert caught.value.problem.endswith("of memory, error 2)") and cudart.forgotten == 1
+    assert not any(map(other.holds, range(SHAPE.total)))
+    other.close()
+
+
+def test_what_is_copied_is_pinned_as_far_as_the_driver_allows(cudart, caplog) -> None:
     """Layers in their order; after the first refusal no other is tried, and the runtime's error is forgotten."""
-    cudart.limit, forgotten = 22 * PAGE, []
-    monkeypatch.setattr(host_blocks, "_forget_error", lambda: forgotten.append(1))
+    cudart.limit = 22 * PAGE
     store = HostStore(SHAPE, "")
     store.in_place = False
+    store.pin()
+    assert not cudart.log, "layers are pinned as they are packed"
     fill(store)
-    assert [entry[0] for entry in cudart.log] == ["register", "register"] and forgotten == [1]
+    assert [entry[0] for entry in cudart.log] == ["register", "register"] and cudart.forgotten == 1
+    assert store.host_bytes == {"pinned": 22 * PAGE, "pageable": 2 * 22 * PAGE}
     (pinned,) = cudart.registered
     assert pinned == store.layer(0)["w13_weight"].data_ptr()
     (warning,) = caplog.messages
@@ -148,8 +171,10 @@ def test_what_is_copied_is_pinned_as_far_as_the_driver_allows(cudart, monkeypatc
 
 def test_an_error_of_another_kind_is_not_a_limit(cudart) -> None:
     cudart.cudaHostRegister = lambda *_: cudart.cudaError.cudaErrorHostMemoryAlreadyRegistered
-    with pytest.raises(StoreError, match="AlreadyRegistered"):
-        HostBlock(SPECS, EXPERTS, pin=True, in_place=False)
+    for in_place in (False, True):
+        with pytest.raises(StoreError, match="AlreadyRegistered") as caught:
+            HostBlock(SPECS, EXPERTS, pin=True, in_place=in_place)
+        assert not isinstance(caught.value, PinError) and cudart.forgotten == 0
 
 
 def test_memory_that_cannot_be_unpinned_is_an_error(cudart) -> None:

@@ -44,6 +44,12 @@ class HostRows:
         """Name -> CPU tensor [rows, ...]."""
         return self.block.tensors
 
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of the rows, as ``ExpertStore.host_bytes``."""
+        pinned = self.block.nbytes if self.block.pinned else 0
+        return {"pinned": pinned, "pageable": self.block.nbytes - pinned}
+
 
 class Mover:
     """Fills slots. ``perform`` may run in several threads at once, everything else in the forward thread only.

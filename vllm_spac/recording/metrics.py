@@ -84,7 +84,7 @@ class Counters:
 
 # Of several ranks: bytes add up; steps and seconds are those of all ranks at once; experts are the same ones if each
 # rank holds a part of every expert, and different ones if each holds some of them.
-_BYTES = {"bytes", "slot_bytes"}
+_BYTES = {"bytes", "slot_bytes", "host_bytes"}
 _AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "cpu_stops"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),

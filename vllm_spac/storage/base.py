@@ -56,6 +56,18 @@ class ExpertStore(ABC):
             StoreError: there is too little room; the message states how much is needed and where.
         """
 
+    def pin(self) -> None:
+        """Pins the memory of all experts, if kernels read them in place; once it is reserved, before any ``put``.
+
+        Raises:
+            PinError: the driver refuses.
+        """
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of host memory that the store takes: ``pinned``, and ``pageable``."""
+        return {"pinned": 0, "pageable": 0}
+
     @abstractmethod
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         """Stores a copy of the CPU tensors of expert ``key``; ``StoreError``: they could not be written completely."""

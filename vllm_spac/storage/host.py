@@ -1,8 +1,9 @@
 """Store in host memory, pinned if there is a GPU: one block per layer, in the layout of the kernel.
 
-Where experts are only copied from it, layers are pinned in the order in which they are packed, until the driver refuses
-one. That one and those after it are pageable: the driver copies through a buffer of its own. All layers are read as
-often, so no order is better.
+Where kernels read experts in place, all layers are pinned before any is packed, so that a driver that refuses is known
+before weights are read. Where experts are only copied, layers are pinned in the order in which they are packed, until
+the driver refuses one. That one and those after it are pageable: the driver copies through a buffer of its own. All
+layers are read as often, so no order is better.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class HostStore(ExpertStore):
         self._memory: dict[int, dict[str, np.ndarray]] = {}  # the same as bytes, [experts, bytes]
         self._packed: set[int] = set()
         self._pin = torch.cuda.is_available()
-        self._pageable = 0  # bytes of layers that could not be pinned
+        self._refused = False  # the driver has pinned as much as it does
 
     def holds(self, key: int) -> bool:
         return key in self._packed
@@ -53,17 +54,28 @@ class HostStore(ExpertStore):
                 "use --spac-store disk --spac-disk-dir DIR, or a machine with more memory"
             )
 
+    def pin(self) -> None:
+        if self._pin and self.in_place:
+            for layer in range(len(self.shape.layers)):
+                self._add(layer)
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        blocks = self._layers.values()
+        pinned = sum(block.nbytes for block in blocks if block.pinned)
+        return {"pinned": pinned, "pageable": sum(block.nbytes for block in blocks) - pinned}
+
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         layer, expert = self.shape.split(key)
         if layer not in self._layers:
-            self._layers[layer] = self._block()
-            self._memory[layer] = rows_of(self._layers[layer].tensors)
+            self._add(layer)
         for name, block in self._layers[layer].tensors.items():
             block[expert].copy_(tensors[name])
         self._packed.add(key)
 
-    def _block(self) -> HostBlock:
-        pin = self._pin and not self._pageable
+    def _add(self, layer: int) -> None:
+        """Allocates a layer, pinned unless the driver has refused one."""
+        pin = self._pin and not self._refused
         block = HostBlock(self.shape.tensors, self.shape.experts, pin, self.in_place)
         if block.refused:
             pinned, total = len(self._layers) * block.nbytes, len(self.shape.layers) * block.nbytes
@@ -72,9 +84,8 @@ class HostStore(ExpertStore):
                 "from pageable memory, which is slower; %s",
                 *(gib(pinned), gib(total), block.refused, pin_remedy()),
             )
-        if block.refused or self._pageable:
-            self._pageable += block.nbytes
-        return block
+        self._refused |= bool(block.refused)
+        self._layers[layer], self._memory[layer] = block, rows_of(block.tensors)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         layer, expert = self._place(key)
@@ -97,7 +108,7 @@ class HostStore(ExpertStore):
 
     def describe(self) -> str:
         kind = "pinned host memory" if self._pin else "host memory"
-        pageable = f", of which {gib(self._pageable)} could not be pinned" if self._pageable else ""
+        pageable = f", of which {gib(self.host_bytes['pageable'])} could not be pinned" if self._refused else ""
         return f"host ({kind}, {gib(len(self.shape.layers) * self._layer_bytes)}{pageable})"
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import TensorSpec
-from vllm_spac.errors import StoreError
+from vllm_spac.errors import PinError, Remedy, StoreError, use
 from vllm_spac.system import processors
 from vllm_spac.system.host_memory import gib, pin_remedy
 
@@ -61,6 +61,7 @@ class HostBlock:
     Attributes:
         tensors: name -> zeros [count, ...], valid as long as they are referenced.
         nbytes: size of the mapping, whole pages.
+        pinned: whether it is registered with CUDA.
         refused: why it is not pinned though it should be; empty if it is, or need not be.
 
     Args:
@@ -70,7 +71,8 @@ class HostBlock:
             can be pinned.
 
     Raises:
-        StoreError: the system or the driver refuses; the message names a remedy.
+        PinError: no more memory can be pinned, and it must be ``in_place``; the message names a remedy.
+        StoreError: the system or the driver refuses for another reason.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool, in_place: bool = True) -> None:
@@ -86,6 +88,7 @@ class HostBlock:
         if pin and (node := processors.gpu_node()) is not None:
             processors.prefer_node(everything, node)  # before the driver touches the pages
         self.refused = self._register(everything.data_ptr(), in_place) if pin else ""
+        self.pinned = pin and not self.refused
         self.tensors: dict[str, Tensor] = {}
         start = 0
         for name, spec in specs.items():
@@ -96,14 +99,15 @@ class HostBlock:
     def _register(self, address: int, in_place: bool) -> str:
         """Pins the mapping; returns why the driver refuses to pin as much, unless it must be ``in_place``."""
         error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
-        if int(error) in _NO_MORE and not in_place:
+        if full := int(error) in _NO_MORE:
             _forget_error()
-            return f"cudaHostRegister: {_words(error)}"
+            if not in_place:
+                return f"cudaHostRegister: {_words(error)}"
         if int(error) != 0:
-            raise StoreError(
-                f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
-                f"{_words(error)}); {pin_remedy()}{', use --spac-plane slots' * in_place}, or {_INSTEAD}"
-            )
+            problem = f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
+            copied = (use(plane="slots"),) if in_place else ()
+            remedies = Remedy(pin_remedy()), *copied, use(store="disk", disk_dir="DIR")
+            raise (PinError if full else StoreError).refused(f"{problem}{_words(error)})", *remedies)
         # a mapping that ends while it is registered would stay so, and another at its address could not be pinned
         self._unpin = weakref.finalize(self, _unregister, address)
         self._unpin.atexit = False  # the driver may be gone by then, and the process with its memory is going

@@ -96,6 +96,7 @@ def _facts(execution: Execution) -> dict:
         "host_experts": 0 if execution.host is None else execution.host.tier.held,
         "slot_bytes": residency.slots * shape.expert_bytes,
         "expert_bytes": shape.expert_bytes,
+        "host_bytes": _add(execution.store.host_bytes, {} if execution.host is None else execution.host.host_bytes),
         **execution.snapshot(),
     }
 

@@ -21,7 +21,7 @@ from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import Execution
-from vllm_spac.integration.hooks import device, graphs, runner_hooks
+from vllm_spac.integration.hooks import device, graphs, plane_change, runner_hooks
 from vllm_spac.integration.hooks.ranks import Ranks
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
@@ -86,15 +86,12 @@ class ModelExperts:
     """
 
     def __init__(self, config: SpacConfig, vllm_config: VllmConfig) -> None:
-        self.config = config
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
         self.ranks = Ranks.of(vllm_config)
         machine.share(self.ranks.rank, self.ranks.size)
-        self.execution = config.execution_class
-        self.packing = packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
-        self.arrived, self.is_stored, self.pack = packing.arrived, packing.is_stored, packing.pack  # for the layers
+        self._configure(config)
         self.serving: Serving | None = None
         self.trees: Any = None  # of its runner, as ``RunnerAdapter.plant`` returns them
         self.cutter: DraftCutter | None = None
@@ -104,6 +101,11 @@ class ModelExperts:
         self.head: ModelExperts | None = None
         self._layers: list[ManagedExperts] = []
         self._plan: LoadPlan | None = None  # between ``prepare`` and ``finish``
+
+    def _configure(self, config: SpacConfig) -> None:
+        self.config, self.execution = config, config.execution_class
+        self.packing = packing = Packing(config, self.vllm_config, self.device, self.on_cpu, self.ranks)
+        self.arrived, self.is_stored, self.pack = packing.arrived, packing.is_stored, packing.pack  # for the layers
 
     @property
     def layers(self) -> tuple[ManagedExperts, ...]:
@@ -133,18 +135,26 @@ class ModelExperts:
         Raises:
             SpacError: this model cannot be served with this configuration.
         """
-        config, vllm_config = self.config, self.vllm_config
         routers.install(model, self._layers)
         if not self._layers:
-            raise UnsupportedError(_no_layers(vllm_config))
-        shapes = self._shapes()
+            raise UnsupportedError(_no_layers(self.vllm_config))
+        others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
+        self._open(others)
+        if problem := plane_change.refused(self.packing.pin, self.vllm_config, self.ranks):
+            self.packing.close()
+            self._configure(plane_change.change(self.vllm_config, problem))
+            self._open(others)
+        self.packing.begin()
+
+    def _open(self, others: int) -> None:
+        """Plans the slots and opens the stores, beside ``others`` bytes of other weights."""
+        config, vllm_config, shapes = self.config, self.vllm_config, self._shapes()
         parts = self.ranks.size if self.ranks.divide_experts else 1
         predictors = ahead.predictors(
             config, shapes, self.model_name, partial(find_folder, vllm_config.model_config.model), parts
         )
         asked_on = torch.device("cpu") if config.has_workers else self.device  # rows are there on their way
         predictor = ahead.predictor(config, predictors, asked_on)
-        others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         args = config, vllm_config, self._layers, self.device, predictor
         self._plan = LoadPlan(assembly.budget(*args), ahead.draft_states(config, shapes), others)
         self.packing.plan(self._layers, shapes, predictor)
@@ -159,7 +169,6 @@ class ModelExperts:
             self.packing.open(shape, room, free)
         if not self.packing.store_kind.persistent:
             self.ranks.wait()  # until all have seen that there is room; no lock is held that another engine waits for
-        self.packing.begin()
 
     def finish(self) -> None:
         """Fills the slots and attaches the layers to them; called once the weights are loaded."""
@@ -222,7 +231,7 @@ class ModelExperts:
         told |= {} if serving.cuts is None else {"device_chooser": serving.cuts.facts()}
         if self.forwards is not None:
             told["guard"] = told["guard"] | {"rested_steps": self.forwards.left_out}
-        return self.ranks.facts() | told | counts
+        return self.ranks.facts() | told | plane_change.facts(self.vllm_config) | counts
 
     def close(self) -> None:
         """Stops threads and closes stores."""
@@ -237,18 +246,9 @@ class ModelExperts:
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _shapes(self) -> list[MoEShape]:
-        """Groups the layers by the layout of their experts; numbers those of each group."""
-        groups: dict[tuple, list[ManagedExperts]] = {}
-        for layer in self._layers:
-            specs = sorted((n, s.shape, str(s.dtype)) for n, s in layer.probe().items())
-            groups.setdefault((layer.spac_packed, *specs), []).append(layer)
-        shapes = []
-        for layers in groups.values():
-            for index, layer in enumerate(layers):
-                layer.spac_index = index
-            first, names = layers[0], tuple(layer.layer_name for layer in layers)
-            shapes.append(MoEShape(names, first.local_num_experts, first.top_k, first.probe(), first.spac_packed))
-            self.execution.check_shape(shapes[-1])
+        shapes = _grouped(self._layers)
+        for shape in shapes:
+            self.execution.check_shape(shape)
         return shapes
 
     def _free(self, shapes: Sequence[MoEShape], others: int) -> int:
@@ -267,6 +267,21 @@ class ModelExperts:
             logger.info("spac: slots=auto leaves %s and %s", kept, working.describe())
         # no rank allocates before all have seen what is free
         return self.ranks.least(both - fast_memory.beside_slots(vllm_config, each, shared))
+
+
+def _grouped(layers: Sequence[ManagedExperts]) -> list[MoEShape]:
+    """Groups the layers by the layout of their experts; numbers those of each group."""
+    groups: dict[tuple, list[ManagedExperts]] = {}
+    for layer in layers:
+        specs = sorted((n, s.shape, str(s.dtype)) for n, s in layer.probe().items())
+        groups.setdefault((layer.spac_packed, *specs), []).append(layer)
+    shapes = []
+    for group in groups.values():
+        for index, layer in enumerate(group):
+            layer.spac_index = index
+        first, names = group[0], tuple(layer.layer_name for layer in group)
+        shapes.append(MoEShape(names, first.local_num_experts, first.top_k, first.probe(), first.spac_packed))
+    return shapes
 
 
 def _log_serving(experts: ModelExperts, execution: Execution, serving: Serving) -> None:

@@ -125,6 +125,11 @@ class Packing:
         # Files: each rank checks the room for its own, since to meet while locks are held could end in a deadlock.
         store.reserve(missing if kind.persistent else missing * self._ranks.size)
 
+    def pin(self) -> None:
+        """Pins experts that the GPU reads in place, once all ranks have room; ``PinError`` if the driver refuses."""
+        for store in {id(store): store for store in self._stores.values()}.values():
+            store.pin()
+
     def begin(self) -> None:
         """Called once all stores are open, before any weight is loaded."""
         of_layers = ((self._store(layer), key) for layer in self._layers for key in self._keys(layer))
@@ -164,7 +169,7 @@ class Packing:
         """Fills the slots and attaches the layers to them; returns the execution of each shape."""
         self._bar.close()
         if "checkpoint" in vars(self):
-            self._check_unchanged()
+            _check_unchanged(self.checkpoint, self._put)
         for lock in self._locks:
             lock.share()
         executions = []
@@ -189,15 +194,6 @@ class Packing:
         for store in {id(store): store for store in self._stores.values()}.values():
             if id(store) not in filled:
                 store.close()
-
-    def _check_unchanged(self) -> None:
-        """Raises ``StoreError`` if the checkpoint changed since it was read, and drops what was packed from it."""
-        try:
-            self.checkpoint.check_unchanged()
-        except StoreError:
-            for store, key in self._put:
-                store.drop(key)
-            raise
 
     def _fill(self, shape: MoEShape) -> Execution:
         config, store, room = self._config, self._stores[shape.layers[0]], self._rooms[shape]
@@ -239,6 +235,16 @@ class Packing:
     def _keys(self, layer: ManagedExperts) -> range:
         experts = self._store(layer).shape.experts
         return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)
+
+
+def _check_unchanged(checkpoint: CheckpointContents, put: Sequence[tuple[ExpertStore, int]]) -> None:
+    """Raises ``StoreError`` if the checkpoint changed since it was read, and drops what was ``put`` from it."""
+    try:
+        checkpoint.check_unchanged()
+    except StoreError:
+        for store, key in put:
+            store.drop(key)
+        raise
 
 
 def _verify(store: ExpertStore, threads: int, rank: int) -> None:

@@ -168,6 +168,8 @@ class WorkerCollector:
             for name, text in _EXPERT_WORKER_GAUGES.items():
                 yield self._each(GaugeMetricFamily, name, text)
         yield self._stopped()
+        if all("host_bytes" in worker for worker in self.workers):
+            yield self._held()
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 
@@ -189,6 +191,14 @@ class WorkerCollector:
         for index, worker in enumerate(self._counting("expert_workers")):
             for called, counts in worker["expert_workers"].items():
                 metric.add_metric([str(index), called], counts[name])
+        return metric
+
+    def _held(self) -> Family:
+        text = "Bytes of host memory that holds experts, by whether its pages are pinned."
+        metric = GaugeMetricFamily("vllm:spac_host_bytes", text, labels=["worker", "kind"])
+        for index, worker in enumerate(self._counting("host_bytes")):
+            for kind, count in worker["host_bytes"].items():
+                metric.add_metric([str(index), kind], count)
         return metric
 
     def _stopped(self) -> Family:

@@ -1,0 +1,125 @@
+"""A driver that pins too little host memory: a plane that the plugin chose is changed, one that was named is an error.
+
+CUDA's runtime is a stand-in that refuses after some bytes, on a real engine. On a CPU kernels read any memory in place,
+so that ``plane=pointers`` would serve: what changes is what the driver's answer decides.
+"""
+
+from __future__ import annotations
+
+import json
+
+import engines
+import forked
+import pytest
+from exactness import FLOAT32
+
+PROGRAM = """
+import json, sys
+import engines
+import torch
+import vllm_spac
+from vllm_spac.integration import gpu_defaults
+from vllm_spac.integration.hooks import plane_change
+from vllm_spac.storage import host
+from vllm_spac.system import host_blocks
+
+asked = json.loads(sys.argv[1])
+registered, lines = {}, []
+
+
+class Driver:
+    @staticmethod
+    def cudaHostRegister(address, nbytes, flags):
+        if sum(registered.values()) + nbytes > asked["limit"]:
+            return 2
+        registered[address] = nbytes
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address):
+        return 0 if registered.pop(address, None) else 713
+
+    cudaGetErrorString = staticmethod(lambda error: "out of memory")
+
+
+class Log:  # whatever handlers and levels vLLM gives its loggers
+    @staticmethod
+    def warning(text, *values):
+        lines.append(text % values)
+
+
+class Torch:  # of the store alone: vLLM asks torch.cuda, too
+    class cuda:
+        is_available = staticmethod(lambda: True)
+        synchronize = staticmethod(lambda: None)
+        cudart = staticmethod(lambda: Driver)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+host.torch = host_blocks.torch = Torch()
+host_blocks._forget_error = lambda: None
+host_blocks.processors = type("Processors", (), {"gpu_node": staticmethod(lambda: None)})
+gpu_defaults._on_a_cpu = lambda arguments, config: (
+    gpu_defaults._with(arguments, plane="pointers") if config.plane == "auto" else config
+)
+plane_change.logger = Log
+try:
+    with engines.engine(asked["model"], asked["spac"], **asked["options"]) as llm:
+        tokens = engines.say(llm)
+        found = vllm_spac.stats(llm)["workers"][0]
+        pinned = sum(registered.values())
+    print(json.dumps({"tokens": tokens, "stats": found, "lines": lines, "pinned": pinned}))
+except Exception as error:
+    print(json.dumps({"error": str(error), "lines": lines, "left": len(registered)}))
+"""
+
+
+def served(model: str, limit: int, **knobs) -> dict:
+    spac = {"slots": "50%", "store": "host", "guard": "off", **knobs}
+    asked = {"model": str(model), "limit": limit, "spac": spac, "options": FLOAT32}
+    return forked.answer(forked.run(["-c", PROGRAM, json.dumps(asked)]))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def whole(model) -> dict:
+    """Served by a driver that pins all."""
+    return served(model, 1 << 40)
+
+
+def test_all_is_pinned_where_the_driver_allows_it(model, whole) -> None:
+    stats = whole["stats"]
+    assert stats["execution"] == "pointers" and "plane_change" not in stats
+    assert stats["host_bytes"] == {"pinned": whole["pinned"], "pageable": 0} and whole["pinned"] > 0
+    assert whole["tokens"] == engines.generate(model, **FLOAT32).tokens
+
+
+def test_a_plane_that_the_plugin_chose_is_changed(model, whole) -> None:
+    """It serves with as much pinned as the driver allows, in the order of layers; one line and the counters say so."""
+    limit = whole["pinned"] // 2
+    run = served(model, limit)
+    stats, (line,) = run["stats"], [line for line in run["lines"] if "instead of" in line]
+    assert run["tokens"] == engines.generate(model, **FLOAT32).tokens
+    assert stats["execution"] == "table" and stats["misses"] > 0
+    assert stats["host_bytes"] == {"pinned": run["pinned"], "pageable": whole["pinned"] - run["pinned"]}
+    assert 0 < run["pinned"] <= limit
+    assert line.startswith("spac: plane=table instead of pointers") and "error 2" in line and "--spac" not in line
+    assert stats["plane_change"] in line.replace(", with CUDA graphs NONE", "")
+
+
+def test_nothing_pinned_at_all_is_served_too(model, whole) -> None:
+    stats = served(model, 0)["stats"]
+    assert stats["execution"] == "table"
+    assert stats["host_bytes"] == {"pinned": 0, "pageable": whole["pinned"]}
+
+
+def test_a_plane_that_the_user_named_is_an_error(model, whole) -> None:
+    run = served(model, whole["pinned"] // 2, plane="pointers")
+    assert "cannot pin" in run["error"] and "--spac-plane slots" in run["error"] and run["left"] == 0
+    assert not any("instead of" in line for line in run["lines"])
