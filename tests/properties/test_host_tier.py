@@ -20,7 +20,10 @@ TORN = -2
 class World(RuleBasedStateMachine):
     """Slots and rows as lists of the experts whose bytes they have; loads begin, end, fail or are cancelled."""
 
-    @initialize(policy=st.sampled_from(("lru", "reuse", "layer_lru")), rows=st.sampled_from((1, 2, 5, 12, 20, KEYS)))
+    @initialize(
+        policy=st.sampled_from(("lru", "reuse", "layer_lru")),
+        rows=st.sampled_from((1, 2, 5, 12, 20, KEYS - SLOTS, KEYS - 1, KEYS)),
+    )
     def start(self, policy: str, rows: int) -> None:
         self.tier = HostTier(KEYS, rows, SLOTS, components.build("policies", policy))
         self.slots = [NOWHERE] * SLOTS

@@ -13,7 +13,7 @@ from vllm_spac.config import config
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions import costs, prompt_chunks
 from vllm_spac.decisions.costs import PROFILE, Costs, Rate
-from vllm_spac.integration import chunk_size, gpu_defaults
+from vllm_spac.integration import chunk_size, gpu_defaults, store_choice
 from vllm_spac.integration.hooks import device
 from vllm_spac.integration.hooks.device import DeviceFacts
 from vllm_spac.storage.checkpoint.published import find_model, published
@@ -100,6 +100,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = DeviceFacts("NVIDIA GeForce RTX 4090", True, (8, 9), pinned=True, unified=True)
     monkeypatch.setattr(device, "query", lambda: facts)
     monkeypatch.setattr(device, "total_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(store_choice, "available_host_bytes", lambda: 128 * GIB)
 
 
 def asked(folder: Path, usage: str | None = "OPENAI_API_SERVER", slots: str = "auto", **given):

@@ -10,7 +10,7 @@ import torch
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import ONLY_OURS_ON_A_GPU, ROUNDED_ON_A_GPU
-from vllm_spac.integration import gpu_defaults
+from vllm_spac.integration import gpu_defaults, store_choice
 from vllm_spac.integration.hooks import device
 
 H100 = device.DeviceFacts("an H100", True, (9, 0), pinned=True, unified=True)
@@ -44,6 +44,7 @@ def model(**changes):
 def gpu(monkeypatch):
     monkeypatch.setattr(device, "is_cpu", lambda: False)
     monkeypatch.setattr(device, "query", lambda: H100)
+    monkeypatch.setattr(store_choice, "choose", lambda *_: None)  # there is no checkpoint
 
 
 def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tuple[SpacConfig, dict]:

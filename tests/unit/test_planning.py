@@ -28,12 +28,13 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published, quantisation
 from vllm_spac.storage.checkpoint.published import find_model
+from vllm_spac.system.host_memory import SYSTEM_RESERVE
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
 from vllm_spac.tools.planning import planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
 from vllm_spac.tools.planning.architecture import Architecture
-from vllm_spac.tools.planning.planned_machine import HIT_SHARE, HOST_RESERVE, USABLE, UTILIZATION, PlannedMachine
+from vllm_spac.tools.planning.planned_machine import HIT_SHARE, USABLE, UTILIZATION, PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Choice, Load, command, kv_bytes, largest_slots, slot_bytes, split
 from vllm_spac.tools.planning.planned_model import ServedModel, executions
 from vllm_spac.tools.planning.planned_serving import make_plan
@@ -77,7 +78,9 @@ def machine(fast: float, host: float, *, gpu: bool = True, disk_free: int | None
         origin = costs.provenance.model_copy(update={"store": "disk"})
         update = {"load": costs.disk, "host": costs.load, "disk": None, "provenance": origin}
         return PlannedMachine("cpu", costs.model_copy(update=update), 0, int(fast / UTILIZATION), disk_free)
-    return PlannedMachine(name, costs, int(fast / UTILIZATION) + 1, int((host + HOST_RESERVE) / USABLE) + 1, disk_free)
+    return PlannedMachine(
+        name, costs, int(fast / UTILIZATION) + 1, int((host + SYSTEM_RESERVE) / USABLE) + 1, disk_free
+    )
 
 
 ONE = Load(2048, 1)
@@ -777,7 +780,7 @@ def test_int4_in_slots_is_read_as_an_h100_read_it(tmp_path: Path) -> None:
 
 def test_64_gib_of_a_data_sheet_hold_fewer_experts_than_that() -> None:
     nominal = PlannedMachine("rtx4090", Costs.read("rtx4090"), 24 * GIB, 64 * GIB)
-    assert nominal.spare == int(62.5 * GIB) - HOST_RESERVE and replace(nominal, name="here").spare == 58 * GIB
+    assert nominal.spare == int(62.5 * GIB) - SYSTEM_RESERVE and replace(nominal, name="here").spare == 58 * GIB
 
 
 def test_a_plan_with_pointers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import flag
-from vllm_spac.integration import gpu_defaults, plugin
+from vllm_spac.integration import gpu_defaults, plugin, store_choice, whole_models
 from vllm_spac.integration.hooks import device, graphs
 from vllm_spac.storage.checkpoint.published import published
 
@@ -26,6 +26,7 @@ def args(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(device, "is_cpu", lambda: False)
     monkeypatch.setattr(device, "query", lambda: device.DeviceFacts("an H100", True, (9, 0), True, True))
     monkeypatch.setattr(device, "total_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(store_choice, "available_host_bytes", lambda: 128 * GIB)
     (tmp_path / "config.json").write_text(json.dumps(published()[QWEN]))
 
     def made(knobs: dict | None = None, **options: Any) -> EngineArgs:
@@ -195,6 +196,14 @@ def test_the_card_decides(args, monkeypatch, gib: int, fits: bool) -> None:
 def test_two_cards_hold_a_half_each(args, monkeypatch) -> None:
     monkeypatch.setattr(device, "total_memory", lambda: 48 * GIB)
     assert served(args()) is not None and served(args(tensor_parallel_size=2)) is None
+
+
+def test_latent_attention_keeps_one_vector_a_token(args, tmp_path) -> None:
+    """As vLLM counts it, whatever number of heads the checkpoint names."""
+    (tmp_path / "config.json").write_text(json.dumps(published()["deepseek-ai/DeepSeek-V2-Lite-Chat"]))
+    asked = args(max_model_len=4096, max_num_seqs=1)
+    found = whole_models.count(asked, asked.create_model_config())
+    assert found is not None and found.kv == pytest.approx(27 * 576 * 2 * 4096, rel=0.01)
 
 
 def test_a_device_whose_memory_is_unknown_is_the_plugins(args, monkeypatch) -> None:

@@ -237,8 +237,9 @@ def _choice(found: Choice, folder: str, knobs: dict[str, str] | None, named: dic
 
     from vllm_spac.config.config import SpacConfig
     from vllm_spac.errors import SpacError
-    from vllm_spac.integration import gpu_defaults, preflight
+    from vllm_spac.integration import gpu_defaults, preflight, store_choice
 
+    store_choice.available_host_bytes = lambda: 1 << 50  # of any machine
     args, model = EngineArgs(model=folder, skip_tokenizer_init=True, **named), None
     if knobs is not None:
         args.additional_config = {"spac": knobs}

@@ -18,6 +18,21 @@ from vllm_spac.decisions.policies.base import Policy
 INCLUSIVE_FROM = 4  # rows per slot from which an expert in a slot keeps its row
 
 
+def is_inclusive(keys: int, rows: int, slots: int) -> bool:
+    """Whether experts in slots keep their rows: not where slots and rows hold all experts only together."""
+    return rows >= INCLUSIVE_FROM * slots and not keys - slots <= rows < keys
+
+
+def useful_rows(keys: int, rows: int, slots: int, moving: int) -> int:
+    """Returns how many of ``rows`` can hold an expert.
+
+    Exclusive ones are those of all experts without a slot, and of ``moving`` experts, which leave their slots before
+    the rows of those that replace them are free.
+    """
+    rows = min(keys, rows)
+    return rows if is_inclusive(keys, rows, slots) else min(rows, keys - slots + moving)
+
+
 class HostMove(NamedTuple):
     """A load of an expert into a slot.
 
@@ -40,7 +55,8 @@ class HostTier:
     Exclusive: an expert is in a slot or in a row. When it loses its slot it is copied to a row, so slots and rows
     together hold as many experts as possible; each miss may cost a copy in the other direction. Inclusive: an expert
     that was read from the store is copied to a row at once and keeps it while it has a slot, so only reads from the
-    store cost a copy, but experts in slots take rows as well. With ``INCLUSIVE_FROM`` rows per slot these are few.
+    store cost a copy, but experts in slots take rows as well. With ``INCLUSIVE_FROM`` rows per slot these are few. The
+    tier is exclusive nevertheless where slots and rows hold all experts only together.
 
     Args:
         policy: chooses which expert loses its row; owned by this object.
@@ -49,7 +65,7 @@ class HostTier:
     def __init__(self, keys: int, rows: int, slots: int, policy: Policy) -> None:
         assert 0 < rows <= keys, f"{rows} rows for {keys} experts"
         self.policy = policy
-        self.inclusive = rows >= INCLUSIVE_FROM * slots
+        self.inclusive = is_inclusive(keys, rows, slots)
         self.row_of = np.full(keys, NOWHERE, dtype=np.int32)  # of complete rows
         self._content = np.full(slots, NOWHERE, dtype=np.int32)  # the expert whose bytes a slot has
         self._free = list(range(rows - 1, -1, -1))

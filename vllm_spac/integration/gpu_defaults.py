@@ -9,6 +9,7 @@ vLLM's own choice of MoE backend depends on the GPU, and on some it is one that 
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
 
 Where all experts fit there is no plane, or ``plane=slots`` with vLLM's own kernel and graphs: see ``whole_models``.
+Where host memory is too small for them, they are on a disk: see ``store_choice``.
 
 On a CPU vLLM's own kernel runs the experts, exactly, in slots. Where it has none for them, ours does: ``plane=table``.
 """
@@ -25,7 +26,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
-from vllm_spac.integration import chunk_size, whole_models
+from vllm_spac.integration import chunk_size, store_choice, whole_models
 from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import LAYERS, first_number
@@ -67,10 +68,14 @@ def apply(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | Non
             logger.info("%s", printable(f"spac: {fits}"))
             return None
         config = served
+    if (chosen := store_choice.choose(engine_args, config, model, entry)) is not None:
+        knobs, why = chosen
+        choices.append(why)
+        config = _with(engine_args, **knobs)
     if config.plane == AUTO and not config.has_workers:
         plane, why = _plane(engine_args, config, model, entry, facts)
         choices.append(f"plane={plane}: {why}")
-        config = _with_plane(engine_args, plane)
+        config = _with(engine_args, plane=plane)
     choices += _set_kernels(engine_args, config, model, entry, facts)
     if engine_args.speculative_config is None and (layers := first_number(model.hf_config.to_dict(), _HEAD)):
         drafts = json.dumps({"method": "mtp", "num_speculative_tokens": layers})
@@ -94,11 +99,11 @@ def _on_a_cpu(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
         return config
     name, where = quant_config.method(entry), "a CPU" if amx else "a CPU without AMX"
     logger.info("spac: plane=table, %s: stock vLLM has no kernel for these experts (%s) on %s", ROUNDED, name, where)
-    return _with_plane(engine_args, "table")
+    return _with(engine_args, plane="table")
 
 
-def _with_plane(engine_args: EngineArgs, plane: str) -> SpacConfig:
-    spac = {**engine_args.additional_config["spac"], "plane": plane}
+def _with(engine_args: EngineArgs, **knobs: object) -> SpacConfig:
+    spac = {**engine_args.additional_config["spac"], **knobs}
     engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
     return SpacConfig.parse(spac)
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
+from vllm_spac.cache.sizing import Batch, MoEWidths, Working
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO
 from vllm_spac.errors import SpacError, flag
@@ -70,14 +71,14 @@ def serve(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> tu
     """
     if config.slots != AUTO or config.has_workers or config.plane not in (AUTO, "slots"):
         return None
-    count = _count(engine_args, model)
-    if count is None or not count.fits:
+    found = count(engine_args, model)
+    if found is None or not found.fits:
         return None
     named = [name for name, value in SpacConfig().model_dump().items() if getattr(config, name) != value]
     idle = [name for name in named if name in _IDLE and (name != "prefetch" or config.speculate == "off")]
     fits = (
-        f"all experts fit: {gib(count.weights)} of weights, {gib(count.kv)} of KV cache and {gib(count.working)} of "
-        f"run-time buffers, of {gib(count.usable)} of GPU memory"
+        f"all experts fit: {gib(found.weights)} of weights, {gib(found.kv)} of KV cache and {gib(found.working)} of "
+        f"run-time buffers, of {gib(found.usable)} of GPU memory"
     )
     if idle:
         fits += f"; nothing is left to {' and '.join(map(flag, idle))}"
@@ -109,7 +110,7 @@ def acting_inside(config: SpacConfig) -> list[str]:
     return [name for name, acts in found.items() if acts]
 
 
-def _count(engine_args: EngineArgs, model: ModelConfig) -> Count | None:
+def count(engine_args: EngineArgs, model: ModelConfig) -> Count | None:
     """Counts what a rank needs; None where that is not known."""
     entry = quant_config.of(model.hf_config.to_dict())
     uncounted = engine_args.speculative_config, engine_args.enable_lora, engine_args.enable_expert_parallel
@@ -119,7 +120,7 @@ def _count(engine_args: EngineArgs, model: ModelConfig) -> Count | None:
     if (total := device.total_memory()) is None:
         return None
     config, ranks = model.hf_config.to_dict(), engine_args.tensor_parallel_size
-    if (checkpoint := _checkpoint(str(engine_args.model), config)) is None:
+    if (checkpoint := sizes(str(engine_args.model), config, FormatKernels.GPU)) is None:
         return None
     weights = -(-(checkpoint.other_bytes + sum(checkpoint.layer_bytes.values())) // ranks)
     working = _working(engine_args, model, config, checkpoint)
@@ -127,32 +128,33 @@ def _count(engine_args: EngineArgs, model: ModelConfig) -> Count | None:
     return Count(usable, weights, _kv(engine_args, model, usable - weights - working), working)
 
 
-def _checkpoint(model: str, config: dict) -> Checkpoint | None:
-    """Returns the sizes by the headers, or by the configuration of a model that is not on this machine yet."""
+def sizes(model: str, config: dict, kernels: FormatKernels) -> Checkpoint | None:
+    """Returns the sizes by the headers, or by the configuration of a model that is not on this machine yet.
+
+    Args:
+        kernels: whose format experts are kept in.
+    """
     try:
-        return read_checkpoint(find_folder(model), FormatKernels.GPU)
+        return read_checkpoint(find_folder(model), kernels)
     except (SpacError, OSError):  # not on this machine, or damaged, which whoever loads it says
         pass
     try:
-        return described(config, Path(model), FormatKernels.GPU)
+        return described(config, Path(model), kernels)
     except SpacError:  # of an architecture whose sizes are not known: then the layers are built, and say it
         return None
 
 
 def _working(engine_args: EngineArgs, model: ModelConfig, config: dict, checkpoint: Checkpoint) -> int:
-    text = model.hf_text_config
-    widths = Widths(
-        hidden=model.get_hidden_size(),
-        heads=text.num_attention_heads,
-        kv_heads=model.get_total_num_kv_heads(),
-        head=model.get_head_size(),
-        dense=first_number(config, ("intermediate_size",)),
-        moe=(MoEWidths(checkpoint.top_k, model.get_hidden_size(), first_number(config, INNER)),),
-        itemsize=model.dtype.itemsize,
-    )
+    moe = MoEWidths(checkpoint.top_k, model.get_hidden_size(), first_number(config, INNER))
+    widths = fast_memory.widths(model, _parallel(engine_args), [moe])
     rows, sampled = engine_args.max_num_batched_tokens or _ROWS, engine_args.max_num_seqs or _REQUESTS
     graphs = (0, 0) if engine_args.enforce_eager else (_CAPTURED, _GRAPHS)
     return Working.of(widths, model.get_vocab_size(), Batch(max(rows, sampled), sampled, *graphs)).total
+
+
+def _parallel(engine_args: EngineArgs) -> Any:
+    """Returns what sizes of a rank need of vLLM's parallel configuration, which does not exist yet."""
+    return SimpleNamespace(tensor_parallel_size=engine_args.tensor_parallel_size)
 
 
 def _kv(engine_args: EngineArgs, model: ModelConfig, left: int) -> int:
@@ -160,7 +162,8 @@ def _kv(engine_args: EngineArgs, model: ModelConfig, left: int) -> int:
     if engine_args.kv_cache_memory_bytes is not None:
         return engine_args.kv_cache_memory_bytes
     text: Mapping = model.hf_text_config.to_dict()
-    layer = model.get_total_num_kv_heads() * model.get_head_size() * (1 if model.use_mla else 2) * model.dtype.itemsize
+    values = model.get_num_kv_heads(_parallel(engine_args)) * model.get_head_size()
+    layer = values * (1 if model.use_mla else 2) * model.dtype.itemsize  # MLA: one vector for keys and values
     layers = KVLayers.of_config(text, model.get_total_num_hidden_layers(), model.get_hidden_size(), layer)
     rows = engine_args.max_num_batched_tokens or _ROWS
     each = layers.blocks(Steps(model.max_model_len, 2 * rows)).request_bytes

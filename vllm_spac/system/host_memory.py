@@ -17,6 +17,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _RELEASE = Path("/proc/sys/kernel/osrelease")
 LOCK_REMEDY = "ulimit -l unlimited; in a container --ulimit memlock=-1"
 WSL_REMEDY = "raise memory= in %UserProfile%\\.wslconfig, then wsl --shutdown"
+SYSTEM_RESERVE = 6 << 30  # bytes left to the system and to vLLM's processes, which take 4 to 6 GiB
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MADV_PAGEOUT = 21
 
@@ -41,6 +42,13 @@ def available_host_bytes() -> int:
     """
     rooms = (_room(group, _V2 if second else _V1) for group, second in control_groups("memory"))
     return max(0, min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)]))
+
+
+def host_limit() -> int | None:
+    """Returns the bytes of the tightest control group around this process; None: none has less than the machine."""
+    limits = (_read(group / (_V2 if second else _V1).limit) for group, second in control_groups("memory"))
+    total = psutil.virtual_memory().total
+    return min((limit for limit in limits if limit is not None and limit < total), default=None)
 
 
 def is_wsl() -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.cache.host_tier import HostTier
+from vllm_spac.cache.host_tier import HostTier, useful_rows
 from vllm_spac.cache.measured_costs import serving_rates
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
@@ -164,6 +164,11 @@ def host_rows(
             f"spac: host_memory (--spac-host-memory) of {gib(given)} holds no expert of {gib(shape.expert_bytes)}; "
             "give more, or drop it"
         )
+    # a load of a layer moves at most all of its experts
+    if (useful := useful_rows(shape.total, rows, slots, shape.experts)) < rows:
+        needed, rows = gib(useful * shape.expert_bytes), useful
+        text = "spac: of host_memory (--spac-host-memory) %s are taken, not %s: slots and host memory hold all experts"
+        logger.info(text, needed, gib(given))
     tier = HostTier(shape.total, rows, slots, policy(config, shape, rows, most_drafts))
     block = HostBlock(shape.tensors, rows, device.type == "cuda", in_place=False)
     if block.refused:

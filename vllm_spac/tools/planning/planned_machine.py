@@ -13,7 +13,7 @@ from vllm_spac.decisions.costs import PROFILE, Costs, Rate, names
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.packed_folder import scan
 from vllm_spac.storage.checkpoint.quantisation import Capability
-from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.host_memory import SYSTEM_RESERVE, available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR, has_amx
 from vllm_spac.system.untrusted import path_named
 from vllm_spac.tools.planning.planned_model import ServedModel
@@ -21,7 +21,6 @@ from vllm_spac.tools.planning.planned_model import ServedModel
 HERE = "here"
 UTILIZATION = 0.92  # vLLM's default --gpu-memory-utilization
 OTHERS = "for another GPU, the one with its generation of PCIe and --fast-memory"
-HOST_RESERVE = 6 << 30  # bytes of host memory left to the system and to vLLM's processes, which take 4 to 6 GiB
 USABLE = 62.5 / 64  # of nominal host memory: firmware and kernel keep the rest
 # Share of the rate of GPU memory at which our kernel reads an expert in a slot: INT4 13 to 21 % on an H100, bound by
 # arithmetic. MXFP4 and NVFP4 are decoded likewise and were not timed; the same is assumed.
@@ -87,7 +86,7 @@ class PlannedMachine:
     def spare(self) -> int:
         """Bytes of host memory that may hold experts; 0 without a GPU, where it is fast memory."""
         usable = self.host if self.name == HERE else int(USABLE * self.host)  # here it is what is free
-        return max(0, usable - HOST_RESERVE) if self.gpu else 0
+        return max(0, usable - SYSTEM_RESERVE) if self.gpu else 0
 
     @property
     def disk(self) -> Rate | None:

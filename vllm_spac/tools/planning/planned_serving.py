@@ -13,11 +13,10 @@ from vllm_spac.decisions.prompt_chunks import ATTAINED
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.published import NamedModel
-from vllm_spac.system.host_memory import gib
+from vllm_spac.system.host_memory import SYSTEM_RESERVE, gib
 from vllm_spac.tools.planning.planned_machine import (
     HERE,
     HIT_SHARE,
-    HOST_RESERVE,
     USABLE,
     UTILIZATION,
     PlannedMachine,
@@ -290,7 +289,7 @@ def _assumptions(plan: ServingPlan) -> Iterator[str]:
     yield f"vLLM may use {UTILIZATION:.0%} of fast memory (--gpu-memory-utilization), and KV cache has 16 bits"
     if machine.gpu and not stock:
         nominal = "" if machine.name == HERE else f", of which {USABLE:.1%} are usable"
-        yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM{nominal}"
+        yield f"{gib(SYSTEM_RESERVE)} of host memory are left to the system and to vLLM{nominal}"
     if machine.gpu and not stock and model.execution != "slots" and model.kind in HIT_SHARE:
         timed = "" if model.kind.startswith("int4") else ", as it does of INT4: this format was not timed"
         share = f"{HIT_SHARE[model.kind]:.0%} of the rate of GPU memory"
@@ -348,11 +347,13 @@ def row_of(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Lo
 
 
 def _with_host_memory(choice: Choice, model: ServedModel, machine: PlannedMachine) -> Choice:
-    """Returns the choice, with ``tiers`` with the host memory that the experts without a slot can use."""
+    """Returns the choice, with ``tiers`` with the host memory that experts can use, as ``host_tier.useful_rows``."""
     if choice.store != "tiers":
         return choice
     outside = model.experts_bytes - slot_bytes(model, choice.percent, choice.tokens)
-    return replace(choice, host_bytes=min(machine.spare, outside) // _TIER_STEP * _TIER_STEP)
+    useful = min(model.experts_bytes, outside + max(model.checkpoint.layer_bytes.values()))
+    steps = min(machine.spare // _TIER_STEP, -(-useful // _TIER_STEP))
+    return replace(choice, host_bytes=steps * _TIER_STEP)
 
 
 def _no_store(model: ServedModel, machine: PlannedMachine) -> str:

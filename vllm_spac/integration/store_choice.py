@@ -1,0 +1,61 @@
+"""Where an engine on a GPU keeps experts if its user named no store: in host memory, or on a disk where that is short.
+
+Counted by headers and free memory, before a plane is chosen, as ``vllm-spac plan`` counts this machine. With a disk,
+host memory holds experts without a slot, as many as it has room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import SlotCount
+from vllm_spac.integration import whole_models
+from vllm_spac.storage.checkpoint import quantisation
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels
+from vllm_spac.system.host_memory import SYSTEM_RESERVE, available_host_bytes, gib
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_LEAST = 1 << 28  # bytes of host memory that are worth a tier of their own
+
+
+def choose(
+    engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None
+) -> tuple[dict[str, object], str] | None:
+    """Returns knobs of a store that has room, and why; None where the default has, or the user named a store.
+
+    A plane that reads host memory in place, and CPU experts, leave no other: host memory that is short is then an error
+    when it is reserved.
+
+    Args:
+        entry: how the checkpoint's experts are quantised; None: not at all.
+    """
+    named = config.store is not None or config.host_memory is not None or config.has_workers
+    bound = config.plane == "pointers" or config.cpu_experts != "off" or config.parsed_slots.share == 1
+    if named or bound or config.store_on("cuda") != "host":
+        return None
+    if entry is None and model.quantization is not None:
+        return None  # quantised while it is loaded, which is refused
+    if config.parsed_slots == SlotCount() and (found := whole_models.count(engine_args, model)) and found.fits:
+        return None  # each expert gets a slot
+    ours = entry is not None and quantisation.refusal(entry, FormatKernels.OURS) is None
+    kernels = FormatKernels.OURS if ours else FormatKernels.GPU
+    checkpoint = whole_models.sizes(str(engine_args.model), model.hf_config.to_dict(), kernels)
+    if checkpoint is None:
+        return None
+    needed, available = sum(checkpoint.layer_bytes.values()), available_host_bytes()
+    if needed <= (spare := max(0, available - SYSTEM_RESERVE)):
+        return None
+    knobs: dict[str, object] = {"store": "disk"}
+    tier = "no experts"
+    if spare >= _LEAST:
+        knobs["host_memory"] = spare >> 20 << 20
+        tier = f"as many as {gib(spare)} hold"
+    return knobs, (
+        f"store=disk: the experts take {gib(needed)}, and {gib(available)} of host memory are free, of which "
+        f"{gib(SYSTEM_RESERVE)} are left to the system; host memory holds {tier} (--spac-host-memory)"
+    )
