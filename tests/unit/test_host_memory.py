@@ -20,7 +20,9 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A machine with 10 GiB available; call it to write the files of its container."""
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
+    monkeypatch.setattr(
+        host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB, total=16 * GIB)
+    )
 
     def write(**files: str | int) -> None:
         for name, value in files.items():
@@ -72,7 +74,15 @@ def test_each_group_around_this_process_may_have_the_limit(cgroup, tmp_path: Pat
     none = {"memory.max": "max", "memory.current": GIB}
     groups = dict.fromkeys(["slurm", "slurm/job_1", "slurm/job_1/step_0"], none)
     nested(tmp_path, "0::/slurm/job_1/step_0\n", groups | {limited: {"memory.max": 4 * GIB, "memory.current": GIB}})
-    assert host_memory.available_host_bytes() == 3 * GIB
+    assert host_memory.available_host_bytes() == 3 * GIB and host_memory.host_limit() == 4 * GIB
+
+
+def test_a_limit_above_the_machines_memory_is_none(cgroup, tmp_path: Path) -> None:
+    assert host_memory.host_limit() is None
+    cgroup(max=16 * GIB, current=GIB)
+    assert host_memory.host_limit() is None
+    cgroup(max=16 * GIB - 1)
+    assert host_memory.host_limit() == 16 * GIB - 1
 
 
 def test_groups_of_the_first_version(cgroup, tmp_path: Path) -> None:
@@ -81,7 +91,7 @@ def test_groups_of_the_first_version(cgroup, tmp_path: Path) -> None:
     none = {"memory.limit_in_bytes": 2**63 - 4096, "memory.usage_in_bytes": 3 * GIB}
     groups = {"memory/job": files | {"memory.stat": statistics}, "memory/job/step": none, "memory": none}
     nested(tmp_path, "9:name=systemd:/\n4:cpu,memory:/job/step\n3:cpuset:/other\n0::/\n", groups)
-    assert host_memory.available_host_bytes() == 2 * GIB
+    assert host_memory.available_host_bytes() == 2 * GIB and host_memory.host_limit() == 4 * GIB
 
 
 def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ give time for: of more, all are stopped until the period ends. Cores on the node
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
@@ -167,8 +168,12 @@ def quota() -> float | None:
     return min(found, default=None)
 
 
+@functools.cache
 def gpu_node() -> int | None:
-    """Returns the NUMA node of this process's GPU; None on a machine with one, or where the system does not say."""
+    """Returns the NUMA node of this process's GPU; None on a machine with one, or where the system does not say.
+
+    Read once, when the process has chosen its GPU: each block of host memory asks.
+    """
     if len(nodes()) < 2:
         return None
     import torch

@@ -212,7 +212,7 @@ def _binding(facts: Facts) -> Iterator[Finding]:
 def memory(facts: Facts) -> Iterator[Finding]:
     """There is host memory for the model."""
     system, model = facts.system, facts.model
-    of = "" if system.limit is None or system.limit >= system.total else f" (container: {gib(system.limit)})"
+    of = "" if system.limit is None else f" (container: {gib(system.limit)})"
     text = f"{gib(system.available)} of {gib(system.total)} are available{of}"
     on_cpu = facts.installation.device is None
     if on_cpu:

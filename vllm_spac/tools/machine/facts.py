@@ -80,7 +80,7 @@ class System:
     # total, available: bytes of host memory
     total: int
     available: int
-    limit: int | None  # of the control group, None: none
+    limit: int | None  # of the tightest control group, None: none has less
     memlock: int | None  # bytes that may be locked; None: any number
     huge_pages: str  # the kernel's setting: ``always``, ``madvise`` or ``never``; empty: unknown
     wsl: bool = False  # Linux under Windows

@@ -19,7 +19,7 @@ from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, scan
 from vllm_spac.storage.checkpoint.published import NamedModel
 from vllm_spac.system import machine, processors
 from vllm_spac.system.files import probe, reads_directly
-from vllm_spac.system.host_memory import available_host_bytes, is_wsl
+from vllm_spac.system.host_memory import available_host_bytes, host_limit, is_wsl
 from vllm_spac.tools.machine.facts import Disk, Model, PackedFolder, System
 
 _BLOCK = 4 << 20
@@ -71,7 +71,6 @@ def _rate(files: Sequence[Path], seconds: float) -> float:
 
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND")
 VARIABLES = ("OMP_NUM_THREADS", *_BINDING, *machine.VARIABLES)
-_CGROUP = Path("/sys/fs/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DEVICES = Path("/sys/class/bdi")
 
@@ -80,7 +79,6 @@ def system() -> System:
     """Collects facts about processors and memory."""
     cpus = frozenset(os.sched_getaffinity(0))
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    memory = _text(_CGROUP / "memory.max")
     return System(
         cpus=cpus,
         quota=processors.quota(),
@@ -88,7 +86,7 @@ def system() -> System:
         wsl=is_wsl(),
         total=psutil.virtual_memory().total,
         available=available_host_bytes(),
-        limit=int(memory) if memory.isdigit() else None,
+        limit=host_limit(),
         memlock=None if limit == resource.RLIM_INFINITY else limit,
         huge_pages=_text(_HUGE_PAGES).partition("[")[2].partition("]")[0],
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
