@@ -175,7 +175,7 @@ def test_each_fault_is_found_with_its_remedy(changes: dict, check: str, level: s
     [
         (CPU, {"system": {"available": 2 * GIB}}, "host memory", "problem"),
         (CPU, {"system": {"available": 4 * GIB}}, "host memory", "problem"),  # 3 GiB of weights, and vLLM itself
-        (GPU, {"system": {"available": 30 * GIB}}, "host memory", "problem"),
+        (GPU, {"system": {"available": 30 * GIB}}, "host memory", "note"),
         (CPU, {"disk": {"free": 30 * GIB}}, "disk", "problem"),
         (CPU, {"disk": {"free": 30 * GIB, "packed": (replace(FOLDER, bytes=41 * GIB),)}}, "disk", "note"),
         (GPU, {"disk": {"free": 30 * GIB}}, "disk", "note"),
@@ -185,6 +185,13 @@ def test_each_fault_is_found_with_its_remedy(changes: dict, check: str, level: s
 def test_a_model_must_fit(base: Installation, changes: dict, check: str, level: str) -> None:
     facts = changed(replace(HEALTHY, installation=base, model=MODEL), **changes)
     assert [(f.check, f.level) for f in diagnose(facts) if f.level != "ok"] == [(check, level)]
+
+
+def test_the_disk_must_hold_what_host_memory_does_not() -> None:
+    changes = {"disk": {"free": 30 * GIB}, "system": {"available": 45 * GIB}}
+    facts = changed(replace(HEALTHY, installation=GPU, model=MODEL), **changes)
+    found = {each.check: each.level for each in diagnose(facts) if each.level != "ok"}
+    assert found == {"host memory": "note", "disk": "problem"}, "40 GiB of experts, and 6 GiB for the system"
 
 
 def test_memory_beside_the_slots_is_named_on_a_cpu() -> None:

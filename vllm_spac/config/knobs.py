@@ -29,8 +29,8 @@ class Knobs(BaseModel):
     )
     store: Annotated[str | None, ComponentName("stores", "store")] = Field(
         None,
-        description="Where experts without a slot are stored: host, disk, or by default host with a GPU and without "
-        "host_memory, else disk.",
+        description="Where experts without a slot are stored: host, disk, or by default host with a GPU, without "
+        "host_memory and where all experts fit host memory, else disk.",
     )
     disk_dir: types.SomePath = Field(
         None,

@@ -11,7 +11,7 @@ from vllm_spac.config.types import ROUNDED_ON_A_GPU
 from vllm_spac.errors import printable
 from vllm_spac.integration.hooks.patches import WITHOUT
 from vllm_spac.system.flaws import MEDIA
-from vllm_spac.system.host_memory import LOCK_REMEDY, WSL_REMEDY, gib
+from vllm_spac.system.host_memory import LOCK_REMEDY, SYSTEM_RESERVE, WSL_REMEDY, gib
 from vllm_spac.system.machine import cpus_named, spinning
 from vllm_spac.tools.machine.facts import Facts
 
@@ -226,12 +226,20 @@ def memory(facts: Facts) -> Iterator[Finding]:
             text += f"; {model.name} needs {gib(needed)} beside that, with the fewest slots and without KV cache"
             yield Finding("host memory", "problem", text, "stop other programs, or use a smaller or quantised model")
             return
-    elif model.experts > system.available:
-        text += f"; the experts of {model.name} take {gib(model.experts)}"
-        remedy = "--spac-store disk, with --spac-host-memory for a part of them"
-        yield Finding("host memory", "problem", text, remedy)
+    elif _is_short(facts):
+        text += (
+            f", of which {gib(SYSTEM_RESERVE)} are left to the system; the experts of {model.name} take "
+            f"{gib(model.experts)}, so a start packs them on the disk, and host memory holds as many as fit"
+        )
+        yield Finding("host memory", "note", text, "free some, or use more: experts that are read in place are faster")
         return
     yield Finding("host memory", "ok", text)
+
+
+def _is_short(facts: Facts) -> bool:
+    """Whether host memory beside a GPU is too small for all experts, as a start counts it."""
+    model, on_gpu = facts.model, facts.installation.device is not None
+    return on_gpu and model is not None and model.experts + SYSTEM_RESERVE > facts.system.available
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
@@ -247,7 +255,8 @@ def disk(facts: Facts) -> Iterator[Finding]:
         there = sum(item.bytes for item in drive.packed)
         text = f"{gib(drive.free)} are free in {where}"
         text += f"; {model.name} needs {gib(needed + _RESERVE)} when it is packed" if model and needed else ""
-        already = there >= needed > 0 or facts.installation.device is not None  # packed there, or not to be packed
+        kept = facts.installation.device is not None and not _is_short(facts)  # in host memory, and not packed
+        already = there >= needed > 0 or kept
         remedy = "vllm-spac packed lists what can be deleted; or " + elsewhere
         yield Finding("disk", "note" if already else "problem", text, remedy)
     else:
