@@ -73,7 +73,7 @@ def shortlist(
     """Chooses the experts of a layer; one launch.
 
     Args:
-        scores: [N] float64 or int64 below 2**53, the scores that experts are ranked by; N <= 1024. Or [2, N], of which
+        scores: [N] float64, the scores that experts are ranked by; N <= 1024. Or [2, N], of which
             the second decide where the first are equal.
         selected: [N] bool, the experts that voting rows selected, which come before all others.
         bound: [] int64, number of experts to choose; None with ``held``.
@@ -86,7 +86,7 @@ def shortlist(
     """
     experts, pairs = len(selected), scores.ndim == 2
     assert scores.shape == ((2, experts) if pairs else (experts,)) and scores.is_contiguous()
-    assert scores.dtype in (torch.float64, torch.int64) and selected.dtype == torch.bool and selected.is_contiguous()
+    assert scores.dtype == torch.float64 and selected.dtype == torch.bool and selected.is_contiguous()
     assert 1 <= experts <= MAX_EXPERTS and (bound is None) == (held is not None) == (share is not None)
     assert held is None or (held.shape == (experts,) and held.dtype == torch.float64 and held.is_contiguous())
     members = torch.empty(experts, dtype=torch.bool, device=scores.device)

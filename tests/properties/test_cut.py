@@ -56,7 +56,7 @@ def cuts(draw) -> tuple[RoutingRule, BudgetSettings, Ranking, tuple[Tensor, ...]
     bound = {"budget": draw(st.integers(least, EXPERTS))}
     if mass is not None:
         bound = {"mass": mass, "mass_of": draw(st.sampled_from(["selected", "scores"]))}
-    order = Given(torch.randperm(EXPERTS, generator=random))
+    order = Given(torch.randperm(EXPERTS, generator=random).double())
     votes = draw(st.none() | st.lists(st.integers(1, 4096), min_size=rows, max_size=rows))
     votes = None if votes is None else torch.tensor(votes, dtype=torch.float64) / 4096
     routed = logits, weights, ids.to(draw(st.sampled_from([torch.int32, torch.int64])))

@@ -1,4 +1,4 @@
-"""What the worker keeps while texts are read: hidden states to score, routing to calibrate by. Without vLLM."""
+"""What the worker keeps while texts are read: hidden states to score. Without vLLM."""
 
 from __future__ import annotations
 

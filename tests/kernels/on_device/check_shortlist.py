@@ -41,10 +41,6 @@ def test_a_number(device, experts, coarse, pairs):
         assert (members & selected).sum() == min(bound, selected.sum()), "selected ones first"
 
 
-def test_counts_of_a_calibration(device):
-    check(device, torch.tensor([3, 9, 9, 2**40, 0, 3]), some(6), torch.tensor(3))
-
-
 def test_the_second_score_decides_where_the_first_are_equal(device):
     scores = torch.tensor([[1, 2, 1, 2, 0], [5, 3, 7, 3, 9]]).double()
     for nobody in (torch.zeros(5, dtype=torch.bool), torch.ones(5, dtype=torch.bool)):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")
 Family = CounterMetricFamily | GaugeMetricFamily
-_MOST_BYTES = 1 << 16  # of a request's body: budgets of a thousand layers
+_MOST_BYTES = 1 << 16  # of a request's body, which is a few settings
 _PATIENCE = 2.0  # seconds; workers respond between steps, and a long prompt may take longer
 _COUNTERS = {
     "hits": "Experts that were in fast memory when a layer needed them.",

@@ -41,7 +41,7 @@ class Ranking(ABC):
             context: the layer, and the other inputs that this ranking needs.
 
         Returns:
-            float64 [N], or int64 below 2**53; or [2, N], of which the second decide where the first are equal.
+            float64 [N]; or [2, N], of which the second decide where the first are equal.
         """
 
     def rank(self, probs: Tensor, votes: Tensor | None, context: LayerContext) -> Tensor:
