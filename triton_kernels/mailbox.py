@@ -207,7 +207,9 @@ def post(
     )  # fmt: skip
 
 
-def await_answer(topk_ids: Tensor, layer: int, sources: Tensor, division: Division, mail: Mail, patience: int) -> None:
+def wait_for_answer(
+    topk_ids: Tensor, layer: int, sources: Tensor, division: Division, mail: Mail, patience: int
+) -> None:
     """Waits for the answer to the layer's request, if it made one; at most ``patience`` nanoseconds, below 2**31.
 
     Arguments as of ``post``, of whose rows ``again`` is written.

@@ -133,7 +133,7 @@ class Runtime:
 
         Raises:
             SpacError: the layer cannot be computed, or is being captured and waits for the host.
-            UnsupportedError: as ``Rerouter.captured``.
+            UnsupportedError: as ``Rerouter.observe_capture``.
         """
         if capturing(x):
             if execution.waits_for_host(kernel):
@@ -141,13 +141,13 @@ class Runtime:
                     f"spac: {execution.shape.layers[layer]} is being captured into a CUDA graph, where nothing can be "
                     "loaded or counted; add --enforce-eager"
                 )
-            self.rerouter.captured(traced=self.recordings.trace is not None)
+            self.rerouter.observe_capture(traced=self.recordings.trace is not None)
         real = len(x) if self._step is None else self._step.rows
         as_routed = real == len(x) and self.rerouter.as_routed
-        record = None if self.recordings.trace is None or self._step is None else self.recordings.chose
+        record = None if self.recordings.trace is None or self._step is None else self.recordings.observe_choice
         rows = Rows(real, as_routed, record, self.rerouter.cutting, self.budget.guess)
         number = self._first_layer.get(id(execution), 0) + layer
-        entered = None if self._step is None else self.recorder.enter(number)
+        entered = None if self._step is None else self.recorder.begin_layer(number)
         try:
             out = execution.forward(layer, x, weights, ids, kernel, rows)
         except Exception as error:
@@ -155,7 +155,7 @@ class Runtime:
                 self._failed(error)
             raise
         if entered is not None:
-            self.recorder.leave(entered, number, real)
+            self.recorder.end_layer(entered, number, real)
         return out
 
     def end_forward(self) -> None:
@@ -174,10 +174,10 @@ class Runtime:
 
     @property
     def observes_drafts(self) -> bool:
-        """Whether ``drafting`` is to be called, and ``begin_step`` passed what the drafter computed."""
+        """Whether ``observe_draft`` is to be called, and ``begin_step`` passed what the drafter computed."""
         return any(DRAFTING & execution.signals for execution in self.executions)
 
-    def drafting(self, read: Tensor) -> None:
+    def observe_draft(self, read: Tensor) -> None:
         """The drafter has read tokens of the next step; called after each of its forwards.
 
         Args:
@@ -188,7 +188,7 @@ class Runtime:
             if DRAFTING & execution.signals:
                 execution.draft(read)
 
-    def drafted(self, drafts: int, seconds: float, forwards: int | None = None) -> None:
+    def end_drafts(self, drafts: int, seconds: float, forwards: int | None = None) -> None:
         """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request.
 
         Args:
@@ -196,12 +196,12 @@ class Runtime:
         """
         self.recorder.notes.add("drafts made", drafts)
         forwards = drafts if forwards is None else forwards
-        self.drafts.made(forwards, seconds)
+        self.drafts.add_forwards(forwards, seconds)
         if not (drafts and forwards) or self.drafts.in_prompt:  # whose rows the drafter reads, too
             return
         for execution in self.executions:
             if execution.balancer is not None:
-                execution.balancer.drafted(seconds / drafts)
+                execution.balancer.observe_draft(seconds / drafts)
 
     @property
     def counts_tokens(self) -> bool:

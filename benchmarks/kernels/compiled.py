@@ -241,7 +241,7 @@ def mailing(ids, weights, count, d: int = 2048, dtype=torch.bfloat16) -> None:
     mail = Mail(number, number, integers[:2], ids, pairs, x, results)
     sources, live = integers[:keys].contiguous(), torch.zeros(1, dtype=torch.int32)
     mailbox.post(ids, weights, 1, x, torch.zeros(keys), sources, sources, division, mail, live)
-    mailbox.await_answer(ids, 1, sources, division, mail, 1000)
+    mailbox.wait_for_answer(ids, 1, sources, division, mail, 1000)
     mailbox.add(x, x, division, mail)
 
 

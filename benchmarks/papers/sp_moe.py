@@ -277,7 +277,7 @@ class Drafted(SlotsReplay):
             for row in range(read):
                 parts = ids.shape[1] if self.by_layer else 1
                 for part in range(parts):
-                    self.link.spend(drafting / read / parts)
+                    self.link.run(drafting / read / parts)
                     known = ids[: row + 1].clone()
                     if self.by_layer:
                         known[row, part + 1 :] = -1

@@ -41,7 +41,7 @@ ops = st.lists(
         st.tuples(st.just("remove"), keys),
         st.tuples(st.just("evict"), st.integers(0, KEYS), st.sets(keys)),
         st.tuples(st.just("observe"), row_counts),
-        st.tuples(st.just("prompted"), prompts),
+        st.tuples(st.just("observe_prompt"), prompts),
     ),
     max_size=60,
 )
@@ -97,9 +97,9 @@ def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
             policy.observe(op[1])
             plain.observe(op[1])
             assert (op[1] == before).all(), "the counts are the caller's"
-        elif op[0] == "prompted":
-            policy.prompted(op[1])
-            plain.prompted(op[1])
+        elif op[0] == "observe_prompt":
+            policy.observe_prompt(op[1])
+            plain.observe_prompt(op[1])
         else:
             _, count, pinned = op
             if count > len(held - pinned):
@@ -125,7 +125,7 @@ def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
         if op[0] == "use":
             use(policy, op[1])
             held.add(op[1])
-        elif op[0] in ("observe", "prompted"):
+        elif op[0] in ("observe", "observe_prompt"):
             getattr(policy, op[0])(op[1])
         standing = policy.standing(KEYS)
         assert set(standing.order.tolist()) == held and len(standing.order) == len(held) == len(standing.kept)
@@ -144,7 +144,7 @@ def test_standing_says_who_would_come(name: str, ops: list[tuple], newcomer: int
         if op[0] == "use" and op[1] != newcomer:
             use(policy, op[1])
             held.add(op[1])
-        elif op[0] in ("observe", "prompted"):
+        elif op[0] in ("observe", "observe_prompt"):
             getattr(policy, op[0])(op[1])
     if not held:
         return
@@ -184,13 +184,13 @@ def test_the_last_rows_of_a_prompt_are_as_many_steps(
         for counts in steps:
             each.observe(counts)
     weights = at_once._weights.copy()
-    at_once.saw(rows)
+    at_once.observe_prompt(rows)
     for row in rows:
-        one_by_one.saw(row[None])
+        one_by_one.observe_prompt(row[None])
     np.testing.assert_allclose(at_once._shares, one_by_one._shares, atol=1e-6)
     np.testing.assert_allclose(at_once.probabilities, one_by_one.probabilities, rtol=1e-4)
     one_by_one._shares[:] = 0
-    one_by_one.saw(np.ones((1, KEYS), dtype=bool))
+    one_by_one.observe_prompt(np.ones((1, KEYS), dtype=bool))
     np.testing.assert_allclose(one_by_one._shares, np.repeat(one_by_one._gains, KEYS, 1), rtol=1e-6)
     assert (at_once._weights == weights).all()
 
@@ -209,21 +209,21 @@ def test_drop_evicts_past_layers_before_later_ones() -> None:
     policy = components.build("policies", "drop")
     for key in (0, 1):
         policy.insert(key)
-    policy.enter(range(0, 4))
+    policy.begin_layer(range(0, 4))
     policy.touch(0)
     policy.insert(5)  # read ahead
     policy.insert(4)
-    policy.enter(range(4, 8))
+    policy.begin_layer(range(4, 8))
     policy.touch(5)
     policy.insert(6)  # on demand
     for key in (13, 12, 2):
         policy.insert(key)
     assert policy.standing(16).order.tolist() == [1, 0, 4, 5, 6, 2, 13, 12]
     assert policy.evict(3, {0, 5}) == [1, 4, 6] and policy.evict(2, ()) == [0, 5]
-    policy.enter(range(0, 4))
+    policy.begin_layer(range(0, 4))
     assert policy.evict(1, ()) == [2], "of the running layer"
-    policy.enter(range(12, 16))
-    policy.enter(range(4, 8))
+    policy.begin_layer(range(12, 16))
+    policy.begin_layer(range(4, 8))
     assert policy.evict(2, ()) == [13, 12], "in the order in which they came"
 
 
@@ -442,6 +442,6 @@ def test_belady_misses_as_little_as_possible(batches: list[list[int]], slots: in
         placement = residency.prepare(batch)
         misses += len(placement.loads)
         for key, _ in placement.loads:
-            residency.loaded(key)
+            residency.finish_load(key)
         residency.release(batch)
     assert misses == fewest_misses(batches, slots)

@@ -217,6 +217,6 @@ def test_progress_with_other_predictors_is_not_resumed(tmp_path: Path) -> None:
     training = Training(made.material(), identity, "texts", ["quasi_hidden", "gate"])
     next(training.run())
     training.save_progress(path)
-    Training(made.material(), identity, "texts", ["gate", "quasi_hidden"]).resume(path)
+    Training(made.material(), identity, "texts", ["gate", "quasi_hidden"]).load_progress(path)
     with pytest.raises(ConfigError, match="other predictors"):
-        Training(made.material(), identity, "texts").resume(path)
+        Training(made.material(), identity, "texts").load_progress(path)

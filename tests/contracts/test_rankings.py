@@ -19,7 +19,7 @@ from vllm_spac.methods.moe_spec import rankings
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass
 from vllm_spac.methods.moe_spec.router_ranking import Router
 from vllm_spac.methods.moe_spec.selected_ranking import Selected
-from vllm_spac.methods.moe_spec.settings import validate, vote
+from vllm_spac.methods.moe_spec.settings import check_budget, vote
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
@@ -244,4 +244,4 @@ def test_mass_cut_by_hand() -> None:
 )
 def test_budgets_that_cannot_be_met(budget: int, coverage: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"budget={budget} \(--spac-budget\).*{says}"):
-        validate(budget, 8, 2, coverage)
+        check_budget(budget, 8, 2, coverage)

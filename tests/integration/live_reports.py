@@ -93,9 +93,9 @@ class Imagined:
         counters.prefetches, counters.prefetch_hits = counters.prefetches + 9, counters.prefetch_hits + 6
         counters.prefetch_late, counters.prefetch_wasted = counters.prefetch_late + 1, counters.prefetch_wasted + 2
         counters.cpu_experts += 6
-        counters.moved("disk", 90 << 20)
-        counters.moved("host", 240 << 20)
-        counters.moved("host ahead", 30 << 20)
+        counters.count_bytes("disk", 90 << 20)
+        counters.count_bytes("host", 240 << 20)
+        counters.count_bytes("host ahead", 30 << 20)
         self.running.set(3)
         self.waiting.set(2)
         self.tokens.inc(120)

@@ -206,7 +206,7 @@ def test_nobody_is_asked_for_a_page_that_was_closed(look) -> None:
         page = look(server.url)
         live(page)
         page.goto("about:blank")
-        wait_for(page, lambda: client.asked[-1][0] == "spac_unwatch")
+        wait_for(page, lambda: client.asked[-1][0] == "spac_stop_watch")
 
 
 @pytest.mark.full

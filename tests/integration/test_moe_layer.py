@@ -286,7 +286,7 @@ def test_a_graph_holds_a_layer_whose_experts_all_have_a_slot(monkeypatch) -> Non
         layer.spac_forward(torch.ones(5, WIDTH), torch.ones(5, TOP_K), ids)
     assert layer.seen == [ids] and layer.spac_execution.snapshot()["hits"] == 0
     with pytest.raises(UnsupportedError, match="a budget"):
-        layer.spac.runtime.rerouter.require_host("a budget")
+        layer.spac.runtime.rerouter.check_host("a budget")
 
 
 def test_a_layer_over_pointers_that_is_captured_is_closed_to_the_host(monkeypatch) -> None:
@@ -297,11 +297,11 @@ def test_a_layer_over_pointers_that_is_captured_is_closed_to_the_host(monkeypatc
     )
     x, weights, closed = torch.ones(1, WIDTH), torch.ones(1, TOP_K), layer.spac.runtime
     layer.spac_forward(x, weights, ids)
-    closed.rerouter.require_host("a budget")
+    closed.rerouter.check_host("a budget")
     monkeypatch.setattr(runtime, "capturing", lambda tensor: True)
     assert torch.equal(layer.spac_forward(x, weights, ids), 3 * x)
     with pytest.raises(UnsupportedError, match="a budget"):
-        closed.rerouter.require_host("a budget")
+        closed.rerouter.check_host("a budget")
 
 
 def test_runnable_keeps_what_counts() -> None:

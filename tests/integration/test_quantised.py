@@ -275,7 +275,7 @@ def test_a_rank_with_some_of_the_experts_waits_for_those_alone(number, monkeypat
     mine = [n for n in tensors if int(n.split(".")[0]) // (EXPERTS // 2) == number]
     assert layer.local_of[layer.local_of >= 0].tolist() == list(range(EXPERTS // 2))
     shards = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "down_proj": ("w2_weight", "w2")}
-    layer.spac.pack = lambda _: packed.append(len(packed)) or layer.forget()
+    layer.spac.pack = lambda _: packed.append(len(packed)) or layer.drop()
     others = [n for n in tensors if n not in mine]
     order = [*others[::2], *mine, *others[1::2]]  # others' experts come after the layer was packed, too
     last = order.index(mine[-1])
@@ -317,7 +317,7 @@ def test_a_weight_that_comes_after_its_layer_was_packed(name):
     stand_in(layer)
     layer.probe()
     layer.spac.is_stored = lambda _: layer._packed
-    layer.spac.pack = lambda _: layer.forget()
+    layer.spac.pack = lambda _: layer.drop()
     load(layer, tensors)
     for again in (n for n in tensors if not is_unread(n, name)):
         with pytest.raises(SpacError, match="came after the layer was packed.*or restart with the new one"):
@@ -325,7 +325,7 @@ def test_a_weight_that_comes_after_its_layer_was_packed(name):
     layer = build(METHODS[name])
     stand_in(layer)
     layer.spac.is_stored = lambda _: True
-    layer.forget()  # as an engine does whose experts were packed by an earlier start
+    layer.drop()  # as an engine does whose experts were packed by an earlier start
     with pytest.raises(SpacError, match="came after the layer was packed"):
         load(layer, tensors)
 
@@ -832,7 +832,7 @@ def served(layer, slots: int, kind: type[PointerExecution | TableExecution] = Po
         part = layer.convert(start, stop)
         for key in range(start, stop):
             store.put(key, {name: tensor[key - start] for name, tensor in part.items()})
-    layer.forget()
+    layer.drop()
     tensors = {n: torch.full((slots, *s.shape), 255, dtype=torch.uint8).to(s.dtype) for n, s in shape.tensors.items()}
     policy = components.build("policies", "lru")
     execution = kind(ExecutionContext(shape, slots, policy, store, tensors, path="host", rows=16))

@@ -95,7 +95,7 @@ class Model:
         execution.counters.reset()
         if cpu:
             balancer = components.build("balancers", "fixed", count=cpu, layers=LAYERS, top_k=TOP_K)
-            execution.balance(balancer, ExecutorThread(Zeros(shape, 1, "silu")))
+            execution.attach_balancer(balancer, ExecutorThread(Zeros(shape, 1, "silu")))
         return execution
 
     def run(self, runtime: Runtime, step: Step) -> None:

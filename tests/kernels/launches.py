@@ -60,7 +60,7 @@ class Device(TorchDispatchMode):
             patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
         launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
         patch.setattr(pointers_execution, "kernels_for", lambda device: Kernels(*launchers))
-        mail = MailKernels(mailbox.post, mailbox.await_answer, mailbox.add)
+        mail = MailKernels(mailbox.post, mailbox.wait_for_answer, mailbox.add)
         patch.setattr(cpu_share, "mail_kernels_for", lambda device: mail)
         patch.setattr(pointers_execution, "capturing", lambda tensor: self.capturing)
         patch.setattr(

@@ -35,8 +35,8 @@ def test_a_replay_is_what_the_host_applies(name, rule, coverage):
     layers = [BudgetedLayer("layer", EXPERTS, TOP_K, rule)]
     held, host = BudgetControl(layers, device="cuda"), BudgetControl(layers, device="cuda")
     bounds = [48, 32, 64] if name == "budget" else [0.8, 0.5, 1.0]
-    held.change(BudgetSettings(**{name: bounds[0]}, **coverage))
-    held.hold_in_graphs(ROWS)
+    held.update(BudgetSettings(**{name: bounds[0]}, **coverage))
+    held.prepare_graphs(ROWS)
     given = routing(0)
     held.compile(0, *given)
     torch.cuda.synchronize()
@@ -46,7 +46,7 @@ def test_a_replay_is_what_the_host_applies(name, rule, coverage):
     for number, step in enumerate(STEPS * 4):
         for budget in (held, host):
             votes = VOTES[number % 2]
-            budget.change(BudgetSettings(**{name: bounds[number % 3]}, **coverage, **votes, when="all"))
+            budget.update(BudgetSettings(**{name: bounds[number % 3]}, **coverage, **votes, when="all"))
         for tensor, new in zip(given, routing(number), strict=True):
             tensor.copy_(new)
         expected = host.apply(0, *given, step)

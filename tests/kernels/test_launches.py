@@ -146,7 +146,7 @@ def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
 def test_what_is_compiled_decides_and_moves_nothing(device):
     """In a step that has offers and counts of other layers, and reads ahead: all is as it was."""
     made = pool(8, 2, 64, ahead=ahead_by(predictor("gate", 8, 2), 1.0))
-    made.admission.offering.allowance.loaded(100)
+    made.admission.offering.allowance.add_misses(100)
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission
     assert made.ahead.layers._votes.any()
@@ -222,7 +222,7 @@ def test_nothing_of_the_CPUs_share_compiles_in_a_capture_or_in_a_request(device,
 
 def share(made: PointerExecution) -> None:
     balancer = components.build("balancers", "fixed", layers=2, top_k=made.shape.top_k)
-    made.balance(balancer, ExecutorThread(Looped(made.shape, 1, "silu")))
+    made.attach_balancer(balancer, ExecutorThread(Looped(made.shape, 1, "silu")))
 
 
 def test_launches_of_a_layer_with_a_slot_for_each(device):
@@ -256,8 +256,8 @@ def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverag
     rule = RoutingRule(groups=8, top_groups=4) if model == "DeepSeek-V3" else RoutingRule()
     layers = [BudgetedLayer(str(layer), experts, top_k, rule) for layer in range(2)]
     budget = BudgetControl(layers)
-    budget.change(BudgetSettings(**bound, coverage=coverage))
-    budget.hold_in_graphs(BATCHED)
+    budget.update(BudgetSettings(**bound, coverage=coverage))
+    budget.prepare_graphs(BATCHED)
 
     def routed(rows: int) -> tuple[torch.Tensor, ...]:
         return torch.zeros(rows, experts), torch.ones(rows, top_k), torch.zeros(rows, top_k, dtype=torch.int32)

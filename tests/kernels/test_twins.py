@@ -13,7 +13,7 @@ from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, mailbox, route,
 OPS = [
     *(grouped_gemm.grouped_gemm, route.align, admit.admit, fetch.fetch),
     *(shortlist.shortlist, cover.cover, tally.tally),
-    *(mailbox.post, mailbox.await_answer, mailbox.add),
+    *(mailbox.post, mailbox.wait_for_answer, mailbox.add),
 ]
 
 

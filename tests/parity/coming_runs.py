@@ -26,7 +26,7 @@ def leave_prompts_out(llm) -> list[bool]:
         return asked[-1]
 
     ChunkPacing.waits = property(waits)
-    prompt_pacing.patches.wrap(prompt_pacing.patches.THROTTLE, prompt_pacing._throttling)
+    prompt_pacing.patches.install(prompt_pacing.patches.THROTTLE, prompt_pacing._throttling)
     setattr(core.vllm_config.scheduler_config, prompt_pacing._PACED, True)
     return asked
 

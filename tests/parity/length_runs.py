@@ -36,7 +36,7 @@ def interpret() -> None:
     from vllm_spac.kernels import grouped_gemm, mailbox
 
     assert grouped_gemm._INTERPRETED, "TRITON_INTERPRET=1 must be set when Triton is imported"
-    mail = MailKernels(mailbox.post, mailbox.await_answer, mailbox.add)
+    mail = MailKernels(mailbox.post, mailbox.wait_for_answer, mailbox.add)
     pointers_execution.kernels_for = lambda device: address_table._launches()
     cpu_share.mail_kernels_for = lambda device: mail
     one_thread()  # which Triton's interpreter is for
@@ -61,7 +61,7 @@ class Graphs:
         self._run = PointerExecution.run
 
     def install(self) -> None:
-        begin, balance = PointerExecution.begin_step, PointerExecution.balance
+        begin, balance = PointerExecution.begin_step, PointerExecution.attach_balancer
         pointers_execution.capturing = lambda tensor: self._capture is not None
         one_thread()  # a capture sees its own
 
@@ -87,7 +87,7 @@ class Graphs:
             held = {name: self._kernel(getattr(kernels, name)) for name in ("grouped_gemm", "admit", "fetch")}
             execution.launches.kernels = execution.admission._kernels = kernels._replace(**held)
             if execution.ahead.layers is not None:
-                execution.ahead.layers.name = self._kernel(execution.ahead.layers.name)
+                execution.ahead.layers.write_guess = self._kernel(execution.ahead.layers.write_guess)
 
         for name, method in {"__init__": init, "begin_step": began, "run": ran, "balance": balanced}.items():
             setattr(PointerExecution, name, method)

@@ -121,12 +121,12 @@ def test_a_thread_that_fails_costs_no_token(fault, exact, checkpoint, monkeypatc
 @compiled
 def test_compiled_kernels_that_answer_too_late_cost_no_token(exact, checkpoint, monkeypatch):
     """Their thread needs no interpreter: it computes what nobody waits for, and later requests replace that."""
-    awaits = mailbox.await_answer
+    awaits = mailbox.wait_for_answer
 
     def never(ids, layer, sources, division, mail, patience) -> None:
         awaits(ids, layer, sources, division, mail._replace(answered=torch.zeros_like(mail.answered)), 1)
 
-    monkeypatch.setattr(mailbox, "await_answer", never)
+    monkeypatch.setattr(mailbox, "wait_for_answer", never)
     monkeypatch.setattr(cpu_share, "LONGEST", 1)
     spac = {"slots": "25%", "plane": "pointers", "cpu_experts": 64, "cpu_kernel": "simd"}
     run = engines.generate(checkpoint("qwen3_moe"), spac, **FLOAT32)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from vllm_spac.tools.selftest.tiny_model import spread
+from vllm_spac.tools.selftest.tiny_model import prepare
 
 _COMMON = dict(
     vocab_size=512,
@@ -139,7 +139,7 @@ def write(family: str, folder: Path, seed: int = 0) -> Path:
     """Save a seeded random checkpoint of ``family`` into ``folder`` (bf16) and return it."""
     torch.manual_seed(seed)
     model = FAMILIES[family]().to(torch.bfloat16)
-    spread(model)
+    prepare(model)
     model.save_pretrained(folder)
     if family in ARCHITECTURES:
         path = folder / "config.json"

@@ -138,7 +138,7 @@ def simulated(case: Case) -> list[PredictorInputs]:
     replay = replay_of(case)
     replay.fill(filling(case.trace, case.slots))
     if replay.tier is not None:
-        replay.keep(filling(case.trace, min(case.trace.facts.total, case.slots + case.rows)))
+        replay.fill_host(filling(case.trace, min(case.trace.facts.total, case.slots + case.rows)))
     replay.run(rows_of_records(case.trace))
     assert replay.outcome.seconds >= replay.outcome.bound_seconds
     return replay.steps
@@ -176,7 +176,7 @@ def execution_of(case: Case, io_threads: int = 4) -> SlotExecution:
         io_threads=io_threads, path="store", ahead=case.ahead, host=host,
     ))  # fmt: skip
     if (balancer := case.build_balancer()) is not None:
-        execution.balance(balancer, ExecutorThread(Idle(shape, 1, "silu")))
+        execution.attach_balancer(balancer, ExecutorThread(Idle(shape, 1, "silu")))
     return execution
 
 

@@ -83,7 +83,7 @@ class World:
         residency = self.offering.residency
         for key in range(scenario.slots):
             residency.prepare([key])
-            residency.loaded(key)
+            residency.finish_load(key)
             residency.release([key])
         self.reports: list[tuple] = []  # not taken yet: event, and what the stream wrote
         self.took = False  # the host has taken reports, for the step that begins

@@ -17,7 +17,7 @@ def spoil(tensor: torch.Tensor) -> None:
 def poison_slots(execution: SlotExecution) -> None:
     """From now on, slots until they are loaded; again after ``read_ahead``. Without host memory."""
     account = execution._loader.prefetcher.account
-    placed = account.place
+    placed = account.add_placement
 
     def poisoned(placement: Placement) -> None:
         placed(placement)
@@ -25,7 +25,7 @@ def poison_slots(execution: SlotExecution) -> None:
             for tensor in execution.tensors.values():
                 spoil(tensor[slot])
 
-    account.place = poisoned
+    account.add_placement = poisoned
 
 
 def poison_borrowed(prompts: LongPrompts) -> None:

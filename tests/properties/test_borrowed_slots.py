@@ -46,7 +46,7 @@ class ModelMoves:
     def evict(self, keys):
         return [("evict", key) for key in keys.tolist()]
 
-    def point(self, keys, slots):
+    def write(self, keys, slots):
         return [("point", key, slot) for key, slot in zip(keys.tolist(), slots.tolist(), strict=True)]
 
     def fill(self, keys, slots):
@@ -86,12 +86,12 @@ class World(interleavings.World):
             first = layer * self.scenario.experts
             others = set(range(first, first + self.scenario.experts)) - mine
             for part in parts:
-                self.borrowed.ready(part)
+                self.borrowed.begin_part(part)
                 self.compute.queue.append(("part", *others, *self.borrowed.keys(part).tolist()))
                 others = set()
         _, keys, left = self.borrowed.end()
         changed = residency.owner[left] != keys
-        residency.take_over(left[changed], keys[changed])
+        residency.update_owners(left[changed], keys[changed])
         self._end()
 
     def _run(self, step: tuple) -> None:
@@ -258,7 +258,7 @@ class Table:
     def evict(self, keys: np.ndarray) -> None:
         self.slot_of[keys] = NOWHERE
 
-    def point(self, keys: np.ndarray, slots: np.ndarray) -> None:
+    def write(self, keys: np.ndarray, slots: np.ndarray) -> None:
         self.slot_of[keys] = slots
 
 
@@ -296,7 +296,7 @@ def test_threads_read_their_layer_and_nothing_else(count):
         borrowed.begin(Loan.of(table.slot_of.reshape(LAYERS, EXPERTS), order))
         for layer in range(LAYERS):
             for part in borrowed.parts(layer):
-                borrowed.ready(part)
+                borrowed.begin_part(part)
                 compute.submit(kernel, borrowed.keys(part).tolist())
         borrowed.end()
     copy.close()

@@ -40,7 +40,7 @@ class Served:
         decoding = len(self.steps) < self._busy
         out = bool(self._chunks) and decoding and self.pacing.waits
         chunk = self._chunks.popleft() if self._chunks and not out else None
-        self.pacing.planned(chunk is not None and decoding)
+        self.pacing.begin_step(chunk is not None and decoding)
         self.steps.append((chunk, out))
         self._running.append((chunk, decoding))
         while len(self._running) > self._ahead - 1:
@@ -48,7 +48,7 @@ class Served:
 
     def _end(self) -> None:
         chunk, decoding = self._running.popleft()
-        self.pacing.ended(chunk is not None, decoding, DECODE if chunk is None else chunk)
+        self.pacing.end_step(chunk is not None, decoding, DECODE if chunk is None else chunk)
 
 
 def seconds(steps: list[tuple[float | None, bool]]) -> float:

@@ -14,7 +14,7 @@ from vllm_spac.kernels.reference.cover import substituted, truncated, where, wit
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.replay import members
-from vllm_spac.methods.moe_spec.settings import validate
+from vllm_spac.methods.moe_spec.settings import check_budget
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 KINDS = ("softmax", "softmax+bias", "sigmoid+bias", "grouped", "grouped+bias")
@@ -223,4 +223,4 @@ def test_scores_that_underflowed_give_nothing_rather_than_nan() -> None:
 @pytest.mark.parametrize("top_k", [3, 4])
 def test_too_short_a_list_is_refused(top_k: int) -> None:
     with pytest.raises(ConfigError, match=rf"use {top_k} to 4, or use --spac-budget 2@coverage=truncation"):
-        validate(2, 4, top_k, "substitution")
+        check_budget(2, 4, top_k, "substitution")

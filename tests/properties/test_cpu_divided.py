@@ -122,7 +122,7 @@ class Layers:
         self.pool = SlotExecution(ExecutionContext(SHAPE, slots, built, self.store, tensors, **options))
         poison_slots(self.pool)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
-        self.pool.balance(chosen, ExecutorThread(self.executor), checked)
+        self.pool.attach_balancer(chosen, ExecutorThread(self.executor), checked)
         self.kernel = Looped(SHAPE, 1, "silu")
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -433,10 +433,10 @@ def test_a_release_is_of_one_computation(make) -> None:
     layers = make(4, count=1)
     thread, experts = layers.pool._cpu, layers.store.layer(0)
     with thread.computing(*routed(2, 3), experts) as computation:
-        computation.give_way()
+        computation.wait_for_turn()
     layers.executor.gate.clear()
     with ThreadPoolExecutor(1) as waiting, thread.computing(*routed(2, 3), experts) as computation:
-        way = waiting.submit(computation.give_way)
+        way = waiting.submit(computation.wait_for_turn)
         assert layers.executor.inside.wait(PATIENCE)
         time.sleep(0.01)
         assert not way.done(), "the first computation has released the kernels for the second one"
@@ -452,7 +452,7 @@ def test_a_cancelled_computation_releases_the_kernels(make) -> None:
     with layers.pool._cpu.computing(*routed(2, 3), layers.store.layer(0)) as computation:
         pool.shutdown(wait=False, cancel_futures=True)
         with ThreadPoolExecutor(1) as waiting:
-            waiting.submit(computation.give_way).result(PATIENCE)
+            waiting.submit(computation.wait_for_turn).result(PATIENCE)
         with pytest.raises(SpacError, match="shutting down"):
             computation.result()
         over.set()

@@ -61,7 +61,7 @@ class Shared(Pool):
         self.watched = Watched(self.shape)
         knobs = {"layers": LAYERS, "top_k": TOP_K, "expert_bytes": self.shape.expert_bytes}
         knobs |= {"count": count} if balancer == "fixed" else {"rates": RATES}
-        self.balance(components.build("balancers", balancer, **knobs), ExecutorThread(self.watched))
+        self.attach_balancer(components.build("balancers", balancer, **knobs), ExecutorThread(self.watched))
 
     def step(self, rng: torch.Generator, rows: int = 3, kind: RowKind = RowKind.DECODE) -> int:
         """Runs a step; returns the distinct experts that it used."""
@@ -162,7 +162,7 @@ def test_an_executor_that_needs_layers_to_stop_is_refused() -> None:
     executor.exclusive = True
     thread = ExecutorThread(executor)
     with pytest.raises(UnsupportedError, match="use --spac-cpu-kernel simd"):
-        pool.balance(components.build("balancers", "fixed", layers=LAYERS, top_k=TOP_K), thread)
+        pool.attach_balancer(components.build("balancers", "fixed", layers=LAYERS, top_k=TOP_K), thread)
     thread.close()
     pool.close()
 
@@ -289,13 +289,13 @@ def test_a_thread_that_never_answers_costs_a_wait_a_step_and_fewer_and_fewer(sha
     pool = shared(TOP_K, count=EXPERTS, policy="reuse")
     pool.watched.gate.clear()
     waits: list[int] = []
-    await_answer = pool.launches.cpu._kernels.await_answer
+    await_answer = pool.launches.cpu._kernels.wait_for_answer
 
     def counted(ids, layer, sources, division, mail, patience) -> None:
         waits.append(int(division.state[0]))
         await_answer(ids, layer, sources, division, mail, patience)
 
-    pool.launches.cpu._kernels = pool.launches.cpu._kernels._replace(await_answer=counted)
+    pool.launches.cpu._kernels = pool.launches.cpu._kernels._replace(wait_for_answer=counted)
     found = run(pool, 40)
     assert found["cpu_experts"] == 0 < found["cpu_late"]
     assert len(waits) == 40 * LAYERS and 4 <= sum(waits) <= 8, "after 1, 2, 4, 8, 8 ... steps without"
@@ -316,7 +316,7 @@ def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, pat
         kernels.post(*given, **named)
 
     def await_answer(ids, layer, sources, division, *given) -> None:
-        kernels.await_answer(ids, layer, sources, division, *given)
+        kernels.wait_for_answer(ids, layer, sources, division, *given)
         if division.state[0]:
             gone.set()
 
@@ -325,7 +325,7 @@ def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, pat
             gone.wait(60)  # until nobody waits
             return compute(self, *given) + 1e6
 
-    pool.launches.cpu._kernels = kernels._replace(post=post, await_answer=await_answer)
+    pool.launches.cpu._kernels = kernels._replace(post=post, wait_for_answer=await_answer)
     pool.watched.__class__ = Slow
     found = run(pool, 15)
     assert found["cpu_late"] > 0 == found["cpu_experts"]
@@ -394,9 +394,9 @@ def test_late_is_told_from_computed(shared) -> None:
     division.left[:] = torch.tensor([[0.5, 0.0]])
     sources = torch.tensor([COMPUTED, HIT, COMPUTED, STREAMED], dtype=torch.int32)
     ids = torch.tensor([[0, 1]])
-    twins.await_answer(ids, 1, sources, division, mail, 1000)
+    twins.wait_for_answer(ids, 1, sources, division, mail, 1000)
     assert sources.tolist() == [COMPUTED, HIT, LATE, STREAMED] and division.state.tolist() == [1, 0]
     assert division.pairs.item() == 0 and division.again.tolist() == [[0.5, 0.0]]
     mail.answered[0] = 3
-    twins.await_answer(ids, 0, sources, division, mail, 1000)
+    twins.wait_for_answer(ids, 0, sources, division, mail, 1000)
     assert sources.tolist()[0] == COMPUTED and division.state[1] == 1 and not division.again.any()

@@ -70,8 +70,8 @@ def test_both_choose_the_same(case: tuple) -> None:
     rule, asked, order, routed, votes = case
     layer, host_s, theirs = BudgetedLayer("layer", EXPERTS, TOP_K, rule), BudgetCounters(), BudgetCounters()
     host, there = HostCut([layer], host_s), BudgetLaunches([layer], "cpu", theirs)
-    host.use(asked, order)
-    there.use(asked, order, None)
+    host.apply(asked, order)
+    there.update(asked, order, None)
     found, expected = host.cut(0, *routed, votes), there.cut(0, *routed, votes)
     weights, ids = found or routed[1:]
     assert ids.dtype == expected[1].dtype and ids.equal(expected[1])

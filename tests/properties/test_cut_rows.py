@@ -106,11 +106,11 @@ def test_the_device_reads_nothing_ahead_for_a_cut_row(made) -> None:
     ids = torch.rand(3, ADDRESSED, generator=rng).topk(CHOSEN).indices.int()
     ids[2] = NO_EXPERT
     named, alone = torch.zeros(1, ADDRESSED), torch.zeros(1, ADDRESSED)
-    pool.ahead.layers.name(0, x, ids, weights, torch.ones(3, 1), named)
-    pool.ahead.layers.name(0, x[:2], ids[:2], weights[:2], torch.ones(2, 1), alone)
+    pool.ahead.layers.write_guess(0, x, ids, weights, torch.ones(3, 1), named)
+    pool.ahead.layers.write_guess(0, x[:2], ids[:2], weights[:2], torch.ones(2, 1), alone)
     assert torch.equal(named, alone) and named.any()
     x[2] += 9  # another row
-    pool.ahead.layers.name(0, x, ids.clamp(min=0), weights, torch.ones(3, 1), named)
+    pool.ahead.layers.write_guess(0, x, ids.clamp(min=0), weights, torch.ones(3, 1), named)
     assert not torch.equal(named, alone), "the row has other names"
     found = pool.run(0, x, weights, ids, "silu", torch.full_like(x, float("nan")))
     assert not found[2].any() and found[:2].any(), "a cut row is finite, and adds nothing"

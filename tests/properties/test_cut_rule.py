@@ -29,7 +29,7 @@ def chooser(draw) -> Chooser:
     made = Chooser(MOST)
     for _ in range(draw(st.integers(0, 20))):
         made._odds.add(draw(st.sampled_from("ab")), draw(st.integers(0, 9)), draw(chance), draw(st.booleans()))
-        made._odds.fared(draw(st.sampled_from("ab")), draw(st.booleans()))
+        made._odds.add_first(draw(st.sampled_from("ab")), draw(st.booleans()))
     made._now = SimpleNamespace(known=True, unsure=False, token=1.0, accepted=draw(cost), rejected=draw(cost))
     return made
 
@@ -113,7 +113,7 @@ def test_terms_are_those_of_a_probability() -> None:
     odds = Odds()
     for depth in range(12):
         odds.add("a", depth, 0.7, depth % 3 > 0)
-        odds.fared("a", depth % 2 > 0)
+        odds.add_first("a", depth % 2 > 0)
     slope, places, requests = odds.terms(["new", "a"], 12)
     for depth, place in enumerate(places):
         x = slope * math.log(0.8 / 0.2) + place + requests[1]

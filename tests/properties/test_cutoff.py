@@ -32,7 +32,7 @@ def phase(phases: DraftPhases, capacity: int, asks: list[int]) -> int:
     asked: list[int] = []
     for most in asks:
         new = [next(keys) for _ in range(min(most, phases.left))]
-        phases.ask(new)
+        phases.request(new)
         asked += new
     assert len(asked) <= phases.reads
     phases.end([*asked[capacity:], MANY])

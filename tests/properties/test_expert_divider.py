@@ -42,7 +42,7 @@ def test_each_expert_once_and_no_worker_alone_is_faster(data: st.DataObject, eac
     there = rng.random((WORKERS, LAYERS, EXPERTS)) < 0.4
     for worker in range(WORKERS):
         found.admit(worker, each[worker])
-        found.sees(worker, there[worker].reshape(-1))
+        found.observe_resident(worker, there[worker].reshape(-1))
     ids = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(data.draw(st.integers(1, 3)))])
     workers = data.draw(st.lists(st.integers(0, WORKERS - 1), min_size=1, unique=True))
     parts = found.divide(1, ids, workers)
@@ -89,7 +89,7 @@ def test_greedy_of_any_costs(compute: list, load: list, message: int) -> None:
 
 def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> None:
     found = divider(workers=2)
-    found.sees(0, has(0, 1, 2, 3))
+    found.observe_resident(0, has(0, 1, 2, 3))
     assert where(found.divide(0, np.array([[0, 1]]), [0, 1])) == {0: [0, 1]}, "a load takes five times an expert"
     both = where(found.divide(0, np.array([[0, 1, 4]]), [0, 1]))
     assert set(both[0]) >= {0, 1} and sum(both.values(), []) == [0, 1, 4], "what is there runs while the other loads"
@@ -98,7 +98,7 @@ def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> 
     quick = Speed(expert=1.0, row=0.1, load=0.25)
     for worker in range(2):
         found.admit(worker, quick)
-    found.sees(0, has(0, 1, 2, 3))
+    found.observe_resident(0, has(0, 1, 2, 3))
     assert {len(part.experts) for part in found.divide(0, np.arange(4)[None], [0, 1])} == {2}
     assert where(found.divide(1, np.array([[0]]), [0, 1])) == {1: [0]}, "what has a slot of another layer is not there"
 
@@ -124,4 +124,4 @@ def test_answers_of_a_worker_are_of_its_layers() -> None:
     assert [found.served(worker) for worker in range(2)] == [2 * EXPERTS, EXPERTS]
     found.admit(0, SPEED)
     with pytest.raises(ValueError):
-        found.sees(0, np.zeros(EXPERTS - 1, dtype=bool))
+        found.observe_resident(0, np.zeros(EXPERTS - 1, dtype=bool))

@@ -102,7 +102,7 @@ class Hints(RuleBasedStateMachine):
             part[(bit // 2) % len(part)] ^= 1 << bit % 8
             message[bit % 2] = bytes(part)
         before = self.pool.counts()["hints"]
-        self.worker.answer([PEER, *message])
+        self.worker.serve_message([PEER, *message])
         assert self.said == []
         assert bit is None or self.pool.counts()["hints"] == before, "a damaged hint was taken"
 
@@ -120,7 +120,7 @@ class Hints(RuleBasedStateMachine):
         limits = Limits(experts=EXPERTS + 1)
         header = replace(decode([head, payload], limits).header, **change)
         before = self.pool.counts()["hints"]
-        self.worker.answer([PEER, *encode(header, payload + bytes(more))])
+        self.worker.serve_message([PEER, *encode(header, payload + bytes(more))])
         assert self.said == []
         truthful = header.top_k * 4 == len(payload) + more and not (
             {"epoch", "fingerprint", "rows", "hidden"} & set(change)
@@ -139,7 +139,7 @@ class Hints(RuleBasedStateMachine):
             FrameKind.RUN, EPOCH, self.step, 1 << 50, self.layer, rows, HIDDEN, TOP_K, x.dtype,
             fingerprint=bytes.fromhex(FINGERPRINT), prompts=prompts,
         )  # fmt: skip
-        self.worker.answer([PEER, *encode(header, run_payload(x, weights, ids))])
+        self.worker.serve_message([PEER, *encode(header, run_payload(x, weights, ids))])
         answer = decode(self.said.pop(), Limits())
         assert answer.header.kind == FrameKind.ROWS, answer.why()
         own = {"w": torch.arange(EXPERTS).add(self.layer * EXPERTS).float()[:, None].expand(-1, HIDDEN)}

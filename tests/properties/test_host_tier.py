@@ -43,14 +43,14 @@ class World(RuleBasedStateMachine):
             self.slots[move.slot] = TORN
             if move.row is not None:
                 self.rows[move.row] = TORN
-            self.tier.ended(move, read=False, saved=False)
+            self.tier.finish(move, read=False, saved=False)
             return
         if move.saved is not None:
             assert self.slots[move.slot] == move.saved, "another expert's bytes are saved"
             self.rows[move.row], saved = move.saved, True
         if fails == "read":
             self.slots[move.slot] = TORN
-            self.tier.ended(move, read=False, saved=saved)
+            self.tier.finish(move, read=False, saved=saved)
             return
         if move.source is not None:
             assert self.rows[move.source] == move.key, "another expert's bytes are loaded"
@@ -58,7 +58,7 @@ class World(RuleBasedStateMachine):
         self.slots[move.slot] = move.key
         if move.row is not None and move.saved is None:
             self.rows[move.row], saved = move.key, True
-        self.tier.ended(move, read=True, saved=saved)
+        self.tier.finish(move, read=True, saved=saved)
 
     @rule(
         key=st.integers(0, KEYS - 1),
@@ -82,11 +82,11 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.tier.untouched(self.flying.pop(data.draw(st.sampled_from(sorted(self.flying)))))
+        self.tier.cancel(self.flying.pop(data.draw(st.sampled_from(sorted(self.flying)))))
 
     @rule(layer=st.integers(0, 2))
-    def enter(self, layer: int) -> None:
-        self.tier.policy.enter(range(8 * layer, 8 * layer + 8))
+    def begin_layer(self, layer: int) -> None:
+        self.tier.policy.begin_layer(range(8 * layer, 8 * layer + 8))
 
     @rule(counts=st.lists(st.integers(-1, 3), min_size=KEYS, max_size=KEYS))
     def observe(self, counts: list[int]) -> None:
@@ -112,7 +112,7 @@ def tier(rows: int, slots: int = SLOTS, policy: str = "lru") -> HostTier:
 
 def load(tier: HostTier, key: int, slot: int) -> HostMove:
     move = tier.plan(key, slot)
-    tier.ended(move, read=True, saved=move.row is not None)
+    tier.finish(move, read=True, saved=move.row is not None)
     return move
 
 

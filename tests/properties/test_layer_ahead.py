@@ -145,7 +145,7 @@ def test_what_the_next_layer_has_already_is_not_evicted_for_more_of_it(make) -> 
     pool = make(4)
     pool.run(1, torch.tensor([[0, 1, 2]]))
     first = SHAPE.experts
-    pool._loader.prefetcher.stream([first + 5, first + 6], range(first, 2 * first))
+    pool._loader.prefetcher.prefetch_next([first + 5, first + 6], range(first, 2 * first))
     assert (pool.residency.slot_of[first : first + 3] >= 0).all()
     assert pool.residency.is_loading(first + 5) and pool.residency.slot_of[first + 6] < 0, "there is one free slot"
 
@@ -155,7 +155,7 @@ def test_what_is_queued_is_not_cancelled(make, prefetch: str) -> None:
     """Two reads hang at their gates, as many as begin; a prefetcher plans meanwhile."""
     pool, keys = make(SHAPE.total, prefetch=prefetch), [8, 9, 10, 11]
     pool.store.gate(8, 9)
-    pool._loader.prefetcher.stream(keys, range(8, 16))
+    pool._loader.prefetcher.prefetch_next(keys, range(8, 16))
     for key in (8, 9):
         until(pool.store.begun[key].is_set)
     pool._loader.end_step(np.zeros(SHAPE.total, dtype=np.int64))

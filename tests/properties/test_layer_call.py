@@ -79,7 +79,7 @@ class Network(RuleBasedStateMachine):
             assert header.epoch == self.roster.epoch(worker) and worker in self.roster.having(call.layer)
             self.requests.append((worker, message))
         for part in call.stranded():
-            call.computed(part, truth(call.layer, *call.rows(part)))
+            call.add_part(part, truth(call.layer, *call.rows(part)))
         if call.done:
             assert torch.equal(call.out, self.expected)
             self.rows += len(call.out)
@@ -181,7 +181,7 @@ class Network(RuleBasedStateMachine):
         if self.call is None:
             self.roster.remove(worker, "it ended")
         else:
-            self.call.gone(worker, "it ended")
+            self.call.remove(worker, "it ended")
             self.pump()
 
     @rule()
@@ -195,7 +195,7 @@ class Network(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         if self.call is not None:
-            self.call.expire(self.now)
+            self.call.cancel_late(self.now)
             self.pump()
 
     @invariant()

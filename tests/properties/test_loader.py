@@ -58,7 +58,7 @@ class Ahead:
             del self.slot[key]
         return gone
 
-    def reap(self) -> dict:
+    def take_finished(self) -> dict:
         return {key: self._tell(key) for key in list(self.slot) if self.begun.get(key) is not None}
 
     def wait(self, keys) -> dict:
@@ -106,14 +106,14 @@ class Transfers:
                 failed[key] = StoreError(f"{key} is gone")
             elif counters is not None:
                 counters.loads += 1
-                counters.moved("double", 1)
+                counters.count_bytes("double", 1)
         return failed
 
-    def enter(self, layer: range) -> None: ...
+    def begin_layer(self, layer: range) -> None: ...
 
     def observe(self, counts: np.ndarray) -> None: ...
 
-    def prompted(self, rows: np.ndarray) -> None: ...
+    def observe_prompt(self, rows: np.ndarray) -> None: ...
 
     def close(self) -> None:
         for key in list(self.ahead.slot):
@@ -146,7 +146,7 @@ class World:
         self.loader = ExpertLoader(self.residency, self.transfers, self.counters, EXPERTS, knobs)
         if poison:
             account = self.loader.prefetcher.account
-            account.place = partial(self.poisoned, account.place)
+            account.add_placement = partial(self.poisoned, account.add_placement)
         self.held: list[list[int]] = []
         self.in_use: list[int] = []
 

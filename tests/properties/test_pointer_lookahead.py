@@ -206,12 +206,12 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
         x, weights = torch.randn(4, D, generator=rng), torch.rand(4, TOP_K, generator=rng)
         ids = torch.rand(4, EXPERTS, generator=rng).topk(TOP_K).indices.int()
         out = torch.zeros(1, EXPERTS)
-        ahead.name(layer, x, ids, weights, torch.ones(4, 1), out)
+        ahead.write_guess(layer, x, ids, weights, torch.ones(4, 1), out)
         [guess] = named.guesses(PredictorInputs(layer, hidden=x, ids=ids, weights=weights))
         assert guess.first == (layer + 1) * EXPERTS and guess.scores.shape == (4, EXPERTS)
         assert set(out[0].nonzero().flatten().tolist()) == set(guess.scores.topk(TOP_K).indices.flatten().tolist())
         known = guess.scores.flip(1).contiguous()  # what was computed already is not computed again
-        ahead.name(layer, x, ids, weights, torch.ones(4, 1), out, known)
+        ahead.write_guess(layer, x, ids, weights, torch.ones(4, 1), out, known)
         assert set(out[0].nonzero().flatten().tolist()) == set(known.topk(TOP_K).indices.flatten().tolist())
 
 
@@ -226,7 +226,7 @@ def test_what_warms_up_moves_nothing(made) -> None:
         for layer in range(LAYERS):
             x, weights = torch.randn(3, D, generator=rng), torch.rand(3, TOP_K, generator=rng)
             ahead.compile(layer, x, torch.full((3, TOP_K), -1, dtype=torch.int32), weights)
-            ahead.join()
+            ahead.wait()
         pool.ahead.layers._copy.record().wait()
         assert all(map(torch.equal, state, before))
 
@@ -260,7 +260,7 @@ def test_padding_names_nothing(made) -> None:
             for guess in named.guesses(PredictorInputs(layer, hidden=x[:1], ids=ids[:1], weights=weights[:1])):
                 of_the_row |= {guess.first + expert for expert in guess.scores.topk(TOP_K).indices[0].tolist()}
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
-        pool.ahead.layers.join()
+        pool.ahead.layers.wait()
         read = set((pool.admission.reports.guesses == ADMITTED).nonzero().flatten().tolist())
         pool.end_forward()
         pool.admission.check_integrity()
@@ -304,7 +304,7 @@ def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int, name: st
     )
     graph = Graph()
     monkeypatch.setattr("test_execution.Graph", lambda: graph)
-    monkeypatch.setattr(pool.ahead.layers, "name", graph.kernel(pool.ahead.layers.name))
+    monkeypatch.setattr(pool.ahead.layers, "write_guess", graph.kernel(pool.ahead.layers.write_guess))
     step, used = Replayed(pool, 5, monkeypatch), 0
     for _ in range(40):
         used += step.check(choice.randint(1, 5), rng)

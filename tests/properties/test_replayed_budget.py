@@ -41,7 +41,7 @@ RANKINGS = components.names("rankings")
 def control(rule: RoutingRule, **chosen) -> BudgetControl:
     layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule) for i in range(LAYERS)]
     made = BudgetControl(layers)
-    made.change(BudgetSettings(**chosen))
+    made.update(BudgetSettings(**chosen))
     return made
 
 
@@ -96,7 +96,7 @@ def test_the_same_as_on_the_host(rule, bound, ranking, coverage, votes, when, st
     """Rows that do not vote may hold anything, and keep it."""
     chosen = bound | coverage | votes | {"ranking": ranking, "when": when}
     host, device = control(rule, **chosen), control(rule, **chosen)
-    device.hold_in_graphs(ROWS)
+    device.prepare_graphs(ROWS)
     for index in range(LAYERS):
         logits, weights, ids = routing(rule, seed + index, spread, coarse)
         logits[step.rows :], weights[step.rows :], ids[step.rows :] = math.nan, math.nan, -1
@@ -148,7 +148,7 @@ def test_a_row_that_the_device_cuts_has_no_vote(rule, bound, ranking, coverage, 
         requests.append(RequestRows(start, start + rows, request.kind))
         start += rows
     if held:
-        device.hold_in_graphs(ROWS)
+        device.prepare_graphs(ROWS)
     for index in range(LAYERS):
         logits, weights, ids = routing(rule, seed + index, 1.0, False)
         if held:
@@ -187,7 +187,7 @@ def test_a_budget_changes_between_steps_after_one_in_which_rows_were_cut() -> No
     stepped()
     device.counters.reset()
     assert set(device.counters.snapshot().values()) == {0}
-    device.change(BudgetSettings(budget=TOP_K, when="all"))
+    device.update(BudgetSettings(budget=TOP_K, when="all"))
     wanted = control(RULES[0], budget=TOP_K, when="all")
     wanted.begin_step(step, cut)
     same(stepped(), wanted.apply(0, *layer, step))
@@ -216,7 +216,7 @@ def test_votes_that_the_device_knows_weigh_the_same(rule, bound, ranking, covera
         requests.append(RequestRows(request.start, request.stop, request.kind))
     blind = Step(tuple(requests))
     if held:
-        device.hold_in_graphs(ROWS)
+        device.prepare_graphs(ROWS)
     for index in range(LAYERS):
         logits, weights, ids = routing(rule, seed + index, 1.0, False)
         if held:
@@ -233,9 +233,9 @@ def test_votes_that_the_device_knows_weigh_the_same(rule, bound, ranking, covera
 def test_votes_that_the_device_knows_are_not_of_parts_that_the_host_ranks() -> None:
     layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RULES[0])]
     made = BudgetControl(layers, weighed_on_device=True)
-    made.change(BudgetSettings(budget=5, window=2))
+    made.update(BudgetSettings(budget=5, window=2))
     with pytest.raises(UnsupportedError, match="window=2 ranks rows apart, and only the device knows how likely rows"):
-        made.change(BudgetSettings(budget=5, window=2, votes="path"))
+        made.update(BudgetSettings(budget=5, window=2, votes="path"))
 
 
 def test_which_budgets_leave_drafts_whole() -> None:
@@ -248,7 +248,7 @@ class Replayed:
     """The routing of both layers as one graph, on buffers that stay where they are."""
 
     def __init__(self, held: BudgetControl) -> None:
-        held.hold_in_graphs(ROWS)
+        held.prepare_graphs(ROWS)
         self.held, self.graph = held, Graph()
         self.given = [list(routing(RULES[0], layer, 1.0, False)) for layer in range(LAYERS)]
         for layer, buffers in enumerate(self.given):
@@ -295,7 +295,7 @@ def test_a_replay_follows_the_step_and_the_settings(ranking, bounds, coverage) -
     for number, (bound, when) in enumerate(product(bounds, ("verify", "all"))):
         for each in (host, held):
             votes = VOTES[number % len(VOTES)]
-            each.change(BudgetSettings(**bound, **kind, **votes, when=when) if bound else BudgetSettings())
+            each.update(BudgetSettings(**bound, **kind, **votes, when=when) if bound else BudgetSettings())
         for each in STEPS:
             step.check(host, each, number)
         same_counts(held, host)
@@ -312,7 +312,7 @@ def test_a_budget_that_is_off_may_be_switched_on() -> None:
     step.check(held, STEPS[0], 0)
     assert set(held.counters.snapshot().values()) == {0}
     host = control(RULES[0], budget=3, coverage="truncation")
-    held.change(BudgetSettings(budget=3, coverage="truncation"))
+    held.update(BudgetSettings(budget=3, coverage="truncation"))
     step.check(host, STEPS[0], 0)
     same_counts(held, host)
     assert held.counters.snapshot()["dropped_weight"] > 0
@@ -332,9 +332,9 @@ def test_what_takes_other_launches_is_refused(asked: dict, named: str) -> None:
     held = control(RULES[0], budget=4)
     step = Replayed(held)
     with pytest.raises(UnsupportedError, match=named):
-        held.change(BudgetSettings(**asked))
+        held.update(BudgetSettings(**asked))
     step.check(control(RULES[0], budget=4), STEPS[0], 0)
-    held.change(BudgetSettings(coverage="truncation"))  # off
+    held.update(BudgetSettings(coverage="truncation"))  # off
 
 
 def test_without_room_for_it_a_graph_holds_no_budget() -> None:
@@ -346,14 +346,14 @@ def test_without_room_for_it_a_graph_holds_no_budget() -> None:
 @pytest.mark.parametrize("start", [{"budget": 5}, {}], ids=["in force", "off"])
 def test_a_runtime_in_a_graph_follows_what_is_asked_while_it_serves(monkeypatch, start: dict) -> None:
     held, graph = control(RULES[0], **start), Graph()
-    held.hold_in_graphs(ROWS)
+    held.prepare_graphs(ROWS)
     run = Runtime([], held)
     monkeypatch.setattr(rerouting, "capturing", lambda tensor: graph.capturing)
     logits, weights, ids = routing(RULES[0], 0, 1.0, False)
     assert run.rerouter.route(0, logits, logits, weights, ids)[1] is ids, "a dummy run that is not captured"
     with graph:
         found = run.rerouter.route(0, logits, logits, weights, ids)
-        run.rerouter.captured(traced=False)
+        run.rerouter.observe_capture(traced=False)
     worker = SpacWorker()
     worker._spac_experts = lambda: SimpleNamespace(runtime=run)
     step = Step((RequestRows(0, ROWS, RowKind.DECODE),))
@@ -375,7 +375,7 @@ def test_a_runtime_replays_no_budget_that_its_graph_does_not_hold(monkeypatch) -
     monkeypatch.setattr(rerouting, "capturing", lambda tensor: True)
     logits, weights, ids = routing(RULES[0], 0, 1.0, False)
     assert run.rerouter.route(0, logits, logits, weights, ids)[1] is ids
-    run.rerouter.captured(traced=False)
+    run.rerouter.observe_capture(traced=False)
     with pytest.raises(UnsupportedError, match="a budget .*--enforce-eager"):
-        run.rerouter.change_budget(BudgetSettings(budget=4))
-    run.rerouter.change_budget(BudgetSettings())
+        run.rerouter.update_budget(BudgetSettings(budget=4))
+    run.rerouter.update_budget(BudgetSettings())

@@ -98,14 +98,14 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def loaded(self, data: st.DataObject) -> None:
         key = data.draw(self.answer())
-        self.residency.loaded(key)
+        self.residency.finish_load(key)
         self.loading.remove(key)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
     def failed(self, data: st.DataObject) -> None:
         key = data.draw(self.answer())
-        self.residency.failed(key)
+        self.residency.cancel_load(key)
         self.twin.remove(key)
         del self.slot[key]
         self.loading.remove(key)
@@ -122,7 +122,7 @@ class Machine(RuleBasedStateMachine):
     def finish(self) -> None:
         """All loads arrive and all pins go, as at the end of a forward."""
         for key in self.loading:
-            self.residency.loaded(key)
+            self.residency.finish_load(key)
         self.residency.release(list(self.pinned))
         self.loading, self.pinned = set(), set()
 
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
     def answer_twice(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.slot.keys() - self.loading)))
         before = snapshot(self.residency)
-        for call in (self.residency.loaded, self.residency.failed):
+        for call in (self.residency.finish_load, self.residency.cancel_load):
             with pytest.raises(AssertionError):
                 call(key)
         assert snapshot(self.residency) == before
@@ -177,7 +177,7 @@ TestWithLFU = WithLFU.TestCase
 def ready(residency: Residency, *keys: int) -> Placement:
     placement = residency.prepare(keys)
     for key, _ in placement.loads:
-        residency.loaded(key)
+        residency.finish_load(key)
     residency.release(keys)
     return placement
 
@@ -195,9 +195,9 @@ def test_a_read_ahead_takes_the_slot_of_what_is_recycled_and_not_one_of_another_
     for key in (0, 1):
         ready(residency, key)
     assert residency.admit(4, scores) == Placement(0, ((4, 0),), victims=(0,))
-    residency.loaded(4)
+    residency.finish_load(4)
     assert residency.admit(5, scores) == Placement(0, ((5, 1),), victims=(1,))
-    residency.loaded(5)
+    residency.finish_load(5)
     assert residency.admit(3, scores) is None, "4 and 5 were not used yet, and score as much"
     residency.policy.observe(np.array([9, 9, 9, 9, 9, 9]))
     assert residency.admit(3, scores) is None
@@ -250,7 +250,7 @@ def test_what_a_layer_uses_without_pins_stays_until_it_has_run(policy) -> None:
     assert residency.admit_unless((3, 4), ()).victims == (0,), "3 has the slot of 0, and 4 none"
     assert residency.use(np.array([1, 2])), "3 is loading, and that concerns nobody else"
     assert not residency.use(np.array([1, 3]))
-    residency.used()
+    residency.end_use()
     assert residency.admit_unless((4,), ()).victims
     residency.check_integrity()
 

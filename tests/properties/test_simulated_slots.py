@@ -231,32 +231,34 @@ def test_loads_alone_take_what_the_profile_says(count: int) -> None:
 def test_reads_ahead_one_after_the_other() -> None:
     made = link()
     made.ahead.fetch([(0, 0), (1, 1)])
-    made.spend(4.9)
-    assert made.ahead.reap() == {} and made.ahead.cancel([0, 1]) == [1] and list(made.ahead.keys) == [0]
+    made.run(4.9)
+    assert made.ahead.take_finished() == {} and made.ahead.cancel([0, 1]) == [1] and list(made.ahead.keys) == [0]
     made.ahead.fetch([(2, 2)])
-    made.spend(0.2)
-    assert made.ahead.reap() == {0: FOUR} and made.ahead.cancel([2]) == []
-    made.spend(4.8)
-    assert made.ahead.reap() == {}
-    made.spend(0.2)
-    assert made.ahead.reap() == {2: FOUR} and not made.ahead.keys and made.take_waited() == 0
+    made.run(0.2)
+    assert made.ahead.take_finished() == {0: FOUR} and made.ahead.cancel([2]) == []
+    made.run(4.8)
+    assert made.ahead.take_finished() == {}
+    made.run(0.2)
+    assert made.ahead.take_finished() == {2: FOUR} and not made.ahead.keys and made.take_waited() == 0
 
 
 def test_two_readers_share_the_bandwidth() -> None:
     made = link(2)
     made.ahead.fetch([(0, 0), (1, 1)])
-    made.spend(1 + 7.9)
-    assert made.ahead.reap() == {}
-    made.spend(0.2)
-    assert made.ahead.reap() == {0: FOUR, 1: FOUR}
+    made.run(1 + 7.9)
+    assert made.ahead.take_finished() == {}
+    made.run(0.2)
+    assert made.ahead.take_finished() == {0: FOUR, 1: FOUR}
 
 
 def test_what_a_layer_waits_for_goes_first() -> None:
     """The read in flight (3 s left) shares the bandwidth from the load's second on; the queued one begins after it."""
     made = link()
     made.ahead.fetch([(0, 0), (1, 1)])
-    made.spend(2)
+    made.run(2)
     made.load([(2, 2)], None)
     assert made.take_waited() == pytest.approx(1 + 2 * 2 + 2), "1 s alone, then 2 bytes each in 4 s, then 2 alone"
-    assert made.ahead.reap() == {0: FOUR} and made.ahead.cancel([1]) == [], "it begins when the layer has what it needs"
+    assert made.ahead.take_finished() == {0: FOUR} and made.ahead.cancel([1]) == [], (
+        "it begins when the layer has what it needs"
+    )
     assert made.ahead.wait([1]) == {1: FOUR} and made.take_waited() == pytest.approx(5)

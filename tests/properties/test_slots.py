@@ -334,7 +334,7 @@ def test_the_policy_is_told_the_end_of_prompts_whose_rows_all_layers_ran(pools: 
     """An expert worker's layers run the rows that chose its experts: they are no rows of one text."""
     pools.append(pool := Pool(4))
     told: list[np.ndarray] = []
-    monkeypatch.setattr(pool.residency.policy, "prompted", told.append)
+    monkeypatch.setattr(pool.residency.policy, "observe_prompt", told.append)
     step = Step((RequestRows(0, 3, RowKind.PREFILL),))
     rows = torch.tensor([[0, 1, 2], [2, 1, 3], [0, 3, 1]])
     for ids in (rows, rows[1:]):

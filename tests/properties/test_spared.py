@@ -58,10 +58,10 @@ def controls(rule: RoutingRule, **asked) -> Iterator[tuple[str, BudgetControl]]:
     layer = BudgetedLayer("layer.0", EXPERTS, TOP_K, rule)
     for plane in ("host", "device", "replay"):
         made = BudgetControl([layer])
-        made.change(BudgetSettings(**asked))
+        made.update(BudgetSettings(**asked))
         made._on_host = made._on_host if plane == "host" else None
         if plane == "replay":
-            made.hold_in_graphs(ROWS)
+            made.prepare_graphs(ROWS)
         yield plane, made
 
 

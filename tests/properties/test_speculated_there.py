@@ -36,7 +36,7 @@ def control(name: str, rule: RoutingRule, there: bool, held: torch.Tensor, seed:
     if there:
         launches = SpeculatedLaunches(layers, named, ROWS + PADDING, CAPTURED)
     made = BudgetControl(layers, speculation=SpeculatedExecution(layers, named, counters, launches), counters=counters)
-    made.change(BudgetSettings(**chosen))
+    made.update(BudgetSettings(**chosen))
     return made
 
 
@@ -107,7 +107,7 @@ class InAGraph:
     """All layers as one graph, on buffers that stay where they are."""
 
     def __init__(self, made: BudgetControl, rule: RoutingRule) -> None:
-        made.hold_in_graphs(ROWS)
+        made.prepare_graphs(ROWS)
         self.made, self.rule, self.graph = made, rule, Graph()
         for rows in (ROWS, CAPTURED):  # as vLLM's profile run, of which no graph is made
             self.given = [routing(rule, layer, rows) for layer in range(LAYERS)]
@@ -152,7 +152,7 @@ def test_a_replayed_step_is_speculated_too(name: str, mode: str) -> None:
     assert there.counters.snapshot() == pytest.approx(host.counters.snapshot(), rel=1e-4)
     assert there.counters.snapshot()["dropped_weight"] > 0
     for made in (host, there):
-        made.change(BudgetSettings())
+        made.update(BudgetSettings())
     graph.check(host, decoding(4), 7)
 
 
@@ -161,5 +161,5 @@ def test_a_graph_keeps_its_kind() -> None:
     InAGraph(there, SOFTMAX[0])
     for other in ({"speculate": "restricted"}, {"budget": TOP_K}):
         with pytest.raises(UnsupportedError, match=r"a budget of the kind \(speculate=predicted\)"):
-            there.change(BudgetSettings(**other))
+            there.update(BudgetSettings(**other))
     assert there.settings.speculate == "predicted"

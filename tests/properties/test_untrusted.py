@@ -20,7 +20,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from vllm_spac.cli.check import show_model
+from vllm_spac.cli.check import print_model
 from vllm_spac.cli.main import app
 from vllm_spac.decisions import costs
 from vllm_spac.decisions.costs import Costs
@@ -210,7 +210,7 @@ def test_checkpoints(folder, data) -> None:
     loads_or_refuses(lambda: headers.read_checkpoint(model), size, 64)
     said = Console(file=io.StringIO(), width=80)
     with contextlib.suppress(SpacError):
-        show_model(said, find_model(str(model)))
+        print_model(said, find_model(str(model)))
     assert "\x1b" not in said.file.getvalue()
 
 

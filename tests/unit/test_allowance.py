@@ -17,7 +17,7 @@ def read_all(allowance: Allowance, most: int = 10_000) -> int:
         if not allowance.left:
             assert count == left
             return count
-        allowance.read(1)
+        allowance.add_reads(1)
     assert left >= most
     return most
 
@@ -25,7 +25,7 @@ def read_all(allowance: Allowance, most: int = 10_000) -> int:
 @pytest.mark.parametrize(("extra", "count"), [(0.0, 0), (0.1, 10), (0.25, 25), (1.0, 100)])
 def test_unused_reads_are_a_share_of_what_was_loaded(extra: float, count: int) -> None:
     allowance = Allowance(extra)
-    allowance.loaded(100)
+    allowance.add_misses(100)
     assert read_all(allowance) == count
 
 
@@ -44,8 +44,8 @@ def test_the_total_stays_below_the_share(extra: float, steps: list[tuple[int, fl
         now = read_all(allowance, 8)
         hits = int(right * now)
         harmful = min(count, int(wrong * (now - hits)))
-        allowance.used(hits)
-        allowance.loaded(count, harmful)
+        allowance.add_uses(hits)
+        allowance.add_misses(count, harmful)
         allowance.end_step()
         loaded, read, used, harm = loaded + count, read + now, used + hits, harm + harmful
     needed = loaded + used - harm
@@ -57,10 +57,10 @@ def judged(right: float, steps: int, allowance: Allowance | None = None) -> tupl
     """Steps of 100 loads and 4 reads of which a share is used in the same step."""
     allowance, found = allowance or Allowance(0.5), []
     for step in range(steps):
-        allowance.loaded(100)
+        allowance.add_misses(100)
         if allowance.left:
-            allowance.read(4)
-            allowance.used(round(4 * right * (step + 1)) - round(4 * right * step))
+            allowance.add_reads(4)
+            allowance.add_uses(round(4 * right * (step + 1)) - round(4 * right * step))
         found.append(allowance.end_step())
     return allowance, found
 
@@ -71,7 +71,7 @@ def test_reads_that_do_not_pay_pause_and_are_tried_again() -> None:
     assert used < PAYS * read and read >= LEAST - 1
     assert allowance.paused and not allowance.left
     for _ in range(PAUSE):
-        allowance.loaded(100)
+        allowance.add_misses(100)
         assert allowance.end_step() is None
     assert not allowance.paused and allowance.left
     _, found = judged(PAYS - 0.2, WINDOW, allowance)
@@ -82,18 +82,18 @@ def test_the_first_steps_are_not_judged() -> None:
     """What is read before anything is known says little of what is read later."""
     allowance = Allowance(1.0)
     for step in range(4 * SETTLE):
-        allowance.loaded(1000)
-        allowance.read(100)
-        allowance.used(100 if step >= SETTLE // 2 else 0)
+        allowance.add_misses(1000)
+        allowance.add_reads(100)
+        allowance.add_uses(100 if step >= SETTLE // 2 else 0)
         assert allowance.end_step() is None
 
 
 def test_few_reads_are_not_judged() -> None:
     allowance = Allowance(0.5)
     for _ in range(10 * WINDOW):
-        allowance.loaded(1)
+        allowance.add_misses(1)
         if allowance.left:
-            allowance.read(1)
+            allowance.add_reads(1)
         allowance.end_step()
     assert not allowance.paused
 

@@ -171,12 +171,12 @@ def test_threshold_lets_the_cpu_compute_all_misses_as_the_paper_does():
 
 def test_balancers_count_the_drafts_of_the_last_steps():
     balancer = build("threshold", gamma=8)
-    balancer.verifies(4)
+    balancer.observe_verify(4)
     assert balancer.gamma == 4, "what steps have, not what they may have"
-    balancer.verifies(0)
+    balancer.observe_verify(0)
     assert balancer.gamma == 2
     for _ in range(2000):
-        balancer.verifies(6)
+        balancer.observe_verify(6)
     assert balancer.gamma == pytest.approx(6)
 
 

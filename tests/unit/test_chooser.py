@@ -84,7 +84,7 @@ def learned(true, steps: int = 4000, requests: int = 1) -> Odds:
             accepted = draw.random() < true(step % requests, depth, said)
             odds.add(request, depth, said, accepted)
             if depth == 0:
-                odds.fared(request, accepted)
+                odds.add_first(request, accepted)
             if not accepted:
                 break
     return odds
@@ -102,7 +102,7 @@ def test_places_in_a_path_and_requests_are_told_apart() -> None:
     assert by_depth.chance("0", 1, 0.5) > 0.75 and by_depth.chance("0", 2, 0.5) < 0.35
     by_request = learned(lambda request, depth, said: (0.95, 0.1)[request], requests=2)
     assert by_request.chance("0", 0, UNKNOWN) > by_request.chance("1", 0, UNKNOWN) + 0.4
-    by_request.forget("1")
+    by_request.remove("1")
     assert by_request.chance("1", 0, UNKNOWN) == by_request.chance("new", 0, UNKNOWN)
 
 
@@ -133,12 +133,12 @@ def test_the_target_s_word_tells_of_each_draft_on_its_path(parents, said, seen) 
     chooser = told(0.0, 0.5)
     chooser._odds = asked = Asked()
     chooser.keep("a", Drafted([5, 6, 7], [0.9, 0.8, 0.7], parents))
-    chooser.answered("a", said)
-    chooser.answered("a", said)
+    chooser.observe_tokens("a", said)
+    chooser.observe_tokens("a", said)
     assert asked.seen == seen, "once, whatever was kept"
     chooser.keep("b", Drafted([5], [0.9]))
-    chooser.forget(["b"])
-    chooser.answered("b", [5])
+    chooser.remove(["b"])
+    chooser.observe_tokens("b", [5])
     assert asked.seen == seen
 
 
@@ -206,8 +206,8 @@ class Chosen(Fixed):
         return self.chooser.keep("a", Drafted([7] * len(chances), chances))
 
     def tell(self, accepted: int, count: int, right: int, took: float) -> None:
-        self.chooser.answered("a", [7] * accepted + [7 if right > accepted else 8])
-        self.chooser.took([count], [1 + accepted], 1, took, 0.0, 10 * (count - accepted))
+        self.chooser.observe_tokens("a", [7] * accepted + [7 if right > accepted else 8])
+        self.chooser.end_step([count], [1 + accepted], 1, took, 0.0, 10 * (count - accepted))
 
 
 def test_steps_with_good_drafts_are_told_from_others() -> None:
@@ -284,8 +284,8 @@ def grown(nodes: int | None, cost: float, steps: int = 4000) -> float:
         right = next((n for n in range(len(NODES)) if place < sum(NODES[: n + 1]) / 2), len(NODES))
         accepted = int(right < count)
         took = 1 + 0.02 * count + cost * (count - accepted)
-        chooser.answered("a", [right, 99])
-        chooser.took([count], [1 + accepted], 1, took, 0.0, 20 * (count - accepted))
+        chooser.observe_tokens("a", [right, 99])
+        chooser.end_step([count], [1 + accepted], 1, took, 0.0, 20 * (count - accepted))
         seconds, tokens = seconds + took, tokens + 1 + accepted
     return seconds / tokens
 
@@ -328,7 +328,7 @@ class Machine:
             right, misses, took = self.step(draw, chances, count)
             said = [7] * min(right, count) + [7 if right > count else 8]
             if fixed is None:
-                chooser.answered("a", said)
+                chooser.observe_tokens("a", said)
             length = chooser.allows(1) if fixed is None else fixed
             chances = [self.right(draw) for _ in range(length)]
             drafting = self.making * length
@@ -337,8 +337,8 @@ class Machine:
             if fixed is None:
                 if length:
                     count = chooser.keep("a", Drafted([7] * length, chances))
-                    chooser.making(length, max(drafting, 1e-6))
-                chooser.took([verified], [len(said)], 1, took * slow + drafting, drafting, misses)
+                    chooser.observe_drafter(length, max(drafting, 1e-6))
+                chooser.end_step([verified], [len(said)], 1, took * slow + drafting, drafting, misses)
             seconds, made = seconds + took + drafting, made + len(said)
         return seconds / made, chooser
 
@@ -405,9 +405,11 @@ def test_a_drafter_that_idles_is_tried_again() -> None:
         length = chooser.allows(1)
         if length:
             chooser.keep("a", Drafted([7] * length, [0.95] * length))
-            chooser.making(length, 0.1 * length)
-            chooser.answered("a", [7] * length + [8])
-        chooser.took([length], [1 + length], 1, 1.5 + 0.02 * length + 0.1 * length, 0.1 * length, draw.randrange(20))
+            chooser.observe_drafter(length, 0.1 * length)
+            chooser.observe_tokens("a", [7] * length + [8])
+        chooser.end_step(
+            [length], [1 + length], 1, 1.5 + 0.02 * length + 0.1 * length, 0.1 * length, draw.randrange(20)
+        )
         drafts += length > 0
     assert drafts > 200, "within a few probes, less the blocks without drafts of a comparison"
 
@@ -420,9 +422,9 @@ def test_a_machine_that_is_not_as_assumed_is_found_out() -> None:
         length = chooser.allows(1)
         if length:
             chooser.keep("a", Drafted([7] * length, [0.6] * length))
-            chooser.answered("a", [7, 8])
-            chooser.making(length, 1e-6)
-        chooser.took([length], [1 + (length > 0)], 1, 3.0 if length else 1.0, 0.0, 0)
+            chooser.observe_tokens("a", [7, 8])
+            chooser.observe_drafter(length, 1e-6)
+        chooser.end_step([length], [1 + (length > 0)], 1, 3.0 if length else 1.0, 0.0, 0)
         lengths.append(length)
     assert not any(lengths[200:]), "made no more once steps without drafts were seen to be faster"
 
@@ -431,9 +433,9 @@ def test_steps_with_prompts_are_ignored() -> None:
     chooser = Chooser(4)
     steps = ([4], [5], 2, 1.0), ([], [], 3, 1.0), ([2], [1], 1, 0.0), ([2], [1], 1, math.inf)
     for drafts, tokens, requests, seconds in steps:
-        assert chooser.took(drafts, tokens, requests, seconds, 0.0, 5) is None
+        assert chooser.end_step(drafts, tokens, requests, seconds, 0.0, 5) is None
     assert chooser.ignored == 4 and chooser.facts()["steps"] == {}
-    chooser.took([2], [3], 1, 1.0, 0.0, 5)
+    chooser.end_step([2], [3], 1, 1.0, 0.0, 5)
     read = {"draft_length", "speedup", "tokens_per_step"}  # by the live page
     assert read <= set(chooser.facts()) & set(LengthChooser(4).facts()) and chooser.facts()["tokens_per_step"] == 3
 
@@ -444,7 +446,7 @@ def test_sizes_of_batch_have_costs_of_their_own() -> None:
         requests = 1 if step // 50 % 2 else 16
         drafts = step % 3
         cost = 0.02 if requests == 1 else 2.0
-        chooser.took([drafts] * requests, [1 + drafts] * requests, requests, 1 + cost * drafts, 0.0, 0)
+        chooser.end_step([drafts] * requests, [1 + drafts] * requests, requests, 1 + cost * drafts, 0.0, 0)
     counts = []
     for requests in (1, 16):
         chooser.allows(requests)

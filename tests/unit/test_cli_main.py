@@ -484,9 +484,9 @@ def test_packed_names_models(store):
     root = store.folder.parent
     assert f"{FINGERPRINT} ? " in run("packed", "--disk-dir", root), "packed by a version that wrote no names"
     for model in ("org/Toy-MoE", "another name of the same experts"):
-        packed_folder.note_model(store.folder, model)
+        packed_folder.write_model(store.folder, model)
     assert f"{FINGERPRINT} org/Toy-MoE 2 " in run("packed", "--disk-dir", root)
-    packed_folder.note_model(store.folder / "absent", "toy")  # as where a folder is read-only
+    packed_folder.write_model(store.folder / "absent", "toy")  # as where a folder is read-only
     run("packed", "--disk-dir", root, "--delete", FINGERPRINT, "--yes")
     assert not store.folder.exists()
 
@@ -494,7 +494,7 @@ def test_packed_names_models(store):
 def test_a_name_is_written_through_no_link(store, tmp_path):
     (tmp_path / "mine").write_text("mine")
     (store.folder / "model").symlink_to(tmp_path / "mine")
-    packed_folder.note_model(store.folder, "toy")
+    packed_folder.write_model(store.folder, "toy")
     assert (tmp_path / "mine").read_text() == "mine"
     assert "mine" not in run("packed", "--disk-dir", store.folder.parent).replace(str(tmp_path), "")
 

@@ -54,7 +54,7 @@ def test_only_the_rows_asked_for_are_cut_and_vote(when: str, cut: range, coverag
     inside, outside = torch.tensor(cut), torch.tensor([row for row in range(ROWS) if row not in cut])
     logits[outside] = torch.tensor([50.0, 50, -50, -50, -50, -50, -50, -50])  # they would decide, did they vote
     budget = control()
-    budget.change(BudgetSettings(budget=3, when=when, coverage=coverage))
+    budget.update(BudgetSettings(budget=3, when=when, coverage=coverage))
     got_weights, got_ids = budget.apply(0, logits, weights, ids, MIXED)
     assert torch.equal(got_weights[outside], weights[outside]) and torch.equal(got_ids[outside], ids[outside])
     shortlist = torch.tensor(ranked(logits[inside], ids[inside])[:3])
@@ -77,7 +77,7 @@ def test_only_the_rows_asked_for_are_cut_and_vote(when: str, cut: range, coverag
 def test_windows_rank_by_themselves() -> None:
     logits, weights, ids = routing(1)
     budget = control()
-    budget.change(BudgetSettings(budget=2, when="verify", window=2))
+    budget.update(BudgetSettings(budget=2, when="verify", window=2))
     _, got = budget.apply(0, logits, weights, ids, MIXED)
     for start in (4, 6, 8):  # two windows of the first request, one of the second
         rows = slice(start, start + 2)
@@ -88,7 +88,7 @@ def test_windows_rank_by_themselves() -> None:
 def test_nobody_votes() -> None:
     logits, weights, ids = routing()
     budget = control()
-    budget.change(BudgetSettings(budget=2))
+    budget.update(BudgetSettings(budget=2))
     got = budget.apply(0, logits, weights, ids, Step((PROMPT, DECODE)))
     assert got[0] is weights and got[1] is ids
     assert budget.counters.snapshot()["rows"] == 0
@@ -99,7 +99,7 @@ def test_nobody_votes() -> None:
 def test_everything_within_the_budget_is_unchanged_to_the_bit(bound: dict, coverage: str) -> None:
     logits, weights, ids = routing()
     budget = control()
-    budget.change(BudgetSettings(**bound, coverage=coverage, when="all"))
+    budget.update(BudgetSettings(**bound, coverage=coverage, when="all"))
     got = budget.apply(0, logits, weights, ids, MIXED)
     assert torch.equal(got[0], weights) and torch.equal(got[1], ids)
     counted = budget.counters.snapshot()
@@ -112,7 +112,7 @@ def test_rows_that_the_shortlist_covers_are_the_router_s_own() -> None:
     logits[:, 4:] -= 50
     ids = logits.topk(TOP_K).indices.int()
     budget = control()
-    budget.change(BudgetSettings(budget=4))
+    budget.update(BudgetSettings(budget=4))
     got = budget.apply(0, logits, weights, ids, MIXED)
     assert got[0] is weights and got[1] is ids
     assert budget.counters.snapshot() == {
@@ -126,11 +126,11 @@ def test_what_is_counted_later_is_what_was(coverage: str) -> None:
     """Of more layers than are counted at once, by tensors that are overwritten meanwhile."""
     together, times = control(), 150
     alone = dict.fromkeys(("rows", "dropped_weight", "shortlists", "experts", "emptied"), 0)
-    together.change(BudgetSettings(budget=3, coverage=coverage))
+    together.update(BudgetSettings(budget=3, coverage=coverage))
     for seed in range(times):
         logits, weights, ids = routing(seed)
         one = control()
-        one.change(BudgetSettings(budget=3, coverage=coverage))
+        one.update(BudgetSettings(budget=3, coverage=coverage))
         one.apply(0, logits, weights, ids, MIXED)
         alone = {name: alone[name] + one.counters.snapshot()[name] for name in alone}
         for tensor in (*together.apply(0, logits, weights, ids, MIXED), logits, weights, ids):
@@ -148,7 +148,7 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     probs = torch.tensor([[0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05]] * 4)
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
-    budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
+    budget.update(BudgetSettings(mass=0.85, mass_of=mass_of))
     order = Selected().rank(probs, None, LayerContext(0, routed[1])).numpy()
     held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
     shortlist = leading(order, held, 0.85, 1).tolist()
@@ -173,7 +173,7 @@ def test_the_selected_mass_is_held_by_the_least_experts(seed, mass, scale, renor
     weights, ids = logits.softmax(-1).topk(TOP_K)
     weights = scale * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
     budget = control()
-    budget.change(BudgetSettings(mass=mass, coverage="truncation"))
+    budget.update(BudgetSettings(mass=mass, coverage="truncation"))
     kept, used = (found[verify] for found in budget.apply(0, logits, weights, ids, MIXED))
     whole = weights[verify].double().sum()
     assert kept.double().sum() >= mass * whole * (1 - 1e-12)
@@ -188,14 +188,14 @@ def test_the_selected_mass_is_held_by_the_least_experts(seed, mass, scale, renor
 def test_the_selected_mass_never_takes_fewer_than_a_row_needs() -> None:
     logits, weights, ids = routing()
     budget = control()
-    budget.change(BudgetSettings(mass=0.01))
+    budget.update(BudgetSettings(mass=0.01))
     assert len(budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()) == TOP_K
 
 
 def test_the_mass_of_all_scores_is_held() -> None:
     logits, weights, ids = routing()
     budget = control()
-    budget.change(BudgetSettings(mass=0.8, mass_of="scores", coverage="truncation"))
+    budget.update(BudgetSettings(mass=0.8, mass_of="scores", coverage="truncation"))
     got_weights, got_ids = budget.apply(0, logits, weights, ids, MIXED)
     mass = logits[4:10].softmax(-1).sum(0)
     used = got_ids[4:10][got_weights[4:10] > 0].unique()
@@ -233,17 +233,17 @@ def test_the_mass_of_all_scores_is_held() -> None:
 )
 def test_errors_change_nothing(raw, text: str) -> None:
     budget = control()
-    budget.change(BudgetSettings(budget=5))
+    budget.update(BudgetSettings(budget=5))
     with pytest.raises(ConfigError, match=text):
-        budget.change(BudgetSettings.parse(raw))
+        budget.update(BudgetSettings.parse(raw))
     assert budget.settings == BudgetSettings(budget=5)
 
 
 def test_a_routing_function_of_the_models_own_cannot_be_substituted() -> None:
     budget = control(RoutingRule(custom=True))
     with pytest.raises(UnsupportedError, match="coverage=truncation .--spac-budget"):
-        budget.change(BudgetSettings(budget=4))
-    budget.change(BudgetSettings(budget=4, coverage="truncation"))
+        budget.update(BudgetSettings(budget=4))
+    budget.update(BudgetSettings(budget=4, coverage="truncation"))
 
 
 # --- weighted votes ---------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_rows_count_by_the_probability_that_they_are_reached(bound: dict, seed: 
     """To the power of alpha, in the ranking and in both masses; a row that is never reached is still cut."""
     logits, weights, ids = routing(seed)
     budget = control()
-    budget.change(BudgetSettings(**bound, votes="path", coverage="truncation"))
+    budget.update(BudgetSettings(**bound, votes="path", coverage="truncation"))
     cut, used = (found[4:10] for found in budget.apply(0, logits, weights, ids, WEIGHED))
     mass = (logits[4:10].softmax(-1).double() * VOTES[:, None]).sum(0)
     held = mass
@@ -282,8 +282,8 @@ def test_rows_count_by_the_probability_that_they_are_reached(bound: dict, seed: 
 def test_votes_that_are_all_the_same_change_nothing(settings: dict, window: int | None) -> None:
     """To the bit: the ranking is asked as it is without weights."""
     plain, weighed = control(), control()
-    plain.change(BudgetSettings(budget=3, window=window))
-    weighed.change(BudgetSettings(budget=3, window=window, **settings))
+    plain.update(BudgetSettings(budget=3, window=window))
+    weighed.update(BudgetSettings(budget=3, window=window, **settings))
     unweighted = Step((DECODE, VERIFY, OTHER))
     for seed in range(20):
         found, expected = (b.apply(0, *routing(seed), s) for b, s in ((weighed, WEIGHED), (plain, unweighted)))
@@ -306,14 +306,14 @@ def test_votes_that_are_all_the_same_change_nothing(settings: dict, window: int 
 def test_a_number_bounds_a_step_whose_rows_it_cuts_together(settings: dict, step: Step, bounds: tuple | None) -> None:
     """Other rows keep what they chose, and a share of the mass bounds no number."""
     budget = control(layers=2)
-    budget.change(BudgetSettings(**settings))
+    budget.update(BudgetSettings(**settings))
     assert budget.begin_step(step).bounds == bounds
 
 
 def test_a_window_has_the_votes_of_its_rows() -> None:
     asked = []
     budget = control()
-    budget.change(BudgetSettings(budget=1, votes="path", window=3, coverage="truncation"))
+    budget.update(BudgetSettings(budget=1, votes="path", window=3, coverage="truncation"))
     ranking = budget._on_host._ranking
     rank = ranking.rank
     ranking.rank = lambda probs, votes, *rest: asked.append(votes) or rank(probs, votes, *rest)
@@ -325,7 +325,7 @@ def test_requests_whose_probabilities_are_not_known_are_counted() -> None:
     budget = control()
     budget.begin_step(WEIGHED)
     assert budget.counters.snapshot()["unweighted"] == 0, "votes are uniform"
-    budget.change(BudgetSettings(votes="path"))
+    budget.update(BudgetSettings(votes="path"))
     for _ in range(2):
         budget.begin_step(WEIGHED)
     budget.begin_step(Step((PROMPT, DECODE)))
@@ -339,11 +339,11 @@ def test_a_budget_of_drafts_that_there_are_none_of_is_no_budget() -> None:
     drafting, plain = BudgetControl(layers), BudgetControl(layers, drafts=False)
     for asked, idle in (({}, False), ({"budget": 4}, True), ({"budget": 4, "when": "decode"}, False)):
         for budget in (drafting, plain):
-            budget.change(BudgetSettings(**asked))
+            budget.update(BudgetSettings(**asked))
         assert plain.idle is idle and not drafting.idle
         assert drafting.describe() == drafting.settings.describe()
         assert (plain.describe() == plain.settings.describe()) is not idle
-    plain.change(BudgetSettings(budget=4))
+    plain.update(BudgetSettings(budget=4))
     assert plain.describe().startswith("exact (") and "--speculative-config" in plain.describe()
     assert "when=decode of --spac-budget" in plain.describe()
 
@@ -361,7 +361,7 @@ def test_a_budget_of_drafts_that_there_are_none_of_is_no_budget() -> None:
 )
 def test_a_budget_that_holds_all_experts_is_exact(asked: dict, holds: bool) -> None:
     budget = BudgetControl([BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())])
-    budget.change(BudgetSettings(**asked))
+    budget.update(BudgetSettings(**asked))
     assert budget.holds_all is holds and budget.lossy is (bool(asked) and not holds)
     assert description.mode(budget, ()) == ("lossy" if budget.lossy else "exact")
     assert budget.describe().startswith("lossy (" if budget.lossy else "exact")
@@ -370,10 +370,10 @@ def test_a_budget_that_holds_all_experts_is_exact(asked: dict, holds: bool) -> N
 
 def test_votes_are_refused_where_no_probabilities_are_known() -> None:
     budget = BudgetControl([BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())], unweighted="because; do this")
-    budget.change(BudgetSettings(budget=4))
+    budget.update(BudgetSettings(budget=4))
     for bound in ({}, {"budget": 4}):
         with pytest.raises(UnsupportedError, match="--spac-budget.*because; do this, or use uniform votes"):
-            budget.change(BudgetSettings(**bound, votes="path"))
+            budget.update(BudgetSettings(**bound, votes="path"))
     assert budget.settings == BudgetSettings(budget=4) and not budget.weighs
 
 

@@ -26,7 +26,7 @@ def bound(monkeypatch):
     if len(free) < 2:
         pytest.skip("this machine lets the tests use one CPU only")
     monkeypatch.delenv(machine.VARIABLE, raising=False)
-    machine.note()
+    machine.save_cpus()
     os.sched_setaffinity(0, {min(free)})
     yield free
     os.sched_setaffinity(0, free)
@@ -48,7 +48,7 @@ def test_reads_on_demand_and_ahead(bound, monkeypatch: pytest.MonkeyPatch) -> No
     transfers.load([(0, 0), (1, 1)], None)  # one of them in this thread
     transfers.ahead.fetch([(2, 2), (3, 3)])
     while transfers.ahead.keys:
-        transfers.ahead.reap()
+        transfers.ahead.take_finished()
         time.sleep(0.001)
     transfers.close()
     assert {name: cpus for name, cpus in seen.items() if name} == {"spac-io": bound, "spac-ahead": bound}
@@ -56,7 +56,7 @@ def test_reads_on_demand_and_ahead(bound, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_who_is_bound_does_not_note_it(bound) -> None:
-    machine.note()
+    machine.save_cpus()
     assert machine.cpus() == bound
     assert Machine.here().cores == len(bound), "a profile fits the workers of this machine"
 
@@ -66,9 +66,9 @@ def test_processes_share_the_cpus(found, count) -> None:
     """Each CPU is one process's, and shares differ by one at most; where there are too few, all processes use all."""
     parts = []
     for index in range(count):
-        machine.share(index, count)
+        machine.limit_cpus(index, count)
         parts.append(machine.part(found))
-    machine.share(0, 1)
+    machine.limit_cpus(0, 1)
     assert all(parts) and machine.part(found) == found
     if len(found) >= count:
         assert sorted(cpu for part in parts for cpu in part) == sorted(found)
@@ -78,14 +78,14 @@ def test_processes_share_the_cpus(found, count) -> None:
 def test_threads_that_read_stay_on_their_share(bound) -> None:
     ordered = sorted(bound)
     try:
-        machine.share(1, 2)
-        machine.unbind()
+        machine.limit_cpus(1, 2)
+        machine.reset_affinity()
         assert os.sched_getaffinity(0) == set(ordered[len(ordered) // 2 :])
     finally:
-        machine.share(0, 1)
+        machine.limit_cpus(0, 1)
 
 
 def test_cpus_that_went_away_are_said(bound, monkeypatch, caplog) -> None:
     monkeypatch.setenv(machine.VARIABLE, "4095")
-    machine.unbind()
+    machine.reset_affinity()
     assert "stays on the CPUs" in caplog.text and os.sched_getaffinity(0) == {min(bound)}

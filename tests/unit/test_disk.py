@@ -203,7 +203,7 @@ def test_leftovers_of_killed_processes_are_harmless(tmp_path: Path) -> None:
     for key in (1, 2):
         again.put(key, expert(SHAPE, key))
     assert_holds(again, 0, 1, 2)
-    again.sweep()
+    again.remove_partial()
     assert_holds(again, 0, 1, 2)
     left = {path.name for path in store.folder.rglob("*") if path.is_file()}
     assert left == {store.path(key).name for key in (0, 1, 2)} | {store.path(2).with_suffix(".corrupt").name}

@@ -90,7 +90,7 @@ class Told(DeviceChooser):
         most = np.array(drafts, dtype=np.float64) if self.most is None else np.full(len(drafts), float(self.most))
         return pack(self._odds.terms(requests, MOST), *self.costs, most) if self.says else None
 
-    def took(self, *step) -> None:
+    def end_step(self, *step) -> None:
         self.heard.append(step)
 
 
@@ -210,7 +210,7 @@ def test_no_launch_is_a_served_step_s_first_one(tree: bool) -> None:
     with Launched() as served:
         made.begin(step := plan(), batch([0, 3], [3, 3]))
     assert cut_rows(made), "the step cuts"
-    made.ended(step, {"r0": [1], "r3": [1]}, 0.25)
+    made.end_step(step, {"r0": [1], "r3": [1]}, 0.25)
     with Launched() as again:
         made.begin(plan(), batch([0, 3], [3, 3]))
     assert chooser.heard
@@ -306,7 +306,7 @@ def test_the_host_hears_of_a_step_when_it_has_ended() -> None:
     made.propose(batch([2, 0], [0, 0]))
     made.begin(step := plan(), batch([2, 0, 4], [3, 2], [6]))
     made._runtime.drafts.missed = lambda: 17
-    made.ended(step, {"r2": [6, 9], "r0": [5]}, 0.25)
+    made.end_step(step, {"r2": [6, 9], "r0": [5]}, 0.25)
     ((drafts, said, requests, seconds),) = chooser.heard
     assert drafts.drafts["r2"].tokens == [6, 7, 8] and drafts.drafts["r0"].tokens == [0, 1]
     assert drafts.drafts["r2"].chances == pytest.approx([0.9, 0.8, 0.7])
@@ -320,8 +320,8 @@ def test_nobody_waits_for_what_has_not_arrived() -> None:
     made.propose(batch([0], [0]))
     made.begin(step := plan(), batch([0], [3]))
     made._exchange._lane.arrived = False
-    made.ended(step, {"r0": [1]}, 0.25)
-    made.ended(plan(), {"r0": [1]}, 0.25)
+    made.end_step(step, {"r0": [1]}, 0.25)
+    made.end_step(plan(), {"r0": [1]}, 0.25)
     assert not chooser.heard
 
 
@@ -332,8 +332,8 @@ def test_experts_that_the_next_step_misses_are_its_own() -> None:
     made._runtime.drafts.missed = lambda: 12
     made.begin(second := plan(), batch([0], [3]))
     made._runtime.drafts.missed = lambda: 30
-    made.ended(first, {"r0": [1]}, 0.25)
-    made.ended(second, {"r0": [1]}, 0.25)
+    made.end_step(first, {"r0": [1]}, 0.25)
+    made.end_step(second, {"r0": [1]}, 0.25)
     assert [step[0].misses for step in chooser.heard] == [2, 18]
 
 
@@ -341,12 +341,12 @@ def test_what_the_scheduler_tells() -> None:
     told = []
     drafts = PlannedDrafts(None, clock=iter(range(100)).__next__, ended=lambda *step: told.append(step))
     step = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 5}, scheduled_spec_decode_tokens={"a": [-1, -1]})
-    drafts.planned(step)
-    drafts.over(step, SimpleNamespace(req_id_to_index={"b": 0, "a": 1}, sampled_token_ids=[[4], [7, 8]]))
+    drafts.begin_step(step)
+    drafts.end_step(step, SimpleNamespace(req_id_to_index={"b": 0, "a": 1}, sampled_token_ids=[[4], [7, 8]]))
     assert told == [(step, {"a": [7, 8]}, 1)], "b is in its prompt"
     step.skip_drafts = True
-    drafts.planned(step)
-    drafts.over(step, SimpleNamespace(req_id_to_index={"b": 0, "a": 1}, sampled_token_ids=[[4], [9]]))
+    drafts.begin_step(step)
+    drafts.end_step(step, SimpleNamespace(req_id_to_index={"b": 0, "a": 1}, sampled_token_ids=[[4], [9]]))
     assert told[1:] == [(step, {"a": [9]}, 0.0)], "what it verified is known, and not what that took"
 
 
@@ -361,7 +361,7 @@ def steps(chooser: DeviceChooser, count: int, seconds, right: float = 0.0, sure:
         good = number % 10 < 10 * right
         drafts = {"a": Drafted([1, 2, 3], [sure] * 3)}
         said = {"a": [1, 2, 3, 4][: 1 + keep] if good else [9]}
-        chooser.took(StepDrafts(drafts, {"a": keep}, 2 * keep), said, 1, seconds(keep))
+        chooser.end_step(StepDrafts(drafts, {"a": keep}, 2 * keep), said, 1, seconds(keep))
 
 
 def test_what_costs_nothing_is_not_cut_but_to_see_that() -> None:
@@ -383,7 +383,7 @@ def test_what_costs_much_and_is_never_right_is_cut() -> None:
 
 def test_half_are_cut_now_and_then_while_their_cost_is_unknown() -> None:
     chooser = DeviceChooser(3)
-    chooser.took(StepDrafts({"a": Drafted([1, 2, 3], [0.5] * 3)}, {"a": 3}, 6), {"a": [9]}, 1, 1.0)
+    chooser.end_step(StepDrafts({"a": Drafted([1, 2, 3], [0.5] * 3)}, {"a": 3}, 6), {"a": [9]}, 1, 1.0)
     found = []
     for _ in range(2 * LOOK):
         packed = chooser.numbers(["a"], [3])
@@ -398,7 +398,7 @@ def test_the_requests_of_a_large_batch_take_turns_in_teaching(monkeypatch: pytes
     chooser, names = DeviceChooser(3), [f"r{number}" for number in range(2 * device_chooser.TAUGHT + 1)]
     drafts, kept = {name: Drafted([1], [0.5]) for name in names}, dict.fromkeys(names, 1)
     for _ in range(3):
-        chooser.took(StepDrafts(drafts, kept, 0), dict.fromkeys(names, [9]), len(names), 1.0)
+        chooser.end_step(StepDrafts(drafts, kept, 0), dict.fromkeys(names, [9]), len(names), 1.0)
     assert sorted(heard) == sorted(names), "each in one of three steps"
 
 
@@ -407,18 +407,18 @@ def test_requests_that_ended_are_not_remembered_though_a_step_was_launched_with_
     chooser = DeviceChooser(3)
     for number in range(50):
         name = f"r{number}"
-        chooser.forget([])
-        chooser.forget([name])  # the step after its last one begins, and then that one ends
-        chooser.took(StepDrafts({name: Drafted([1], [0.5])}, {name: 1}, 0), {name: [9]}, 1, 1.0)
+        chooser.remove([])
+        chooser.remove([name])  # the step after its last one begins, and then that one ends
+        chooser.end_step(StepDrafts({name: Drafted([1], [0.5])}, {name: 1}, 0), {name: [9]}, 1, 1.0)
         assert chooser.facts()["remembered"] == 1
-    chooser.forget([])
+    chooser.remove([])
     assert chooser.facts() == {"drafts": 50, "cut_drafts": 0, "remembered": 0}
 
 
 def test_a_step_with_a_prompt_teaches_what_was_right_and_not_what_it_cost() -> None:
     chooser = DeviceChooser(3)
     for _ in range(50):
-        chooser.took(StepDrafts({"a": Drafted([1], [0.5])}, {"a": 1}, 6), {"a": [9]}, 2, 1.0)
+        chooser.end_step(StepDrafts({"a": Drafted([1], [0.5])}, {"a": 1}, 6), {"a": [9]}, 2, 1.0)
     assert chooser.numbers(["a"], [1]) is None and chooser._odds.chance("a", 0, 0.5) < 0.2
 
 

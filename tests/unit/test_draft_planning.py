@@ -56,17 +56,17 @@ def test_steps_that_overlap_take_the_time_between_their_ends() -> None:
     guard, clock = Told(), Clock()
     drafts = PlannedDrafts(guard, clock=clock)
     first, second, third = plan(a=1), plan(a=3), plan(a=3)
-    drafts.planned(first)  # at 100
+    drafts.begin_step(first)  # at 100
     clock.now = 101
-    drafts.planned(second)  # while the first one runs
+    drafts.begin_step(second)  # while the first one runs
     clock.now = 104
-    drafts.over(first, result(a=1))
+    drafts.end_step(first, result(a=1))
     clock.now = 109
-    drafts.over(second, result(a=2))
+    drafts.end_step(second, result(a=2))
     clock.now = 150  # nobody asked for anything meanwhile
-    drafts.planned(third)
+    drafts.begin_step(third)
     clock.now = 153
-    drafts.over(third, result(a=3))
+    drafts.end_step(third, result(a=3))
     assert guard.told == [(0, [1], 1, 4.0), (2, [2], 1, 5.0), (2, [3], 1, 3.0)]
 
 
@@ -80,9 +80,9 @@ def test_what_a_step_is_told_as() -> None:
         (plan(a=3, b=3), result(a=0, b=2)),  # one was aborted
         (plan(), result()),
     ]:
-        drafts.planned(step)
+        drafts.begin_step(step)
         clock.now += 1
-        drafts.over(step, said)
+        drafts.end_step(step, said)
     assert [told[:3] for told in guard.told] == [(2, [3, 1, 1], 3), (2, [2], 2), (0, [], 1), (2, [2], 2), (0, [], 0)]
 
 
@@ -109,18 +109,18 @@ def test_steps_whose_drafts_vllm_leaves_out_are_not_the_guard_s() -> None:
         step = plan(a=rows)
         if skips is not None:
             step.skip_drafts = skips
-        drafts.planned(step)
+        drafts.begin_step(step)
         clock.now += 1
-        drafts.over(step, result(a=1))
+        drafts.end_step(step, result(a=1))
     assert [told[0] for told in guard.told] == [2, 2, 2, 0], "of those that drafted, or verified what was drafted"
     assert guard.ignored == 6 and all(told[3] == 1 for told in guard.told)
 
 
 def test_steps_out_of_order_are_a_bug_and_no_guess() -> None:
     drafts = PlannedDrafts(Told())
-    drafts.planned(plan(a=1))
+    drafts.begin_step(plan(a=1))
     with pytest.raises(AssertionError, match="order"):
-        drafts.over(plan(a=1), result(a=1))
+        drafts.end_step(plan(a=1), result(a=1))
 
 
 class Scheduler:
@@ -202,7 +202,7 @@ def managers(monkeypatch):
 def offered(config) -> LengthChooser:
     guard = LengthChooser(config.num_speculative_tokens)
     try:
-        draft_planning.offer(config, guard)
+        draft_planning.install(config, guard)
     finally:
         draft_planning._waiting.clear()
     return guard

@@ -119,11 +119,11 @@ def test_a_tree_is_drafted_as_a_whole_or_not_at_all() -> None:
 
 
 def test_the_lengths_of_a_tree_s_guard_are_not_those_of_vllm_s_graphs(monkeypatch) -> None:
-    monkeypatch.setattr(draft_planning.patches, "wrap", lambda target, make: None)
+    monkeypatch.setattr(draft_planning.patches, "install", lambda target, make: None)
     speculation = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
     config = SimpleNamespace(
         instance_id="trees", speculative_config=speculation, scheduler_config=SimpleNamespace(max_num_seqs=8)
     )
-    draft_planning.offer(config, guard := LengthChooser(8, (0, 8)))
+    draft_planning.install(config, guard := LengthChooser(8, (0, 8)))
     planned = draft_planning._waiting.pop("trees")
     assert planned.guard is guard and speculation.num_speculative_tokens_per_batch_size is None

@@ -276,7 +276,7 @@ class Worker(SpacWorker):
 
     def __init__(self) -> None:
         budget = BudgetControl([LAYER])
-        self.runtime = SimpleNamespace(budget=budget, rerouter=SimpleNamespace(change_budget=budget.change))
+        self.runtime = SimpleNamespace(budget=budget, rerouter=SimpleNamespace(change_budget=budget.update))
 
     def _spac_experts(self):
         return SimpleNamespace(runtime=self.runtime)
@@ -483,8 +483,8 @@ def test_a_question_is_not_repeated_while_it_is_open(monkeypatch) -> None:
 
     async def ask_twice() -> None:
         collector = WorkerCollector(engine)
-        await collector.refresh()
-        await collector.refresh()
+        await collector.update()
+        await collector.update()
 
     asyncio.run(ask_twice())
     assert engine.asked == 1

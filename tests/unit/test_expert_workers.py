@@ -449,7 +449,7 @@ def test_a_second_engine_is_refused_while_the_first_one_is_there(client) -> None
     context = zmq.Context()
     link = WorkerLink(context, places.addresses()[0], SECRET, facts(), "another")
     with pytest.raises(Lost, match="serves another engine"):
-        link.join(20)
+        link.open(20)
     link.drop()
     context.destroy(linger=0)
 
@@ -481,7 +481,7 @@ def test_workers_that_are_not_ours_are_found_out(secret: bytes, changed: dict, s
     context = zmq.Context()
     link = WorkerLink(context, places.addresses()[0], secret, facts() | changed, "engine")
     with pytest.raises(SpacError, match=says):
-        link.join(20)
+        link.open(20)
     link.drop()
     context.destroy(linger=0)
     places.close()
@@ -631,11 +631,11 @@ def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:
     counts = WorkerCounts()
     said = {"pool": "a", "hits": 3, "misses": 1, "bytes": {"disk": 5}, "memory_bytes": 70, "slots": 2, "steps": {}}
     counts.count(0, said, 0.0)
-    counts.lost(0)
+    counts.remove(0)
     assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"], counts.total()["slots"]) == (3, 0, 0)
     counts.count(0, {**said, "hits": 4}, 0.0)
     assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"]) == (4, 70)
-    counts.lost(0)
+    counts.remove(0)
     counts.count(0, {**said, "pool": "b", "hits": 10, "bytes": {"disk": 1, "host": 1}}, 0.0)
     counts.count(1, {**said, "hits": 100, "misses": "many", "bytes": 7, "unknown": 5}, 0.0)
     assert counts.of(0)["hits"] == 14 and counts.of(0)["loaded_bytes"] == 7
@@ -656,7 +656,7 @@ def test_counts_are_taken_once_and_only_when_they_were_asked_for() -> None:
         return True
 
     assert not heard(0, 0) and not heard(7, 1)
-    counts.ask(0, link, 7, 1)  # type: ignore[arg-type]
+    counts.request(0, link, 7, 1)  # type: ignore[arg-type]
     assert not heard(7, 2) and not heard(8, 1) and counts.of(0)["hits"] == 0
     assert heard(7, 1) and not heard(7, 1) and counts.of(0)["hits"] == 3
 

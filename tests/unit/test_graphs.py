@@ -45,7 +45,7 @@ def test_a_mode_that_was_left_to_vllm_is_one_that_splits_nothing(cuda, config: S
     assert args.compilation_config.cudagraph_mode.name == mode
     assert given.cudagraph_mode is None, "the user's own object, which another engine may use"
     made = config_of(mode)
-    graphs.split(made, config)
+    graphs.add_splitting_op(made, config)
     assert made.compilation_config.splitting_ops == ["a::b"]
 
 
@@ -174,7 +174,7 @@ def test_only_graphs_are_split() -> None:
         "PIECEWISE": split, "FULL_AND_PIECEWISE": split, "FULL": kept, "FULL_DECODE_ONLY": kept, "NONE": kept
     }.items():  # fmt: skip
         made = config_of(mode)
-        graphs.split(made, POINTERS)
+        graphs.add_splitting_op(made, POINTERS)
         assert made.compilation_config.splitting_ops == ops
 
 
@@ -182,39 +182,39 @@ def test_only_graphs_are_split() -> None:
     ("knobs", "held"), [({}, "the MoE layers,"), ({"http": "control"}, "the MoE layers and a budget,")]
 )
 def test_what_full_graphs_hold_is_logged(caplog, knobs: dict, held: str) -> None:
-    graphs.split(config_of("FULL_DECODE_ONLY"), SpacConfig(plane="pointers", **knobs))
+    graphs.add_splitting_op(config_of("FULL_DECODE_ONLY"), SpacConfig(plane="pointers", **knobs))
     assert f"they hold {held}" in caplog.text
 
 
 @pytest.mark.parametrize("mode", FULL)
 def test_graphs_over_slots_of_all_experts_are_vllms_own(monkeypatch, mode: str) -> None:
     made = config_of(mode)
-    graphs.split(made, ALL)
+    graphs.add_splitting_op(made, ALL)
     assert made.compilation_config.splitting_ops == ["a::b"]
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    graphs.split(made, ALL)
+    graphs.add_splitting_op(made, ALL)
 
 
 @pytest.mark.parametrize("knobs", [{}, {"record": "trace=file"}], ids=str)
 def test_graphs_over_slots_of_all_experts_are_split_where_that_was_asked_for_or_needed(knobs: dict) -> None:
     made = config_of("PIECEWISE")
-    graphs.split(made, SpacConfig(slots="100%", **knobs))
+    graphs.add_splitting_op(made, SpacConfig(slots="100%", **knobs))
     assert made.compilation_config.splitting_ops == ["a::b", graphs.MOE_LAYER]
 
 
 def test_graphs_that_became_full_on_the_way_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="cudagraph_mode FULL "):
-        graphs.split(config_of("FULL"), SLOTS)
+        graphs.add_splitting_op(config_of("FULL"), SLOTS)
 
 
 def test_graphs_that_split_by_themselves_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
-        graphs.split(config_of("PIECEWISE"), SLOTS)
+        graphs.add_splitting_op(config_of("PIECEWISE"), SLOTS)
     with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
-        graphs.split(config_of("FULL_AND_PIECEWISE"), POINTERS)
-    graphs.split(config_of("NONE"), SLOTS)
-    graphs.split(config_of("FULL_DECODE_ONLY"), POINTERS)  # the default of models for which vLLM sets it
+        graphs.add_splitting_op(config_of("FULL_AND_PIECEWISE"), POINTERS)
+    graphs.add_splitting_op(config_of("NONE"), SLOTS)
+    graphs.add_splitting_op(config_of("FULL_DECODE_ONLY"), POINTERS)  # the default of models for which vLLM sets it
 
 
 @pytest.mark.parametrize("mode", FULL)

@@ -261,7 +261,7 @@ def test_a_machine_that_others_use_too_gives_what_is_left(said, ram) -> None:
     """vLLM's default share of RAM would end each worker before it loads anything."""
     ram(31, 17)
     engine = config()
-    fast_memory.fit(engine)
+    fast_memory.limit_to_available(engine)
     assert engine.cache_config.gpu_memory_utilization == 0.5, "of the fuller node, less half a GiB for each process"
     (line,) = said
     assert "--gpu-memory-utilization 0.50" in line and "17.00 GiB of 32.00 GiB" in line
@@ -274,7 +274,7 @@ def test_what_the_user_named_or_a_free_machine_stays(said, ram, given: dict) -> 
     ram(17 if given else 32)
     engine = config(**given)
     before = engine.cache_config.gpu_memory_utilization
-    fast_memory.fit(engine)
+    fast_memory.limit_to_available(engine)
     assert engine.cache_config.gpu_memory_utilization == before and said == []
 
 

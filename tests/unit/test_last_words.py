@@ -29,7 +29,7 @@ def command(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     factory = logging.getLogRecordFactory()
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    last_words.expect()
+    last_words.install()
     yield os.environ[last_words.FILE]
     logging.setLogRecordFactory(factory)
 

@@ -30,7 +30,7 @@ class Served:
 
     def layer(self, layer: int, experts: list[int]) -> int:
         """Returns the hits."""
-        self.residency.policy.enter(range(layer * EXPERTS, (layer + 1) * EXPERTS))
+        self.residency.policy.begin_layer(range(layer * EXPERTS, (layer + 1) * EXPERTS))
         return self._hold([layer * EXPERTS + expert for expert in experts])
 
     def shares(self) -> list[int]:
@@ -40,7 +40,7 @@ class Served:
     def _hold(self, keys) -> int:
         placement = self.residency.prepare(list(keys))
         for key, _ in placement.loads:
-            self.residency.loaded(key)
+            self.residency.finish_load(key)
         self.residency.release(keys)
         self.residency.check_integrity()
         return placement.hits
@@ -96,7 +96,7 @@ def test_a_batch_of_misses_evicts_whom_single_misses_would(keys: list[int], laye
     for policy in (together, single):
         for key in keys[:held]:
             policy.insert(key)
-        policy.enter(asking)
+        policy.begin_layer(asking)
     newcomers = [key for key in asking if key not in keys[:held]][:count]
     if held < len(newcomers):
         return

@@ -91,7 +91,7 @@ def test_workers_are_asked_only_while_somebody_looks(monkeypatch: pytest.MonkeyP
             "requests": {"running": 2.0},
             "workers": [{"stats": {"hits": 1, "misses": 0}, "shown": shown}],
         }
-        await until(lambda: workers.asked[-1] == "spac_unwatch")
+        await until(lambda: workers.asked[-1] == "spac_stop_watch")
         before = len(workers.asked)
         await asyncio.sleep(0.1)
         assert len(workers.asked) == before, "nobody looks any more"
@@ -118,7 +118,7 @@ def test_somebody_who_comes_while_the_workers_forget_is_shown_something() -> Non
         await reports(feed, 1)
         await until(lambda: workers.asked[-1] == "spac_watch")
         workers.gate.clear()
-        await until(lambda: workers.asked[-1] == "spac_unwatch")  # and it does not answer yet
+        await until(lambda: workers.asked[-1] == "spac_stop_watch")  # and it does not answer yet
         late = asyncio.create_task(reports(feed, 2))
         await asyncio.sleep(0.005)
         workers.gate.set()
@@ -265,7 +265,7 @@ class Execution:
     def load(self, *keys: int) -> None:
         placement = self.residency.prepare(keys)
         for key, _ in placement.loads:
-            self.residency.loaded(key)
+            self.residency.finish_load(key)
         self.residency.release(keys)
 
 
@@ -334,12 +334,12 @@ def test_looking_away_ends_all_recording() -> None:
     experts, _ = viewed(execution)
     worker = SpacWorker()
     worker._spac_experts = lambda: experts
-    worker.spac_unwatch()  # nobody has looked
+    worker.spac_stop_watch()  # nobody has looked
     for _ in range(2):
         worker.spac_watch()
         worker.spac_watch()
         assert execution.watching is experts.runtime.recorder.timeline is not None
-        worker.spac_unwatch()
+        worker.spac_stop_watch()
         assert execution.watching is experts.runtime.recorder.timeline is execution.residency.activity is None
 
 

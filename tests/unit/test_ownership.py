@@ -24,7 +24,7 @@ from vllm_spac.methods.od_moe.places import ClusterFile
 from vllm_spac.storage.checkpoint.packed_folder import remove
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.system import files
-from vllm_spac.system.files import LockFile, make_folder
+from vllm_spac.system.files import LockFile, prepare_folder
 
 SHAPE = MoEShape(("layers.0", "layers.1"), 3, 2, {"w": TensorSpec((64,), torch.float32)})
 OTHER = 65534 if os.geteuid() != 65534 else 65533
@@ -189,11 +189,11 @@ def test_packed_experts_are_this_users_alone(tmp_path: Path, any_umask: int) -> 
 
 def test_a_folder_that_is_there_keeps_its_rights(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    make_folder(tmp_path)
+    prepare_folder(tmp_path)
     assert rights(tmp_path) == 0o755
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        make_folder(tmp_path / "file")
+        prepare_folder(tmp_path / "file")
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path, kind: str, lock:
 def test_a_lock_that_is_there_is_used(tmp_path: Path) -> None:
     (tmp_path / f"{FINGERPRINT}.lock").touch()
     first, second = StoreLock(tmp_path, FINGERPRINT), None
-    first.share()
+    first.open()
     second = StoreLock(tmp_path, FINGERPRINT)
     assert not second.claim(1) and not first.claim(1)
     second.close()
@@ -310,7 +310,7 @@ def test_a_read_only_folder_has_its_lock_shared(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", read_only)
         lock = StoreLock(tmp_path, FINGERPRINT)
-    lock.share()
+    lock.open()
     with open(path) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     lock.close()

@@ -149,7 +149,7 @@ def test_an_environment_that_may_not_be_changed_is_one_line(monkeypatch):
     monkeypatch.setattr(flaws, "install_alias", refuse)
     monkeypatch.setattr(flaws, "distribution", lambda name: SimpleNamespace(locate_file=lambda path: "/usr/lib/site"))
     with pytest.raises(SpacError, match="/usr/lib/site cannot be changed: Permission denied; run this as its owner"):
-        flaws.mend(flaws.Flaw(flaws.METADATA, "", ""))
+        flaws.fix(flaws.Flaw(flaws.METADATA, "", ""))
 
 
 @pytest.mark.parametrize("has", [{"pip"}, set()], ids=str)
@@ -159,7 +159,7 @@ def test_what_cannot_be_removed_is_said(monkeypatch, has):
     done = SimpleNamespace(returncode=1, stderr="a warning\nERROR: it is managed elsewhere\n")
     monkeypatch.setattr(flaws.subprocess, "run", lambda *args, **options: done)
     with pytest.raises(SpacError, match="managed elsewhere" if has else "no pip; remove torchcodec with the program"):
-        flaws.mend(flaws.Flaw("torchcodec", "", ""))
+        flaws.fix(flaws.Flaw("torchcodec", "", ""))
 
 
 def test_only_the_vllm_command_is_ended_before_vllm_ends_it(monkeypatch):

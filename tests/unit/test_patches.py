@@ -19,7 +19,7 @@ SOURCES = Path(patches.__file__).parent
 
 
 def test_each_row_is_in_this_vllm() -> None:
-    patches.require_names("frontend", "worker", "v1", "v2", "cpu")
+    patches.check_names("frontend", "worker", "v1", "v2", "cpu")
 
 
 def test_each_row_says_why_and_no_name_has_two() -> None:
@@ -73,7 +73,7 @@ def doubled(original):
 def test_methods_of_every_kind_are_wrapped_once(module: ModuleType) -> None:
     for _ in range(2):
         for name in ("method", "plain", "made"):
-            patches.wrap(f"spac_patched:Thing.{name}", doubled)
+            patches.install(f"spac_patched:Thing.{name}", doubled)
     thing = module.Thing()
     assert thing.method(1, two=3) == ((1, 3), "wrapped")
     assert module.Thing.plain(1) == (1, "wrapped") == thing.plain(1)
@@ -84,10 +84,10 @@ def test_a_parameter_that_is_gone_is_refused_with_its_name(module: ModuleType, m
     row = patches.Patch("spac_patched:Thing.method", "a test", "worker", ("one", "three"))
     monkeypatch.setattr(patches, "_BY_TARGET", {row.target: row})
     with pytest.raises(UnsupportedError, match=r"calls spac_patched:Thing\.method without three"):
-        patches.wrap("spac_patched:Thing.method", doubled)
+        patches.install("spac_patched:Thing.method", doubled)
     with pytest.raises(UnsupportedError, match="without three"):
         monkeypatch.setattr(patches, "PATCHES", (row,))
-        patches.require_names("worker")
+        patches.check_names("worker")
 
 
 TAKEN = "take_draft_token_ids"
@@ -145,11 +145,11 @@ def test_a_row_that_is_switched_off_is_neither_wrapped_nor_needed(module: Module
     monkeypatch.setattr(patches, "_BY_TARGET", {row.target: row for row in (gone, plain)})
     monkeypatch.setattr(patches, "PATCHES", (gone, plain))
     with pytest.raises(UnsupportedError, match=re.escape(f"or set {patches.WITHOUT}={gone.target}: there is no gone")):
-        patches.require_names("worker")
+        patches.check_names("worker")
     monkeypatch.setenv(patches.WITHOUT, gone.target)
-    patches.require_names("worker")
-    patches.wrap(gone.target, doubled)
-    patches.wrap(plain.target, doubled)
+    patches.check_names("worker")
+    patches.install(gone.target, doubled)
+    patches.install(plain.target, doubled)
     assert module.Thing.plain(1) == (1, "wrapped")
 
 

@@ -173,14 +173,14 @@ def test_an_interrupted_training_gives_the_same_file(tmp_path_factory, cuts: lis
         run = training()
         assert run.stages == STAGES
         if path.exists():
-            run.resume(path)
+            run.load_progress(path)
         stages = run.run()
         while run.done < cut:
             next(stages)
         run.save_progress(path)
     last = training()
     if path.exists():
-        last.resume(path)
+        last.load_progress(path)
         assert last.done == cuts[-1]
     assert len(list(last.run())) == STAGES - (cuts[-1] if cuts else 0)
     assert same(last.result(), whole())
@@ -207,7 +207,7 @@ def progress(tmp_path: Path) -> Path:
 )
 def test_progress_of_another_run_is_refused(progress: Path, other: dict) -> None:
     with pytest.raises(ConfigError, match="of another model, other texts or other predictors; delete it"):
-        training(**other).resume(progress)
+        training(**other).load_progress(progress)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_damaged_progress_is_refused(progress: Path, change: dict) -> None:
     content = {k: v for k, v in (load_file(progress) | change).items() if v is not None}
     save_file(content, progress, metadata)
     with pytest.raises(ConfigError, match="delete it"):
-        training().resume(progress)
+        training().load_progress(progress)
 
 
 def test_progress_is_no_file_nor_the_other_way_round(progress: Path, path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the progress"):
-        training().resume(path)
+        training().load_progress(path)
     with pytest.raises(ConfigError, match="is not a file of predictors"):
         PredictorFile.read(progress)
 

@@ -20,7 +20,7 @@ from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.decisions.predictors.gate import Gate, folded
 from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
-from vllm_spac.methods.speculating_experts.neural_predictor import Neural, distil, penalty, ridge
+from vllm_spac.methods.speculating_experts.neural_predictor import Neural, penalty, ridge, train_map
 from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import QuasiHidden, through_norm
 
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
@@ -91,7 +91,7 @@ def test_distilling_lowers_the_divergence_and_repeats_itself() -> None:
     for _ in range(2):
         matrix = torch.zeros(8, 6)
         before = loss(matrix)
-        distil([matrix], lambda rows, m=matrix: rows @ m, inputs, logits, steps=60, rate=1e-2, seed=3)
+        train_map([matrix], lambda rows, m=matrix: rows @ m, inputs, logits, steps=60, rate=1e-2, seed=3)
         assert loss(matrix) < before and not matrix.requires_grad
         found.append(matrix)
     assert torch.equal(*found)

@@ -22,7 +22,7 @@ def test_a_preset_is_its_knobs_as_the_log_prints_them(name: str, caplog: pytest.
     caplog.set_level(logging.INFO, "vllm.spac")
     given = {"preset": name, **NEEDS.get(name, {})}
     config = SpacConfig.parse(given)
-    presets.announce(name, given, config.lossy)
+    presets.report(name, given, config.lossy)
     [record] = caplog.records
     words = shlex.split(record.message.partition(") is ")[2])
     knobs = [flag.removeprefix("--spac-").replace("-", "_") for flag in words[::2]]
@@ -37,7 +37,7 @@ def test_single_knobs_that_are_set_win(caplog: pytest.LogCaptureFixture) -> None
     config = SpacConfig.parse(given)
     assert (config.slots, config.cpu_experts, config.prefetch) == ("25%", "threshold@misses=load", "off")
     assert (config.policy, config.store, config.guard) == ("utility@recycle=True", "host", "off")
-    presets.announce("moe-spac", given, config.lossy)
+    presets.report("moe-spac", given, config.lossy)
     assert "--spac-policy" in caplog.text and "--spac-slots" not in caplog.text
 
 

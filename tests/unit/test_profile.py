@@ -106,7 +106,7 @@ def test_layers_miss_what_is_asked_for() -> None:
             now = counters.hits, counters.misses, counters.waves
             each = tuple(after - first for after, first in zip(now, before, strict=True))
             assert each == (found * (TOP_K - missed), found * missed, found) and 0 < found <= layers
-        timer.divide()
+        timer.start_dividing()
         loads = counters.loads
         found = len(timer.step(3, 5))
         assert counters.cpu_experts == 3 * found > 0 and counters.loads == loads

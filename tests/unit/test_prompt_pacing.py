@@ -176,7 +176,7 @@ def test_short_prompts_do_not_wait(served) -> None:
 def test_only_servers_whose_experts_do_not_all_fit_are_paced(monkeypatch) -> None:
     from vllm.usage.usage_lib import UsageContext
 
-    monkeypatch.setattr(patches, "wrap", lambda target, make: None)
+    monkeypatch.setattr(patches, "install", lambda target, make: None)
     for slots, usage, expected in [
         ("25%", UsageContext.OPENAI_API_SERVER, True),
         ("auto", UsageContext.ENGINE_CONTEXT, True),

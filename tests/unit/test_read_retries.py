@@ -115,7 +115,7 @@ def ahead(transfers: Transfers) -> None:
     transfers.ahead._begin()
     while not all(ticket.done.done() for ticket in transfers.ahead._tickets.values()):
         pass
-    assert not any(isinstance(result, BaseException) for result in transfers.ahead.reap().values())
+    assert not any(isinstance(result, BaseException) for result in transfers.ahead.take_finished().values())
 
 
 def rows() -> HostRows:
@@ -131,7 +131,7 @@ def test_threads(how: str, way, host: bool, tmp_path: Path, monkeypatch) -> None
     Unsteady(how, TRIES - 1, monkeypatch)
     with closing(Transfers(store, slots, 2, "disk", rows=rows() if host else None)) as transfers:
         if host:
-            assert sum(transfers.keep([0, 6])) == 2
+            assert sum(transfers.fill_host([0, 6])) == 2
         way(transfers)
     for key, slot in ((0, 3), (5, 1), (2, 2)):
         assert all(torch.equal(slots[name][slot], tensor) for name, tensor in expert(SHAPE, key).items())

@@ -131,17 +131,17 @@ def test_what_stopped_costs_nothing_more(engine: Engine) -> None:
     assert run.recorder.timeline is engine.experts.watching is run.recordings.trace is run.recordings.timeline is None
     run.begin_step(DECODE)
     assert not run.counts_tokens
-    run.rerouter.captured(run.recordings.trace is not None)  # nothing looks at layers any more
+    run.rerouter.observe_capture(run.recordings.trace is not None)  # nothing looks at layers any more
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "bad disk"), AssertionError("rows are missing"), MemoryError()])
-@pytest.mark.parametrize("at", ["begin_step", "observe", "end_step", "save", "discard"])
+@pytest.mark.parametrize("at", ["begin_step", "observe", "end_step", "save", "cancel"])
 def test_whatever_fails_wherever(engine: Engine, at: str, error: Exception, monkeypatch) -> None:
     def fails(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(engine.runtime.recordings.trace, at, fails)
-    if at == "discard":
+    if at == "cancel":
         monkeypatch.setattr(engine.runtime.recordings.trace, "save", fails)
     engine.step()
     engine.step()

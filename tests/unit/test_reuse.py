@@ -29,11 +29,11 @@ def hits(policy: Policy, steps: list[list[list[int]]], slots: int, *, experts: i
         counts, hit = np.zeros(len(step) * experts, dtype=np.int64), 0
         for layer, chosen in enumerate(step):
             keys = [layer * experts + expert for expert in chosen]
-            policy.enter(range(layer * experts, (layer + 1) * experts))
+            policy.begin_layer(range(layer * experts, (layer + 1) * experts))
             placement = residency.prepare(keys)
             hit += placement.hits
             for key, _ in placement.loads:
-                residency.loaded(key)
+                residency.finish_load(key)
             residency.release(keys)
             counts[keys] += 1
         policy.observe(counts)
@@ -49,7 +49,7 @@ def counts_of(*selected: int) -> np.ndarray:
 
 def seen(*steps: np.ndarray, held: range = range(KEYS), **knobs) -> Reuse:
     policy = Reuse(**knobs)
-    policy.enter(range(EXPERTS))
+    policy.begin_layer(range(EXPERTS))
     for key in held:
         policy.insert(key)
     for counts in steps:
@@ -70,7 +70,7 @@ def test_a_scan_leaves_reuse_as_much_as_belady(slots: int, each_step: float) -> 
 
 def test_of_equals_the_layers_that_are_over_go_first_and_the_next_layer_last() -> None:
     policy = seen(counts_of(*range(KEYS)))
-    policy.enter(range(EXPERTS, 2 * EXPERTS))
+    policy.begin_layer(range(EXPERTS, 2 * EXPERTS))
     layers = [key // EXPERTS for key in policy.evict(KEYS, ())]
     assert layers == [1] * EXPERTS + [0] * EXPERTS + [2] * EXPERTS
 
@@ -100,12 +100,12 @@ def naive_order(probabilities: np.ndarray, held: list[int], layer: int) -> list[
 @settings(max_examples=examples(200), **BUSY)
 def test_victims_are_those_expected_last(history, held, layer, pinned, half_lives) -> None:
     policy = Reuse(half_lives=half_lives)
-    policy.enter(range(EXPERTS))
+    policy.begin_layer(range(EXPERTS))
     for key in held:
         policy.insert(key)
     for counts in history:
         policy.observe(counts)
-    policy.enter(range(layer * EXPERTS, (layer + 1) * EXPERTS))
+    policy.begin_layer(range(layer * EXPERTS, (layer + 1) * EXPERTS))
     free = [key for key in held if key not in pinned]
     order = naive_order(policy.likely, held, layer)
     expected = [key for key in order if key not in pinned]

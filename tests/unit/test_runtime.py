@@ -36,10 +36,10 @@ class Told:
         self.asked.append(requests)
         return next(self.answers)
 
-    def making(self, drafts, seconds) -> None:
+    def observe_drafter(self, drafts, seconds) -> None:
         self.told.append((drafts, seconds))
 
-    def took(self, *step) -> None:
+    def end_step(self, *step) -> None:
         self.told.append(step)
 
 
@@ -56,7 +56,7 @@ def test_the_chooser_hears_of_drafts_tokens_and_seconds() -> None:
         run.begin_step(VERIFY)
         run.end_forward()
         run.drafts.length()
-        run.drafted(2, 0.25)
+        run.end_drafts(2, 0.25)
         run.end_step(tokens)
     assert chooser.told == [(2, 0.25), ([2, 2], [1, 1], 2, 1.0, 0.25, 0), (2, 0.25), ([2, 2], [3, 1], 2, 1.0, 0.25, 0)]
     assert chooser.asked == [2, 2]
@@ -69,7 +69,7 @@ def test_the_chooser_hears_of_forwards_whose_drafts_are_not_verified() -> None:
     for drafts, forwards in ((12, 3), (0, 2), (0, 0)):
         run.begin_step(VERIFY)
         run.end_forward()
-        run.drafted(drafts, 0.25, forwards)
+        run.end_drafts(drafts, 0.25, forwards)
         run.end_step(None)
     assert chooser.told == [(3, 0.25), (2, 0.25)]
 
@@ -85,7 +85,7 @@ def test_balancers_learn_what_a_draft_token_takes() -> None:
     for step, drafts, seconds in ((VERIFY, 4, 8e-3), (MIXED, 4, 9.0), (VERIFY, 2, 2e-3), (VERIFY, 0, 1.0)):
         run.begin_step(step)
         run.end_forward()
-        run.drafted(drafts, seconds)
+        run.end_drafts(drafts, seconds)
         run.end_step([1, 1])
     assert balancer.rates.draft == pytest.approx(1.5e-3), "the mean of 2 and 1 ms"
     assert balancer.rates.stream == 2e-4
@@ -99,9 +99,9 @@ def test_the_time_of_drafts_widens_the_window_of_loads() -> None:
     found = []
     for seconds, drafts in ((None, 4), (1.0, 4), (1.0, 0)):
         balancer = build("balancers", "threshold", rates=Rates(1e-4, 1e-2, 5e-3), layers=4, top_k=2)
-        balancer.verifies(drafts)
+        balancer.observe_verify(drafts)
         if seconds is not None:
-            balancer.drafted(seconds)
+            balancer.observe_draft(seconds)
         balancer.plan(state)
         found.append(balancer.threshold(0))
     assert found == [3, 1, 4], "no window without drafts, and the CPU has the work of one token alone"
@@ -114,7 +114,7 @@ def test_prompts_emit_nothing_that_the_chooser_counts() -> None:
     assert run.drafts.in_prompt
     run.end_forward()
     run.drafts.length()
-    run.drafted(2, 0.25)
+    run.end_drafts(2, 0.25)
     run.end_step([2, 1])
     assert chooser.told == [([2], [2], 2, 1.0, 0.25, 0)] and chooser.asked == [1]
     assert not run.drafts.in_prompt
@@ -136,7 +136,7 @@ def test_without_a_chooser_or_tokens_nothing_is_decided() -> None:
 def test_dummy_runs_are_routed_unchanged_and_unheard() -> None:
     run, heard = runtime(), []
     run.rerouter.listeners.append(SimpleNamespace(route=lambda layer, *rest: heard.append(layer)))
-    run.budget.change(BudgetSettings(budget=2, when="all"))
+    run.budget.update(BudgetSettings(budget=2, when="all"))
     logits = torch.tensor([[4.0, 3, 2, 1], [1.0, 2, 3, 4], [1.0, 2, 3, 4]])
     weights, ids = logits.softmax(-1).topk(2)
     got = run.rerouter.route(0, logits, logits, weights, ids)
@@ -157,17 +157,17 @@ def test_no_graph_holds_what_looks_at_layers(looks: str) -> None:
     elif looks == "listener":
         run.rerouter.listeners.append(SimpleNamespace())
     else:
-        run.budget.change(BudgetSettings(budget=2))
+        run.budget.update(BudgetSettings(budget=2))
     with pytest.raises(UnsupportedError, match="--enforce-eager"):
-        run.rerouter.captured(run.recordings.trace is not None)
+        run.rerouter.observe_capture(run.recordings.trace is not None)
 
 
 def test_nothing_looks_into_a_graph_that_is_there() -> None:
     run = runtime()
-    run.rerouter.require_host("a budget")
-    run.rerouter.captured(run.recordings.trace is not None)
+    run.rerouter.check_host("a budget")
+    run.rerouter.observe_capture(run.recordings.trace is not None)
     with pytest.raises(UnsupportedError, match="a budget .*--enforce-eager"):
-        run.rerouter.require_host("a budget")
+        run.rerouter.check_host("a budget")
     worker = SpacWorker()
     worker._spac_experts = lambda: SimpleNamespace(runtime=run)
     with pytest.raises(UnsupportedError, match="--enforce-eager"):
@@ -182,7 +182,7 @@ def test_executions_hear_the_votes_and_the_budget_the_probabilities() -> None:
     run = Runtime([pool], BudgetControl([BudgetedLayer("layer", 4, 2, RoutingRule())]))
     step = Step((RequestRows(0, 2, RowKind.VERIFY, 1, (1.0, 0.25)),))
     for settings in ({}, {"votes": "path"}, {"votes": "path", "votes_alpha": 1.0}):
-        run.rerouter.change_budget(BudgetSettings(**settings))
+        run.rerouter.update_budget(BudgetSettings(**settings))
         run.begin_step(step)
     assert [each.requests[0].weights for each in heard] == [None, (1.0, 0.5), (1.0, 0.25)]
     assert run.budget.counters.snapshot()["unweighted"] == 0
@@ -194,12 +194,12 @@ def test_votes_that_a_policy_would_not_count_are_refused(predictor: str | None, 
     residency = SimpleNamespace(policy=policy)
     pool = SimpleNamespace(counts_votes=False, residency=residency, close=lambda: None)
     run = Runtime([pool], BudgetControl([]))
-    run.rerouter.change_budget(BudgetSettings())
+    run.rerouter.update_budget(BudgetSettings())
     if refused:
         with pytest.raises(UnsupportedError, match="--spac-budget.*--spac-plane slots"):
-            run.rerouter.change_budget(BudgetSettings(votes="path"))
+            run.rerouter.update_budget(BudgetSettings(votes="path"))
     else:
-        run.rerouter.change_budget(BudgetSettings(votes="path"))
+        run.rerouter.update_budget(BudgetSettings(votes="path"))
     assert run.budget.weighs is not refused
 
 

@@ -19,7 +19,7 @@ def filled(policy, keys: int = 5, slots: int = 3, experts: int = 5) -> Offering:
     made = Offering(keys, experts, slots, policy, Counters())
     placement = made.residency.prepare(range(slots))
     for key, slot in placement.loads:
-        made.residency.loaded(key)
+        made.residency.finish_load(key)
         made.residency.owner[slot], made.residency.slot_of[key] = key, slot
     made.residency.release(range(slots))
     return made

@@ -67,7 +67,7 @@ def control(predictor: Predictor | None, rule: RoutingRule = RULES[0], resident=
     counters = BudgetCounters()
     ahead = None if predictor is None else SpeculatedExecution(layers, predictor, counters)
     made = BudgetControl(layers, speculation=ahead, counters=counters)
-    made.change(BudgetSettings(**more))
+    made.update(BudgetSettings(**more))
     return made
 
 
@@ -168,7 +168,7 @@ def test_prompts_are_not_speculated_unless_asked_for() -> None:
     made = control(predictor, speculate="predicted")
     assert all(torch.equal(natural[1], chosen[1]) for natural, chosen in run(made, RULES[0], logits, prompt))
     assert not predictor.seen, "nor predicted"
-    made.change(BudgetSettings(speculate="restricted", when="all", window=4))
+    made.update(BudgetSettings(speculate="restricted", when="all", window=4))
     found = run(made, RULES[0], logits, prompt)
     assert not torch.equal(found[1][0][1][:6], found[1][1][1][:6])
     assert made.counters.snapshot()["shortlists"] == 4, "two windows in each of two layers"
@@ -178,7 +178,7 @@ def test_what_is_in_fast_memory_does_not_count_while_texts_are_evaluated() -> No
     logits = random(LAYERS, ROWS, EXPERTS)
     made = control(Told(-logits), resident=lambda: torch.ones(EXPERTS, dtype=torch.bool), speculate="restricted")
     assert all(torch.equal(natural[1], chosen[1]) for natural, chosen in run(made, RULES[0], logits))
-    made.change(BudgetSettings(speculate="restricted", when="all"))
+    made.update(BudgetSettings(speculate="restricted", when="all"))
     assert not all(torch.equal(natural[1], chosen[1]) for natural, chosen in run(made, RULES[0], logits))
 
 
@@ -189,7 +189,7 @@ def test_it_is_lossy_and_says_so() -> None:
     made = control(Told(random(LAYERS, ROWS, EXPERTS)), speculate="restricted")
     assert made.active and made.settings.describe() == "lossy (speculated execution, restricted, decoding rows)"
     assert BudgetSettings(speculate="predicted", when="all").describe().endswith("predicted, all rows)")
-    made.change(BudgetSettings())
+    made.update(BudgetSettings())
     assert not made.active and made.settings.describe() == "exact"
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_speculated_is_refused_and_nothing_changes() -> None:
         (control(predictor, RoutingRule(custom=True)), "restricted", UnsupportedError, "function of its own"),
     ):
         with pytest.raises(error, match=rf"speculate={mode} \(--spac-speculate\).*{says}"):
-            made.change(BudgetSettings(speculate=mode))
+            made.update(BudgetSettings(speculate=mode))
         assert not made.active
     with pytest.raises(ConfigError, match="speculate and a budget both choose"):
         BudgetSettings.parse({"speculate": "predicted", "budget": 8})

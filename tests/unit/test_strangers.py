@@ -219,7 +219,7 @@ def test_strangers_hold_one_small_part_each(process: Process) -> None:
 def test_a_part_that_is_too_large_ends_the_connection_of_a_peer_with_the_secret(process: Process) -> None:
     context = zmq.Context()
     link = WorkerLink(context, process.address, SECRET, facts(), "engine")
-    link.join(20)
+    link.open(20)
     link.socket.send_multipart([b"head", bytes(64 * MIB)])
     with pytest.raises(Lost, match="its connection ended"):
         link.ask(FrameKind.STATS, 20)
@@ -245,7 +245,7 @@ def test_engines_get_in_where_strangers_take_all_descriptors() -> None:
         context = zmq.Context()
         for _ in range(2):
             link = WorkerLink(context, process.address, SECRET, facts(), "engine")
-            link.join(120)
+            link.open(120)
             link.close()
         context.destroy(linger=200)
     process.close()
@@ -308,7 +308,7 @@ def test_a_worker_of_a_release_without_curve(context: zmq.Context) -> None:
     at = old.bind_to_random_port("tcp://127.0.0.1")
     link = WorkerLink(context, f"tcp://127.0.0.1:{at}", SECRET, facts(), "engine")
     with pytest.raises(Lost, match="another secret or is of another release"):
-        link.join(20)
+        link.open(20)
     link.drop()
     old.close()
 
@@ -407,7 +407,7 @@ def test_what_peers_with_the_secret_send_harms_nobody(
     link = WorkerLink(context, places.addresses()[0], SECRET, facts(), "engine")
     try:
         if role != "nobody":
-            link.join(30)
+            link.open(30)
         if role == "served":
             link.serve(services(1)[0], 30)
         sent = data.draw(

@@ -277,7 +277,7 @@ def test_kernels_before_a_read_ahead_see_the_old_experts(on_gpu) -> None:
         transfers.ahead.fetch([(7 - slot, slot) for slot in range(8)])
         assert not stream.query()
         while len(told) < 8:
-            told |= transfers.ahead.reap()
+            told |= transfers.ahead.take_finished()
     torch.cuda.synchronize()
     assert set(told.values()) == {("host", SHAPE.expert_bytes)}
     assert values(seen) == [0, 1, 2, 3, 4, 5, 6, 7]

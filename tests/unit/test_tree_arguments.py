@@ -221,14 +221,14 @@ def test_both_limits_bound_the_requests_that_nobody_chose(caplog) -> None:
         found = engine(max_num_seqs=128, max_num_batched_tokens=tokens, num_gpu_blocks_override=blocks)
         with pytest.raises(UnsupportedError, match=f"use --max-num-seqs {fit}(,|$)"):
             tree_arguments.check(SpacConfig(tree=16), found)
-        tree_arguments.bound(SpacConfig(tree=16), found)
+        tree_arguments.limit_requests(SpacConfig(tree=16), found)
         assert found.scheduler_config.max_num_seqs == fit and f"trees set --max-num-seqs {fit}:" in caplog.text
         tree_arguments.check(SpacConfig(tree=16), found)
     few = engine(max_num_seqs=4, num_gpu_blocks_override=1409)
-    tree_arguments.bound(SpacConfig(tree=16), few)
+    tree_arguments.limit_requests(SpacConfig(tree=16), few)
     assert few.scheduler_config.max_num_seqs == 4, "never more than there were"
     plain = engine(max_num_seqs=128)
-    tree_arguments.bound(SpacConfig(), plain)
+    tree_arguments.limit_requests(SpacConfig(), plain)
     assert plain.scheduler_config.max_num_seqs == 128
 
 

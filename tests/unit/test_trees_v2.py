@@ -116,11 +116,11 @@ def test_counts_of_trees_chains_and_drafts_that_are_unknown() -> None:
     """A tree of three nodes, a chain that was cut, one that was filled up, and a request without drafts."""
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, 0, -2, -2], [-1, 0, 1, 2]])
     counters = TreeCounters(3)
-    counters.verified(parents, torch.tensor([4, 3, 4, 1]), torch.tensor([2, 1, 0, 0]))
+    counters.add_step(parents, torch.tensor([4, 3, 4, 1]), torch.tensor([2, 1, 0, 0]))
     found = counters.snapshot()
     assert found["trees"] == {"trees": 1, "chains": 2, "unknown": 0, "nodes": 6}
     assert found["tree_accepted"] == {"0": 1, "1": 1, "2": 1}
-    counters.skip(2)
+    counters.add_unknown(2)
     assert counters.snapshot()["trees"] == {"trees": 1, "chains": 4, "unknown": 2, "nodes": 6}
 
 

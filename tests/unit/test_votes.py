@@ -82,7 +82,7 @@ def test_products_are_exact_and_their_order_does_not_matter(seed: int, rows: int
 @pytest.fixture
 def known() -> DraftProbabilities:
     made = DraftProbabilities()
-    made.keep(["a", "b"], [[7, 8, 9], [4, 5, 6]], [[0.5, 0.5, 0.25], [1.0, math.nan, 0.5]])
+    made.save(["a", "b"], [[7, 8, 9], [4, 5, 6]], [[0.5, 0.5, 0.25], [1.0, math.nan, 0.5]])
     return made
 
 
@@ -108,10 +108,10 @@ def test_weights_are_products_of_the_drafts_that_are_verified(known, request_id,
 
 
 def test_drafts_are_kept_until_they_are_made_again_or_the_request_ends(known) -> None:
-    known.keep(["a"], [[1]], [[0.5]])
+    known.save(["a"], [[1]], [[0.5]])
     assert known.weights("a", [7], 2) is None and known.weights("a", [1], 2) == (1, 0.5)
     assert known.weights("b", [4], 2) == (1, 1), "it did not run in that step"
-    known.forget(["b", "never seen"])
+    known.remove(["b", "never seen"])
     assert known.weights("b", [4], 2) is None
 
 
@@ -186,7 +186,7 @@ def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     budget = SimpleNamespace(weighs=weighs)
     drafts = SimpleNamespace(length=lambda: 2, in_prompt=False, chooser=Chooser(4))
     runtime = SimpleNamespace(budget=budget, drafts=drafts, recorder=SimpleNamespace(timeline=None))
-    runtime.drafted, runtime.observes_drafts = lambda drafts, seconds, forwards: None, False
+    runtime.end_drafts, runtime.observes_drafts = lambda drafts, seconds, forwards: None, False
     experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
     runner = Runner(_spac_experts=experts, drafter=Drafter(list(logits)))

@@ -246,8 +246,8 @@ def test_streams_are_known_as_long_as_they_are_used() -> None:
 
     before = len(watchdog.device_streams())
     model, copies = Asked(False), Asked(True)
-    watchdog.know(model, "model")
-    watchdog.know(copies, "loads")
+    watchdog.watch(model, "model")
+    watchdog.watch(copies, "loads")
     found = {name.split(" (")[0]: busy() for name, busy in watchdog.device_streams().items()}
     assert found["model"] is True and found["loads"] is False
     del model, copies

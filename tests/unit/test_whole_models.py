@@ -66,7 +66,7 @@ def test_where_all_experts_fit_the_engine_is_stocks(args, caplog) -> None:
 
 
 def test_no_worker_of_it_has_anything_of_the_plugins(args, monkeypatch) -> None:
-    monkeypatch.setattr(plugin.patches, "require_names", lambda where: None)
+    monkeypatch.setattr(plugin.patches, "check_names", lambda where: None)
     asked, passed = args(), []
     created = plugin._checked(lambda self: passed.append(self) or "stock's")
     assert created(asked) == "stock's" and passed == [asked]

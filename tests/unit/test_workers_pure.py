@@ -134,7 +134,7 @@ def test_what_no_worker_should_answer_does_not_end_the_thread_that_brings_it_bac
 
     recovery = Recovery(bring, ended)
     try:
-        recovery.lost(0)
+        recovery.request(0)
         for _ in range(2):  # a second time only if the thread still runs
             assert tried.acquire(timeout=60)
     finally:

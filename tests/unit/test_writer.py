@@ -253,7 +253,7 @@ def test_misuse_is_an_error(tmp_path: Path) -> None:
     for arguments in ((0, ids[:1], weights[:1]), (3, ids, weights), (0, ids[:, :1], weights), (0, ids)):
         with pytest.raises(AssertionError):
             observe(writer, *arguments)
-    writer.discard()
+    writer.cancel()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

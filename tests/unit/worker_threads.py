@@ -191,7 +191,7 @@ def answers(address: str, seconds: float = 20.0) -> bool:
     context = zmq.Context()
     link = WorkerLink(context, address, SECRET, facts(), "another engine")
     try:
-        link.join(seconds)
+        link.open(seconds)
     except Busy:
         return True
     except SpacError:

@@ -96,7 +96,7 @@ class Judged:
 
 
 def problem(sources: Sources, patch: Patch) -> str:
-    """Why ``patches.require_names`` would refuse this row; empty if it would not."""
+    """Why ``patches.check_names`` would refuse this row; empty if it would not."""
     module, _, path = patch.target.partition(":")
     function = sources.function(module, path)
     if function is None:

@@ -207,7 +207,7 @@ def _take(layer: Any, layout: str) -> bool:
     import torch
 
     from vllm_spac.integration.layers import quant_schemes
-    from vllm_spac.integration.layers.packed_experts import WeightPacking, appear_unquantised
+    from vllm_spac.integration.layers.packed_experts import WeightPacking, remove_scales
 
     packing = WeightPacking.of(layer) if quant_schemes.is_quantised(layer) and layout == "plain" else None
     staged = quant_schemes.expert_tensors(layer, packing is not None)
@@ -215,7 +215,7 @@ def _take(layer: Any, layout: str) -> bool:
         assert layout == "kernel" or quant_schemes.is_plain(layer), "our kernel does not read this layer"
         return False
     packing({name: torch.ones_like(param.data[:1]) for name, param in staged.items()})
-    appear_unquantised(layer.quant_method)
+    remove_scales(layer.quant_method)
     for param in staged.values():
         param.data = param.data.new_empty(0)
     return getattr(packing.kind, "activations", None) is not None

@@ -29,7 +29,7 @@ TOKENS = "vllm.v1.executor.multiproc_executor:MultiprocExecutor.sample_tokens"
 
 
 def test_the_installed_vllm_has_every_name() -> None:
-    """As ``patches.require_names`` finds by importing; here from the sources alone."""
+    """As ``patches.check_names`` finds by importing; here from the sources alone."""
     assert [patch.target for patch in PATCHES if compat.problem(SOURCES, patch)] == []
     assert list(compat.missing_imports(SOURCES)) == []
     assert len(compat.imported()) > 60  # of the whole package
@@ -38,7 +38,7 @@ def test_the_installed_vllm_has_every_name() -> None:
 def test_what_was_proved_is_supported_and_installed() -> None:
     assert set(compat.PROVED) == {patch.where for patch in PATCHES}
     for version in {version for proved in compat.PROVED.values() for version in proved}:
-        device.require_supported_vllm(version)
+        device.check_supported_vllm(version)
     assert all(vllm.__version__.partition("+")[0] in compat.PROVED[where] for where in ("v1", "cpu"))
 
 

@@ -51,8 +51,10 @@ def post(
     mail.asked[0] = division.number[0]
 
 
-def await_answer(topk_ids: Tensor, layer: int, sources: Tensor, division: Division, mail: Mail, patience: int) -> None:
-    """Twin of ``mailbox.await_answer``."""
+def wait_for_answer(
+    topk_ids: Tensor, layer: int, sources: Tensor, division: Division, mail: Mail, patience: int
+) -> None:
+    """Twin of ``mailbox.wait_for_answer``."""
     rows, n, arrived = len(topk_ids), len(division.shares) - 1, False
     if division.state[0]:
         wanted, limit = int(division.number), time.monotonic_ns() + patience

@@ -59,16 +59,16 @@ class Allowance:
         more = self._extra * needed - self._harm - 1  # that may be extra, beside one more
         return 0 if self._pause or more < 0 else max(0, int(more - (self._read - self._used) + 1))
 
-    def loaded(self, count: int, harm: int = 0) -> None:
+    def add_misses(self, count: int, harm: int = 0) -> None:
         """Layers missed ``count`` experts, ``harm`` of them because reads ahead had evicted them."""
         self._loaded += count
         self._harm += harm
 
-    def read(self, count: int) -> None:
+    def add_reads(self, count: int) -> None:
         """``count`` reads ahead were asked for; negative: so many were cancelled before they began."""
         self._read += count
 
-    def used(self, count: int) -> None:
+    def add_uses(self, count: int) -> None:
         """Layers used ``count`` experts that were read ahead, for the first time each."""
         self._used += count
 
@@ -174,7 +174,7 @@ class ReadAccount:
         """How many of ``room`` further reads may be asked for because of a prediction."""
         return room if self._allowance is None else min(room, self._allowance.left)
 
-    def place(self, placement: Placement) -> None:
+    def add_placement(self, placement: Placement) -> None:
         """Records a placement: counts evicted unused prefetches."""
         if not self.unused:
             return
@@ -185,18 +185,18 @@ class ReadAccount:
 
     def guess(self, placement: Placement) -> tuple[tuple[int, int], ...]:
         """Records a placement because of a prediction; returns its loads."""
-        self.place(placement)
+        self.add_placement(placement)
         keys = [key for key, _ in placement.loads]
         self._guessed.update(keys)
         self._evicted_for.update(zip(placement.victims, keys[len(keys) - len(placement.victims) :], strict=True))
         if self._allowance is not None:
-            self._allowance.read(len(keys))
+            self._allowance.add_reads(len(keys))
         return placement.loads
 
     def cancel(self, keys: Sequence[int]) -> None:
         """Records that the reads of ``keys`` never began."""
         if self._allowance is not None:
-            self._allowance.read(-len(self._guessed.intersection(keys)))
+            self._allowance.add_reads(-len(self._guessed.intersection(keys)))
         self._guessed.difference_update(keys)
 
     def finish(self, read: Sequence[int], failed: Sequence[int]) -> None:
@@ -206,7 +206,7 @@ class ReadAccount:
         self._counters.prefetch_failed += len(failed)
         self._counters.prefetches += len(read)
 
-    def use(self, keys: Sequence[int] | np.ndarray) -> None:
+    def add_uses(self, keys: Sequence[int] | np.ndarray) -> None:
         """Records that a layer uses ``keys``, all READY."""
         if not self.unused:
             return
@@ -214,15 +214,15 @@ class ReadAccount:
         self.unused -= used
         self._counters.prefetch_hits += len(used)
         if self._allowance is not None:
-            self._allowance.used(len(used & self._guessed))
+            self._allowance.add_uses(len(used & self._guessed))
         self._guessed -= used
 
-    def need(self, keys: Sequence[int]) -> None:
+    def add_demand(self, keys: Sequence[int]) -> None:
         """Records that a layer needs ``keys`` from the store, some because of a read ahead that nothing has used."""
         harm = sum(self._evicted_for.pop(key) in self._guessed for key in self._evicted_for.keys() & set(keys))
         self._counters.prefetch_harmful += harm
         if self._allowance is not None:
-            self._allowance.loaded(len(keys), harm)
+            self._allowance.add_misses(len(keys), harm)
 
     def end_step(self) -> None:
         """Judges by a window of steps how many reads were used."""

@@ -1,6 +1,6 @@
 """Which experts host memory holds between the slots and the store: bookkeeping. No tensors, no threads, no I/O.
 
-Called by the forward thread only. ``plan`` decides what a load does besides reading, ``ended`` is told how it ended; in
+Called by the forward thread only. ``plan`` decides what a load does besides reading, ``finish`` completes it; in
 between, its rows of host memory belong to it.
 """
 
@@ -84,7 +84,7 @@ class HostTier:
         return int((self.row_of != NOWHERE).sum())
 
     def plan(self, key: int, slot: int) -> HostMove:
-        """Returns what the load of ``key`` into ``slot`` does; ``ended`` must follow."""
+        """Returns what the load of ``key`` into ``slot`` does; ``finish`` must follow."""
         before, self._content[slot] = int(self._content[slot]), NOWHERE
         source = None
         if self.row_of[key] != NOWHERE:
@@ -97,7 +97,7 @@ class HostTier:
         row = None if before == NOWHERE else self._take(before)
         return HostMove(key, slot, source, None if row is None else before, row)
 
-    def ended(self, move: HostMove, *, read: bool, saved: bool) -> None:
+    def finish(self, move: HostMove, *, read: bool, saved: bool) -> None:
         """Completes a move.
 
         Args:
@@ -121,10 +121,10 @@ class HostTier:
                 self.policy.remove(key)
                 self._free.append(move.row)
 
-    def untouched(self, move: HostMove) -> None:
+    def cancel(self, move: HostMove) -> None:
         """Undoes a move that has not begun: the slot still has the bytes that it had."""
         before = move.saved
-        self.ended(move, read=False, saved=False)
+        self.finish(move, read=False, saved=False)
         if before is not None:
             self._content[move.slot] = before
 

@@ -34,11 +34,11 @@ class Ahead(Protocol):
     def cancel(self, keys: Iterable[int]) -> list[int]:
         """Cancels those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
 
-    def reap(self) -> Mapping[int, Moved | BaseException]:
+    def take_finished(self) -> Mapping[int, Moved | BaseException]:
         """Returns the reads finished since the last call: key -> what was moved, or the error. Does not wait."""
 
     def wait(self, keys: Sequence[int]) -> Mapping[int, Moved | BaseException]:
-        """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
+        """Waits for the reads of ``keys`` to finish; returns as ``take_finished``. All of them must have begun."""
 
 
 class Link(Protocol):
@@ -58,14 +58,14 @@ class Link(Protocol):
             The keys that failed, with their errors.
         """
 
-    def enter(self, layer: range) -> None:
-        """A layer starts, as in ``Policy.enter``: for the policy of host memory."""
+    def begin_layer(self, layer: range) -> None:
+        """A layer starts, as in ``Policy.begin_layer``: for the policy of host memory."""
 
     def observe(self, counts: np.ndarray) -> None:
         """A forward has finished, as in ``Policy.observe``: for the policy of host memory."""
 
-    def prompted(self, rows: np.ndarray) -> None:
-        """A prompt has run, as in ``Policy.prompted``: for the policy of host memory."""
+    def observe_prompt(self, rows: np.ndarray) -> None:
+        """A prompt has run, as in ``Policy.observe_prompt``: for the policy of host memory."""
 
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""

@@ -115,10 +115,10 @@ class ExpertLoader:
         else:
             self.prefetcher = ScorePrefetcher(*shared)
 
-    def leave(self) -> None:
-        """As ``Prefetcher.leave``."""
-        self.residency.used()
-        self.prefetcher.leave()
+    def end_layer(self) -> None:
+        """As ``Prefetcher.end_layer``."""
+        self.residency.end_use()
+        self.prefetcher.end_layer()
 
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Pins ``keys``, waits until all are READY, and returns those that were not; ``release`` unpins.
@@ -129,7 +129,7 @@ class ExpertLoader:
         Raises:
             StoreError: an expert could not be read; nothing stays pinned.
         """
-        self.prefetcher.reap()
+        self.prefetcher.finish_reads()
         placement = self._prepare(keys, counters)
         missed = [key for key, _ in placement.loads + placement.waits]
         if missed:
@@ -139,32 +139,32 @@ class ExpertLoader:
                 self._give_up(missed)
                 self.residency.release(keys)
                 raise
-        self.prefetcher.used(keys)
+        self.prefetcher.observe_hits(keys)
         return missed
 
-    def enter(self, layer: range) -> None:
-        """A layer starts, as in ``Policy.enter``."""
-        self.residency.policy.enter(layer)
-        self._transfers.enter(layer)
+    def begin_layer(self, layer: range) -> None:
+        """A layer starts, as in ``Policy.begin_layer``."""
+        self.residency.policy.begin_layer(layer)
+        self._transfers.begin_layer(layer)
 
     def use(self, keys: np.ndarray) -> bool:
         """Returns whether all ``keys``, distinct experts of one layer, are READY: then nothing is to be held.
 
         They stay where they are until ``use`` or ``hold`` is called for another layer, or the layer has run: see
-        ``leave`` and ``end_step``.
+        ``end_layer`` and ``end_step``.
         """
-        self.prefetcher.reap()
+        self.prefetcher.finish_reads()
         if not self.residency.use(keys):
             return False
-        self.prefetcher.used(keys)
+        self.prefetcher.observe_hits(keys)
         return True
 
-    def skip(self, layer: int) -> None:
+    def observe_slotless(self, layer: int) -> None:
         """A layer runs that uses no slot, after the one before it has run."""
-        self.residency.used()
-        self.prefetcher.proceed(layer)
+        self.residency.end_use()
+        self.prefetcher.start_reads(layer)
 
-    def ran(self, layer: int, rows: int, keys: np.ndarray) -> None:
+    def observe_layer(self, layer: int, rows: int, keys: np.ndarray) -> None:
         """The ``keys`` (int [n]) of a layer's experts are there for ``rows`` rows, and are about to run.
 
         With many rows, what the next layer is expected to use is read meanwhile, unless the CPU may compute it.
@@ -177,14 +177,14 @@ class ExpertLoader:
             first = following * self._layer_experts
             behind = range(first, first + self._layer_experts)
             named = use.name(following, rows, self.residency.slot_of[behind.start : behind.stop] == NOWHERE)
-            self.prefetcher.stream((named + first).tolist(), behind)
+            self.prefetcher.prefetch_next((named + first).tolist(), behind)
 
     def admit(self, keys: Iterable[int]) -> None:
         """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others.
 
         Their layer has run.
         """
-        self.residency.used()
+        self.residency.end_use()
         self.prefetcher.admit(keys)
 
     def end_step(self, counts: np.ndarray | None, prompt: np.ndarray | None = None) -> None:
@@ -192,12 +192,12 @@ class ExpertLoader:
 
         Args:
             counts: as in ``Policy.observe``; None for a forward without decode or verify rows.
-            prompt: as in ``Policy.prompted``; None unless prompts ran alone.
+            prompt: as in ``Policy.observe_prompt``; None unless prompts ran alone.
         """
-        self.residency.used()
+        self.residency.end_use()
         if prompt is not None:
-            self.residency.policy.prompted(prompt)
-            self._transfers.prompted(prompt)
+            self.residency.policy.observe_prompt(prompt)
+            self._transfers.observe_prompt(prompt)
         if counts is not None:
             self.residency.observe(counts)
             self._transfers.observe(counts)
@@ -227,9 +227,9 @@ class ExpertLoader:
             return placement
 
     def _placed(self, placement: Placement, counters: Counters | None) -> None:
-        self.prefetcher.account.place(placement)
+        self.prefetcher.account.add_placement(placement)
         if counters is not None:
-            self.prefetcher.account.need([key for key, _ in placement.loads])
+            self.prefetcher.account.add_demand([key for key, _ in placement.loads])
 
     def _bring(self, placement: Placement, counters: Counters | None) -> None:
         """Loads the missing experts; prefetches that have not begun become loads on demand, others are waited for."""
@@ -251,11 +251,11 @@ class ExpertLoader:
     def _load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         failed = self._transfers.load(loads, counters)
         for key, _ in loads:
-            (self.residency.failed if key in failed else self.residency.loaded)(key)
+            (self.residency.cancel_load if key in failed else self.residency.finish_load)(key)
         return failed
 
     def _give_up(self, keys: list[int]) -> None:
         """Frees the slots of ``keys`` that are LOADING, except those that a background read may still write to."""
         for key in keys:
             if self.residency.is_loading(key) and key not in self._transfers.ahead.keys:
-                self.residency.failed(key)
+                self.residency.cancel_load(key)

@@ -55,13 +55,13 @@ class Expected:
         self._pass(range(max(0, self._running + self._left), self.layers))
         self._running, self._left = START, False
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """A step begins, about which nothing is guessed."""
         self._named.clear()
         self._soon[:] = False
         self._running, self._left = START, False
 
-    def enter(self, layer: int, used: np.ndarray) -> None:
+    def begin_layer(self, layer: int, used: np.ndarray) -> None:
         """The router of ``layer`` has chosen the experts ``used``, int in any shape, of the layer."""
         first = self._running + self._left
         if layer >= first:
@@ -72,28 +72,28 @@ class Expected:
         self._running, self._left = layer, False
         self._soon[layer * self._experts + self.held(used.ravel())] = True
 
-    def leave(self) -> None:
+    def end_layer(self) -> None:
         """The running layer has its output: what it used is not expected, and it may be guessed about its next run."""
         if self._running != START:
             self._pass(range(self._running, self._running + 1))
             self._left = True
 
-    def name(self, guess: Guess) -> None:
+    def update(self, guess: Guess) -> None:
         """Takes ``guess`` in place of earlier ones about the same layers, except about the running layer."""
         for layer, experts in named(guess, self._of_model, self._top_k, self.hint):
-            self.expect(layer, self.held(experts))
+            self.insert(layer, self.held(experts))
 
     def names(self, guess: Guess) -> PredictedExperts:
         """Returns what ``guess`` names, on its device; for ``receive``."""
         return PredictedExperts.of(guess, self._of_model, self._top_k, self.hint)
 
     def receive(self, names: PredictedExperts) -> None:
-        """As ``name``, of ``names`` that are on the host."""
+        """As ``update``, of ``names`` that are on the host."""
         for layer, experts in names.by_layer(self.hint):
-            self.expect(layer, self.held(experts))
+            self.insert(layer, self.held(experts))
 
-    def expect(self, layer: int, experts: np.ndarray) -> None:
-        """Takes ``experts`` (int, distinct, the likeliest first) of ``layer`` as ``name`` takes those of a guess."""
+    def insert(self, layer: int, experts: np.ndarray) -> None:
+        """Takes ``experts`` (int, distinct, the likeliest first) of ``layer`` as ``update`` takes those of a guess."""
         named = self._cutoff is None or layer < self._cutoff
         if named and (layer != self._running or self._left):
             self._pass(range(layer, layer + 1))
@@ -237,7 +237,7 @@ class Lookahead(Prefetcher):
         return self._guesses(inputs, self.expected.names) if asked else []
 
     def draft(self, inputs: PredictorInputs | None, names: Sequence[PredictedExperts] = ()) -> None:
-        self.reap()
+        self.finish_reads()
         if self._broken:
             return
         if not self._drafting:
@@ -253,21 +253,21 @@ class Lookahead(Prefetcher):
         if first is None:
             missing = [int((self._residency.slot_of[keys] == NOWHERE).sum()) for keys in layers]
             first = cutoff(list(map(len, layers)), missing, self._residency.slots, self._phases.left)
-        self._phases.ask(self._read(chain.from_iterable(layers[:first])))
+        self._phases.request(self._read(chain.from_iterable(layers[:first])))
 
     def begin_step(self, inputs: PredictorInputs | None, hint: BudgetHint = UNBOUNDED) -> None:
-        self.reap()
+        self.finish_reads()
         self.expected.hint = hint
         if inputs is not None:
             self._bounds = hint.bounds
         self._phases.end(self._ahead.keys)
         drafted, self._drafting = self._drafting, False
         if inputs is None or self._broken:
-            self.expected.clear()
+            self.expected.reset()
         elif not (self._away and drafted):  # what was named of the drafts holds until the step's names arrive
             self.expected.begin()
             self._take_names(inputs, ())
-        self.proceed(0)
+        self.start_reads(0)
 
     def observe_layer(self, inputs: PredictorInputs, names: Sequence[PredictedExperts] = ()) -> None:
         assert inputs.ids is not None
@@ -275,19 +275,19 @@ class Lookahead(Prefetcher):
             used = inputs.ids.numpy()
             if self._bounded:
                 self._compare(inputs.layer, used)
-            self.expected.enter(inputs.layer, used)
+            self.expected.begin_layer(inputs.layer, used)
             if self._away or self._guesser.reach:
                 self._take_names(inputs, names)
 
-    def expect(self, layer: int, experts: np.ndarray) -> None:
+    def prefetch(self, layer: int, experts: np.ndarray) -> None:
         if not self._broken:
-            self.reap()
-            self.expected.expect(layer, experts)
-            self.proceed(0)
+            self.finish_reads()
+            self.expected.insert(layer, experts)
+            self.start_reads(0)
 
-    def leave(self) -> None:
-        self.expected.leave()
-        self.proceed(0)
+    def end_layer(self) -> None:
+        self.expected.end_layer()
+        self.start_reads(0)
 
     def plan(self) -> None:
         if self._depths is not None:
@@ -297,7 +297,7 @@ class Lookahead(Prefetcher):
             self._places[:], self._drafted[:], self._used[:] = -1, -1, False
         self.end_step()
 
-    def proceed(self, layer: int) -> None:
+    def start_reads(self, layer: int) -> None:
         """Starts reads of the experts that are expected first and find slots, and cancels those of no others."""
         self._cancel_unexpected()
         self._read(self.expected.ranked())
@@ -336,7 +336,7 @@ class Lookahead(Prefetcher):
                 self.expected.receive(each)
         else:
             assert inputs is not None
-            self._guesses(inputs, self.expected.name)
+            self._guesses(inputs, self.expected.update)
 
     def _guesses(self, inputs: PredictorInputs, take: Callable[[Guess], _Taken]) -> list[_Taken]:
         """Returns what ``take`` makes of each guess about ``inputs``; nothing after an error."""
@@ -344,6 +344,6 @@ class Lookahead(Prefetcher):
             return [take(guess) for guess in self._guesser.guesses(inputs)]
         except Exception:  # of any predictor, also of another package: it moves experts ahead of need, and no more
             self._broken = True
-            self.expected.clear()
+            self.expected.reset()
             logger.exception("spac: prefetch=%s failed; nothing is read ahead from now on", self._settings.prefetch)
             return []

@@ -60,7 +60,7 @@ class LevelQueue:
             del self._levels[score]
         return True
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Removes all keys."""
         self._levels.clear()
         self._score.clear()
@@ -112,7 +112,9 @@ class Prefetcher(ABC):
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
-        self._admitted: set[int] = set()  # being read because the CPU computed them, or by ``stream``: not cancelled
+        self._admitted: set[int] = (
+            set()
+        )  # being read because the CPU computed them, or by ``prefetch_next``: not cancelled
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
 
     def observe(self, counts: np.ndarray) -> None:
@@ -144,10 +146,10 @@ class Prefetcher(ABC):
             names: of a predictor on a device, what has arrived with them.
         """
 
-    def expect(self, layer: int, experts: np.ndarray) -> None:
+    def prefetch(self, layer: int, experts: np.ndarray) -> None:
         """``experts`` (int, distinct, the likeliest first) are guessed of the next run of ``layer``; between layers."""
 
-    def leave(self) -> None:
+    def end_layer(self) -> None:
         """The layer that entered last has its output: for a caller whose next layer may run much later."""
 
     @abstractmethod
@@ -155,12 +157,12 @@ class Prefetcher(ABC):
         """Called after a step: queues what is to be read."""
 
     @abstractmethod
-    def proceed(self, layer: int) -> None:
+    def start_reads(self, layer: int) -> None:
         """Starts further reads; the experts of ``layer`` are about to run."""
 
     def end_step(self) -> None:
         """Processes the reads that have finished, and judges by a window of steps how many were used."""
-        self.reap()
+        self.finish_reads()
         self.account.end_step()
 
     def admit(self, keys: Iterable[int]) -> None:
@@ -176,11 +178,11 @@ class Prefetcher(ABC):
             if self._residency.slot_of[key] == NOWHERE and key not in self._damaged:
                 placement = self._residency.exchange(key)
                 if placement is not None:
-                    self.account.place(placement)
+                    self.account.add_placement(placement)
                     loads += placement.loads
         self._fetch_for_good(loads)
 
-    def stream(self, keys: Sequence[int], layer: range) -> None:
+    def prefetch_next(self, keys: Sequence[int], layer: range) -> None:
         """Starts reads of ``keys``, which the next layer is expected to use, as far as they find slots.
 
         Unlike those of a prediction these are not cancelled, and slots alone limit their number.
@@ -192,19 +194,19 @@ class Prefetcher(ABC):
         missing = [key for key in keys if key not in self._damaged][: self._residency.spare(layer)]
         if missing:
             placement = self._residency.admit_unless(missing, layer)
-            self.account.place(placement)
+            self.account.add_placement(placement)
             self._fetch_for_good(placement.loads)
 
-    def reap(self) -> None:
+    def finish_reads(self) -> None:
         """Processes the reads that have finished."""
         if self._ahead.keys:
-            self._arrive(self._ahead.reap())
+            self._arrive(self._ahead.take_finished())
 
     def cancel(self, keys: Iterable[int]) -> list[int]:
         """Cancels those of ``keys`` whose read has not begun and frees their slots; returns them."""
         gone = self._ahead.cancel(list(keys))
         for key in gone:
-            self._residency.failed(key)
+            self._residency.cancel_load(key)
         self._admitted.difference_update(gone)
         self.account.cancel(gone)
         return gone
@@ -214,14 +216,14 @@ class Prefetcher(ABC):
         """Reads in flight."""
         return self._ahead.reading
 
-    def withdraw(self, first: int, rows: np.ndarray) -> None:
+    def cancel_unbegun(self, first: int, rows: np.ndarray) -> None:
         """A layer is about to be divided: its experts whose reads have not begun become misses like others.
 
         Args:
             first: key of the layer's first expert.
             rows: int [experts], rows that selected each expert; the others' reads go on.
         """
-        self.reap()
+        self.finish_reads()
         if self._ahead.keys:
             last = first + len(rows)
             self.cancel([key for key in self._ahead.keys if first <= key < last and rows[key - first]])
@@ -230,7 +232,7 @@ class Prefetcher(ABC):
         """Cancels those of ``keys`` whose read has not begun, to be loaded on demand into their slots; returns them."""
         gone = self._ahead.cancel(keys)
         self.account.cancel(gone)
-        self.account.need(gone)
+        self.account.add_demand(gone)
         return gone
 
     def wait(self, keys: list[int], counters: Counters | None) -> list[int]:
@@ -241,15 +243,15 @@ class Prefetcher(ABC):
             counters.stall_seconds += self._link.clock() - start
         return failed
 
-    def used(self, keys: Sequence[int] | np.ndarray) -> None:
+    def observe_hits(self, keys: Sequence[int] | np.ndarray) -> None:
         """Records that a layer uses ``keys``, all READY, and starts further reads for the layers after it."""
-        self.account.use(keys)
+        self.account.add_uses(keys)
         if self._admitted:
             self._admitted.difference_update(np.asarray(keys).tolist())
         if self._damaged:
             self._damaged.difference_update(np.asarray(keys).tolist())
         if len(keys):
-            self.proceed(int(keys[-1]) // self._layer_experts)
+            self.start_reads(int(keys[-1]) // self._layer_experts)
 
     def _fetch_for_good(self, loads: Sequence[tuple[int, int]]) -> None:
         """Starts reads that are not cancelled because a prediction changes or their layer has run."""
@@ -267,11 +269,11 @@ class Prefetcher(ABC):
         self._admitted.difference_update(results)
         for key, result in results.items():
             if isinstance(result, BaseException):
-                self._residency.failed(key)
+                self._residency.cancel_load(key)
                 logger.warning("spac: expert %d could not be prefetched; it is read again when needed: %s", key, result)
             else:
-                self._residency.loaded(key)
-                self._counters.moved(f"{result.path} ahead", result.nbytes)
+                self._residency.finish_load(key)
+                self._counters.count_bytes(f"{result.path} ahead", result.nbytes)
         self.account.finish([key for key in results if key not in failed], failed)
         self._damaged.update(failed)
         return failed
@@ -288,14 +290,14 @@ class ScorePrefetcher(Prefetcher):
         """Cancels reads that have not begun, and queues new ones by the newest scores."""
         self.end_step()
         self.cancel([key for key in self._ahead.keys if key not in self._admitted])
-        self.queue.clear()
+        self.queue.reset()
         wanted = np.flatnonzero((self.scores >= self._thresholds()) & (self._residency.slot_of == NOWHERE))
         for key, score in zip(wanted.tolist(), self.scores[wanted].tolist(), strict=True):
             if key not in self._damaged:
                 self.queue.put(key, score)
-        self.top_up(0)
+        self.fill_slots(0)
 
-    def top_up(self, passed: int) -> None:
+    def fill_slots(self, passed: int) -> None:
         """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
         self.cancel([key for key in self._ahead.keys if key < passed and key not in self._admitted])
         loads: list[tuple[int, int]] = []
@@ -304,15 +306,15 @@ class ScorePrefetcher(Prefetcher):
                 continue
             placement = self._residency.admit(key, self.scores)
             if placement is None:  # no queued key has a higher score
-                self.queue.clear()
+                self.queue.reset()
                 break
             loads += self.account.guess(placement)
         if loads:
             self._ahead.fetch(loads)
 
-    def proceed(self, layer: int) -> None:
+    def start_reads(self, layer: int) -> None:
         if self.queue or self._ahead.keys:
-            self.top_up((layer + 1) * self._layer_experts)
+            self.fill_slots((layer + 1) * self._layer_experts)
 
     def _thresholds(self) -> int | np.ndarray:
         if self.balancer is None:

@@ -1,7 +1,7 @@
 """Which expert is in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
 
 A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and returns what must be loaded; ``admit`` finds
-a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` completes
+a slot for what may be needed later, ``exchange`` for what was used without one; ``finish_load`` or ``cancel_load`` ends
 each load; ``release`` unpins. ``use`` is for a layer that misses nothing. Slots that are LOADING, pinned or in use are
 frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back. Only the forward
 thread calls, so that no state changes between two lines.
@@ -122,7 +122,7 @@ class Residency:
     def use(self, keys: np.ndarray) -> bool:
         """Returns whether all ``keys`` are READY, and then tells the policy that they are used, in this order.
 
-        They are frozen as if pinned until ``used``, or until ``use`` or ``prepare`` is called for another layer.
+        They are frozen as if pinned until ``end_use``, or until ``use`` or ``prepare`` is called for another layer.
         """
         slots = self.slot_of[keys]
         if slots.min() == NOWHERE or (self._loading and (self.state[slots] != _READY).any()):
@@ -131,7 +131,7 @@ class Residency:
         self._in_use = keys
         return True
 
-    def used(self) -> None:
+    def end_use(self) -> None:
         """The layer for which ``use`` was called has run."""
         self._in_use = ()
 
@@ -200,13 +200,13 @@ class Residency:
         """Whether ``key`` has a slot that may not be read yet."""
         return key in self._loading
 
-    def loaded(self, key: int) -> None:
+    def finish_load(self, key: int) -> None:
         """Completes the load of ``key``: its slot may be read."""
         assert key in self._loading, f"expert {key} was not loading"
         self._loading.remove(key)
         self.state[self.slot_of[key]] = _READY
 
-    def failed(self, key: int) -> None:
+    def cancel_load(self, key: int) -> None:
         """Undoes the load of ``key``: its slot is free again, and the key is neither resident nor pinned."""
         assert key in self._loading, f"expert {key} was not loading"
         self._loading.remove(key)
@@ -218,7 +218,7 @@ class Residency:
         """Unpins ``keys``; they stay resident until the policy evicts them. Keys whose load failed are ignored."""
         self._pinned.difference_update(keys)
 
-    def take_over(self, slots: np.ndarray, keys: np.ndarray) -> None:
+    def update_owners(self, slots: np.ndarray, keys: np.ndarray) -> None:
         """Records that ``keys`` have replaced the owners of these READY slots, which are not pinned.
 
         Args:

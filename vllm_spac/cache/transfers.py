@@ -26,7 +26,7 @@ from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Kind, Timeline, now
 from vllm_spac.storage.base import ExpertStore, Slot, Slots, rows_of
 from vllm_spac.system.host_blocks import HostBlock
-from vllm_spac.system.machine import unbind
+from vllm_spac.system.machine import reset_affinity
 from vllm_spac.system.threads import cancelled_load, finish, outcome
 
 HOST = "host"
@@ -74,7 +74,7 @@ class Mover:
         self.timeline, self._first = timeline, first
 
     def plan(self, key: int, slot: int) -> HostMove:
-        """Decides what the load of ``key`` into ``slot`` does; ``ended`` or ``untouched`` must follow."""
+        """Decides what the load of ``key`` into ``slot`` does; ``finish`` or ``cancel`` must follow."""
         return HostMove(key, slot) if self._rows is None else self._rows.tier.plan(key, slot)
 
     def perform(self, move: HostMove) -> Moved:
@@ -106,32 +106,32 @@ class Mover:
             tensors[name].copy_(stored, non_blocking=True)
         return Moved(self._path, self._store.shape.expert_bytes)
 
-    def ended(self, move: HostMove, result: object) -> None:
+    def finish(self, move: HostMove, result: object) -> None:
         """Completes ``move``; ``result``: what ``perform`` returned, or the exception that it raised."""
         saved = move.key in self._saved
         self._saved.discard(move.key)
         if self._rows is not None:
-            self._rows.tier.ended(move, read=isinstance(result, Moved), saved=saved)
+            self._rows.tier.finish(move, read=isinstance(result, Moved), saved=saved)
 
-    def enter(self, layer: range) -> None:
-        """As ``Policy.enter``."""
+    def begin_layer(self, layer: range) -> None:
+        """As ``Policy.begin_layer``."""
         if self._rows is not None:
-            self._rows.tier.policy.enter(layer)
+            self._rows.tier.policy.begin_layer(layer)
 
     def observe(self, counts: np.ndarray) -> None:
         """As ``Policy.observe``."""
         if self._rows is not None:
             self._rows.tier.policy.observe(counts)
 
-    def prompted(self, rows: np.ndarray) -> None:
-        """As ``Policy.prompted``."""
+    def observe_prompt(self, rows: np.ndarray) -> None:
+        """As ``Policy.observe_prompt``."""
         if self._rows is not None:
-            self._rows.tier.policy.prompted(rows)
+            self._rows.tier.policy.observe_prompt(rows)
 
-    def untouched(self, move: HostMove) -> None:
+    def cancel(self, move: HostMove) -> None:
         """Undoes ``move``, which was never performed."""
         if self._rows is not None:
-            self._rows.tier.untouched(move)
+            self._rows.tier.cancel(move)
 
     def admit(self, key: int) -> int:
         """Returns the row that ``key`` gets before anything is served; ``fill_row`` must follow."""
@@ -180,11 +180,11 @@ class Background:
     def __init__(self, mover: Mover, threads: int, device: torch.device) -> None:
         self._mover = mover
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead", initializer=unbind)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead", initializer=reset_affinity)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
-            watchdog.know(self._stream, "loads of experts")
+            watchdog.watch(self._stream, "loads of experts")
         self._tickets: dict[int, _Ticket] = {}  # used by the forward thread only
         self._lock = threading.Lock()  # protects the four below
         self._waiting: deque[_Ticket] = deque()
@@ -221,19 +221,19 @@ class Background:
         """Cancels those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
         gone = [key for key in keys if self._tickets[key].done.cancel()]
         for key in gone:
-            self._mover.untouched(self._tickets.pop(key).move)
+            self._mover.cancel(self._tickets.pop(key).move)
         if gone:
             with self._lock:
                 self._waiting = deque(ticket for ticket in self._waiting if not ticket.done.cancelled())
         return gone
 
-    def reap(self) -> dict[int, Moved | BaseException]:
+    def take_finished(self) -> dict[int, Moved | BaseException]:
         """Returns the reads finished since the last call: key -> what was moved, or the error. Does not wait."""
         over = [key for key, ticket in self._tickets.items() if ticket.done.done()]
         return {key: self._end(key) for key in over}
 
     def wait(self, keys: Sequence[int]) -> dict[int, Moved | BaseException]:
-        """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
+        """Waits for the reads of ``keys`` to finish; returns as ``take_finished``. All of them must have begun."""
         begun = now()
         done = [self._tickets[key].done for key in keys]
         assert all(job.running() or job.done() for job in done), "cancel before waiting: nothing is begun meanwhile"
@@ -265,7 +265,7 @@ class Background:
     def _end(self, key: int) -> Moved | BaseException:
         ticket = self._tickets.pop(key)
         result = outcome(ticket.done)
-        self._mover.ended(ticket.move, result)
+        self._mover.finish(ticket.move, result)
         return result
 
     def _begin(self) -> None:
@@ -359,7 +359,7 @@ class Transfers:
         self._mover = Mover(store, slots, path, rows)
         self._device = next(iter(slots.values())).device
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=reset_affinity)
         self.ahead = Background(self._mover, reads_ahead(threads, background), self._device)
         self._addressable, self._expert_bytes = rows is None and store.addressable, store.shape.expert_bytes
         queued = self._device.type == "cuda" and self._addressable
@@ -422,13 +422,13 @@ class Transfers:
         failed: dict[int, BaseException] = {}
         for move in planned:
             result = results.get(move.key) or cancelled_load()
-            self._mover.ended(move, result)
+            self._mover.finish(move, result)
             if isinstance(result, BaseException):
                 failed[move.key] = result
             elif counters is not None:
                 counters.loads += 1
                 counters.host_loads += result.path == HOST
-                counters.moved(result.path, result.nbytes)
+                counters.count_bytes(result.path, result.nbytes)
         return failed
 
     def _queue(
@@ -446,7 +446,7 @@ class Transfers:
         if counters is not None:
             counters.loads += len(moved)
             for each in moved:
-                counters.moved(each.path, each.nbytes)
+                counters.count_bytes(each.path, each.nbytes)
             counters.stall_seconds += stalls.seconds()
         if loads and (timeline := self._mover.timeline) is not None:
             timeline.add(Kind.WAIT, begun, len(loads))
@@ -457,7 +457,7 @@ class Transfers:
         if self._stalls is not None:
             torch.cuda.synchronize(self._device)
 
-    def keep(self, keys: Sequence[int]) -> Iterator[int]:
+    def fill_host(self, keys: Sequence[int]) -> Iterator[int]:
         """Reads ``keys``, which neither slots nor rows of host memory have, into free rows; yields 1 for each.
 
         Raises:
@@ -470,14 +470,14 @@ class Transfers:
         """As ``Execution.watch``."""
         self._mover.watch(timeline, first)
 
-    def enter(self, layer: range) -> None:
-        self._mover.enter(layer)
+    def begin_layer(self, layer: range) -> None:
+        self._mover.begin_layer(layer)
 
     def observe(self, counts: np.ndarray) -> None:
         self._mover.observe(counts)
 
-    def prompted(self, rows: np.ndarray) -> None:
-        self._mover.prompted(rows)
+    def observe_prompt(self, rows: np.ndarray) -> None:
+        self._mover.observe_prompt(rows)
 
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""

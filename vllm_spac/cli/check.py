@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vllm_spac.cli import measuring
-from vllm_spac.cli.tables import examples, print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, print_text, shown
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import Checkpoint
@@ -190,20 +190,20 @@ def _check_machine(model: str | None, revision: str | None, folder: Path, *, dis
         notes = sum(finding.level == "note" for finding in findings)
         console.print(f"problems: {problems}, notes: {notes}", highlight=False)
         if named is not None:
-            show_model(console, named)
+            print_model(console, named)
     if problems:
         raise typer.Exit(1)
 
 
 def _mend(yes: bool) -> None:
     """Mends the flaws of this environment, each only if the user agrees."""
-    from vllm_spac.system.flaws import flaws, mend
+    from vllm_spac.system.flaws import fix, flaws
 
     console = Console(stderr=True)
     for flaw in list(flaws()):
-        say(console, shown(flaw.text))
+        print_text(console, shown(flaw.text))
         if yes or typer.confirm(f"{flaw.cure[0].upper()}{flaw.cure[1:]}?", err=True):
-            mend(flaw)
+            fix(flaw)
             console.print(f"mended: {flaw.name}", highlight=False)
 
 
@@ -240,7 +240,7 @@ def _findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-def show_model(console: Console, named: NamedModel) -> None:
+def print_model(console: Console, named: NamedModel) -> None:
     """Prints how much memory a checkpoint needs, and the command that serves it if one does; reads headers only."""
     checkpoint = named.checkpoint()
     quantised = checkpoint.quantisation
@@ -248,12 +248,12 @@ def show_model(console: Console, named: NamedModel) -> None:
     on_cpu = named.checkpoint(FormatKernels.CPU) if quantised and not_on_cpu is None else checkpoint
     print_table(console, _sizes_table(named.name, checkpoint, on_cpu))
     if named.remark:
-        say(console, shown(named.remark))
+        print_text(console, shown(named.remark))
     if quantised and quantisation.refusal(quantised):  # a finding has the reason; a CPU runs none that a GPU does not
         return
     print_table(console, _needs(checkpoint))
     smallest = checkpoint.smallest_percent()
-    say(
+    print_text(
         console,
         f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer",
     )
@@ -264,7 +264,7 @@ def show_model(console: Console, named: NamedModel) -> None:
     else:
         lines = [f"[green]supported[/] on a GPU: {' '.join((plain, *quantisation.flags(quantised)))}"]
         lines.append(_on_cpu(checkpoint, quantised, plain))
-    say(console, "\n".join(lines))
+    print_text(console, "\n".join(lines))
 
 
 def _on_cpu(checkpoint: Checkpoint, quantised: Mapping, command: str) -> str:
@@ -373,9 +373,9 @@ def _print_selftest(facts: Installation, outcomes: list[CheckOutcome], report: d
     console = Console()
     where = facts.device.name if facts.device else "a CPU"
     libraries = ", ".join(f"{name} {found.version}" for name, found in facts.libraries.items() if found.version)
-    say(console, shown(f"vLLM {facts.vllm} on {where}; {libraries}"))
+    print_text(console, shown(f"vLLM {facts.vllm} on {where}; {libraries}"))
     if facts.refusal:
-        say(console, f"[bold red]problem[/] {shown(facts.refusal)}")
+        print_text(console, f"[bold red]problem[/] {shown(facts.refusal)}")
         return
     print_table(console, _findings_table([outcome.finding for outcome in outcomes]))
     console.print(f"problems: {report['problems']}; {report['seconds']:.0f} s", highlight=False)

@@ -20,7 +20,7 @@ from rich.table import Table
 from vllm_spac.cli.tables import examples, print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.places import MODULE, ClusterFile, Place, StartedWorker
-from vllm_spac.system.files import FILE, LockFile, make_folder, open_log, refusal, write_text, writing
+from vllm_spac.system.files import FILE, LockFile, open_log, prepare_folder, refusal, write_text, writing
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import CLUSTER_FILE, DISK_DIR
 from vllm_spac.system.untrusted import path_named
@@ -69,7 +69,7 @@ def start(
         "--threads": str(threads or max(1, len(os.sched_getaffinity(0)) // workers)),
     }
     with writing(path.parent, _REMEDY):
-        make_folder(path.parent)
+        prepare_folder(path.parent)
     console = Console(highlight=False)
     with _changing(path, console):
         found = ClusterFile.read(path) if path.exists() else ClusterFile(secret=secrets.token_hex(32), workers=())
@@ -102,7 +102,7 @@ def _started(path: Path, known: ClusterFile, workers: int, arguments: list[str],
             _write(path, ClusterFile(secret=known.secret, workers=(*known.workers, *new)))
         except BaseException:
             for each in started:
-                each.kill()
+                each.stop()
             raise
     return new
 

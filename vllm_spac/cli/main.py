@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from vllm_spac import __version__
 from vllm_spac.cli import check, cluster, packed, plan, predictors, quality, stats, trace, tune
-from vllm_spac.cli.tables import examples, say, shown
+from vllm_spac.cli.tables import examples, print_text, shown
 from vllm_spac.config.former import FORMER_COMMANDS
 from vllm_spac.errors import SpacError
 
@@ -72,7 +72,7 @@ def _reported(command: Callable) -> Callable:
             if (error.name or "").partition(".")[0] not in _WITH_VLLM:
                 raise
             problem = f"this command needs {error.name}, which comes with vLLM; {_INSTALL}"
-        say(Console(stderr=True), f"[bold red]error:[/] {shown(problem)}")
+        print_text(Console(stderr=True), f"[bold red]error:[/] {shown(problem)}")
         raise typer.Exit(1)
 
     return run

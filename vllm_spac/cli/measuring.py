@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table, say, shown
+from vllm_spac.cli.tables import print_table, print_text, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.published import find_model
 from vllm_spac.system.files import check_replaceable, write_text, writing
@@ -78,7 +78,7 @@ def measure_costs(
     _write(path, costs)
     console = Console()
     print_table(console, _table(costs, nbytes))
-    say(console, f"written: {shown(path)}")
+    print_text(console, f"written: {shown(path)}")
 
 
 def measure_first(nbytes: int, folder: Path, path: Path) -> None:
@@ -92,7 +92,7 @@ def measure_first(nbytes: int, folder: Path, path: Path) -> None:
         ConfigError: it cannot be measured.
     """
     text = f"this machine was not measured yet: doing so once, as {shlex.join(_COMMAND)} does, takes a minute or two"
-    say(Console(stderr=True), text)
+    print_text(Console(stderr=True), text)
     asked = [*_COMMAND[1:], f"--expert-bytes={nbytes}", f"--disk-dir={folder}", f"--output={path}"]
     terminal = sys.stderr.isatty()  # then its progress is seen; else its last words are in the error
     done = subprocess.run(
@@ -106,7 +106,7 @@ def measure_first(nbytes: int, folder: Path, path: Path) -> None:
             f"this machine cannot be measured: {(done.stderr or done.stdout or 'see above').strip()}; name another "
             f"machine, or run {shlex.join(_COMMAND)}"
         )
-    say(Console(stderr=True), f"measured, and kept in {shown(path)}")
+    print_text(Console(stderr=True), f"measured, and kept in {shown(path)}")
 
 
 def size_of(model: str | None, revision: str | None, expert_bytes: int | None) -> int:

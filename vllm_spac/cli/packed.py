@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import examples, print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, print_text, shown
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.storage.checkpoint.packed_folder import MARK, Packed, alone, check_file, everything, remove, scan
 from vllm_spac.system.host_memory import gib
@@ -91,14 +91,14 @@ def repair_all(folders: list[Packed], console: Console) -> dict[Path, str]:
 def _list(root: Path, verify: bool, repair: bool) -> None:
     console, folders = Console(), list(scan(root))
     if not folders:
-        say(console, f"no packed experts in {shown(root)}")
+        print_text(console, f"no packed experts in {shown(root)}")
         return
     print_table(console, _table(root, folders))
     if not verify:
         return
     damaged = (repair_all if repair else verify_all)(folders, console)
     for path, problem in damaged.items():
-        say(console, f"[red]damaged[/] {shown(f'{path} {problem}')}")
+        print_text(console, f"[red]damaged[/] {shown(f'{path} {problem}')}")
     if damaged and not repair:
         raise StoreError(
             f"{len(damaged)} files are damaged; --repair deletes them, and the next start packs those experts again"
@@ -121,7 +121,7 @@ def _delete(root: Path, fingerprint: str, yes: bool) -> None:
     if not yes:
         typer.confirm("Delete them? A server that uses them now will fail", abort=True)
     remove(match.folder)
-    say(console, f"deleted {shown(match.folder)} ({gib(match.bytes)})")
+    print_text(console, f"deleted {shown(match.folder)} ({gib(match.bytes)})")
 
 
 def _table(root: Path, folders: list[Packed]) -> Table:

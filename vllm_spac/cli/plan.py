@@ -13,7 +13,7 @@ from rich.console import Console, JustifyMethod
 from rich.padding import Padding
 from rich.table import Table
 
-from vllm_spac.cli.tables import examples, print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, print_text, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def size_of(name: str, text: str | None) -> int | None:
 def print_plan(console: Console, plan: ServingPlan) -> None:
     """Prints the command, what it gives, what that rests on, and the tables that it is from."""
     console.print("[green]run:[/]")
-    say(console, shown(plan.best.command))
+    print_text(console, shown(plan.best.command))
     console.print()
     for text in _summary(plan):
         console.print(shown(text), highlight=False)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac.cli.quality import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
-from vllm_spac.cli.tables import examples, print_table, say, shown
+from vllm_spac.cli.tables import examples, print_table, print_text, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.files import write_text, writing
 
@@ -87,7 +87,7 @@ def train(
     progress_file.unlink(missing_ok=True)
     _left_out(made)
     written = f"{shown(output)}: {', '.join(made.names)}; {made.tokens:,} tokens of {len(pieces)} texts"
-    say(Console(), written)
+    print_text(Console(), written)
 
 
 def measure(
@@ -160,7 +160,7 @@ def _train(training: Training, progress_file: Path) -> None:
 
     console = _console()
     if progress_file.exists():
-        training.resume(progress_file)
+        training.load_progress(progress_file)
         console.print(f"resuming after {training.done} of {training.stages} stages", highlight=False)
     saved = time.monotonic()
     with Interruptible() as interruption, bar(console) as progress:
@@ -204,7 +204,7 @@ def _left_out(file: PredictorFile) -> None:
 
     for name, why in file.left_out.items():
         if why != NOT_WANTED:
-            say(Console(), f"left out: {name}: {shown(why)}")
+            print_text(Console(), f"left out: {name}: {shown(why)}")
 
 
 def _write_json(path: Path, results: dict[str, dict]) -> None:

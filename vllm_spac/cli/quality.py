@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vllm_spac import components
-from vllm_spac.cli.tables import compact, examples, print_table, say, shown
+from vllm_spac.cli.tables import compact, examples, print_table, print_text, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_named
@@ -104,10 +104,10 @@ def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, file: Path) 
         console.width = max(console.width, 140)  # so that the table is not folded in a log
     print_table(console, quality_table(results))
     for skipped in results["skipped"]:
-        say(console, f"left out: {shown(skipped)}")
+        print_text(console, f"left out: {shown(skipped)}")
     for sentence in sentences(results):
-        say(console, shown(sentence))
-    say(console, f"written: {shown(file)}")
+        print_text(console, shown(sentence))
+    print_text(console, f"written: {shown(file)}")
 
 
 def _names(text: str, option: str, known: Sequence[str]) -> list[str]:

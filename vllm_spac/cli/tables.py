@@ -126,7 +126,7 @@ def _measured(console: Console, part: Table) -> int:
     return Measurement.get(console, console.options.update(width=_WIDE), part).maximum
 
 
-def say(console: Console, text: str) -> None:
+def print_text(console: Console, text: str) -> None:
     """Prints markup as it is: no number is coloured, and the terminal, not rich, breaks its lines."""
     console.print(text, highlight=False, soft_wrap=True)
 

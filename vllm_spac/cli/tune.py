@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_spac.cli.tables import compact, examples, print_table, say, shown
+from vllm_spac.cli.tables import compact, examples, print_table, print_text, shown
 from vllm_spac.errors import ConfigError, flag
 from vllm_spac.system.untrusted import path_named
 
@@ -95,21 +95,21 @@ def tune(
             measurer.Measurer(model, disk_dir, options, _PROMPT_TOKENS),
             served.experts_bytes if rounding and not gpu else 0,
             lambda text, spent: progress.update(task, completed=spent, description=shown(text)),
-            lambda text: say(progress.console, f"[dim]{shown(text)}[/]"),
+            lambda text: print_text(progress.console, f"[dim]{shown(text)}[/]"),
         )
         _measure(one, errors, lambda variant: _command(model, variant, disk_dir))
 
     _print(console, model, one)
     for sentence in one.sentences():
-        say(console, shown(sentence))
+        print_text(console, shown(sentence))
     for problem in (problems := list(one.errors())):
-        say(errors, f"[bold red]error:[/] {shown(problem)}")
+        print_text(errors, f"[bold red]error:[/] {shown(problem)}")
     if one.undecided and not problems:
-        say(console, "nothing was kept: the time was too short; give it more --minutes")
+        print_text(console, "nothing was kept: the time was too short; give it more --minutes")
     elif (choice := one.choice).name != "default":
-        say(console, f"[green]run:[/] {shown(_command(model, choice, disk_dir))}")
+        print_text(console, f"[green]run:[/] {shown(_command(model, choice, disk_dir))}")
     if options:
-        say(console, f"[dim]measured with the engine arguments {shown(json.dumps(options))}[/]")
+        print_text(console, f"[dim]measured with the engine arguments {shown(json.dumps(options))}[/]")
     if problems:
         raise typer.Exit(1)
 
@@ -143,16 +143,16 @@ def _measure(one: Session, console: Console, command: Callable[[Variant], str]) 
     except KeyboardInterrupt as stop:
         best = one.best
         if best is not None:
-            say(console, f"stopped: the fastest so far is {shown(best)}")
-            say(console, f"[green]to serve so:[/] {shown(command(best.variant))}")
+            print_text(console, f"stopped: the fastest so far is {shown(best)}")
+            print_text(console, f"[green]to serve so:[/] {shown(command(best.variant))}")
         else:
             compared = any(comparison.speed is not None for comparison in one.compared)
             what = "the default is the fastest so far" if compared else "nothing was compared so far"
-            say(console, f"stopped: {what}")
+            print_text(console, f"stopped: {what}")
         raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
     except MeasuringError as error:
         for line in str(error).splitlines():
-            say(console, f"[dim]{shown(line)}[/]")
+            print_text(console, f"[dim]{shown(line)}[/]")
         raise ConfigError(
             f"the default's engine failed: {last_line(str(error))}; see its log above, change --engine or --slots, and "
             "run the same command"

@@ -76,7 +76,7 @@ def filled(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**({} if found is None else found.knobs), **raw}
 
 
-def announce(name: str, explicit: Mapping[str, Any], lossy: bool) -> None:
+def report(name: str, explicit: Mapping[str, Any], lossy: bool) -> None:
     """Logs the flags that a preset stands for beside the knobs that are ``explicit``; ``lossy``: all together are."""
     knobs = {knob: value for knob, value in PRESETS[name].knobs.items() if knob not in explicit}
     flags = " ".join(f"{flag(knob)} {shlex.quote(str(value))}" for knob, value in knobs.items())

@@ -41,7 +41,7 @@ class Computation:
         """Whether the output is there, or an error."""
         return self._job.done()
 
-    def give_way(self) -> None:
+    def wait_for_turn(self) -> None:
         """Called before the forward thread runs a kernel: waits if the two must not run concurrently."""
         if self._released is not None:
             start = now()

@@ -53,7 +53,7 @@ class DraftPhases:
         """Reads that the running phase may still have."""
         return max(0, self.reads - len(self._asked))
 
-    def ask(self, keys: Collection[int]) -> None:
+    def request(self, keys: Collection[int]) -> None:
         """The reads of ``keys`` are asked for in the running phase."""
         self._asked.update(keys)
 

@@ -231,7 +231,7 @@ class Training:
         metadata = {"format": PROGRESS_FORMAT, "done": str(self.done)} | self._facts()
         tensor_file.write(Path(path), flat(self._made), metadata)
 
-    def resume(self, path: str | Path) -> None:
+    def load_progress(self, path: str | Path) -> None:
         """Restores what ``save_progress`` wrote.
 
         Raises:

@@ -73,13 +73,13 @@ class ChunkPacing:
         """Whether the next step has to leave prompts out if a request runs."""
         return self._owed + sum(self._planned) > 0
 
-    def planned(self, chunk: bool) -> None:
+    def begin_step(self, chunk: bool) -> None:
         """Records a step that is about to be planned; ``chunk``: it may compute prompts beside running requests."""
         pays = (1 - self._share) * (self._decode or 0.0)
         self._planned.append(self._chunk if chunk else -pays)
 
-    def ended(self, prompts: bool, decoding: bool, seconds: float) -> None:
-        """Records a step that has ended, in the order of ``planned``.
+    def end_step(self, prompts: bool, decoding: bool, seconds: float) -> None:
+        """Records a step that has ended, in the order of ``begin_step``.
 
         Args:
             prompts: it computed a part of some prompt.

@@ -64,13 +64,13 @@ class AddressTable:
         """Returns bool [keys] on the device: experts whose pointers are at slots. One launch."""
         return self.addresses[0, keys] != self.hosts[0, keys]
 
-    def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
+    def write(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         """Writes the pointers of ``keys``, to these slots: one small copy to the device and one launch."""
         rows = np.concatenate([np.asarray(keys)[None], self.slot_addresses[:, np.asarray(slots)]])
         written = self.sent(torch.from_numpy(rows))
         self.addresses.index_copy_(1, written[0], written[1:])
 
-    def point_home(self, keys: Tensor) -> None:
+    def write_home(self, keys: Tensor) -> None:
         """Writes the pointers of ``keys``, int64 [n] on the device, to their host copies."""
         self.addresses.index_copy_(1, keys, self.hosts.index_select(1, keys))
 

@@ -135,8 +135,8 @@ class Execution(ABC):
     (profiling, warm-up) is not counted.
 
     Attributes:
-        needs_host: layers wait for the host unless every expert has its slot. Then ``Policy.enter`` is called, any
-            balancer may divide them, and layers cannot be captured into a CUDA graph.
+        needs_host: layers wait for the host unless every expert has its slot. Then ``Policy.begin_layer`` is called,
+            any balancer may divide them, and layers cannot be captured into a CUDA graph.
         keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may
             override its class.
         counts_votes: policies and predictors observe selections weighted by the rows' votes; else each row counts 1.
@@ -219,7 +219,7 @@ class Execution(ABC):
         return self.needs_host
 
     def draft(self, read: Tensor) -> None:
-        """As ``Runtime.drafting``; called if ``signals`` has a signal of ``DRAFTING``."""
+        """As ``Runtime.observe_draft``; called if ``signals`` has a signal of ``DRAFTING``."""
 
     @abstractmethod
     def begin_step(self, step: Step) -> None:
@@ -252,7 +252,7 @@ class Execution(ABC):
         first = layer * self.shape.experts
         return torch.from_numpy(self.residency.slot_of[first : first + self.shape.experts] != NOWHERE)
 
-    def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
+    def attach_balancer(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """Lets ``balancer`` assign some of the missing experts to ``thread`` from now on; owns ``thread`` afterwards.
 
         Args:

@@ -61,7 +61,7 @@ class ThreadEvent:
         self._reached = threading.Event()
         self._error: BaseException | None = None
 
-    def reach(self, error: BaseException | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         self._error = error
         self._reached.set()
 
@@ -98,7 +98,7 @@ class CallerStream(Stream[ThreadEvent]):
 
     def record(self) -> ThreadEvent:
         event = ThreadEvent()
-        event.reach()
+        event.finish()
         return event
 
     def wait(self, event: ThreadEvent) -> None:
@@ -119,7 +119,7 @@ class ThreadStream(Stream[ThreadEvent]):
 
     def record(self) -> ThreadEvent:
         event = ThreadEvent()
-        self._queue.put((event.reach, None))
+        self._queue.put((event.finish, None))
         return event
 
     def wait(self, event: ThreadEvent) -> None:
@@ -146,7 +146,7 @@ class CudaStream(Stream[_CudaEvent]):
 
     def __init__(self, stream: torch.cuda.Stream, name: str = "copies between steps") -> None:
         self.stream = stream
-        watchdog.know(stream, name)
+        watchdog.watch(stream, name)
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
         with torch.cuda.stream(self._current()):
@@ -183,7 +183,7 @@ class CurrentCudaStream(CudaStream):
         if current != self.stream and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self.stream)
             self.stream = current
-            watchdog.know(current, "model")
+            watchdog.watch(current, "model")
         return current
 
 

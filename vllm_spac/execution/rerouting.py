@@ -54,7 +54,7 @@ class Rerouting:
         """A short description of what is in force, for the log."""
         return "off"
 
-    def change(self, settings: Any) -> None:
+    def update(self, settings: Any) -> None:
         """Uses ``settings`` from the next step on; changes nothing if it raises."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class Rerouter:
             return weights, ids
         return self.budget.apply(layer, logits, weights, ids, self._step, hidden=hidden)
 
-    def captured(self, traced: bool) -> None:
+    def observe_capture(self, traced: bool) -> None:
         """Called while a layer is captured into a CUDA graph; replays do not run this method.
 
         Args:
@@ -188,9 +188,9 @@ class Rerouter:
         """
         self._replayed = True
         if traced or self.listeners or (self.budget.active and not self.budget.captured):
-            self.require_host("a trace, a listener or this budget")
+            self.check_host("a trace, a listener or this budget")
 
-    def require_host(self, what: str) -> None:
+    def check_host(self, what: str) -> None:
         """Checks that ``what`` can run on the host in each layer.
 
         Raises:
@@ -202,11 +202,11 @@ class Rerouter:
                 """start it with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
             )
 
-    def change_budget(self, settings: Any) -> None:
+    def update_budget(self, settings: Any) -> None:
         """Uses ``settings`` from the next step on; changes nothing if it raises.
 
         Raises:
-            ConfigError, UnsupportedError: as ``Rerouting.change``, because layers are replayed from CUDA graphs
+            ConfigError, UnsupportedError: as ``Rerouting.update``, because layers are replayed from CUDA graphs
                 that were captured without a budget, or because a policy would not count the votes.
         """
         weighed_on_device = self.reached is not None
@@ -220,7 +220,7 @@ class Rerouter:
                 "with --spac-plane slots"
             )
         if settings.active and not self.budget.captured:
-            self.require_host("a budget")
-        self.budget.change(settings)
+            self.check_host("a budget")
+        self.budget.update(settings)
         if self.cut_rows is not None and self.budget.uncut:
             logger.info("spac: no draft is cut on the device while this budget is in force: %s", self.budget.uncut)

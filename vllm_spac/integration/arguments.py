@@ -16,8 +16,8 @@ from vllm_spac.integration.hooks import patches
 
 def install() -> None:
     """Add the flags to ``EngineArgs.add_cli_args`` and fold them into ``additional_config``."""
-    patches.wrap(f"{patches.ENGINE_ARGS}.add_cli_args", _adding)
-    patches.wrap(f"{patches.ENGINE_ARGS}.from_cli_args", _folding)
+    patches.install(f"{patches.ENGINE_ARGS}.add_cli_args", _adding)
+    patches.install(f"{patches.ENGINE_ARGS}.from_cli_args", _folding)
 
 
 def _adding(add_cli_args: Callable) -> Callable:
@@ -64,7 +64,7 @@ def _whole(parser: argparse.ArgumentParser) -> Callable[[str], list]:
 
 def _folding(from_cli_args: Callable) -> Callable:
     def from_args(cls, args: argparse.Namespace) -> Any:
-        fold(args)
+        apply_flags(args)
         made = from_cli_args(cls, args)
         made.spac_command = True
         return made
@@ -72,7 +72,7 @@ def _folding(from_cli_args: Callable) -> Callable:
     return from_args
 
 
-def fold(args: argparse.Namespace) -> None:
+def apply_flags(args: argparse.Namespace) -> None:
     """Move the ``--spac-*`` flags of ``args`` into ``args.additional_config["spac"]``."""
     knobs = {
         name: value for name in SpacConfig.model_fields if (value := getattr(args, f"spac_{name}", None)) is not None

@@ -30,13 +30,13 @@ logger = logging.getLogger("vllm.spac")
 
 def install() -> None:
     """Wraps the engine's arguments and the model loader; a second call does nothing."""
-    machine.note()
+    machine.save_cpus()
     arguments.install()
-    patches.wrap(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
-    patches.wrap(f"{patches.LOADER}.load_model", _managed)
+    patches.install(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
+    patches.install(f"{patches.LOADER}.load_model", _managed)
     draft_handover.install_in_engine_core()
     prompt_pacing.install()
-    last_words.shorten(fatal=patches.ENGINE_CORE.rpartition(".")[2])
+    last_words.install_short_errors(fatal=patches.ENGINE_CORE.rpartition(".")[2])
 
 
 def _checked(create_engine_config: Callable):
@@ -62,11 +62,11 @@ def _checked(create_engine_config: Callable):
 
         usage = args[0] if args else kwargs.get("usage_context")
         if config.preset is not None:
-            presets.announce(config.preset, self.additional_config["spac"], config.lossy)
-        device.require_supported_vllm()
+            presets.report(config.preset, self.additional_config["spac"], config.lossy)
+        device.check_supported_vllm()
         for loses, targets in patches.switched_off().items():
             logger.warning("spac: %s switches off %s: %s", patches.WITHOUT, ", ".join(targets), loses)
-        patches.require_names("frontend")
+        patches.check_names("frontend")
         preflight.check_model(self.model)
         preflight.check_drafter(self.speculative_config)
         with preflight.naming_model(self.model):
@@ -86,15 +86,15 @@ def _checked(create_engine_config: Callable):
         with preflight.naming_model(self.model), preflight.naming_drafter(self.speculative_config):
             vllm_config = create_engine_config(self, *args, **kwargs)
         if not chosen:
-            trees.bound(config, vllm_config)
-        graphs.split(vllm_config, config)
-        fast_memory.fit(vllm_config)
+            trees.limit_requests(config, vllm_config)
+        graphs.add_splitting_op(vllm_config, config)
+        fast_memory.limit_to_available(vllm_config)
         preflight.check_engine(config, vllm_config)
         prompt_pacing.request(vllm_config, config, usage)
         if getattr(self, "spac_command", False):
-            last_words.expect()
-            patches.wrap(patches.ENGINE_CORE, _Ending)
-        patches.wrap(patches.ENDPOINTS, _with_routes)
+            last_words.install()
+            patches.install(patches.ENGINE_CORE, _Ending)
+        patches.install(patches.ENDPOINTS, _with_routes)
         return vllm_config
 
     return create
@@ -155,7 +155,7 @@ def _managed(load_model: Callable):
             build = partial(HeadExperts, target)
         else:
             device.request_amx()
-            patches.require_names("worker", adapter_of(vllm_config).where)
+            patches.check_names("worker", adapter_of(vllm_config).where)
         load_it = partial(load_model, self, vllm_config, model_config, *args, **kwargs)
         with last_words.reporting():
             model = _load(self, load_it, model_config, build)

@@ -31,7 +31,7 @@ from vllm_spac.integration.hooks.device import WORKER_EXTENSION
 from vllm_spac.integration.loading import expert_workers, fast_memory, head_experts
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import tree_arguments as trees
-from vllm_spac.methods.moe_spec.settings import validate
+from vllm_spac.methods.moe_spec.settings import check_budget
 from vllm_spac.recording.timeline_file import check_target as check_timeline
 from vllm_spac.recording.trace_writer import check_target
 from vllm_spac.storage.checkpoint import quant_config, quantisation
@@ -147,7 +147,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         sizing.check_per_layer(config.parsed_slots, model.get_num_experts() // ranks_of_experts, top_k)
         knob = config.parsed_budget
         if knob.experts is not None:
-            validate(knob.experts, model.get_num_experts(), top_k, knob.coverage, knob)
+            check_budget(knob.experts, model.get_num_experts(), top_k, knob.coverage, knob)
     _check_quantisation(model, config)
     compatibility.check(config, vllm_config, gpu=not device.is_cpu())
     for refused, flag, instead in _refusals(config, vllm_config):

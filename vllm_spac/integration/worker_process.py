@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format=f"spac worker {os.getpid()}: %(message)s", stream=sys.stderr)
     secret = bytes.fromhex(sys.stdin.buffer.readline().decode().strip())
-    allow_connections()
-    machine.unbind()
+    reserve_connections()
+    machine.reset_affinity()
     torch.set_num_threads(given.threads)
     device.request_amx()
     ended = threading.Event()
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def allow_connections() -> None:
+def reserve_connections() -> None:
     """Lets this process have many descriptors, for connections of strangers take some until they are ended.
 
     Not as many as it may: each of them can hold ``worker_link.PART`` bytes, and what zmq keeps of a connection.
@@ -88,7 +88,7 @@ class Stores:
         if self._lock is not None:
             self._lock.close()
         self._lock = StoreLock(self._folder, fingerprint)
-        self._lock.share()  # files are replaced atomically, so that several workers may pack at once
+        self._lock.open()  # files are replaced atomically, so that several workers may pack at once
         return components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=self._folder)
 
 

@@ -22,10 +22,10 @@ from vllm_spac.errors import SpacError, printable
 from vllm_spac.system.untrusted import read_text
 
 FILE = "SPAC_LAST_WORDS"
-_owner: int | None = None  # the process that called ``expect``
+_owner: int | None = None  # the process that called ``install``
 
 
-def expect() -> None:
+def install() -> None:
     """Lets this command end by what a child of it says; a second call, and one in a child, does nothing."""
     global _owner
     if FILE in os.environ or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
@@ -41,7 +41,7 @@ def expect() -> None:
             usual(kind, error, trace)
 
     sys.excepthook = last
-    shorten("")
+    install_short_errors("")
 
 
 def report(error: BaseException) -> None:
@@ -73,7 +73,7 @@ def ending() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def shorten(fatal: str) -> None:
+def install_short_errors(fatal: str) -> None:
     """Lets this process log errors whose reason is known in one line; a second call, or no command, changes nothing.
 
     Args:

@@ -65,11 +65,11 @@ class Counters:
     cpu_stops: int = 0  # times that ``cpu_experts=auto`` stopped the CPU because steps with it were not shorter
     cpu_wait_seconds: float = 0.0  # time that layers waited for the CPU after their part in fast memory was done
 
-    def moved(self, path: str, count: int) -> None:
+    def count_bytes(self, path: str, count: int) -> None:
         """Adds ``count`` bytes read from ``path``."""
         self.bytes[path] = self.bytes.get(path, 0) + count
 
-    def began(self, kind: str) -> None:
+    def count_step(self, kind: str) -> None:
         """Counts a step of a ``kind``."""
         self.steps[kind] = self.steps.get(kind, 0) + 1
 

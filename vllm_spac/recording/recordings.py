@@ -44,7 +44,7 @@ class Recordings:
             with self._isolated("trace"):
                 self.trace.begin_step(step)
 
-    def chose(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+    def observe_choice(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """Keeps the experts and weights that a layer is about to run, both [rows, top_k] without padding."""
         if self.trace is not None:
             with self._isolated("trace"):
@@ -106,7 +106,7 @@ class Recordings:
             self._chosen.clear()
             if name == "trace" and trace is not None:
                 with contextlib.suppress(Exception):  # a full disk fails again; the first error was kept
-                    trace.discard()
+                    trace.cancel()
             logger.warning(
                 "spac: the %s (--spac-record) stopped and requests go on without it: %s; what was saved before stays, "
                 "and a restart records anew",

@@ -40,12 +40,12 @@ class StepRecorder:
         if self.timeline is not None:
             self._began = now()
 
-    def enter(self, layer: int) -> int:
-        """A layer of the step begins, ``layer`` of all layers; returns what ``leave`` takes."""
+    def begin_layer(self, layer: int) -> int:
+        """A layer of the step begins, ``layer`` of all layers; returns what ``end_layer`` takes."""
         self.notes.add("layer", layer)
         return 0 if self.timeline is None else now()
 
-    def leave(self, entered: int, layer: int, rows: int) -> None:
+    def end_layer(self, entered: int, layer: int, rows: int) -> None:
         """It has run ``rows`` rows of requests."""
         if self.timeline is not None:
             self.timeline.add(Kind.LAYER, entered, layer, rows)

@@ -71,10 +71,10 @@ class TraceFacts:
         """Parses the metadata of a file; raises ``KeyError`` or ``ValueError`` if no model can have such values."""
         numbers = {field.name: int(metadata[field.name]) for field in fields(cls) if field.name != "model"}
         found = cls(**numbers, model=metadata["model"])
-        found.validate()
+        found.check()
         return found
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Raises ``ValueError`` if no model can have such values."""
         _check(0 < self.layers <= _MOST_LAYERS and 0 < self.top_k <= self.experts, "impossible model")
         _check(self.total <= _MOST_TOTAL and 0 <= self.expert_bytes <= _MOST_BYTES, "impossible model")
@@ -181,7 +181,7 @@ class Trace:
             yield counts
 
     def prompt_rows(self, step: int) -> np.ndarray | None:
-        """Returns the input of ``Policy.prompted`` for a step, bool [rows, keys]; None if it is not called."""
+        """Returns the input of ``Policy.observe_prompt`` for a step, bool [rows, keys]; None if it is not called."""
         kinds = self.row_kind[self.row_start[step] : self.row_start[step + 1]]
         rows = np.flatnonzero(kinds != PADDING)
         if len(rows) == 0 or (kinds[rows] != PREFILL).any():
@@ -197,7 +197,7 @@ class Trace:
 
     def _validate(self) -> None:
         facts = self.facts
-        facts.validate()
+        facts.check()
         for name, (dtype, width) in self._columns().items():
             column = getattr(self, name)
             _check(column.dtype == DTYPES[dtype] and column.shape[1:] == width, f"column {name} has another type")

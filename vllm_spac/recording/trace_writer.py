@@ -67,13 +67,13 @@ class TraceWriter:
         weights: also record the routers' weights, which makes the file three times as large.
 
     Raises:
-        ConfigError: ``path`` cannot be written. Also raised by ``end_step`` and ``save``; call ``discard`` then.
+        ConfigError: ``path`` cannot be written. Also raised by ``end_step`` and ``save``; call ``cancel`` then.
     """
 
     def __init__(self, path: str | Path, facts: TraceFacts, *, weights: bool = True) -> None:
         self.path = Path(os.path.realpath(path))
         self.facts = facts
-        facts.validate()
+        facts.check()
         self._columns, self._weights = columns_of(facts, weights), weights
         self._recorded: list[_Recorded] = []
         self._pending: _Recorded | None = None
@@ -144,9 +144,9 @@ class TraceWriter:
         try:
             return self.save()
         finally:
-            self.discard()
+            self.cancel()
 
-    def discard(self) -> None:
+    def cancel(self) -> None:
         """Stops recording without saving; may be called twice."""
         self._pending = None
         for file in self._spools.values():

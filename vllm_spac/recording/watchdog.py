@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from vllm_spac.system.files import FILE, make_folder, write_text
+from vllm_spac.system.files import FILE, prepare_folder, write_text
 
 logger = logging.getLogger("vllm.spac")
 
@@ -37,7 +37,7 @@ Busy = Mapping[str, Callable[[], bool]]  # whether a stream has work, by its nam
 _named: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # streams that are in use
 
 
-def know(stream: Any, name: str) -> None:
+def watch(stream: Any, name: str) -> None:
     """A ``torch.cuda.Stream`` is used from now on, for as long as somebody has it."""
     _named[stream] = name
 
@@ -187,7 +187,7 @@ class Watchdog:
 
     def _write(self, path: Path, text: str) -> bool:
         try:
-            make_folder(path.parent)
+            prepare_folder(path.parent)
             write_text(path, text, durable=False, mode=FILE)
             return True
         except OSError as error:

@@ -107,7 +107,7 @@ class ExpertStore(ABC):
     def drop(self, key: int) -> None:
         """Removes expert ``key``, whose content is wrong, so that no later run finds it."""
 
-    def sweep(self) -> None:
+    def remove_partial(self) -> None:
         """Removes the partial files of processes that were killed while packing; no process may be packing."""
 
     def view(self, key: int) -> Mapping[str, Tensor]:

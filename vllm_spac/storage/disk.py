@@ -28,9 +28,9 @@ from vllm_spac.storage.base import ExpertStore, Slot
 from vllm_spac.storage.checkpoint.packed_file import FileBuffer, FileFormat
 from vllm_spac.storage.checkpoint.packed_folder import MARK, PAGE
 from vllm_spac.system import files
-from vllm_spac.system.files import FILE, make_folder, replacing
+from vllm_spac.system.files import FILE, prepare_folder, replacing
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.machine import unbind
+from vllm_spac.system.machine import reset_affinity
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 PAUSES = (0.02, 0.1, 0.5)  # seconds before the second, third and fourth try
@@ -136,7 +136,7 @@ class DiskStore(ExpertStore):
         header, data = self._format.encode(key, tensors)
         path = self.path(key)
         try:
-            make_folder(path.parent)
+            prepare_folder(path.parent)
             # Not synced to disk: the checksum in the header detects files that a power failure left incomplete.
             with replacing(path, durable=False, mode=FILE) as partial, open(partial, "wb") as file:
                 file.write(header)
@@ -147,7 +147,7 @@ class DiskStore(ExpertStore):
             ) from error
         self._held.add(key)
 
-    def sweep(self) -> None:
+    def remove_partial(self) -> None:
         for pattern in ("layer-*/expert-*.partial", ".probe-*"):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
@@ -173,7 +173,7 @@ class DiskStore(ExpertStore):
 
     def verify(self, threads: int) -> Iterator[str | None]:
         keys = sorted(self._held)
-        with ThreadPoolExecutor(threads, thread_name_prefix="spac-check", initializer=unbind) as pool:
+        with ThreadPoolExecutor(threads, thread_name_prefix="spac-check", initializer=reset_affinity) as pool:
             for key, problem in zip(keys, pool.map(self._problem, keys), strict=True):
                 if problem is not None:
                     self._held.discard(key)

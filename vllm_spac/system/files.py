@@ -41,7 +41,7 @@ from vllm_spac.errors import ConfigError, printable
 FILE, FOLDER = 0o600, 0o700
 
 
-def make_folder(path: Path) -> None:
+def prepare_folder(path: Path) -> None:
     """Creates a folder and those above it that are missing, each ``FOLDER``; leaves one that exists as it is.
 
     Raises:
@@ -50,7 +50,7 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         return
     if not path.parent.is_dir():
-        make_folder(path.parent)
+        prepare_folder(path.parent)
     try:
         os.mkdir(path, FOLDER)
     except FileExistsError:  # another process was faster
@@ -279,7 +279,7 @@ def probe(folder: Path) -> tuple[str, bool | None]:
         Why that is not possible, empty if it is; and whether files there can be read with O_DIRECT, None if not known.
     """
     try:
-        make_folder(folder)
+        prepare_folder(folder)
         with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as page:
             page.write(bytes(mmap.PAGESIZE))  # not empty: an empty file fits on a full disk
             page.flush()

@@ -21,11 +21,11 @@ METADATA = "vllm's metadata"
 
 @dataclass(frozen=True)
 class Flaw:
-    """Something that is wrong, and that ``mend`` puts right."""
+    """Something that is wrong, and that ``fix`` puts right."""
 
     name: str  # one of ``MEDIA``, or ``METADATA``
     text: str  # what is wrong, and what it ends
-    cure: str  # what ``mend`` does, as a command to oneself
+    cure: str  # what ``fix`` does, as a command to oneself
 
 
 def flaws() -> Iterator[Flaw]:
@@ -39,7 +39,7 @@ def flaws() -> Iterator[Flaw]:
         yield Flaw(METADATA, text, "write it; pip uninstall vllm removes it")
 
 
-def mend(flaw: Flaw) -> None:
+def fix(flaw: Flaw) -> None:
     """Puts ``flaw`` right in this environment.
 
     Raises:

@@ -34,7 +34,7 @@ VARIABLE = "SPAC_CPUS"
 _share = (0, 1)  # number of this process, and of the processes that share the CPUs
 
 
-def note() -> None:
+def save_cpus() -> None:
     """Records the CPUs of this process as the engine's, unless an earlier process has recorded its own."""
     os.environ.setdefault(VARIABLE, ",".join(map(str, sorted(os.sched_getaffinity(0)))))
 
@@ -54,7 +54,7 @@ def cpus_named(text: str) -> set[int]:
     return found
 
 
-def share(index: int, count: int) -> None:
+def limit_cpus(index: int, count: int) -> None:
     """Makes this process number ``index`` of ``count`` processes whose threads share the CPUs."""
     global _share
     _share = index, count
@@ -72,7 +72,7 @@ def part(cpus: set[int]) -> set[int]:
     return set(ordered[index * size // count : (index + 1) * size // count]) or cpus
 
 
-def unbind() -> None:
+def reset_affinity() -> None:
     """Lets the calling thread run on this process's part of ``cpus()``."""
     try:
         os.sched_setaffinity(0, part(cpus()))

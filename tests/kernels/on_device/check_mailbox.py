@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from vllm_spac.kernels.mailbox import POLL, add, await_answer, post
+from vllm_spac.kernels.mailbox import POLL, add, post, wait_for_answer
 from vllm_spac.kernels.reference import mailbox as reference
 from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, UNUSED, Division, Mail
 
@@ -39,7 +39,7 @@ def test_divides_as_the_twin_does(device, n, k, rows, dtype):
     """Layer by layer, with the answers of a thread between them; every tensor is the same."""
     rng = torch.Generator().manual_seed(n)
     shares = [min(m, int(torch.randint(0, 5, (1,), generator=rng))) for m in range(n + 1)]
-    sides = [(post, await_answer, device), (reference.post, reference.await_answer, "cpu")]
+    sides = [(post, wait_for_answer, device), (reference.post, reference.wait_for_answer, "cpu")]
     states = [(*memory(where, rows, k, shares, dtype), *fresh(n, where)) for *_, where in sides]
     taken = 0
     for number in range(6):
@@ -123,7 +123,7 @@ def test_a_wait_ends_with_the_number_or_with_its_patience(device, case):
         begun.wait()
     # in the interpreter a poll takes a tenth of a millisecond and more: a right answer is there long before the end
     patience = (2_000_000_000 if right else 30_000_000) if device == "cuda" else (200_000 if right else 100) * POLL
-    await_answer(ids, 0, sources, division, mail, min(patience, 2**31 - 1))
+    wait_for_answer(ids, 0, sources, division, mail, min(patience, 2**31 - 1))
     if device == "cuda":
         torch.cuda.synchronize()
     writer.join()
@@ -137,7 +137,7 @@ def test_a_layer_that_asked_nothing_does_not_wait(device):
     division, mail, sources, ids = asking(device)
     division.state.zero_()
     division.left.zero_()
-    await_answer(ids, 0, sources, division, mail, 100 * POLL)
+    wait_for_answer(ids, 0, sources, division, mail, 100 * POLL)
     assert division.state.tolist() == [0, 0] and not division.again.any()
     assert division.pairs.item() == 2, "a wait would have ended late, after which nobody asks"
 
@@ -146,7 +146,7 @@ def test_a_wait_of_nothing_looks_once(device):
     for answered in (7, 6):
         division, mail, sources, ids = asking(device)
         mail.answered[0] = answered
-        await_answer(ids, 0, sources, division, mail, 0)
+        wait_for_answer(ids, 0, sources, division, mail, 0)
         assert division.state.tolist() == [1, int(answered == 7)]
 
 

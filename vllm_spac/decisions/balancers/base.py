@@ -56,7 +56,7 @@ class Balancer(ABC):
         rates: measured seconds.
         layers: MoE layers of the model (L).
         top_k: experts per token (k).
-        gamma: draft tokens in one speculative step, until steps say how many they have (``verifies``).
+        gamma: draft tokens in one speculative step, until steps say how many they have (``observe_verify``).
         upper: the highest utility score (K).
         expert_bytes: bytes of one expert (W_e).
     """
@@ -95,13 +95,13 @@ class Balancer(ABC):
     def plan(self, state: LayerState) -> Plan:
         """Splits the active experts (``rows > 0``) of a layer; ``hit`` is exactly those that are resident."""
 
-    def drafted(self, seconds: float) -> None:
+    def observe_draft(self, seconds: float) -> None:
         """A draft token took ``seconds``: ``rates.draft`` becomes a mean of the last, unless it was given."""
         if self.rates is not None and not self._draft_fixed:
             self._drafts = min(_DRAFTS, self._drafts + 1)
             self.rates = replace(self.rates, draft=self.rates.draft + (seconds - self.rates.draft) / self._drafts)
 
-    def verifies(self, drafts: float) -> None:
+    def observe_verify(self, drafts: float) -> None:
         """A step verifies so many drafts per request: ``gamma`` becomes a mean of the last steps."""
         self._steps = min(_STEPS, self._steps + 1)
         self.gamma += (drafts - self.gamma) / self._steps

@@ -74,7 +74,7 @@ def observe_answer(odds: Odds, request: str, drafts: Drafted, emitted: Sequence[
             odds.add(request, depth, chance, accepted)
             if accepted:
                 depths[number + 1] = depth + 1
-    odds.fared(request, len(depths) > 1)
+    odds.add_first(request, len(depths) > 1)
 
 
 class Chooser:
@@ -105,13 +105,13 @@ class Chooser:
 
     # -- what is known ---------------------------------------------------------------------------------------
 
-    def answered(self, request: str, emitted: Sequence[int]) -> None:
+    def observe_tokens(self, request: str, emitted: Sequence[int]) -> None:
         """The target has said these tokens where the request's last drafts were drafted, whatever was verified."""
         drafts = self._drafted.pop(request, None)
         if drafts is not None:
             observe_answer(self._odds, request, drafts, emitted)
 
-    def took(
+    def end_step(
         self, drafts: Sequence[int], tokens: Sequence[int], requests: int, seconds: float, drafting: float, misses: int
     ) -> Verdict | None:
         """A step has ended. Returns what was found when steps with drafts and without had taken turns for long enough.
@@ -131,7 +131,7 @@ class Chooser:
         self._of(requests).add(accepted, mean - accepted, seconds - drafting, misses)
         return None if self._idle else self._payback.end_step(sum(tokens), seconds)
 
-    def making(self, forwards: int, seconds: float) -> None:
+    def observe_drafter(self, forwards: int, seconds: float) -> None:
         """The drafter took ``seconds`` for so many forwards, one after another; ``keep`` was told of the drafts."""
         each = seconds / forwards
         self._making = each if not self._making else 0.9 * self._making + 0.1 * min(each, 3 * self._making)
@@ -139,11 +139,11 @@ class Chooser:
         memory = _GAINS[self._idle > 0]
         self._gain = memory * self._gain + (1 - memory) * gain
 
-    def forget(self, requests: Iterable[str]) -> None:
+    def remove(self, requests: Iterable[str]) -> None:
         """These requests have finished."""
         for request in requests:
             self._drafted.pop(request, None)
-            self._odds.forget(request)
+            self._odds.remove(request)
 
     def facts(self) -> dict:
         """Statistics to report.

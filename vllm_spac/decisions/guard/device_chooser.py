@@ -71,7 +71,7 @@ class DeviceChooser:
         """As ``numbers``, before anything is known: every draft is kept."""
         return pack(self._odds.terms(requests, self._depth), 0.0, 0.0, np.array(drafts, dtype=np.float64))
 
-    def took(self, step: StepDrafts, emitted: Mapping[str, Sequence[int]], requests: int, seconds: float) -> None:
+    def end_step(self, step: StepDrafts, emitted: Mapping[str, Sequence[int]], requests: int, seconds: float) -> None:
         """A step with drafts has ended.
 
         Args:
@@ -94,7 +94,7 @@ class DeviceChooser:
         cost = self._of(list(emitted), [drafted.get(request, 0) for request in emitted])
         cost.add(accepted, max(0.0, rejected), seconds, step.misses)
 
-    def forget(self, requests: Iterable[str]) -> None:
+    def remove(self, requests: Iterable[str]) -> None:
         """These requests have finished; called before each step, also where none has.
 
         With async scheduling a step has been launched with a request before its end is known, and that step ends after
@@ -102,7 +102,7 @@ class DeviceChooser:
         """
         finished = set(requests)
         for request in self._finished | finished:
-            self._odds.forget(request)
+            self._odds.remove(request)
         self._finished = finished
 
     def facts(self) -> dict:

@@ -9,7 +9,7 @@ from vllm_spac.decisions.guard.chooser import Chooser
 
 
 class DraftAccount:
-    """Called by the forward thread: ``begin``, ``made`` once the drafter has run, ``end`` with the tokens.
+    """Called by the forward thread: ``begin``, ``add_forwards`` once the drafter has run, ``end`` with the tokens.
 
     Args:
         chooser: None: drafts are not guarded, and nothing is timed.
@@ -42,11 +42,11 @@ class DraftAccount:
         requests = () if self.step is None else self.step.requests
         return self.chooser.allows(sum(request.kind != RowKind.PREFILL for request in requests) or None)
 
-    def made(self, forwards: int, seconds: float) -> None:
+    def add_forwards(self, forwards: int, seconds: float) -> None:
         """The drafter took ``seconds`` for ``forwards`` forwards, one after another."""
         self._drafting = seconds
         if self.chooser is not None and forwards and not self.in_prompt:  # whose rows the drafter reads, too
-            self.chooser.making(forwards, seconds)
+            self.chooser.observe_drafter(forwards, seconds)
 
     def end(self, tokens: Sequence[int] | None) -> str | None:
         """Ends the step, in which each request emitted some ``tokens``; returns what to log, if the guard changes."""
@@ -60,5 +60,5 @@ class DraftAccount:
         ]
         drafts, emitted = [drafts for drafts, _ in answered], [count for _, count in answered]
         seconds, new = self._clock() - self._start, self.missed() - self._before
-        verdict = self.chooser.took(drafts, emitted, len(step.requests), seconds, self._drafting, new)
+        verdict = self.chooser.end_step(drafts, emitted, len(step.requests), seconds, self._drafting, new)
         return verdict.of_drafts if verdict is not None and verdict.changes else None

@@ -94,7 +94,7 @@ class DraftProbabilities:
     def __init__(self) -> None:
         self._drafted: dict[str, tuple[list[int], list[float]]] = {}
 
-    def keep(
+    def save(
         self, requests: Sequence[str], tokens: Sequence[list[int]], probabilities: Sequence[Sequence[float]]
     ) -> None:
         """Keeps the drafts of ``requests``, until they are drafted for again.
@@ -106,7 +106,7 @@ class DraftProbabilities:
         for request, drafted, each in zip(requests, tokens, probabilities, strict=True):
             self._drafted[request] = drafted, list(accumulate(each, mul))
 
-    def forget(self, requests: Iterable[str]) -> None:
+    def remove(self, requests: Iterable[str]) -> None:
         """Drops the drafts of requests that have finished."""
         for request in requests:
             self._drafted.pop(request, None)

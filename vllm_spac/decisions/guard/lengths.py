@@ -77,12 +77,12 @@ class LengthChooser:
         self.lengths = list(range(most + 1))
         self.restricted = False
         if lengths is not None:
-            self.restrict(lengths)
+            self.limit(lengths)
         self._acceptance = Acceptance(most)
         self._batches = defaultdict[int, _Batch](lambda: _Batch(most))  # by batch size, one for each power of two
         self._now = self._ran = self._batches[0]  # of the next step, of the last one
 
-    def restrict(self, lengths: Iterable[int]) -> None:
+    def limit(self, lengths: Iterable[int]) -> None:
         """Chooses 0 or one of ``lengths`` only; called before any step."""
         assert not self.steps.total(), "steps have run"
         self.lengths, self.restricted = sorted({0, *lengths}), True

@@ -68,7 +68,7 @@ class Odds:
         self._weights = (weights + gain * (accepted - chance) / weight).tolist()
         self._spread = _KEEP * (self._spread - np.outer(gain, towards)) + (1 - _KEEP) * _FIRST
 
-    def fared(self, request: str, right: bool) -> None:
+    def add_first(self, request: str, right: bool) -> None:
         """A request's first draft, or one beside it, was ``right``, or none was."""
         self._recent[request] = _RECENT * self._recent.get(request, self._usual) + (1 - _RECENT) * right
         self._usual = _USUAL * self._usual + (1 - _USUAL) * right
@@ -78,7 +78,7 @@ class Odds:
         """How many requests are remembered."""
         return len(self._recent)
 
-    def forget(self, request: str) -> None:
+    def remove(self, request: str) -> None:
         """The request has finished."""
         self._recent.pop(request, None)
 

@@ -46,7 +46,7 @@ class Policy(ABC):
     Attributes:
         offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
         keeps: it keeps experts for later tokens, so that it is worth trying where slots are a cache.
-        needs_layers: it needs calls of ``enter``, so it cannot be used with ``plane=pointers``, which makes none.
+        needs_layers: it needs calls of ``begin_layer``, so it cannot be used with ``plane=pointers``, which makes none.
         passed: arguments that an engine or a simulation gives, and no user.
         predictor: name of the predictor whose scores order the experts, if any; other users of the same scores read
             them from ``scores``.
@@ -97,7 +97,7 @@ class Policy(ABC):
         ``count = 0`` returns an empty list.
         """
 
-    def enter(self, layer: range) -> None:
+    def begin_layer(self, layer: range) -> None:
         """A layer starts: the keys used until the next call are in ``layer``. Which keys are held does not change.
 
         All layers are ranges of the same length that follow one another from key 0, and run in that order. Not called
@@ -114,7 +114,7 @@ class Policy(ABC):
                 only, and does not call after a forward without any.
         """
 
-    def prompted(self, rows: np.ndarray) -> None:
+    def observe_prompt(self, rows: np.ndarray) -> None:
         """A forward of prompts alone has finished. Which keys are held does not change; their order may.
 
         Args:

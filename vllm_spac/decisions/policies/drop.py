@@ -17,7 +17,7 @@ class Drop(Policy):
     With slots for the experts of two tokens (``--spac-slots 2k``) the running layer has one half, and what is read
     ahead for the next layer has the other: OD-MoE (Wang et al., 2025), section 3, without a cache. First come the
     experts of past layers, the longest past first, then those of the running layer, then those of layers to come, the
-    last of these layers first. Before the first ``enter`` all experts wait.
+    last of these layers first. Before the first ``begin_layer`` all experts wait.
     """
 
     needs_layers = True
@@ -29,7 +29,7 @@ class Drop(Policy):
         self._waiting: OrderedDict[int, None] = OrderedDict()
         self._layer = range(0)
 
-    def enter(self, layer: range) -> None:
+    def begin_layer(self, layer: range) -> None:
         self._past.update(self._running)
         self._running = OrderedDict.fromkeys(key for key in self._waiting if key in layer)
         for key in self._running:

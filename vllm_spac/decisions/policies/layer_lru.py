@@ -18,7 +18,7 @@ class LayerLRU(Policy):
     takes from that one, until the shares are equal again. Mixtral-offloading (arXiv:2312.17238) caches in this way, but
     without such loans.
 
-    O(layers) per victim. Before the first ``enter`` layers are unknown, and it is LRU.
+    O(layers) per victim. Before the first ``begin_layer`` layers are unknown, and it is LRU.
     """
 
     needs_layers = True
@@ -29,7 +29,7 @@ class LayerLRU(Policy):
         self._layers: defaultdict[int, OrderedDict[int, int]] = defaultdict(OrderedDict)  # key -> time of its last use
         self._clock = 0
 
-    def enter(self, layer: range) -> None:
+    def begin_layer(self, layer: range) -> None:
         if not self._length:
             self._length = len(layer)
             for key, used in self._layers.pop(0, {}).items():

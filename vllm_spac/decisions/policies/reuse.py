@@ -62,7 +62,7 @@ class NextUse:
         self._features = self._features_of(self._shares)
         self.probabilities = self._predict(self._features)
 
-    def saw(self, rows: np.ndarray) -> None:
+    def observe_prompt(self, rows: np.ndarray) -> None:
         """Updates from the last rows of a prompt, bool [rows, keys], each as if it were a step; fits nothing.
 
         They replace what earlier texts left in the averages, without which a new text starts with their experts.
@@ -106,8 +106,8 @@ class Reuse(Policy):
     layers that have not run yet and in the next step for layers that have.
 
     O(1) per use, O(slots) in numpy per ``evict``, O(keys) per ``observe``. Before the first ``observe``, without
-    ``enter``, it is LRU. Uses count when the step ends, so a missing expert that is rarely used is evicted before a
-    popular one, and a scan does not flush the slots.
+    ``begin_layer``, it is LRU. Uses count when the step ends, so a missing expert that is rarely used is evicted before
+    a popular one, and a scan does not flush the slots.
 
     Args:
         half_lives: half-lives, in steps, of the averages from which p is estimated.
@@ -131,7 +131,7 @@ class Reuse(Policy):
     def likely(self) -> np.ndarray:
         return np.zeros(0) if self._next_use is None else self._next_use.probabilities
 
-    def enter(self, layer: range) -> None:
+    def begin_layer(self, layer: range) -> None:
         if not self._layer:
             self._before = np.zeros(0)  # layers were unknown
         self._layer = layer
@@ -178,8 +178,8 @@ class Reuse(Policy):
         self._learn(len(counts)).observe(counts)
         self._expect()
 
-    def prompted(self, rows: np.ndarray) -> None:
-        self._learn(rows.shape[1]).saw(rows)
+    def observe_prompt(self, rows: np.ndarray) -> None:
+        self._learn(rows.shape[1]).observe_prompt(rows)
         self._expect()
 
     def standing(self, keys: int) -> Standing:

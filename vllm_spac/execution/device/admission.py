@@ -96,30 +96,30 @@ class Admission:
         self.residency.release([key])
         return slot
 
-    def filled(self, keys: Sequence[int]) -> None:
+    def finish_fill(self, keys: Sequence[int]) -> None:
         """Called when the slots of these experts have been filled."""
         for key in keys:
-            self.residency.loaded(key)
-        self._compute.submit(self.point, np.array(keys), self.residency.slot_of[list(keys)].astype(np.int64))
+            self.residency.finish_load(key)
+        self._compute.submit(self.write, np.array(keys), self.residency.slot_of[list(keys)].astype(np.int64))
 
-    def point(self, keys: np.ndarray, slots: np.ndarray) -> None:
+    def write(self, keys: np.ndarray, slots: np.ndarray) -> None:
         """Writes ``keys`` to the table, int64 [n], which are in ``slots``; called on the compute stream."""
-        self.memory.point(keys.tolist(), slots.tolist())
+        self.memory.write(keys.tolist(), slots.tolist())
         there = self.memory.sent(torch.from_numpy(np.stack([keys, slots])))
         self._experts.slot_of.index_copy_(0, there[0], there[1].int())
         self._experts.owner.index_copy_(0, there[1], there[0].int())
 
     def evict(self, keys: np.ndarray) -> None:
-        """Writes that ``keys``, int64 [n], have no slots; as ``point``, which must name new owners of their slots."""
+        """Writes that ``keys``, int64 [n], have no slots; as ``write``, which must name new owners of their slots."""
         there = self.memory.sent(torch.from_numpy(keys))
-        self.memory.point_home(there)
+        self.memory.write_home(there)
         self._experts.slot_of.index_fill_(0, there, NOWHERE)
 
     def begin(self, step: Step) -> None:
         """Called before a step is launched."""
         if self._holds_all:
             return
-        self.reports.take()
+        self.reports.apply()
         pairs = step.leading * self.shape.top_k
         if pairs != self._served_pairs:
             self._compute.submit(self._served.fill_, pairs)
@@ -141,7 +141,7 @@ class Admission:
         self.reports.wait()
         return self.residency.slot_of
 
-    def enter(self, layer: int, ids: Tensor, weights: Tensor, cpu: CpuTurn | None = None) -> None:
+    def begin_layer(self, layer: int, ids: Tensor, weights: Tensor, cpu: CpuTurn | None = None) -> None:
         """Launches what precedes the kernel of a layer, ``ids`` and ``weights`` [T, k]; not called with borrowed slots.
 
         ``cpu``: if the CPU may compute some of the missed experts, which then get no slots.
@@ -155,12 +155,12 @@ class Admission:
         return {"used": self._offers.used, "counts": self.counts, "sources": self.reports.sources}
 
     def read_ahead(self, extra: float, prefetch: str) -> None:
-        """``ahead`` may be called from now on; before any step. ``extra``: as of ``Allowance``."""
+        """``admit_ahead`` may be called from now on; before any step. ``extra``: as of ``Allowance``."""
         self.offering.allowance, self.reports.pauses = Allowance(extra), PauseNotice(prefetch)
         self.offering.depths = Depths(len(self.shape.layers), self.shape.experts, extra)
 
     def read_between(self, extra: float, prefetch: str, most: int) -> None:
-        """``drafted`` may be called, too; as ``read_ahead``, with ``most`` reads from the end of a step to the next."""
+        """Allows ``admit_drafts``, too; as ``read_ahead``, with ``most`` reads from the end of a step to the next."""
         self.read_ahead(extra, prefetch)
         self._most, self._draft_sources = most, torch.full_like(self.counts, UNUSED)
         state, kept, used, offers = torch.zeros_like(self._offers.state), *self._offers[3:], self._offers
@@ -172,15 +172,15 @@ class Admission:
         """How many more experts may be read ahead of need; as of the last report."""
         return 0 if self.offering.allowance is None else self.offering.allowance.left
 
-    def ahead(self, layer: int, ids: Tensor, named: Tensor) -> None:
+    def admit_ahead(self, layer: int, ids: Tensor, named: Tensor) -> None:
         """Launches what gives slots to experts before their layer runs, on the calling stream; see ``DeviceLookahead``.
 
         ``ids``: int32 [1, N], the experts of ``layer``; ``named``: float32 [1, N], 0 for those that are not expected.
         """
         self._admit(layer, ids, named, self.reports.guesses, None)
 
-    def drafted(self, first: int, ids: Tensor, live: Tensor, copies: Tensor) -> None:
-        """Launches what gives slots to the experts of some layers that drafts name, between steps, as ``ahead``.
+    def admit_drafts(self, first: int, ids: Tensor, live: Tensor, copies: Tensor) -> None:
+        """Launches what gives slots to the experts of some layers that drafts name, between steps, as ``admit_ahead``.
 
         Args:
             first: the first layer.
@@ -216,7 +216,7 @@ class Admission:
     def end(self, step: Step, known: np.ndarray | None, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
         """Called after the layers of a step were launched; arguments as of ``AdmissionReports.send``."""
         if self._holds_all:
-            self.reports.tally()
+            self.reports.count_step()
             return
         self.reports.send(step, known, prompt)
         if self._between is not None:

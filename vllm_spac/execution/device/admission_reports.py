@@ -101,7 +101,7 @@ class AdmissionReports:
         if self.pauses is not None:
             self._compute.submit(self._named.fill_, UNUSED)
 
-    def tally(self) -> None:
+    def count_step(self) -> None:
         """Counts a step on the device, in place of ``send`` where each expert has its slot."""
         self._counters.waves += len(self._shape.layers)
         self._compute.submit(self._count)
@@ -109,9 +109,9 @@ class AdmissionReports:
     def _count(self) -> None:
         self._tally.add_(torch.count_nonzero(self.counts))
 
-    def settle(self) -> None:
+    def count(self) -> None:
         """Counts what has reached the host; for a tally it waits."""
-        self.take()
+        self.apply()
         if self._offering.residency.slots == self._shape.total:
             self._counters.hits += int(self._tally.item())
             self._compute.submit(self._tally.zero_)
@@ -120,9 +120,9 @@ class AdmissionReports:
         """Waits for all reports and applies them."""
         if self._under_way:
             self._under_way[-1].arrived.wait()
-            self.take()
+            self.apply()
 
-    def take(self) -> None:
+    def apply(self) -> None:
         """Applies the reports of steps that have reached the host; does not wait."""
         while self._under_way and self._under_way[0].arrived.done():
             report = self._under_way.popleft()
@@ -131,7 +131,7 @@ class AdmissionReports:
             if report.step is None:
                 continue
             if report.known is None:
-                self._counters.moved(f"{self._path} streamed", missed * self._shape.expert_bytes)
+                self._counters.count_bytes(f"{self._path} streamed", missed * self._shape.expert_bytes)
             self._counters.waves += len(self._shape.layers)
 
     def _apply(self, report: _Report) -> int:
@@ -163,12 +163,12 @@ class AdmissionReports:
             counts, sources, owner, *guessed, generating=generating, prompt=prompt, between=report.step is None
         )
         nbytes = self._shape.expert_bytes
-        self._counters.moved(self._path, learned.admitted * nbytes)
+        self._counters.count_bytes(self._path, learned.admitted * nbytes)
         if self.on_report is not None:
             self.on_report(learned)
         if self.pauses is not None:
             self.pauses.report(learned.judged)
-            self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)
+            self._counters.count_bytes(f"{self._path} ahead", learned.ahead * nbytes)
         return learned.streamed
 
 

@@ -101,7 +101,7 @@ class Moves(Protocol):
     def evict(self, keys: np.ndarray) -> object:
         """Writes to the table that ``keys`` are in host memory."""
 
-    def point(self, keys: np.ndarray, slots: np.ndarray) -> object:
+    def write(self, keys: np.ndarray, slots: np.ndarray) -> object:
         """Writes to the table that ``keys`` are in ``slots``, whose owners they are now."""
 
     def fill(self, keys: np.ndarray, slots: np.ndarray) -> object:
@@ -134,7 +134,7 @@ class BorrowedSlots:
         left = [] if self._loan is None else self._loan.parts[self._launched :]
         return [part for part in left if part.layer == layer] if left and left[0].layer == layer else []
 
-    def ready(self, part: LoanPart) -> None:
+    def begin_part(self, part: LoanPart) -> None:
         """Called before the launch of the next part, after that of the one before."""
         loan = self._loan
         assert loan is not None and part is loan.parts[self._launched]
@@ -183,7 +183,7 @@ class BorrowedSlots:
             end, copied = self._copied.pop(0)
             self._compute.wait(copied)
             keys, slots = loan.keys[self._pointed : end], loan.slots(self._pointed, end)
-            self._compute.submit(self._moves.point, keys, slots)
+            self._compute.submit(self._moves.write, keys, slots)
             self._pointed = end
 
 
@@ -198,7 +198,7 @@ class SlotMoves:
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], admission: Admission) -> None:
         self._store, self._slots = store, slots
-        self.evict, self.point = admission.evict, admission.point
+        self.evict, self.write = admission.evict, admission.write
 
     def fill(self, keys: np.ndarray, slots: np.ndarray) -> None:
         """One copy per tensor and run of consecutive experts in consecutive slots; all are of one layer or another."""
@@ -257,7 +257,7 @@ class LongPrompts:
             self._borrow(layer)
             parts = self._borrowed.parts(layer)
         if len(parts) == 1:
-            self._borrowed.ready(parts[0])
+            self._borrowed.begin_part(parts[0])
             return self._launches.compute(layer, rows, activation, out, whole=True)
         return self._in_parts(layer, rows, activation, out, parts)
 
@@ -281,7 +281,7 @@ class LongPrompts:
         y = rows.x.new_empty(rows.ids.numel(), rows.x.shape[1])
         self._launches.counts[layer].zero_()
         for number, part in enumerate(parts):
-            self._borrowed.ready(part)
+            self._borrowed.begin_part(part)
             mine = rows._replace(ids=torch.where(of_pairs == number, rows.ids, -1))
             pieces = Pieces(y, rows.ids if number == len(parts) - 1 else None)
             self._launches.compute(layer, mine, activation, out, whole=True, pieces=pieces)
@@ -298,5 +298,5 @@ class LongPrompts:
         if copied:
             residency = self._admission.residency
             changed = residency.owner[slots] != keys
-            residency.take_over(slots[changed], keys[changed])
-            self._counters.moved(f"{self._path} staged", copied * self._shape.expert_bytes)
+            residency.update_owners(slots[changed], keys[changed])
+            self._counters.count_bytes(f"{self._path} staged", copied * self._shape.expert_bytes)

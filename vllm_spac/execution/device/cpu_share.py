@@ -42,7 +42,7 @@ class MailKernels(NamedTuple):
     """The launches of ``vllm_spac.kernels.mailbox``, or their torch twins."""
 
     post: Callable[..., None]
-    await_answer: Callable[..., None]
+    wait_for_answer: Callable[..., None]
     add: Callable[..., None]
 
 
@@ -51,10 +51,10 @@ def mail_kernels_for(device: torch.device) -> MailKernels:
     if device.type == "cpu":
         from vllm_spac.kernels.reference import mailbox as twins
 
-        return MailKernels(twins.post, twins.await_answer, twins.add)
+        return MailKernels(twins.post, twins.wait_for_answer, twins.add)
     from vllm_spac.kernels import mailbox
 
-    return MailKernels(mailbox.post, mailbox.await_answer, mailbox.add)
+    return MailKernels(mailbox.post, mailbox.wait_for_answer, mailbox.add)
 
 
 def shares_of(balancer: Balancer, experts: int) -> list[int]:
@@ -128,7 +128,7 @@ class CpuShare:
         self._warned = False
         self._began: float | None = None
 
-    def ready(self, x: Tensor) -> None:
+    def prepare(self, x: Tensor) -> None:
         """Called by the first forward, before anything is captured; ``x``: rows as all forwards have them."""
         if self._box is None:
             box = Mailbox(self.rows, self._shape.top_k, x.shape[1], x.dtype, self._device)
@@ -174,7 +174,7 @@ class CpuShare:
         logger.error("spac: the CPU computes no experts any more, the device all of them: %s", why, exc_info=why)
         return False
 
-    def reported(self, computed: int, late: int) -> None:
+    def observe_step(self, computed: int, late: int) -> None:
         """A step has finished, in which the CPU computed so many experts, and answered too late for so many."""
         self._asked, self._late = self._asked + computed + late, self._late + late
         if late:
@@ -223,7 +223,7 @@ class CpuShare:
         division, rows = self.division, len(ids)
         late = self._late_rows[:rows]
         gemm(division.kept[:rows], out, self._unread)
-        self._kernels.await_answer(ids, layer, sources, division, self._box.mail, PATIENCE)
+        self._kernels.wait_for_answer(ids, layer, sources, division, self._box.mail, PATIENCE)
         gemm(division.again[:rows], late, self._unread)
         self._kernels.add(out, late, division, self._box.mail)
         return out

@@ -75,7 +75,7 @@ class DraftLookahead:
         self._copy.wait(self._compute.record())
         self._copy.submit(self._give, 0)
         self._arrives = self._copy.record()
-        self.join()
+        self.wait()
 
     def draft(self, read: Tensor) -> None:
         """As ``Execution.draft``."""
@@ -89,12 +89,12 @@ class DraftLookahead:
 
     def begin(self) -> None:
         """Called before a step."""
-        self.join()
+        self.wait()
         if self._drafted:
             self._admission.reports.send(None)
         self._drafted = False
 
-    def join(self) -> None:
+    def wait(self) -> None:
         """What is launched from now on runs after what was started. Called before a layer, too."""
         if self._arrives is not None:
             self._compute.wait(self._arrives)
@@ -122,4 +122,4 @@ class DraftLookahead:
                 ids = localised_on_device(ids, self._numbers)
             ids = torch.where(ids >= 0, ids + behind, ids).flatten(1)
             self._live.fill_(rows * ids.shape[1])
-            self._admission.drafted(first, ids, self._live, copies)
+            self._admission.admit_drafts(first, ids, self._live, copies)

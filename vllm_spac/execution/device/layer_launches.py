@@ -66,13 +66,13 @@ class LayerLaunches:
     def _share(self, rows: LayerRows) -> CpuShare | None:
         return None if self.cpu is None or len(rows.x) > self.cpu.rows else self.cpu
 
-    def enter(self, layer: int, rows: LayerRows) -> None:
+    def begin_layer(self, layer: int, rows: LayerRows) -> None:
         """Launches what precedes a layer's kernel: missed experts get slots, or are asked of the CPU."""
         turn = None
         if (cpu := self._share(rows)) is not None:
             ask = partial(cpu.post, layer, rows.x, rows.ids, rows.weights, rows.live, self._admission.decisions)
             turn = CpuTurn(cpu.division.pairs, cpu.division.shares, ask)
-        self._admission.enter(layer, rows.ids, rows.weights, turn)
+        self._admission.begin_layer(layer, rows.ids, rows.weights, turn)
 
     def compute(
         self,
@@ -136,11 +136,11 @@ class LayerLaunches:
             ahead: launches what reads ahead after such rows.
         """
         if self.cpu is not None:
-            self.cpu.ready(x)
+            self.cpu.prepare(x)
         for size in sizes:
             ids = torch.full((size, self._shape.top_k), -1, dtype=torch.int32, device=x.device)
             rows = LayerRows(x.new_zeros(size, x.shape[1]), ids, ids, torch.zeros(ids.shape, device=x.device), live)
-            self.enter(layer, rows)
+            self.begin_layer(layer, rows)
             ahead(layer, rows)
             out = torch.empty_like(rows.x)
             self.compute(layer, rows, activation, out)

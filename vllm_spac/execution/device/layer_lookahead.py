@@ -3,7 +3,7 @@
 While the kernel of layer l runs on the compute stream, the copy stream
 
 1. scores the experts of layer l + 1, from what the router of layer l read and chose,
-2. gives slots to the first top-k of each row that have none (``Admission.ahead``), and copies them there; under a
+2. gives slots to the first top-k of each row that have none (``Admission.admit_ahead``), and copies them there; under a
    budget, to those that it would keep.
 
 The next layer starts when both streams have arrived. What a layer does while the other stream works cannot conflict: a
@@ -89,7 +89,7 @@ class DeviceLookahead:
         """
         if self._last and len(x) <= self.rows:
             self._launch(min(layer, self._last - 1), x, ids, weights, self._nobody)
-            self.join()
+            self.wait()
 
     def start(
         self,
@@ -118,7 +118,7 @@ class DeviceLookahead:
         self._copy.submit(self._predict, layer, x, ids, weights, votes[: len(x)], guess)
         self._arrives, self._kept = self._copy.record(), (x, ids, weights, guess)
 
-    def join(self) -> None:
+    def wait(self) -> None:
         """What is launched from now on runs after what was started. Called before a layer, and when a step ends."""
         if self._arrives is not None:
             self._compute.wait(self._arrives)
@@ -128,10 +128,10 @@ class DeviceLookahead:
     def _predict(
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, votes: Tensor, guess: Tensor | None
     ) -> None:
-        self.name(layer, x, ids, weights, votes, self._named, guess)
-        self._admission.ahead(layer + 1, self._experts, self._named)
+        self.write_guess(layer, x, ids, weights, votes, self._named, guess)
+        self._admission.admit_ahead(layer + 1, self._experts, self._named)
 
-    def name(
+    def write_guess(
         self,
         layer: int,
         x: Tensor,

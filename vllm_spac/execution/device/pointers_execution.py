@@ -124,12 +124,12 @@ class PointerExecution(Execution):
             return torch.ones(experts, dtype=torch.bool, device=self._live.device)
         return self._memory.resident(slice(layer * experts, (layer + 1) * experts))
 
-    def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
+    def attach_balancer(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """As in ``Execution``; called before a forward is captured, since the next one compiles further kernels."""
         check = CpuCheck(self.counters, time.monotonic) if checked else None
         cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
         self.balancer, self.launches.cpu = balancer, cpu
-        self.admission.reports.on_report = lambda learned: cpu.reported(learned.computed, learned.late)
+        self.admission.reports.on_report = lambda learned: cpu.observe_step(learned.computed, learned.late)
         self._compiled.clear()
 
     # -- between steps -------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class PointerExecution(Execution):
         self._rows = step.rows
         if self.prompts is not None:
             self.prompts.begin()
-        self.counters.began(step.kind)
+        self.counters.count_step(step.kind)
         self.ahead.end_drafts()
         self.admission.begin(step)
         self.ahead.begin(step)
@@ -157,13 +157,13 @@ class PointerExecution(Execution):
     def end_forward(self) -> None:
         step, self._step = self._step, None
         chosen, self._chosen, self._prompt = self._chosen, [], None
-        self.ahead.join()
+        self.ahead.wait()
         if step is not None:
             known = None if self.prompts is None else self.prompts.end()
             self.admission.end(step, known, prompt=chosen)
 
     def snapshot(self) -> dict:
-        self.admission.reports.settle()
+        self.admission.reports.count()
         return self.counters.snapshot()
 
     # -- a layer -------------------------------------------------------------------------------------------
@@ -204,10 +204,10 @@ class PointerExecution(Execution):
             self._compile(layer, rows, activation)
         if self._prompt is not None and len(ids) >= self._prompt.stop and not rows.captured:
             self._chosen.append((layer, rows.ids[self._prompt]))
-        self.ahead.join()
+        self.ahead.wait()
         if self.prompts is not None and self.prompts.take(rows):
             return self.prompts.run(layer, rows, activation, out)
-        self.launches.enter(layer, rows)
+        self.launches.begin_layer(layer, rows)
         self.ahead.start(layer, rows)
         return self.launches.compute(layer, rows, activation, out)
 
@@ -231,7 +231,7 @@ class PointerExecution(Execution):
                 for key in keys:
                     slot = self.admission.assign(key)
                     self.store.read(key, {name: tensor[slot] for name, tensor in self.tensors.items()})
-                self.admission.filled(keys)
+                self.admission.finish_fill(keys)
                 yield len(keys)
 
     def close(self) -> None:

@@ -61,11 +61,11 @@ class ReadsAhead:
         if self.layers is not None:
             self.layers.begin(step)
 
-    def join(self) -> None:
+    def wait(self) -> None:
         """What is launched from now on runs after what was started. Called before a layer, and when a step ends."""
         for each in (self.drafts, self.layers):
             if each is not None:
-                each.join()
+                each.wait()
 
     def start(self, layer: int, rows: LayerRows) -> None:
         """Called between a layer's admission and its kernel."""

@@ -127,7 +127,7 @@ class Offering:
             places: int [keys], under a budget, the place of each name among those of its layer; -1: not named.
             generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
                 they are not known, or there are none.
-            prompt: as in ``Policy.prompted``; None unless prompts ran alone.
+            prompt: as in ``Policy.observe_prompt``; None unless prompts ran alone.
             between: it is no step: slots were given away between two, and nothing was used.
         """
         hits, admitted, computed = (np.flatnonzero(sources == source) for source in (HIT, ADMITTED, COMPUTED))
@@ -141,7 +141,7 @@ class Offering:
         self._counters.cpu_late += late
         policy = self.residency.policy
         if prompt is not None:
-            policy.prompted(prompt)
+            policy.observe_prompt(prompt)
         if generating is not None:
             self.residency.observe(generating)
             for key in hits[(generating[hits] > 0) & (self.residency.slot_of[hits] != NOWHERE)].tolist():
@@ -152,7 +152,7 @@ class Offering:
         for_guesses = np.isin(owner[changed], ahead)
         displaced = dict(zip(victims[for_guesses].tolist(), owner[changed][for_guesses].tolist(), strict=True))
         outside = self.residency.slot_of == NOWHERE  # when the step began
-        self.residency.take_over(changed, owner[changed])
+        self.residency.update_owners(changed, owner[changed])
         missed, judged = np.concatenate([streamed, admitted, computed]), None
         if self.allowance is not None:
             self._judge(self.allowance, counts, missed.tolist(), ahead.tolist(), displaced)
@@ -184,9 +184,9 @@ class Offering:
         counters.prefetch_hits += len(used)
         counters.prefetch_wasted += len(wasted) + len(again)  # evicted unused, and read once more
         counters.prefetch_harmful += harm
-        allowance.loaded(len(missed), harm)
-        allowance.read(len(ahead))
-        allowance.used(len(used))
+        allowance.add_misses(len(missed), harm)
+        allowance.add_reads(len(ahead))
+        allowance.add_uses(len(used))
 
     def _early(self, key: int, victim: int, used: set[int]) -> bool:
         """Whether a step needed ``victim`` before it used ``key``, which was read into its slot, or instead of it."""

@@ -20,7 +20,7 @@ class CpuDivision:
         self._balancer: Balancer | None = None  # also in steps in which the CPU is stopped
         self._check: CpuCheck | None = None
 
-    def balance(self, balancer: Balancer, check: CpuCheck | None) -> None:
+    def attach_balancer(self, balancer: Balancer, check: CpuCheck | None) -> None:
         """The CPU computes what ``balancer`` selects, in the steps in which ``check`` does not stop it."""
         self._loader.prefetcher.balancer = self._balancer = balancer
         self._check = check
@@ -54,7 +54,7 @@ class CpuDivision:
         residency, here = self._loader.residency, slice(layer * self._experts, (layer + 1) * self._experts)
         counted = routed[:real]
         rows = np.bincount(counted.ravel(), minlength=self._experts)
-        prefetcher.withdraw(here.start, rows)
+        prefetcher.cancel_unbegun(here.start, rows)
         resident = residency.slot_of[here] != NOWHERE if balancer.loads else residency.ready(here)
         free = residency.slots - int(resident[rows > 0].sum())
         likely = residency.policy.likely
@@ -72,9 +72,9 @@ class CpuDivision:
         if counters is not None:
             counters.cpu_experts += len(plan.cpu)
             counters.cpu_rows += int(pairs[:real].sum())
-            prefetcher.account.need([here.start + expert for expert in plan.cpu])
+            prefetcher.account.add_demand([here.start + expert for expert in plan.cpu])
             if not (plan.hit or plan.stream):  # nothing of the layer is held, by which the prefetcher would hear of it
-                self._loader.skip(layer)
+                self._loader.observe_slotless(layer)
         return pairs
 
     def admit(self) -> None:

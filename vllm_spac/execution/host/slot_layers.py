@@ -132,7 +132,7 @@ class SlotLayers:
             return None
         keys, missed = used + first, 0
         pinned: list[int] = []
-        loader.enter(range(first, first + self.experts))
+        loader.begin_layer(range(first, first + self.experts))
         if not loader.use(keys):
             pinned = keys.tolist()
             missed = len(loader.hold(pinned, counters))
@@ -140,7 +140,7 @@ class SlotLayers:
             counters.waves += 1
             counters.misses += missed
             counters.hits += len(keys) - missed
-            loader.ran(layer, len(routed), keys)
+            loader.observe_layer(layer, len(routed), keys)
         return slot_of[routed], pinned
 
     def release(self, keys: list[int]) -> None:
@@ -159,7 +159,7 @@ class SlotLayers:
             StoreError: an expert could not be loaded.
         """
         first, residency = layer * self.experts, self.loader.residency
-        self.loader.enter(range(first, first + self.experts))
+        self.loader.begin_layer(range(first, first + self.experts))
         used: set[int] = set()
         missed: set[int] = set()
         for rows in row_waves(routed, residency.slots, self.experts):
@@ -172,7 +172,7 @@ class SlotLayers:
                 if counters is not None:
                     counters.waves += 1
                     if isinstance(rows, slice):  # else no slot is free of this layer's experts
-                        self.loader.ran(layer, len(routed), chosen + first)
+                        self.loader.observe_layer(layer, len(routed), chosen + first)
                 yield HeldRows(rows, arrived)
             finally:
                 self.loader.residency.release(keys)

@@ -110,7 +110,7 @@ class SlotExecution(Execution):
         """Computes the first of ``shares`` on the CPU while the other is loaded and run; returns their sum."""
         beside, hot = shares
         with self._computing(layer, routed.pick(beside)) as computation:
-            part = self.slots.run(layer, routed.pick(hot), kernel, self._counted, computation.give_way)
+            part = self.slots.run(layer, routed.pick(hot), kernel, self._counted, computation.wait_for_turn)
             out = combine(routed.x, [(hot.rows, part), (beside.rows, computation.result())])
         self._layers.cpu.admit()
         return out
@@ -136,13 +136,13 @@ class SlotExecution(Execution):
 
     def begin_step(self, step: Step) -> None:
         self._step = step
-        self.counters.began(step.kind)
+        self.counters.count_step(step.kind)
         if self.holds_all:
             return
-        self._routed.clear()  # of a forward that failed
+        self._routed.reset()  # of a forward that failed
         alike = bool(step.requests) and not step.prompts
         if alike and self.balancer is not None:
-            self.balancer.verifies(sum(request.drafts for request in step.requests) / len(step.requests))
+            self.balancer.observe_verify(sum(request.drafts for request in step.requests) / len(step.requests))
         self._names.receive_drafts()
         votes = step.generating_weights if alike else None  # of all rows
         hint = BudgetHint(step.bounds, None if votes is None else np.array(votes))
@@ -158,7 +158,7 @@ class SlotExecution(Execution):
         elif step is not None and self._routed:
             prompt = None if (rows := step.prompt_end) is None else self._routed.selected(rows)
             self._layers.end_step(self._routed.counts(step.generating, step.generating_weights), prompt)
-            self._routed.clear()
+            self._routed.reset()
 
     def observe(self, layer: int, ids: Tensor, partly: bool = False) -> None:
         """Keeps the routing of a layer's rows (ids [rows, top_k]) until the step ends; arguments as of ``add``."""
@@ -171,10 +171,10 @@ class SlotExecution(Execution):
         self.counters.read_retries = self.store.retries
         return self.counters.snapshot()
 
-    def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
+    def attach_balancer(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
         self.balancer = balancer
-        self._layers.cpu.balance(balancer, CpuCheck(self.counters, self._transfers.clock) if checked else None)
+        self._layers.cpu.attach_balancer(balancer, CpuCheck(self.counters, self._transfers.clock) if checked else None)
         self._cpu = thread
         self.keeps_bits = False
 
@@ -197,7 +197,7 @@ class SlotExecution(Execution):
         if self.host is not None:
             both = min(self.shape.total, slots + self.host.tier.rows)
             wanted = chain.from_iterable(filled_experts(layers, experts, both))
-            yield from self._transfers.keep(self.host.tier.first(wanted, self.residency.slot_of))
+            yield from self._transfers.fill_host(self.host.tier.first(wanted, self.residency.slot_of))
         assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class StepRouting:
         self._partly = self._partly or partly
         self.pairs += ids.numel()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         self._kept.clear()
         self.pairs = 0
 
@@ -69,7 +69,7 @@ class StepRouting:
             activity.observe(self.uses())
         counters.hits += self.distinct()
         counters.waves += len(self._kept)
-        self.clear()
+        self.reset()
 
     @property
     def many(self) -> bool:

@@ -14,7 +14,7 @@ TESTED = ("0.32", "0.33")  # what ran with each is a page of results: benchmarks
 SUPPORTED = SpecifierSet(">=0.32,<0.34", prereleases=True)
 
 
-def require_supported_vllm(version: str | None = None) -> None:
+def check_supported_vllm(version: str | None = None) -> None:
     """Refuses a vLLM version whose hooks were never tested.
 
     Args:

@@ -131,7 +131,7 @@ class DraftCutter:
             runtime.rerouter.cut_rows = torch.zeros(rows, 1, dtype=torch.bool, device=device)
             runner.rejection_sampler = CutSampler(runner.rejection_sampler, self)
         if trees is not None:
-            trees.drafter.chances = self.keep
+            trees.drafter.chances = self.save
             return
         self._propose, speculator.propose = speculator.propose, self.propose
         self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
@@ -169,10 +169,10 @@ class DraftCutter:
         """Around the speculator's."""
         drafts = self._propose(input_batch, *args, **kwargs)
         if not kwargs.get("dummy_run"):
-            self.keep(input_batch.idx_mapping, self._drafted[: input_batch.num_reqs])
+            self.save(input_batch.idx_mapping, self._drafted[: input_batch.num_reqs])
         return drafts
 
-    def keep(self, requests: Tensor, chances: Tensor) -> None:
+    def save(self, requests: Tensor, chances: Tensor) -> None:
         """Keeps the drafter's probabilities, [R, n] given their parents, of requests of the runner's state, int [R]."""
         self._chances[requests] = chances
 
@@ -195,7 +195,7 @@ class DraftCutter:
             if drafted:
                 self._warm_up(self._chooser, batch, trees)
             return
-        self._chooser.forget(scheduled.finished_req_ids)
+        self._chooser.remove(scheduled.finished_req_ids)
         self._choose(self._chooser, scheduled, batch, drafted, trees)
 
     def _warm_up(self, chooser: DeviceChooser, batch: InputBatch, trees: TreeTensors | None) -> None:
@@ -283,12 +283,12 @@ class DraftCutter:
 
     # -- when it has ended -----------------------------------------------------------------------------------
 
-    def ended(self, plan: SchedulerOutput, emitted: Mapping[str, Sequence[int]], seconds: float) -> None:
-        """The step of ``plan`` has ended; arguments as of ``DeviceChooser.took``."""
+    def end_step(self, plan: SchedulerOutput, emitted: Mapping[str, Sequence[int]], seconds: float) -> None:
+        """The step of ``plan`` has ended; arguments as of ``DeviceChooser.end_step``."""
         report: CutReport | None = vars(plan).get(CUT)
         if report is None or self._chooser is None or not report.sent.arrived.done():
             return
-        self._chooser.took(report.arrived(self._runtime.drafts.missed()), emitted, len(report.requests), seconds)
+        self._chooser.end_step(report.arrived(self._runtime.drafts.missed()), emitted, len(report.requests), seconds)
         self._exchange.read(report.sent)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class DraftReading:
-    """One drafter's side of ``DraftStates`` and ``Runtime.drafting``."""
+    """One drafter's side of ``DraftStates`` and ``Runtime.observe_draft``."""
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
@@ -32,4 +32,4 @@ class DraftReading:
         """A forward has read ``tokens``, int [rows], of which the experts ``chosen`` were chosen."""
         found = self._experts.serving.draft_states
         found.add(tokens, chosen)
-        self._experts.runtime.drafting(found.known())
+        self._experts.runtime.observe_draft(found.known())

@@ -91,7 +91,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
         logger.info("spac: no CUDA graphs: %s; %s", found[0], _PIECES)
 
 
-def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
+def add_splitting_op(vllm_config: VllmConfig, config: SpacConfig) -> None:
     """Adds our op to the splitting ops of a checked configuration; vLLM's own, or the user's, are kept.
 
     Only piecewise graphs are split: full ones contain the layers. If all experts have slots and vLLM's own kernels

@@ -1,7 +1,7 @@
 """Every name of vLLM that the plugin replaces at run time, in one table.
 
 vLLM's source is neither modified nor copied. The methods below are wrapped while vLLM loads, or set on its objects.
-``require_names`` fails at the start of an engine, and names the method, if one of them is missing in this vLLM or does
+``check_names`` fails at the start of an engine, and names the method, if one of them is missing in this vLLM or does
 not take the parameters that its wrapper relies on.
 
 Rows that an engine can be served without, exactly, are switched off by name in the environment:
@@ -520,7 +520,7 @@ def _named_off() -> list[str]:
     return [name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip()]
 
 
-def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
+def install(target: str, make: Callable[[Callable], Callable]) -> None:
     """Replaces ``target`` by ``make(present value)``; does nothing in a second call, or where it is switched off.
 
     Raises:
@@ -540,7 +540,7 @@ def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
     setattr(owner, name, replaced)
 
 
-def require_names(*where: Where) -> None:
+def check_names(*where: Where) -> None:
     """Checks that this vLLM has every name of these places, with the parameters that its wrapper relies on.
 
     Rows that are switched off are left out.
@@ -553,7 +553,7 @@ def require_names(*where: Where) -> None:
 
 
 def missing(*where: Where) -> Iterator[UnsupportedError]:
-    """Yields an error for each name of these places that ``require_names`` would refuse."""
+    """Yields an error for each name of these places that ``check_names`` would refuse."""
     for patch in PATCHES:
         if patch.where in where and not is_off(patch.target):
             try:
@@ -563,7 +563,7 @@ def missing(*where: Where) -> Iterator[UnsupportedError]:
 
 
 def is_wrapped(target: str) -> bool:
-    """Returns whether ``wrap`` has replaced ``target`` in this process."""
+    """Returns whether ``install`` has replaced ``target`` in this process."""
     return getattr(_find(_BY_TARGET[target])[2], "__spac__", False)
 
 

@@ -61,7 +61,7 @@ class Ranks:
         """Waits until all ranks have called it."""
         self.least(0)
 
-    def failed(self, error: Exception) -> None:
+    def end_process(self, error: Exception) -> None:
         """Ends this process if vLLM would keep it after ``error`` in a step; called before the error is raised.
 
         vLLM's executor learns of errors of rank 0 alone. Another rank that fails would wait for the next step, and the

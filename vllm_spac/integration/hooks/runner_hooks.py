@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _BROKEN = "_spac_broken"  # attribute of a runner: the error that one of its steps ended in
 
 
-def hook_steps(
+def install_step_hooks(
     runner: str,
     prepare_name: str,
     step_of: Callable[[Any, Any, Any], Step],
@@ -78,9 +78,9 @@ def hook_steps(
 
         return sampled
 
-    patches.wrap(f"{runner}.{prepare_name}", preparing)
-    patches.wrap(f"{runner}.execute_model", executing)
-    patches.wrap(f"{runner}.sample_tokens", sampling)
+    patches.install(f"{runner}.{prepare_name}", preparing)
+    patches.install(f"{runner}.execute_model", executing)
+    patches.install(f"{runner}.sample_tokens", sampling)
 
 
 def _failed(runner: Any, error: Exception) -> None:
@@ -94,7 +94,7 @@ def _failed(runner: Any, error: Exception) -> None:
     if (experts := managed_experts(runner)) is not None:
         experts.runtime.recorder.notes.end("error")
         last_words.report(error)
-        experts.ranks.failed(error)
+        experts.ranks.end_process(error)
 
 
 def tokens_of(output: Any) -> list[int] | None:
@@ -134,8 +134,8 @@ def install() -> None:
     V2 warms up with batches that look real. Exit hooks of the process would not do for the shutdown, because vLLM kills
     processes. A second call does nothing.
     """
-    patches.wrap(f"{patches.WORKER}.compile_or_warm_up_model", _warming_up)
-    patches.wrap(f"{patches.WORKER}.shutdown", _closing)
+    patches.install(f"{patches.WORKER}.compile_or_warm_up_model", _warming_up)
+    patches.install(f"{patches.WORKER}.shutdown", _closing)
 
 
 def _warming_up(warm_up: Callable):

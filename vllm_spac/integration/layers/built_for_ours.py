@@ -26,7 +26,7 @@ def built_for_ours(host: Any) -> Iterator[None]:
     global _building
     _building = host.on_cpu and host.execution.repacks
     if _building:
-        patches.wrap(patches.SUPPORTED, _answered)
+        patches.install(patches.SUPPORTED, _answered)
     try:
         yield
     finally:

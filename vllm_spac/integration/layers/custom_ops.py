@@ -113,7 +113,7 @@ def _choose(hidden: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, out: t
 _register("spac_choose", _choose, ["out"])
 
 
-def choose(hidden: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+def write_choice(hidden: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
     """Writes the experts that several routers score highest, the best first; opaque to the compiler.
 
     Args:

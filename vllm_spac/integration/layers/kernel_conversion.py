@@ -69,7 +69,7 @@ class KernelConversion:
                     f"spac: {kernel} does not read {name} of {self._layer.layer_name} as the checkpoint has it"
                 )
 
-    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+    def attach(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes vLLM's kernel read ``tensors``, name -> [slots, ...], instead of the parameters it was built with.
 
         Raises:

@@ -72,7 +72,7 @@ class ManagedExperts(StagedExperts):
             self.local_num_experts = execution.residency.slots
             if self.spac.on_cpu:
                 self.global_num_experts = execution.residency.slots
-        self.spac_conversion.bind({name: slots[own] for name, slots in execution.tensors.items()})
+        self.spac_conversion.attach({name: slots[own] for name, slots in execution.tensors.items()})
 
     @property
     def local_of(self) -> Tensor | None:

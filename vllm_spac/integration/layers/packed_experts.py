@@ -144,7 +144,7 @@ class WeightPacking:
         return found
 
 
-def appear_unquantised(method: Any) -> None:
+def remove_scales(method: Any) -> None:
     """Makes ``method`` of a layer with packed experts say that vLLM's kernel reads no scales.
 
     vLLM would make settings of what its own kernel needs, which such a layer does not have: in its forward, and on

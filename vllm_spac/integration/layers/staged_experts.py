@@ -17,7 +17,7 @@ from vllm_spac.integration.hooks.model_host import current
 from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.layers.built_for_ours import built_for_ours
 from vllm_spac.integration.layers.kernel_conversion import KernelConversion
-from vllm_spac.integration.layers.packed_experts import WeightPacking, appear_unquantised, blank
+from vllm_spac.integration.layers.packed_experts import WeightPacking, blank, remove_scales
 from vllm_spac.kernels.formats import Format
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class StagedExperts(_Layer):
         """Layout of one expert as the kernel reads it; as a side effect builds the layer's kernel, if vLLM's runs."""
         if self.spac_packing is not None:
             one = {name: torch.ones_like(p.data[:1]) for name, p in self._staged.items()}  # scales of 0 are refused
-            appear_unquantised(self.quant_method)
+            remove_scales(self.quant_method)
             return {n: TensorSpec(tuple(t.shape[1:]), t.dtype) for n, t in self.spac_packing(one).items()}
         blanks = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
         packed = self.spac_conversion.convert(blanks)
@@ -259,7 +259,7 @@ class StagedExperts(_Layer):
             self.spac_conversion.check_plain(raw)
         return raw
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Frees the staged weights."""
         for param in self._staged.values():
             param.data = param.data.new_empty(0)

@@ -40,10 +40,10 @@ def install() -> None:
     Raises:
         UnsupportedError: this vLLM lacks one of them, or it takes other arguments than the tested ones.
     """
-    patches.require_names("gpu")
-    patches.wrap(patches.TILES, _chosen)
+    patches.check_names("gpu")
+    patches.install(patches.TILES, _chosen)
     for target in patches.ALIGN:  # the quantised and the unquantised kernel look it up in different modules
-        patches.wrap(target, _aligned)
+        patches.install(target, _aligned)
 
 
 def _chosen(choose: Callable[..., dict]):

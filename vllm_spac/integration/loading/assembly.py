@@ -87,9 +87,9 @@ def budget(
         counters=counters,
         drafts=vllm_config.speculative_config is not None,
     )
-    control.change(BudgetSettings.at_start(config))
+    control.update(BudgetSettings.at_start(config))
     if graphs.hold_budget(config):
-        control.hold_in_graphs(graphs.most_rows(vllm_config))
+        control.prepare_graphs(graphs.most_rows(vllm_config))
     if control.idle:
         logger.warning("spac: %s", NO_DRAFTS)
     return control
@@ -247,7 +247,7 @@ def timeline_facts(vllm_config: VllmConfig, executions: Sequence[Execution], sto
     return TimelineFacts(vllm_config.model_config.model, store, names, experts)
 
 
-def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, layer: ManagedExperts) -> None:
+def attach_balancer(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, layer: ManagedExperts) -> None:
     """Sets ``execution`` to run missing experts on the CPU; ``layer`` is the first of its layers, attached.
 
     Raises:
@@ -261,7 +261,7 @@ def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, l
     except BaseException:
         thread.close()
         raise
-    execution.balance(balancer, thread, _is_checked(config))
+    execution.attach_balancer(balancer, thread, _is_checked(config))
 
 
 def _is_checked(config: SpacConfig) -> bool:

@@ -75,7 +75,7 @@ def store(
         if connections is None:
             places.close()
         else:
-            connections.leave()
+            connections.end_sessions()
             connections.close()
         raise
 

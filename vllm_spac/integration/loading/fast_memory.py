@@ -47,7 +47,7 @@ def sized_by_user(vllm_config: VllmConfig) -> bool:
     return given != (None, None) or cache.gpu_memory_utilization != usual
 
 
-def fit(vllm_config: VllmConfig) -> None:
+def limit_to_available(vllm_config: VllmConfig) -> None:
     """Lowers the share of RAM that a CPU's worker takes to what is available, where the user named none.
 
     With vLLM's default no worker starts on a machine of which other processes use more than a twelfth.
@@ -235,8 +235,8 @@ logger = logging.getLogger("vllm.spac")
 
 def install() -> None:
     """Wraps the worker of a CPU: how large the KV cache is, and what follows once it exists. A second call is none."""
-    patches.wrap(f"{patches.CPU_WORKER}.determine_available_memory", _bounded)
-    patches.wrap(f"{patches.CPU_WORKER}.compile_or_warm_up_model", _settled)
+    patches.install(f"{patches.CPU_WORKER}.determine_available_memory", _bounded)
+    patches.install(f"{patches.CPU_WORKER}.compile_or_warm_up_model", _settled)
 
 
 def _bounded(determine: Callable[[Any], int]):
@@ -264,13 +264,13 @@ def _settled(warm_up: Callable):
     def settled(self):
         result = warm_up(self)
         if (experts := experts_of(self.model_runner)) is not None:
-            settle(experts, self.model_runner)
+            release_unused(experts, self.model_runner)
         return result
 
     return settled
 
 
-def settle(experts: Any, runner: Any) -> None:
+def release_unused(experts: Any, runner: Any) -> None:
     """Returns memory that no request needs yet, and logs what the rest is; once vLLM has warmed up.
 
     vLLM fills the KV cache with zeros, which makes it resident. It is in no page until a request writes to it.

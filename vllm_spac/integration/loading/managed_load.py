@@ -92,4 +92,4 @@ def _refuse(owner: str, name: str, runner_of: Any, message: str) -> None:
 
         return refused
 
-    patches.wrap(f"{owner}.{name}", refusing)
+    patches.install(f"{owner}.{name}", refusing)

@@ -90,7 +90,7 @@ class ModelExperts:
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
         self.ranks = Ranks.of(vllm_config)
-        machine.share(self.ranks.rank, self.ranks.size)
+        machine.limit_cpus(self.ranks.rank, self.ranks.size)
         self._configure(config)
         self.serving: Serving | None = None
         self.trees: Any = None  # of its runner, as ``RunnerAdapter.plant`` returns them
@@ -105,7 +105,7 @@ class ModelExperts:
     def _configure(self, config: SpacConfig) -> None:
         self.config, self.execution = config, config.execution_class
         self.packing = packing = Packing(config, self.vllm_config, self.device, self.on_cpu, self.ranks)
-        self.arrived, self.is_stored, self.pack = packing.arrived, packing.is_stored, packing.pack  # for the layers
+        self.arrived, self.is_stored, self.pack = packing.add_bytes, packing.is_stored, packing.pack  # for the layers
 
     @property
     def layers(self) -> tuple[ManagedExperts, ...]:
@@ -181,14 +181,14 @@ class ModelExperts:
         saved = assembly.timeline(config, facts) if first else None
         guard, cuts = assembly.guard(config, vllm_config), assembly.cuts(config, vllm_config, executions)
         chooser = guard if isinstance(guard, Chooser) else None
-        runtime = Runtime(executions, plan.budget, trace, chooser, saved, failed=self.ranks.failed)
+        runtime = Runtime(executions, plan.budget, trace, chooser, saved, failed=self.ranks.end_process)
         self.serving = Serving(runtime, plan.budget, guard, cuts, facts, plan.draft_states, plan.other_weights)
         if isinstance(guard, LengthChooser) or cuts is not None:
             ended = None if cuts is None else self._ended
-            draft_planning.offer(vllm_config, guard if isinstance(guard, LengthChooser) else None, ended)
+            draft_planning.install(vllm_config, guard if isinstance(guard, LengthChooser) else None, ended)
         for execution in executions:
             if config.cpu_experts != "off":
-                assembly.balance(config, vllm_config, execution, self.packing.layer_of(execution.shape))
+                assembly.attach_balancer(config, vllm_config, execution, self.packing.layer_of(execution.shape))
             _log_serving(self, execution, self.serving)
         if saved is not None:
             runtime.watch(saved.timeline)
@@ -219,7 +219,7 @@ class ModelExperts:
 
     def _ended(self, plan: SchedulerOutput, emitted: Mapping[str, Sequence[int]], seconds: float) -> None:
         if self.cutter is not None:
-            self.cutter.ended(plan, emitted, seconds)
+            self.cutter.end_step(plan, emitted, seconds)
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
@@ -237,7 +237,7 @@ class ModelExperts:
         """Stops threads and closes stores."""
         if self.head is not None:
             self.head.close()
-        self.packing.unlock()
+        self.packing.release_locks()
         if self.runtime is not None:
             self.runtime.close()
         else:  # loading failed

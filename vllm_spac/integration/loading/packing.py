@@ -27,7 +27,7 @@ from vllm_spac.integration.loading.fingerprint import content_of, fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.checkpoint.contents import CheckpointContents
-from vllm_spac.storage.checkpoint.packed_folder import note_model
+from vllm_spac.storage.checkpoint.packed_folder import write_model
 from vllm_spac.system.host_memory import available_host_bytes, release_file_pages, release_freed_memory
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Packing:
             expert_workers.check_shapes(self._config, self._shapes)
             name = fingerprint(self._vllm_config, shape, layer, self.checkpoint, self._config.execution_class.layout)
             self._locks.append(StoreLock(self._config.folder, name))
-            self._locks[-1].share()  # with workers of this machine, which pack there
+            self._locks[-1].open()  # with workers of this machine, which pack there
             memory = free if self.on_cpu else max(0, available_host_bytes() - assembly.HOST_RESERVE)
             store = expert_workers.store(self._config, self._vllm_config, shape, layer, name, memory)
         elif room.slots == shape.total:
@@ -106,7 +106,7 @@ class Packing:
             name = fingerprint(self._vllm_config, shape, layer, self.checkpoint, self._config.execution_class.layout)
             self._locks.append(lock := StoreLock(self._config.folder, name))
             store = kind(shape=shape, fingerprint=name, folder=self._config.folder)
-            note_model(self._config.folder / name, self._vllm_config.model_config.model)
+            write_model(self._config.folder / name, self._vllm_config.model_config.model)
         else:
             store = kind(shape=shape, fingerprint="", folder=None)
         store.in_place = self._config.execution_class.needs_addressable_store
@@ -121,7 +121,7 @@ class Packing:
                 _verify(store, self._config.io_threads, self._ranks.rank)
         missing = sum(not store.holds(key) for key in range(shape.total))
         if lock is not None and lock.claim(missing):
-            store.sweep()
+            store.remove_partial()
         # Files: each rank checks the room for its own, since to meet while locks are held could end in a deadlock.
         store.reserve(missing if kind.persistent else missing * self._ranks.size)
 
@@ -138,7 +138,7 @@ class Packing:
         doing = "Packing experts" if packs else "Loading experts"
         self._bar = _progress(self._ranks.rank, len(missing), doing, not missing)
 
-    def arrived(self, count: int) -> None:
+    def add_bytes(self, count: int) -> None:
         """Counts ``count`` bytes copied from the checkpoint, whose mapped pages now count as this process's memory."""
         self._file_bytes += count
         if self._file_bytes >= _FILE_BYTES:
@@ -162,7 +162,7 @@ class Packing:
                         store.put(key, {name: tensor[offset] for name, tensor in part.items()})
                         self._put.append((store, key))
                         self._bar.update()
-        layer.forget()
+        layer.drop()
         release_freed_memory()
 
     def finish(self) -> list[Execution]:
@@ -171,7 +171,7 @@ class Packing:
         if "checkpoint" in vars(self):
             _check_unchanged(self.checkpoint, self._put)
         for lock in self._locks:
-            lock.share()
+            lock.open()
         executions = []
         for shape in self._rooms:
             execution = self._filled.pop(shape, None) or self._fill(shape)
@@ -181,7 +181,7 @@ class Packing:
                     layer.attach(execution)
         return executions
 
-    def unlock(self) -> None:
+    def release_locks(self) -> None:
         """Gives back the locks on packed folders."""
         for lock in self._locks:
             lock.close()

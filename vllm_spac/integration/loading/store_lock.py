@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_spac.errors import StoreError
 from vllm_spac.system import files
-from vllm_spac.system.files import LockFile, make_folder
+from vllm_spac.system.files import LockFile, prepare_folder
 
 logger = logging.getLogger("vllm.spac")
 
@@ -55,7 +55,7 @@ class StoreLock:
             return False
         return True
 
-    def share(self) -> None:
+    def open(self) -> None:
         """Lets other processes use the experts: all are packed."""
         if self._file is not None:
             self._file.share()
@@ -71,7 +71,7 @@ def _open(folder: Path, name: str) -> LockFile | None:
     """Returns the lock file; one that exists if the folder cannot be written to, else None."""
     path = folder / f"{name}.lock"
     try:
-        make_folder(folder)
+        prepare_folder(folder)
         if problem := files.refusal(path):
             raise StoreError(f"spac: {problem}, or name another folder with --spac-disk-dir DIR")
         return LockFile(path)

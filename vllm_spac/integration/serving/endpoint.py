@@ -126,7 +126,7 @@ class WorkerCollector:
         self._client = engine_client
         self._asked: asyncio.Task | None = None
 
-    async def refresh(self) -> None:
+    async def update(self) -> None:
         """Queries the workers; if they do not respond, logs it and keeps their last counters."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.ensure_future(_statistics(self._client))
@@ -244,7 +244,7 @@ class RefreshedMetrics:
         if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
             collector = getattr(scope["app"].state, "spac_collector", None)
             if collector is not None:
-                await collector.refresh()
+                await collector.update()
         await self._app(scope, receive, send)
 
 
@@ -316,7 +316,7 @@ class SpacEndpoint:
             if state.spac_page_here:
                 logger.info("spac: GET /spac/ is open to this machine; --spac-http page opens it to others")
         state.spac_collector = WorkerCollector(engine_client)
-        await state.spac_collector.refresh()
+        await state.spac_collector.update()
         REGISTRY.register(state.spac_collector)
 
 

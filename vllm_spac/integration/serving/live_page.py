@@ -99,7 +99,7 @@ class LiveFeed:
                 while self._lookers:
                     self._send(_event("report", self._report(await self._client.collective_rpc("spac_watch"))))
                     await asyncio.sleep(SECONDS)
-                await self._client.collective_rpc("spac_unwatch")
+                await self._client.collective_rpc("spac_stop_watch")
             except Exception as error:  # of the engine, in any of its ways
                 logger.error("spac: the live page ends, the workers failed: %s", error)
                 self._send(_event("failed", {"reason": str(error) or type(error).__name__}))

@@ -29,7 +29,7 @@ class SpacWorker:
     def spac_budget(self, settings: dict) -> dict:
         """Changes the budget (see ``BudgetSettings``) from the next step on; returns the settings now in force."""
         runtime = self._spac_experts().runtime
-        runtime.rerouter.change_budget(BudgetSettings.parse(settings))
+        runtime.rerouter.update_budget(BudgetSettings.parse(settings))
         logger.info("spac: mode=%s", runtime.budget.describe())
         return runtime.budget.settings.model_dump()
 
@@ -42,12 +42,12 @@ class SpacWorker:
             return {"refused": str(error)}
 
     def spac_watch(self) -> dict:
-        """What the live page shows of this worker (see ``LiveView.report``); watches it until ``spac_unwatch``."""
+        """What the live page shows of this worker (see ``LiveView.report``); watches it until ``spac_stop_watch``."""
         if not hasattr(self, "_spac_view"):
             self._spac_view = LiveView(self._spac_experts())
         return self._spac_view.report()
 
-    def spac_unwatch(self) -> None:
+    def spac_stop_watch(self) -> None:
         """Ends what ``spac_watch`` began; does nothing otherwise."""
         if hasattr(self, "_spac_view"):
             self._spac_view.close()

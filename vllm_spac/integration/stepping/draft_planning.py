@@ -58,7 +58,7 @@ class PlannedDrafts:
         length = self.guard.choose(requests)
         return length if self._most is None else min(length, self._most[requests])
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def begin_step(self, plan: SchedulerOutput) -> None:
         """Records a ``SchedulerOutput`` that the scheduler has made.
 
         vLLM 0.33 makes no drafts in a step whose requests could not use them (``skip_drafts``). Neither that step,
@@ -68,7 +68,7 @@ class PlannedDrafts:
         left_out = self._left_out or (before and not plan.scheduled_spec_decode_tokens)
         self._running.append((plan, self._clock(), left_out))
 
-    def over(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    def end_step(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Reports the finished step of ``plan`` to the guard; ``result`` is its ``ModelRunnerOutput``.
 
         Its time counts from its planning or, with async scheduling, from the end of the previous step if that is later.
@@ -97,14 +97,14 @@ class PlannedDrafts:
             self._ended(plan, said, seconds)
 
 
-def offer(vllm_config: VllmConfig, guard: LengthChooser | None, ended: Ended | None = None) -> None:
+def install(vllm_config: VllmConfig, guard: LengthChooser | None, ended: Ended | None = None) -> None:
     """Lets ``guard`` plan the drafts of an engine whose worker runs in this process, and ``ended`` hear of its steps.
 
     The scheduler is created after the worker, so they are kept until then; arguments as of ``PlannedDrafts``.
     """
     most = None if guard is None or guard.restricted else _lengths(vllm_config, guard)
     _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most, ended=ended)
-    patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
+    patches.install(f"{patches.SCHEDULER}.__init__", _starting)
 
 
 def _lengths(vllm_config: VllmConfig, guard: LengthChooser) -> Sequence[int] | None:
@@ -157,7 +157,7 @@ def _scheduled(vllm_config: VllmConfig, guard: LengthChooser) -> list[int]:
 
 def _restrict(guard: LengthChooser, captured: Sequence[int]) -> None:
     """Lets ``guard`` choose only lengths that have full graphs, and 0; says what that means."""
-    guard.restrict(captured)
+    guard.limit(captured)
     lengths = ", ".join(map(str, sorted({0, *captured})))
     if 0 in captured:
         logger.info("spac: the guard chooses among %s drafts, which all have full CUDA graphs", lengths)
@@ -189,12 +189,12 @@ def attach(scheduler: Scheduler, drafts: PlannedDrafts) -> None:
     @functools.wraps(schedule)
     def scheduled(*args: Any, **kwargs: Any):
         plan = schedule(*args, **kwargs)
-        drafts.planned(plan)
+        drafts.begin_step(plan)
         return plan
 
     @functools.wraps(update)
     def updated(plan: SchedulerOutput, result: ModelRunnerOutput, *args: Any, **kwargs: Any):
-        drafts.over(plan, result)
+        drafts.end_step(plan, result)
         return update(plan, result, *args, **kwargs)
 
     if drafts.guard is not None:

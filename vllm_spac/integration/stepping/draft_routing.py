@@ -28,7 +28,7 @@ from vllm_spac.storage.checkpoint.headers import find_folder
 logger = logging.getLogger("vllm.spac")
 
 
-def hook(experts: Any, model: torch.nn.Module) -> None:
+def install_hooks(experts: Any, model: torch.nn.Module) -> None:
     """Hooks the layers of a draft ``model``, if a predictor of ``experts``, those of its target, looks at them."""
     looks = frozenset() if experts is None else experts.signals
     if Signal.DRAFT_ROUTING in looks:
@@ -62,7 +62,7 @@ class DraftChoices(ABC):
         finally:
             self._rows = None
 
-    def begins_at(self, rows: Tensor) -> None:
+    def begin(self, rows: Tensor) -> None:
         """The first forward drafts from ``rows``, int [requests], the last token of each request."""
         self._rows = rows
 
@@ -72,7 +72,7 @@ class DraftChoices(ABC):
         The expert with the greatest weight is first.
 
         Args:
-            drafted_from: int [requests], their rows; None: those of ``begins_at``, or else the first ones.
+            drafted_from: int [requests], their rows; None: those of ``begin``, or else the first ones.
         """
         found, self._rows = self._rows if drafted_from is None else drafted_from, None
         return self._taken(slice(requests) if found is None else found.long(), requests)
@@ -86,7 +86,7 @@ class DraftRouting(DraftChoices):
     """The experts that the routers of a draft model choose for the tokens that it drafts from.
 
     Args:
-        layers: MoE layers of the draft model, which call ``chose``.
+        layers: MoE layers of the draft model, which call ``observe_choice``.
         top_k: experts per token.
         device: of its routers.
     """
@@ -112,7 +112,7 @@ class DraftRouting(DraftChoices):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         found = cls(len(layers), shape.top_k, device)
         for number, layer in enumerate(layers):
-            routers.observe(layer, partial(found.chose, number))
+            routers.observe(layer, partial(found.observe_choice, number))
         return found
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ class DraftRouting(DraftChoices):
             )
         return torch.full((requests, self._layers, self._top_k), -1, device=self._device)
 
-    def chose(self, layer: int, weights: Tensor, ids: Tensor) -> None:
+    def observe_choice(self, layer: int, weights: Tensor, ids: Tensor) -> None:
         """The router of a layer chose ``weights`` and ``ids`` [rows, k] in the forward that runs."""
         if self._reads:
             order = weights.argsort(stable=True, dim=1, descending=True)
@@ -201,7 +201,7 @@ class DraftGates(DraftChoices):
 
 def _choose(mlp: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
     hidden = args[0] if args else next(iter(kwargs.values()))
-    custom_ops.choose(hidden, mlp.spac_gate, mlp.spac_bias, mlp.spac_chosen)
+    custom_ops.write_choice(hidden, mlp.spac_gate, mlp.spac_bias, mlp.spac_chosen)
 
 
 def _check(layers: list[Any], shape: MoEShape) -> None:

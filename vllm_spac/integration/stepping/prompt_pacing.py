@@ -42,14 +42,14 @@ def request(vllm_config: VllmConfig, config: SpacConfig, usage: UsageContext | N
 
     if config.parsed_slots.share == 1 or usage in (None, UsageContext.LLM_CLASS) or patches.is_off(patches.THROTTLE):
         return
-    patches.wrap(patches.THROTTLE, _throttling)  # an engine core that is forked from here loads no plugin again
+    patches.install(patches.THROTTLE, _throttling)  # an engine core that is forked from here loads no plugin again
     setattr(vllm_config.scheduler_config, _PACED, True)
 
 
 def install() -> None:
     """Lets engine cores of this process ask; inert where vLLM has not imported them, and without ``request``."""
     if patches.THROTTLE.partition(":")[0] in sys.modules:
-        patches.wrap(patches.THROTTLE, _throttling)
+        patches.install(patches.THROTTLE, _throttling)
 
 
 def _throttling(throttles: Callable[[EngineCore], bool]):
@@ -109,7 +109,7 @@ class PromptPacer:
         out = decoding and prompts and self._pacing.waits
         if out:  # else vLLM would leave none out while another prompt waits
             self._scheduler.prefill_capacity_bound = False
-        self._pacing.planned(decoding and prompts and not out)
+        self._pacing.begin_step(decoding and prompts and not out)
         self._began.append(self._clock())
         return out
 
@@ -118,4 +118,4 @@ class PromptPacer:
         seconds, self._over = now - max(began, self._over), now
         drafts = plan.scheduled_spec_decode_tokens
         decoding = [rows == 1 + len(drafts.get(request, ())) for request, rows in plan.num_scheduled_tokens.items()]
-        self._pacing.ended(not all(decoding), any(decoding), seconds)
+        self._pacing.end_step(not all(decoding), any(decoding), seconds)

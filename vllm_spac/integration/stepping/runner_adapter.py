@@ -39,5 +39,5 @@ class RunnerAdapter(ABC):
         """
 
     @abstractmethod
-    def follow_drafts(self, runner: Any, experts: Any) -> None:
+    def install_draft_hooks(self, runner: Any, experts: Any) -> None:
         """Sets what cuts, weighs and leaves out drafts on objects of ``runner``; arguments as of ``plant``."""

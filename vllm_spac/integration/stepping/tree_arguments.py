@@ -86,7 +86,7 @@ def _on_a_gpu(engine_args: EngineArgs) -> None:
         logger.info("spac: trees set --attention-backend TRITON_ATTN, whose kernels take a tree's rows")
 
 
-def bound(config: SpacConfig, vllm_config: VllmConfig) -> None:
+def limit_requests(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Lowers how many requests run at once, which the user did not choose, to those whose trees fit."""
     if config.draft_tree is None:
         return

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.spac")
 
 def install(adapter: RunnerAdapter) -> None:
     """Wraps ``initialize_kv_cache`` of the model runner that an engine uses; a second call does nothing."""
-    patches.wrap(f"{adapter.runner}.initialize_kv_cache", partial(_initializing, adapter))
+    patches.install(f"{adapter.runner}.initialize_kv_cache", partial(_initializing, adapter))
 
 
 def trees_of(runner: Any) -> Any:
@@ -40,7 +40,7 @@ def _initializing(adapter: RunnerAdapter, initialize: Callable):
         with last_words.reporting():
             if experts.config.draft_tree is not None:
                 _plant(adapter, self, experts, kv_cache_config)
-            adapter.follow_drafts(self, experts)
+            adapter.install_draft_hooks(self, experts)
         return result
 
     return initialized

@@ -50,7 +50,7 @@ class Speculation(Protocol):
 
 
 class BudgetControl(Rerouting):
-    """The budget of one model; ``change`` may be called between any two steps.
+    """The budget of one model; ``update`` may be called between any two steps.
 
     Layers launched by the host go through ``apply``, which selects the rows that vote. A CUDA graph holds the launches
     of ``capture`` instead, over all rows, with a mask of the voting ones in a buffer that is written between steps. So
@@ -128,7 +128,7 @@ class BudgetControl(Rerouting):
         apart = self.active and settings.window is not None and settings.speculate == "off"
         return f"window={settings.window} ranks rows apart" if apart else ""
 
-    def change(self, settings: BudgetSettings) -> None:
+    def update(self, settings: BudgetSettings) -> None:
         """Applies ``settings`` from the next step on; if it raises, nothing is changed.
 
         Raises:
@@ -142,9 +142,9 @@ class BudgetControl(Rerouting):
         ranking = components.find("rankings", settings.ranking)() if ranks else None
         _check(settings, self.layers, self._speculation, self._unweighted, self._weighed_on_device)
         speculation = None if settings.speculate == "off" else self._speculation
-        self._launches.use(settings, ranking, None if speculation is None else speculation.launches)
+        self._launches.update(settings, ranking, None if speculation is None else speculation.launches)
         if self._on_host is not None:
-            self._on_host.use(settings, ranking)
+            self._on_host.apply(settings, ranking)
         self.settings, self._parts = settings, (None, [])
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ class BudgetControl(Rerouting):
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def hold_in_graphs(self, rows: int) -> None:
+    def prepare_graphs(self, rows: int) -> None:
         """Prepares this budget for capture in CUDA graphs of up to ``rows`` rows, also if it is switched on later."""
-        self._launches.hold(rows)
-        self.change(self.settings)
+        self._launches.reserve(rows)
+        self.update(self.settings)
 
     def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor | None = None) -> None:
         """Launches in a dummy forward what will be captured; see ``BudgetLaunches.compile``."""
@@ -246,7 +246,7 @@ def _check(
     unweighted: str | None,
     weighed_on_device: bool,
 ) -> None:
-    """Refuses what cannot work in this engine; arguments as of ``BudgetControl``, raises as its ``change``."""
+    """Refuses what cannot work in this engine; arguments as of ``BudgetControl``, raises as its ``update``."""
     no_votes = "spac: votes=path (--spac-budget) cannot work here: "
     if settings.votes == "path" and unweighted is not None:
         raise UnsupportedError(f"{no_votes}{unweighted}, or use uniform votes")

@@ -33,7 +33,7 @@ class HostCut:
         self._settings = BudgetSettings()
         self._ranking: Ranking | None = None
 
-    def use(self, settings: BudgetSettings, ranking: Ranking | None) -> None:
+    def apply(self, settings: BudgetSettings, ranking: Ranking | None) -> None:
         """Cuts by ``settings`` from now on."""
         self._settings, self._ranking = settings, ranking
 

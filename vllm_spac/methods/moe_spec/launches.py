@@ -76,7 +76,7 @@ class BudgetLaunches:
         """Whether rows of this step are cut or weighed on the device, so that its layers read ``ReplayBuffers``."""
         return self._masked is not None
 
-    def use(self, settings: BudgetSettings, ranking: Ranking | None, speculated: SpeculationLaunches | None) -> None:
+    def update(self, settings: BudgetSettings, ranking: Ranking | None, speculated: SpeculationLaunches | None) -> None:
         """Launches under ``settings`` from now on; captured graphs go on reading the tensors of their ranking."""
         if self.kind is None:
             self._ranking = ranking
@@ -85,7 +85,7 @@ class BudgetLaunches:
         self._mass.fill_(1.0 if settings.mass is None else settings.mass)
         for buffers in (self._graphs, self._own):
             if buffers is not None:
-                buffers.bound(self._bounds())
+                buffers.write_budgets(self._bounds())
 
     def _bounds(self) -> list[int]:
         return [self._settings.budget or layer.experts for layer in self._layers]
@@ -105,15 +105,15 @@ class BudgetLaunches:
             return
         buffers.begin_step(step, settings.kinds)
         if reached is not None and settings.alpha is not None:
-            buffers.weigh(reached, settings.alpha)
+            buffers.apply_reached(reached, settings.alpha)
         if cut is not None:
-            buffers.silence(cut[:, 0])
+            buffers.reset_votes(cut[:, 0])
 
     def _without_graphs(self, rows: int) -> ReplayBuffers:
         """Returns the buffers of steps of up to ``rows`` rows."""
         if self._own is None:
             self._own = ReplayBuffers(rows, len(self._layers), self._device)
-            self._own.bound(self._bounds())
+            self._own.write_budgets(self._bounds())
         return self._own
 
     def end_step(self) -> None:
@@ -140,7 +140,7 @@ class BudgetLaunches:
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def hold(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
         """Allocates what CUDA graphs of up to ``rows`` rows read."""
         self._graphs = ReplayBuffers(rows, len(self._layers), self._device)
         self._counters.on(self._device)

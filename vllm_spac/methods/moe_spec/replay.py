@@ -182,7 +182,7 @@ class ReplayBuffers:
         self.bounds = _lasting(layers, torch.int64, device)  # experts that each layer may use
         self._silent = True
 
-    def bound(self, experts: Sequence[int]) -> None:
+    def write_budgets(self, experts: Sequence[int]) -> None:
         """Writes the budget of each layer, in experts; one copy."""
         self.bounds.copy_(torch.tensor(experts))
 
@@ -199,13 +199,13 @@ class ReplayBuffers:
         self.votes.copy_(votes, non_blocking=True)
         self._silent = False
 
-    def weigh(self, reached: Tensor, alpha: float) -> None:
+    def apply_reached(self, reached: Tensor, alpha: float) -> None:
         """Multiplies the votes by those that follow from ``reached``, float64 [rows] on the device, by ``vote``."""
         count = min(len(reached), len(self.votes))
         steps = (reached[:count].pow(alpha) * STEPS).round_().clamp_(1, STEPS)
         self.votes[:count].mul_(steps.div_(STEPS))
 
-    def silence(self, rows: Tensor) -> None:
+    def reset_votes(self, rows: Tensor) -> None:
         """Takes these rows of the step their votes, bool [rows] on the device: one launch."""
         count = min(len(rows), len(self.votes))
         self.votes[:count].masked_fill_(rows[:count], 0)

@@ -47,7 +47,7 @@ def check_mass_of(mass_of: str) -> None:
         raise ConfigError(f"spac: mass_of={mass_of!r} (--spac-budget): use {' or '.join(MASSES)}")
 
 
-def validate(budget: int, experts: int, top_k: int, coverage: str, knob: BudgetKnob | None = None) -> None:
+def check_budget(budget: int, experts: int, top_k: int, coverage: str, knob: BudgetKnob | None = None) -> None:
     """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them; ``knob`` is its."""
     knob = knob or BudgetKnob(str(budget))
     least = top_k if coverage == "substitution" else 1
@@ -248,7 +248,7 @@ def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
             "use coverage=truncation (--spac-budget)"
         )
     if settings.budget is not None:
-        validate(settings.budget, layer.experts, layer.top_k, settings.coverage)
+        check_budget(settings.budget, layer.experts, layer.top_k, settings.coverage)
 
 
 STEPS = 1 << 12  # votes are multiples of 1 / STEPS

@@ -97,7 +97,7 @@ class Connections:
         service = self.services[worker]
         link = self._link(self.places.again(worker))
         try:
-            link.join(_JOIN)
+            link.open(_JOIN)
             held = link.serve(service, _STORE)
             if len(held) < len(service.keys):
                 raise StoreError(
@@ -109,7 +109,7 @@ class Connections:
             link.drop()
             raise
 
-    def leave(self) -> None:
+    def end_sessions(self) -> None:
         """Ends the sessions, and the workers that were started for this engine."""
         self.ended.set()
         for link in self.links.values():
@@ -130,7 +130,7 @@ class Connections:
         while True:
             link = self._link(address)
             try:
-                link.join(_JOIN)
+                link.open(_JOIN)
                 return link
             except BaseException as error:
                 link.drop()
@@ -162,7 +162,7 @@ class OwnCopy:
         self._store: ExpertStore | None = None
         self._pool: ExpertPool | None = None  # once it was needed
 
-    def complete(self, experts: ExpertStore) -> None:
+    def open(self, experts: ExpertStore) -> None:
         """Opens the store, and packs what it lacks, for which there must be room; nothing, where workers pack here."""
         self._store = store = self._open_store() if self._store is None else self._store
         missing = [key for key in range(store.shape.total) if not store.holds(key)]
@@ -219,7 +219,7 @@ class WorkerClient:
         for each in tested:
             self._admit(each)
 
-    def hint(self, step: int, layer: int, experts: np.ndarray) -> None:
+    def send_hint(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Names experts that a layer will probably need to the workers that will be asked for it; there is no answer.
 
         Args:
@@ -265,16 +265,16 @@ class WorkerClient:
         while not call.done:
             for worker, message in call.outgoing(time.monotonic()):
                 if not self.connections.links[worker].send(message):
-                    call.gone(worker, "it takes no messages")
+                    call.remove(worker, "it takes no messages")
             if meanwhile is not None:
                 meanwhile()
                 meanwhile = None
             for part in call.stranded():
                 of_x, of_weights, of_ids = call.rows(part)
-                call.computed(part, self.copy.run(forward, layer, of_x, of_weights, of_ids))
+                call.add_part(part, self.copy.run(forward, layer, of_x, of_weights, of_ids))
             if not call.done:
                 self._wait(call)
-                call.expire(time.monotonic())
+                call.cancel_late(time.monotonic())
                 self._drop_lost()
         return call.out
 
@@ -330,14 +330,14 @@ class WorkerClient:
 
     def close(self) -> None:
         """Leaves the workers, ends those that were started for this engine, and releases everything."""
-        self.connections.leave()
+        self.connections.end_sessions()
         self._recovery.close()  # now: what it may wait for is over
         self.copy.close()
         self.connections.close()
 
     def _ask(self, worker: int, link: WorkerLink) -> None:
         if (epoch := self.roster.epoch(worker)) is not None:
-            self._counts.ask(worker, link, epoch, self.roster.sequence())
+            self._counts.request(worker, link, epoch, self.roster.sequence())
 
     def _receive(self, worker: int, parts: Sequence[Any], call: LayerCall | None = None) -> None:
         """Takes a message of a worker: what it counts, or else an answer of ``call``."""
@@ -358,7 +358,7 @@ class WorkerClient:
         if self._divider is not None:
             assert tested.ready.speed is not None
             self._divider.admit(worker, tested.ready.speed)
-            self._divider.sees(worker, tested.resident)
+            self._divider.observe_resident(worker, tested.resident)
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         self.roster.admit(worker, link.epoch)
@@ -373,8 +373,8 @@ class WorkerClient:
                 self._poller.unregister(link.monitor)
                 link.drop()
                 del self.connections.links[worker]
-                self._counts.lost(worker)
-                self._recovery.lost(worker)
+                self._counts.remove(worker)
+                self._recovery.request(worker)
 
     def _wait(self, call: LayerCall) -> None:
         """Takes what arrives until the next deadline."""
@@ -385,7 +385,7 @@ class WorkerClient:
             if link.socket in ready:
                 self._receive(worker, link.receive(), call)
             if link.monitor in ready and (why := link.broken()):
-                call.gone(worker, why)
+                call.remove(worker, why)
 
 
 def _numbers(layers: Sequence[int]) -> str:

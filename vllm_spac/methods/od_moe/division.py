@@ -77,11 +77,11 @@ class ExpertDivider:
         return len(self._layers[worker]) * self._experts
 
     def admit(self, worker: int, speed: Speed) -> None:
-        """``worker`` is asked from now on; what ``sees`` says next is all that is known of its slots."""
+        """``worker`` is asked from now on; what ``observe_resident`` says next is all that is known of its slots."""
         self._speed[worker] = speed
         self._resident[worker] = self._hinted[worker] = False
 
-    def sees(self, worker: int, resident: np.ndarray) -> None:
+    def observe_resident(self, worker: int, resident: np.ndarray) -> None:
         """An answer of ``worker`` says which experts have a slot there: bool [``served``]."""
         self._resident[worker, self._layers[worker]] = resident.reshape(-1, self._experts)
 

@@ -64,7 +64,7 @@ class WorkerCounts:
         self._pool: dict[int, str] = {}  # of each worker that is in
         self._asked: dict[int, _Question] = {}  # of a worker that is to say what it counts
 
-    def ask(self, worker: int, link: WorkerLink, epoch: int, sequence: int) -> None:
+    def request(self, worker: int, link: WorkerLink, epoch: int, sequence: int) -> None:
         """Asks ``worker`` what it counts, unless it is to say so already."""
         now = time.monotonic()
         if (question := self._asked.get(worker)) is not None and now - question.at < _ASK_AGAIN:
@@ -88,7 +88,7 @@ class WorkerCounts:
         self._last.setdefault(worker, {})[pool] = counts
         self._pool[worker] = pool
 
-    def lost(self, worker: int) -> None:
+    def remove(self, worker: int) -> None:
         """``worker`` is out: its memory counts no more."""
         self._pool.pop(worker, None)
         self._asked.pop(worker, None)

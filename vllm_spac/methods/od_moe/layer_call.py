@@ -141,29 +141,29 @@ class LayerCall:
         if frame.header.kind == FrameKind.FAILED:
             why = frame.why()
             self._lose(request, frame.header.sequence)
-            self.roster.failed(worker, why)
+            self.roster.observe_failure(worker, why)
             return False
         return self._take(frame, request, now)
 
-    def gone(self, worker: int, why: str) -> None:
+    def remove(self, worker: int, why: str) -> None:
         """The connection to ``worker`` is over: it is asked no more, and its parts are lost."""
         self.roster.remove(worker, why)
         self._lose_all(worker)
 
-    def expire(self, now: float) -> None:
+    def cancel_late(self, now: float) -> None:
         """Gives up requests whose deadline is over."""
         for worker in {request.worker for request in self._open.values()}:
             if now >= self._deadline(worker):
                 why = f"no answer for {now - self._active[worker]:.2f} s"
                 self._lose_all(worker)
-                self.roster.failed(worker, why)
+                self.roster.observe_failure(worker, why)
 
     def deadline(self) -> float | None:
-        """When ``expire`` has something to do next; None while nothing is open."""
+        """When ``cancel_late`` has something to do next; None while nothing is open."""
         return min((self._deadline(worker) for worker in {r.worker for r in self._open.values()}), default=None)
 
     def stranded(self) -> list[int]:
-        """The parts that no worker is left to compute, for ``computed``."""
+        """The parts that no worker is left to compute, for ``add_part``."""
         left = [(n, part) for n, part in enumerate(self._parts) if not part.done and part.request is None]
         return [number for number, part in left if not self._may(part)]
 
@@ -172,7 +172,7 @@ class LayerCall:
         part = self._parts[number]
         return part.x, part.weights, part.ids
 
-    def computed(self, number: int, out: Tensor) -> None:
+    def add_part(self, number: int, out: Tensor) -> None:
         """This process computed a stranded part: ``out`` [rows, hidden]."""
         part = self._parts[number]
         assert not part.done and part.request is None
@@ -208,14 +208,14 @@ class LayerCall:
         spoiled = ~rows.isfinite().all(dim=1)
         if bool(spoiled.any()) and bool((spoiled & part.finite).any()):
             self._lose(request, frame.header.sequence)
-            self.roster.failed(worker, "its answer had NaN or infinities for a row that had none")
+            self.roster.observe_failure(worker, "its answer had NaN or infinities for a row that had none")
             return False
         del self._open[frame.header.sequence]
         part.request, part.out = None, rows
         if self._divider is not None:
-            self._divider.sees(worker, frame.resident())
+            self._divider.observe_resident(worker, frame.resident())
         self._active[worker] = now
-        self.roster.answered(worker, part.count, now - request.sent, frame.nbytes)
+        self.roster.observe_answer(worker, part.count, now - request.sent, frame.nbytes)
         return True
 
     def _lose(self, request: _Request, sequence: int) -> None:

@@ -161,7 +161,7 @@ class StartedWorker:
         """Waits until the worker serves; returns its address. ``SpacError`` if it ended, or says nothing in time."""
         assert self.process.stdout is not None
         end, line = time.monotonic() + _START, b""
-        with contextlib.suppress(OSError, ValueError):  # ``kill`` closed the pipe meanwhile, in another thread
+        with contextlib.suppress(OSError, ValueError):  # ``stop`` closed the pipe meanwhile, in another thread
             while not line.endswith(b"\n") and (left := end - time.monotonic()) > 0:
                 if select.select([self.process.stdout], [], [], left)[0]:
                     part = os.read(self.process.stdout.fileno(), 4096)
@@ -172,7 +172,7 @@ class StartedWorker:
             return str(json.loads(line)["address"])
         except (ValueError, KeyError, TypeError):
             ended = self.process.poll()
-            self.kill()
+            self.stop()
             why = "it said nothing in time" if ended is None else f"code {ended}"
             raise SpacError(f"spac: an expert worker did not start ({why}); its messages are above") from None
 
@@ -183,7 +183,7 @@ class StartedWorker:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def kill(self) -> None:
+    def stop(self) -> None:
         """Ends the process, after two seconds by force; does nothing if it has ended."""
         self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,11 +224,11 @@ class Processes(Places):
                 return self._addresses[worker]
             logger.warning("spac: worker-%d does not answer and is started again", worker)
             started.process.kill()
-        started.kill()
+        started.stop()
         self._attempts[worker] = 0
         self._started[worker] = started = StartedWorker(self.secret, self._arguments)
         if self._closed:  # meanwhile, in another thread, which may have missed it
-            started.kill()
+            started.stop()
         self._addresses[worker] = started.address()
         return self._addresses[worker]
 
@@ -240,4 +240,4 @@ class Processes(Places):
         for started in list(self._started):
             started.release()
         for started in list(self._started):
-            started.kill()
+            started.stop()

@@ -97,15 +97,15 @@ class _Hinted(Predictor):
 class _SomeSlots(SlotExecution):
     """Slots of some of a model's layers: others, which run elsewhere, come between two of them."""
 
-    def expect(self, layer: int, experts: np.ndarray) -> None:
+    def prefetch(self, layer: int, experts: np.ndarray) -> None:
         """Reads ahead ``experts`` (int, distinct, likeliest first) for the next run of ``layer``; between layers."""
         if not self.holds_all:
-            self._loader.prefetcher.expect(layer, experts)
+            self._loader.prefetcher.prefetch(layer, experts)
 
-    def leave(self) -> None:
+    def end_layer(self) -> None:
         """The layer that ran last has its output."""
         if not self.holds_all:
-            self._loader.leave()
+            self._loader.end_layer()
 
 
 class ExpertPool:
@@ -201,7 +201,7 @@ class ExpertPool:
         start = time.perf_counter()
         self._begin(forward, len(x))
         out = self._execution.forward(number, x, weights, ids, self._kernels[number], Rows(len(x), as_routed=True))
-        self._execution.leave()
+        self._execution.end_layer()
         self._ran = forward.number, layer
         self._calls, self._rows = self._calls + 1, self._rows + len(x)
         self._seconds += time.perf_counter() - start
@@ -225,7 +225,7 @@ class ExpertPool:
             return False
         self._hinted[layer] = sequence
         self._hints += 1
-        self._execution.expect(number, experts)
+        self._execution.prefetch(number, experts)
         return True
 
     def counts(self) -> dict[str, Any]:

@@ -109,14 +109,14 @@ class Roster:
         if self._epochs.pop(worker, None) is not None:
             self.why_out[worker] = why
 
-    def failed(self, worker: int, why: str) -> None:
+    def observe_failure(self, worker: int, why: str) -> None:
         """A request to ``worker`` came to nothing; two in a row remove it."""
         if worker in self._epochs:
             self._failures[worker] += 1
             if self._failures[worker] >= _MOST_FAILURES:
                 self.remove(worker, why)
 
-    def answered(self, worker: int, rows: int, seconds: float, nbytes: int) -> None:
+    def observe_answer(self, worker: int, rows: int, seconds: float, nbytes: int) -> None:
         """An answer of ``worker`` counted: ``nbytes`` for so many rows, so long after the request."""
         self._failures[worker] = 0
         self._patiences[worker].observe(rows, seconds)
@@ -173,7 +173,7 @@ class Recovery:
         self._back: queue.SimpleQueue[ReadyWorker] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def lost(self, worker: int) -> None:
+    def request(self, worker: int) -> None:
         """``worker`` is to be brought back."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=self._run, args=(worker,), name="spac-recovery", daemon=True))

@@ -73,7 +73,7 @@ class HostedLayers:
             raise SpacError(f"spac: a worker is asked for {frame.header.kind.name}")
         return handler(self, frame)
 
-    def hint(self, frame: Frame) -> None:
+    def prefetch(self, frame: Frame) -> None:
         """Reads ahead what the engine expects to need. It does not wait: a hint that cannot be used is dropped."""
         header = frame.header
         if self.pool is None or not self.service.hints or header.fingerprint != self.service.digest:
@@ -189,14 +189,14 @@ class Worker:
         """Answers until ``ended`` returns true, which is asked a few times per second."""
         while not ended():
             if self._socket.poll(int(1000 * _POLL)):
-                self.answer([self._socket.recv(), *worker_link.receive(self._socket)])
+                self.serve_message([self._socket.recv(), *worker_link.receive(self._socket)])
 
     def close(self) -> None:
         """Ends the session and closes the socket."""
         self._end_session()
         self._listener.close()
 
-    def answer(self, message: list[bytes]) -> None:
+    def serve_message(self, message: list[bytes]) -> None:
         """Answers one message [peer, header, payload]; a damaged one, or one of nobody known, has no answer."""
         peer, *parts = message
         session = self._session if self._session is not None and self._session.peer == peer else None
@@ -246,7 +246,7 @@ class Worker:
             if session.hosted is None:
                 logger.warning("spac: a hint from an engine that has not said what to serve; dropped")
             else:
-                session.hosted.hint(frame)
+                session.hosted.prefetch(frame)
         else:
             try:
                 answer = self._done(session, frame)

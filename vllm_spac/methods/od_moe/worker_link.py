@@ -208,11 +208,11 @@ class WorkerLink:
         self.socket = dealer(context, secret)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self.socket.connect(address)
-        self.epoch = 0  # of the session, once ``join`` has begun it
+        self.epoch = 0  # of the session, once ``open`` has begun it
         self.limits = Limits()
         self._sequence = 1 << 62  # requests of ``ask``; those of layers are numbered from 1
 
-    def join(self, seconds: float) -> None:
+    def open(self, seconds: float) -> None:
         """Begins a session.
 
         Raises:

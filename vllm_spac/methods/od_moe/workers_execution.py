@@ -90,7 +90,7 @@ class WorkerStore(ExpertStore):
 
     def fill(self) -> None:
         """Completes this machine's copy, and has the workers fill their slots; raises as ``Connections.fill``."""
-        self.client.copy.complete(self)
+        self.client.copy.open(self)
         self.client.fill()
 
     def describe(self) -> str:
@@ -185,8 +185,8 @@ class WorkerExecution(Execution):
     def begin_step(self, step: Step) -> None:
         self._steps += 1
         self._forward = Forward(self._steps, step.prompts)
-        self.counters.began(step.kind)
-        self._routed.clear()  # of a forward that failed
+        self.counters.count_step(step.kind)
+        self._routed.reset()  # of a forward that failed
         self._step = step if self._counting else None
         guessed = self._predictor is not None and not self._counting and step.requests and not step.prompts
         self._inputs = self._at_start(step.draft) if guessed else None
@@ -205,7 +205,7 @@ class WorkerExecution(Execution):
     def _count(self, step: Step) -> None:
         """Tells workers what the counts of ``step`` are worth in the next one, the greatest score first."""
         counts = self._routed.counts(step.generating, step.generating_weights) if self._routed else None
-        self._routed.clear()
+        self._routed.reset()
         if counts is None or self._predictor is None:
             return
         try:
@@ -216,7 +216,7 @@ class WorkerExecution(Execution):
             return
         for layer, own in enumerate(scores):
             if count := np.count_nonzero(own >= self._threshold):
-                self._client.hint(self._steps + 1, layer, np.argsort(-own, kind="stable")[:count])
+                self._client.send_hint(self._steps + 1, layer, np.argsort(-own, kind="stable")[:count])
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         real = slice(0, rows.real)
@@ -273,7 +273,7 @@ class WorkerExecution(Execution):
         for guess in guesses:
             for layer, experts in named(guess, self.shape.experts, self._names[0]):
                 if len(experts) and layer != inputs.layer and layer < self._names[1]:
-                    self._client.hint(step + (layer < inputs.layer), layer, experts)
+                    self._client.send_hint(step + (layer < inputs.layer), layer, experts)
 
     def _forget_predictor(self) -> None:
         """After an error of any predictor, also of another package: it moves experts ahead of need, and no more."""

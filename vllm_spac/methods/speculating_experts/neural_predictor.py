@@ -64,7 +64,7 @@ class Neural(Trained):
         inputs, logits = (inputs - mean) / deviation, samples.logits[target]
         net = _fresh(inputs, logits, seed=stage)
         parameters = list(net.values())
-        distil(parameters, lambda rows: _run(net, rows), inputs, logits, steps=_STEPS, rate=_RATE, seed=stage)
+        train_map(parameters, lambda rows: _run(net, rows), inputs, logits, steps=_STEPS, rate=_RATE, seed=stage)
         for part, shift in (("in", "in_bias"), ("skip", "bias")):  # the inputs of ``guesses`` are not normalised
             net[part] = net[part] / deviation[:, None]
             net[shift] = net[shift] - mean @ net[part]
@@ -145,7 +145,7 @@ def penalty(inputs: Tensor, strength: float) -> float:
     return max(strength * len(inputs) * float(inputs.var(0, unbiased=False).mean()), 1e-12)
 
 
-def distil(
+def train_map(
     parameters: Sequence[Tensor],
     logits: Callable[[Tensor], Tensor],
     inputs: Tensor,

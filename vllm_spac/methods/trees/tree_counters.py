@@ -15,12 +15,12 @@ class TreeCounters:
         self._accepted = torch.zeros(depth + 1, dtype=torch.long, device=device)
         self._kinds = torch.zeros(3, dtype=torch.long, device=device)  # trees, chains, nodes
 
-    def skip(self, requests: int) -> None:
-        """Adds drafts that are unknown, and that ``verified`` is not told of."""
+    def add_unknown(self, requests: int) -> None:
+        """Adds drafts that are unknown, and that ``add_step`` is not told of."""
         self.unknown += requests
         self._skipped += requests
 
-    def verified(self, parents: Tensor, rows: Tensor, accepted: Tensor) -> None:
+    def add_step(self, parents: Tensor, rows: Tensor, accepted: Tensor) -> None:
         """Adds one step.
 
         Args:

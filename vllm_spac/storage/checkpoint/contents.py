@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from vllm_spac.errors import StoreError
 from vllm_spac.system import files
-from vllm_spac.system.files import make_folder, write_text
+from vllm_spac.system.files import prepare_folder, write_text
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.machine import unbind
+from vllm_spac.system.machine import reset_affinity
 
 logger = logging.getLogger("vllm.spac")
 
@@ -173,7 +173,7 @@ def _write(records: Sequence[Path], content: _Record) -> Path | None:
     """Replaces the first record that can be written; returns its path, or None."""
     for record in records:
         with contextlib.suppress(OSError):
-            make_folder(record.parent)
+            prepare_folder(record.parent)
             write_text(record, content.model_dump_json(indent=1))
             return record
     return None
@@ -184,7 +184,7 @@ def _read_all(files: Sequence[Path], stamps: Mapping[Path, Stamp]) -> dict[Path,
     bar = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "file": sys.stderr, "disable": total < _BAR}
     with (
         tqdm(total=total, desc="Reading the checkpoint", **bar) as shown,
-        ThreadPoolExecutor(_THREADS, initializer=unbind) as threads,
+        ThreadPoolExecutor(_THREADS, initializer=reset_affinity) as threads,
     ):
 
         def step(count: int) -> None:

@@ -81,7 +81,7 @@ def inspect(folder: Path) -> Packed:
     return Packed(folder, tuple(layers), tuple(experts), tuple(leftovers), size, newest, _model(folder))
 
 
-def note_model(folder: Path, model: str) -> None:
+def write_model(folder: Path, model: str) -> None:
     """Writes whose experts are in ``folder``, unless that is there already; a read-only folder stays unnamed."""
     with contextlib.suppress(OSError):  # ``vllm-spac packed`` then shows that the name is unknown
         descriptor = os.open(folder / MODEL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -40,11 +40,11 @@ class EvaluatedModel:
     @contextmanager
     def under(self, budget: dict) -> Iterator[None]:
         """Context in which this budget is in force, as ``BudgetSettings.parse`` takes it; raises what refuses it."""
-        self._runtime.rerouter.change_budget(BudgetSettings.parse(budget))
+        self._runtime.rerouter.update_budget(BudgetSettings.parse(budget))
         try:
             yield
         finally:
-            self._runtime.rerouter.change_budget(BudgetSettings())
+            self._runtime.rerouter.update_budget(BudgetSettings())
 
     def collect(self, texts: Sequence[Sequence[int]], fitted: int, step: Callable[[int], object]) -> Collected:
         """Runs the model on texts and returns what its routers read and chose.

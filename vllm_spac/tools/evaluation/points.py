@@ -76,10 +76,10 @@ def points(
     Raises:
         ConfigError: a bound is out of range, or nothing is left.
     """
-    from vllm_spac.methods.moe_spec.settings import check_mass, validate  # the command line starts without torch
+    from vllm_spac.methods.moe_spec.settings import check_budget, check_mass  # the command line starts without torch
 
     for budget in budgets:
-        validate(budget, facts["experts"], facts["top_k"], "truncation")
+        check_budget(budget, facts["experts"], facts["top_k"], "truncation")
     for mass in masses:
         check_mass(mass)
     kept, skipped = [], []

@@ -28,7 +28,7 @@ from vllm_spac.execution.base import ExecutionContext, Rows
 from vllm_spac.execution.host.slots_execution import SlotExecution
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.host import HostStore
-from vllm_spac.system.machine import unbind
+from vllm_spac.system.machine import reset_affinity
 
 LAYERS, EXPERTS, TOP_K = 16, 64, 8  # of the layers that are measured: OLMoE's
 MEASUREMENTS = 4
@@ -62,7 +62,7 @@ def measure_host_work(
     with closing(LayerTimer(some, device, io_threads)) as timer:
         announce("host: layers that load")
         points[_LOADING] = timer.seconds((0, *_MISSED), seconds)
-        timer.divide()
+        timer.start_dividing()
         announce("host: layers that are divided")
         points[_DIVIDING] = timer.seconds(_MISSED, seconds)
     announce("host: loads of no size")
@@ -89,7 +89,7 @@ class _NoExperts(CpuExperts):
     """CPU experts that take no time, on the cores that also read experts."""
 
     def prepare(self, experts: Mapping[str, Tensor]) -> None:
-        unbind()
+        reset_affinity()
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         return torch.empty_like(x)
@@ -113,10 +113,10 @@ class LayerTimer:
         self._weights = torch.full((1, TOP_K), 1 / TOP_K, device=device)
         self._rng = np.random.default_rng(0)
 
-    def divide(self) -> None:
+    def start_dividing(self) -> None:
         """From now on the CPU computes what layers miss."""
         balancer = Waterfill(admit=False, rates=_ON_CPU, layers=LAYERS, top_k=TOP_K)
-        self.execution.balance(balancer, ExecutorThread(_NoExperts(self.shape, 1, "silu"), [{}]))
+        self.execution.attach_balancer(balancer, ExecutorThread(_NoExperts(self.shape, 1, "silu"), [{}]))
 
     def seconds(self, missed: Sequence[int], seconds: float) -> Points:
         """Returns the median seconds of a layer by the experts that it misses; all are measured in turns."""

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.hooks import device, patches
-from vllm_spac.integration.hooks.device import require_supported_vllm
+from vllm_spac.integration.hooks.device import check_supported_vllm
 from vllm_spac.system.flaws import flaws
 from vllm_spac.tools.machine.facts import Device, Installation, Library
 
@@ -31,7 +31,7 @@ def installation() -> Installation:
             import vllm
             from vllm.plugins import load_general_plugins
 
-            require_supported_vllm(vllm.__version__)
+            check_supported_vllm(vllm.__version__)
             load_general_plugins()
         except UnsupportedError as error:
             return Installation(vllm.__version__, str(error), registered, False, plugins, flaws=wrong)

@@ -48,7 +48,7 @@ from vllm_spac.integration.hooks.device import request_amx
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.storage.host import HostStore
-from vllm_spac.system.files import LockFile, make_folder
+from vllm_spac.system.files import LockFile, prepare_folder
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import Machine
 from vllm_spac.system.timing import ROWS, median
@@ -229,7 +229,7 @@ _SCRATCH, _HELD = ".profile-", "lock"
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """Context with a new folder in ``folder``, which is removed at its end, or by the next one if it was killed."""
-    make_folder(folder)
+    prepare_folder(folder)
     for left in folder.glob(f"{_SCRATCH}*"):
         _remove_left(left)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as name, closing(LockFile(Path(name, _HELD))) as lock:

@@ -87,7 +87,7 @@ def write(config: Mapping, folder: Path, seed: int = 0) -> None:
     torch.manual_seed(seed)
     try:
         model = build(small, folder)
-        spread(model)
+        prepare(model)
         with _quiet():
             model.to(torch.bfloat16).save_pretrained(folder)
     except UnsupportedError:
@@ -120,7 +120,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def spread(model: torch.nn.Module) -> None:
+def prepare(model: torch.nn.Module) -> None:
     """Scales random weights so that greedy tokens vary from step to step.
 
     A model that always says the same token would be equal to anything.

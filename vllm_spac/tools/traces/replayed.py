@@ -124,7 +124,7 @@ class Replay(ABC, Generic[Work]):
         """Starts a step of ``layers`` layers; ``drafting`` seconds have passed since the last one."""
 
     @abstractmethod
-    def layer(self, layer: int, work: Work) -> None:
+    def run_layer(self, layer: int, work: Work) -> None:
         """Runs one layer of the step and adds its time and counts to ``outcome``."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Replay(ABC, Generic[Work]):
             outcome.bound_seconds += self.costs.other + drafting
             self.begin_step(step, drafting, len(records))
             for number in records:
-                self.layer(layers[number], work[number])
+                self.run_layer(layers[number], work[number])
             self.end_step()
             if trace.step_kind[step] != _PREFILL:
                 tokens = int(trace.step_tokens[step])

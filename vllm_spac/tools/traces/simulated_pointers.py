@@ -81,7 +81,7 @@ class PointersReplay(Replay[list[Part]]):
         residency = self.offering.residency
         placement = residency.prepare(keys)
         for key, _ in placement.loads:
-            residency.loaded(key)
+            residency.finish_load(key)
         residency.release(keys)
         self.experts.slot_of.copy_(torch.from_numpy(residency.slot_of))
         self.experts.owner.copy_(torch.from_numpy(residency.owner))
@@ -95,7 +95,7 @@ class PointersReplay(Replay[list[Part]]):
         self._decided.fill_(-1)
         self._sources.fill_(UNUSED)
 
-    def layer(self, layer: int, work: list[Part]) -> None:
+    def run_layer(self, layer: int, work: list[Part]) -> None:
         (part,), outcome = work, self.outcome
         first = layer * self.trace.facts.experts
         start = self.trace.record_start[self._number]

@@ -85,19 +85,19 @@ class SlotsReplay(Replay[np.ndarray]):
         for _ in self.layers.fill([list(keys)]):
             pass
 
-    def keep(self, keys: Sequence[int]) -> None:
+    def fill_host(self, keys: Sequence[int]) -> None:
         """Puts those of ``keys`` that have neither slot nor row into free rows of host memory."""
         assert self.tier is not None
-        self.link.keep(self.tier.first(keys, self.residency.slot_of))
+        self.link.fill_host(self.tier.first(keys, self.residency.slot_of))
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._step, self._records, self._between = step, layers, self.costs.other / max(1, layers)
-        self.link.spend(drafting if layers else drafting + self.costs.other)
+        self.link.run(drafting if layers else drafting + self.costs.other)
         if self._balancer is not None and not self.has_prompts(step):
             drafts = self.drafts(step)
-            self._balancer.verifies(float(drafts.mean()) if len(drafts) else 0.0)
+            self._balancer.observe_verify(float(drafts.mean()) if len(drafts) else 0.0)
             if drafting:
-                self._balancer.drafted(drafting / int(drafts.max()))
+                self._balancer.observe_draft(drafting / int(drafts.max()))
         self.layers.begin_step(None if self.has_prompts(step) else self._inputs())
 
     def end_step(self) -> None:
@@ -112,11 +112,11 @@ class SlotsReplay(Replay[np.ndarray]):
         outcome.prefetch_wasted, outcome.prefetch_harmful = counters.prefetch_wasted, counters.prefetch_harmful
         outcome.bytes = (outcome.loads + outcome.prefetches) * self.nbytes
 
-    def layer(self, layer: int, work: np.ndarray) -> None:
+    def run_layer(self, layer: int, work: np.ndarray) -> None:
         routed, counters, outcome = work.astype(np.int32), self.counters, self.outcome
         hits, loads, cpu = counters.hits, counters.misses - counters.prefetch_late, counters.cpu_experts
         near, began = counters.host_loads, counters.loads
-        self.link.spend(self._between)
+        self.link.run(self._between)
         if self.layers.observes_layers:
             self.layers.observe_layer(layer, None, torch.from_numpy(routed), self._weights())
         self._number += 1
@@ -128,7 +128,7 @@ class SlotsReplay(Replay[np.ndarray]):
             seconds, busy = self._run(layer, hot, wave)
             took, computed = took + seconds, computed + busy
         on_cpu = max(on_cpu, self.costs.sharing(self.nbytes, counters.loads - began, counters.cpu_experts - cpu))
-        self.link.spend(max(0.0, on_cpu - took) + deciding)
+        self.link.run(max(0.0, on_cpu - took) + deciding)
         self.layers.cpu.admit()
         took = max(took, on_cpu) + deciding
         outcome.seconds += took
@@ -178,5 +178,5 @@ class SlotsReplay(Replay[np.ndarray]):
         loading = self.link.take_waited()
         took = loading + computed + waiting
         took += self.costs.host_work.load if late else 0.0
-        self.link.spend(took - loading)
+        self.link.run(took - loading)
         return took, computed + waiting

@@ -92,7 +92,7 @@ def simulate(
     on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, tier)
     on_slots.fill(filling(trace, slots) if fill else [])
     if tier is not None and fill:
-        on_slots.keep(filling(trace, min(facts.total, slots + tier.rows)))
+        on_slots.fill_host(filling(trace, min(facts.total, slots + tier.rows)))
     return on_slots.run(rows_of_records(trace))
 
 

@@ -63,10 +63,10 @@ class VirtualAhead:
         for key in gone:
             del self._tickets[key]
             self._waiting.remove(key)
-            self._link.untouched(self._moves.pop(key))
+            self._link.cancel(self._moves.pop(key))
         return gone
 
-    def reap(self) -> dict[int, Moved | BaseException]:
+    def take_finished(self) -> dict[int, Moved | BaseException]:
         over = [key for key, flow in self._tickets.items() if flow is not None and flow.done]
         return {key: self._end(key) for key in over}
 
@@ -87,7 +87,7 @@ class VirtualAhead:
 
     def _end(self, key: int) -> Moved:
         del self._tickets[key]
-        return self._link.ended(self._moves.pop(key))
+        return self._link.finish(self._moves.pop(key))
 
 
 class VirtualLink:
@@ -121,16 +121,16 @@ class VirtualLink:
         """As ``Mover.plan``."""
         return HostMove(key, slot) if self._tier is None else self._tier.plan(key, slot)
 
-    def ended(self, move: HostMove) -> Moved:
+    def finish(self, move: HostMove) -> Moved:
         """Completes ``move``; returns what it moved."""
         if self._tier is not None:
-            self._tier.ended(move, read=True, saved=move.row is not None)
+            self._tier.finish(move, read=True, saved=move.row is not None)
         return Moved("link" if move.source is None else HOST, self.nbytes)
 
-    def untouched(self, move: HostMove) -> None:
-        """As ``Mover.untouched``."""
+    def cancel(self, move: HostMove) -> None:
+        """As ``Mover.cancel``."""
         if self._tier is not None:
-            self._tier.untouched(move)
+            self._tier.cancel(move)
 
     def read_ahead(self, move: HostMove) -> Flow:
         """Returns the flow of one read ahead."""
@@ -143,34 +143,34 @@ class VirtualLink:
         flows = [self.flow(len(moves) - near)] if near < len(moves) else []
         flows += [self.flow(near, self._costs.host)] if near else []
         self.wait(flows)
-        for moved in map(self.ended, moves):
+        for moved in map(self.finish, moves):
             if counters is not None:
                 counters.loads += 1
                 counters.host_loads += moved.path == HOST
-                counters.moved(moved.path, moved.nbytes)
+                counters.count_bytes(moved.path, moved.nbytes)
         if counters is not None:
             counters.stall_seconds += self._now - start
         return {}
 
-    def keep(self, keys: Sequence[int]) -> None:
-        """As ``Transfers.keep``; passes no time."""
+    def fill_host(self, keys: Sequence[int]) -> None:
+        """As ``Transfers.fill_host``; passes no time."""
         assert self._tier is not None
         for key in keys:
             self._tier.admit(key)
 
-    def enter(self, layer: range) -> None:
+    def begin_layer(self, layer: range) -> None:
         if self._tier is not None:
-            self._tier.policy.enter(layer)
+            self._tier.policy.begin_layer(layer)
 
     def observe(self, counts: np.ndarray) -> None:
         if self._tier is not None:
             self._tier.policy.observe(counts)
 
-    def prompted(self, rows: np.ndarray) -> None:
+    def observe_prompt(self, rows: np.ndarray) -> None:
         if self._tier is not None:
-            self._tier.policy.prompted(rows)
+            self._tier.policy.observe_prompt(rows)
 
-    def spend(self, seconds: float) -> None:
+    def run(self, seconds: float) -> None:
         """Passes ``seconds`` in which no layer waits: reads ahead continue and begin."""
         end, left = self._now + seconds, seconds
         while self.ahead.running and left > 0:

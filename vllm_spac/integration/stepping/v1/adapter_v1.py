@@ -31,5 +31,5 @@ class AdapterV1(RunnerAdapter):
         runtime = experts.runtime
         return TreeDecoding(runner, shape, scratch, lambda: runtime.drafts.chooser)
 
-    def follow_drafts(self, runner: Any, experts: Any) -> None:
+    def install_draft_hooks(self, runner: Any, experts: Any) -> None:
         """Does nothing: the host does, before it plans a step."""

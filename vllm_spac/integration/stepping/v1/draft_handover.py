@@ -25,14 +25,14 @@ _ENCLOSED = "spac_drafts"  # attribute of a ModelRunnerOutput, and of an executo
 
 def install_in_worker() -> None:
     """Lets a worker enclose the drafts; a second call does nothing."""
-    patches.wrap(f"{patches.WORKER}.sample_tokens", _enclosing)
+    patches.install(f"{patches.WORKER}.sample_tokens", _enclosing)
 
 
 def install_in_engine_core() -> None:
     """Lets an executor of workers in other processes look for enclosed drafts; inert where vLLM has not imported it."""
     if patches.EXECUTOR.partition(":")[0] in sys.modules:
-        patches.wrap(f"{patches.EXECUTOR}.sample_tokens", _opening)
-        patches.wrap(f"{patches.EXECUTOR}.take_draft_token_ids", _taking)
+        patches.install(f"{patches.EXECUTOR}.sample_tokens", _opening)
+        patches.install(f"{patches.EXECUTOR}.take_draft_token_ids", _taking)
 
 
 def _enclosing(sample_tokens: Callable):

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.spac")
 
 def install() -> None:
     """Hooks the loading of V1's draft model: of its routers, if a predictor looks at them, and of an MTP head; once."""
-    patches.wrap(f"{patches.PROPOSER}.load_model", _loading)
+    patches.install(f"{patches.PROPOSER}.load_model", _loading)
     self_drafting.install()
 
 
@@ -35,7 +35,7 @@ def _loading(load_model: Callable):
             return
         with model_host.drafting_for(experts):
             load_model(self, target_model, *args, **kwargs)
-        draft_routing.hook(experts, self.model)
+        draft_routing.install_hooks(experts, self.model)
 
     return loaded
 
@@ -47,9 +47,9 @@ def _share(experts: Any, drafter: SpecDecodeBaseProposer, target_model: torch.nn
         [execution] = experts.runtime.executions
         shape = execution.shape
         experts.draft_routing = routing = DraftRouting(len(shape.layers), shape.top_k, experts.device)
-        chose = routing.chose
+        chose = routing.observe_choice
     layers = [self_drafting.in_slots(layer) for layer in experts.layers]
-    self_drafting.take(drafter, target_model, self_drafting.SelfDrafting(experts.runtime, layers, chose))
+    self_drafting.attach(drafter, target_model, self_drafting.SelfDrafting(experts.runtime, layers, chose))
     logger.info("spac: the model drafts for itself, with the experts in slots; no draft model is loaded")
 
 
@@ -60,7 +60,7 @@ def reading(choices: DraftChoices, drafter: SpecDecodeBaseProposer) -> Iterator[
 
     def prepared(*args: Any, **kwargs: Any) -> tuple:
         found = prepare(*args, **kwargs)
-        choices.begins_at(found[1])  # among all rows that the forward reads
+        choices.begin(found[1])  # among all rows that the forward reads
         return found
 
     drafter.set_inputs_first_pass = prepared

@@ -19,7 +19,7 @@ from vllm_spac.decisions.guard.chooser import Chooser, Drafted
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.hooks.draft_reading import DraftReading
 from vllm_spac.integration.hooks.drafts import shows_logits
-from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
+from vllm_spac.integration.hooks.runner_hooks import install_step_hooks, managed_experts, request_rows
 from vllm_spac.integration.stepping.tree_install import trees_of
 from vllm_spac.integration.stepping.v1 import draft_loading_v1, self_drafting
 from vllm_spac.recording.timeline_recorder import Kind, now
@@ -83,15 +83,15 @@ def observed(drafter: SpecDecodeBaseProposer, observers: Sequence[Callable[[Tens
 
 def install() -> None:
     """Wraps the methods of V1's runner; a second call does nothing."""
-    hook_steps(
+    install_step_hooks(
         patches.RUNNER_V1,
         "_prepare_inputs",
         lambda runner, scheduled, prepared: _step(runner, scheduled),
         sampled_plainly,
         _paths,
     )
-    patches.wrap(f"{patches.RUNNER_V1}._calc_spec_decode_metadata", unless_plain)
-    patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
+    patches.install(f"{patches.RUNNER_V1}._calc_spec_decode_metadata", unless_plain)
+    patches.install(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
 
 
 class _Enough(Exception):  # noqa: N818 - control flow through vLLM's loop over forwards, no error
@@ -111,13 +111,13 @@ def _proposing(propose: Callable):
         experts, trees = managed_experts(self), trees_of(self)
         if trees is not None:
             sampled, _, hidden, _, auxiliary = args[:5]
-            trees.restore(sampled, [hidden, *(auxiliary or ())])
+            trees.apply_accepted(sampled, [hidden, *(auxiliary or ())])
         if experts is None:
             return propose(self, scheduler_output, *args, **kwargs)
         runtime, chooser, requests = experts.runtime, experts.runtime.drafts.chooser, self.input_batch.req_ids
         if chooser is not None:
             for request, tokens in zip(requests, _emitted(args[0]), strict=True):
-                chooser.answered(request, tokens)
+                chooser.observe_tokens(request, tokens)
         length, start = runtime.drafts.length(), now()
         if length == 0 and not runtime.drafts.in_prompt:
             return [[] for _ in requests]
@@ -130,7 +130,7 @@ def _proposing(propose: Callable):
         most, seconds = max(map(len, drafts), default=0), (now() - start) / 1e9
         if chooser is not None and trees is None:
             drafts = _kept(chooser, requests, drafts, chances)
-        runtime.drafted(most, seconds, None if trees is None else trees.drafting.forwards)
+        runtime.end_drafts(most, seconds, None if trees is None else trees.drafting.forwards)
         if runtime.recorder.timeline is not None:
             runtime.recorder.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts
@@ -184,7 +184,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
         drafts = stopped.drafts
     chances = None if logits is None else logits.of(drafts)
     if chances is not None and experts.runtime.budget.weighs:
-        experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), chances.tolist())
+        experts.drafted.save(self.input_batch.req_ids, drafts.tolist(), chances.tolist())
     return drafts, chances
 
 
@@ -272,9 +272,9 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
     batch, start, requests = runner.input_batch, 0, []
     experts = managed_experts(runner)
     drafted = experts.drafted if experts.runtime.budget.weighs else None
-    experts.drafted.forget(scheduled.finished_req_ids)
+    experts.drafted.remove(scheduled.finished_req_ids)
     if experts.runtime.drafts.chooser is not None:
-        experts.runtime.drafts.chooser.forget(scheduled.finished_req_ids)
+        experts.runtime.drafts.chooser.remove(scheduled.finished_req_ids)
     for index, request in enumerate(batch.req_ids):
         stop = start + scheduled.num_scheduled_tokens[request]
         drafts = scheduled.scheduled_spec_decode_tokens.get(request, ())

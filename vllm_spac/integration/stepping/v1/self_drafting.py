@@ -101,7 +101,7 @@ def in_slots(layer: Any) -> BudgetedLayer:
 
 def install() -> None:
     """Hooks the rows that V1's drafter reads first; a second call does nothing."""
-    patches.wrap(f"{patches.PROPOSER}.set_inputs_first_pass", _first_rows)
+    patches.install(f"{patches.PROPOSER}.set_inputs_first_pass", _first_rows)
 
 
 def drafting(drafter: Any) -> contextlib.AbstractContextManager[None]:
@@ -110,7 +110,7 @@ def drafting(drafter: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if own is None else own.drafting()
 
 
-def take(drafter: SpecDecodeBaseProposer, target: torch.nn.Module, drafts: SelfDrafting) -> None:
+def attach(drafter: SpecDecodeBaseProposer, target: torch.nn.Module, drafts: SelfDrafting) -> None:
     """Makes ``target`` the model of ``drafter``, in place of a second copy.
 
     Args:

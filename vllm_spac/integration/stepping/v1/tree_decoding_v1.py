@@ -119,7 +119,7 @@ class TreeDecoding:
     """The trees of one model runner.
 
     In each step: ``begin`` when vLLM has prepared the batch, the hooks of ``tree_attention_v1`` during the forward,
-    ``verify`` in place of its rejection sampler, ``restore`` before ``drafting``.
+    ``verify`` in place of its rejection sampler, ``apply_accepted`` before ``drafting``.
 
     Args:
         runner: V1's, its KV cache initialised.
@@ -247,10 +247,10 @@ class TreeDecoding:
         if self._step is not None:
             self._last = found.last[torch.from_numpy(self._layout.requests)]
             self._copy(self._step.after_walk(self._last, self._block_size))
-        self.counters.verified(trees.parents, rows, torch.tensor(list(map(len, found.paths))))
+        self.counters.add_step(trees.parents, rows, torch.tensor(list(map(len, found.paths))))
         return found.output
 
-    def restore(self, sampled: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
+    def apply_accepted(self, sampled: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
         """Makes the step a chain for all that follows: the accepted rows come first, at consecutive positions.
 
         Args:

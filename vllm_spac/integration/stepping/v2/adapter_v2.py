@@ -30,7 +30,7 @@ class AdapterV2(RunnerAdapter):
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecodingV2:
         return TreeDecodingV2(runner, shape, scratch)
 
-    def follow_drafts(self, runner: Any, experts: Any) -> None:
+    def install_draft_hooks(self, runner: Any, experts: Any) -> None:
         chooser, guard = experts.serving.cuts, experts.serving.guard
         weighs = experts.config.parsed_budget.alpha is not None
         if chooser is not None or weighs:

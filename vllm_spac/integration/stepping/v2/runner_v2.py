@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_spac.core import Step
 from vllm_spac.integration.hooks import model_host, patches
 from vllm_spac.integration.hooks.draft_reading import DraftReading
-from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
+from vllm_spac.integration.hooks.runner_hooks import install_step_hooks, managed_experts, request_rows
 from vllm_spac.integration.stepping import draft_routing
 from vllm_spac.integration.stepping.tree_install import trees_of
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 def install() -> None:
     """Wraps the methods of V2's runner; a second call does nothing."""
-    hook_steps(patches.RUNNER_V2, "prepare_inputs", _step)
-    patches.wrap(f"{patches.SPECULATOR}.load_model", _loading)
+    install_step_hooks(patches.RUNNER_V2, "prepare_inputs", _step)
+    patches.install(f"{patches.SPECULATOR}.load_model", _loading)
 
 
 def _loading(load_model: Callable):
@@ -39,7 +39,7 @@ def _loading(load_model: Callable):
         experts = model_host.experts_in(target_model)
         with model_host.drafting_for(experts):
             load_model(self, target_model, *args, **kwargs)
-        draft_routing.hook(experts, self.model)
+        draft_routing.install_hooks(experts, self.model)
 
     return loaded
 

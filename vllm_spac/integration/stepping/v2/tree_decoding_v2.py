@@ -96,7 +96,7 @@ class TreeSampler:
         tokens = drafts if invalid_drafts is None else drafts.masked_fill(invalid_drafts, -1)
         tokens = tokens[at.logits].long().masked_fill(~known[:, None], -1)
         walked = walk(trees, tokens, at.rows, chosen[at.logits].long())
-        self._trees.accepted(walked, trees, at.rows)
+        self._trees.apply_accepted(walked, trees, at.rows)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             walked.emitted.clone(),
             input_batch.seq_lens,
@@ -188,7 +188,7 @@ class Drafter:
         self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
         name = "_fused_multi_step_decode" if speculator.supports_decode_metadata_update else "_multi_step_decode"
         self._decode = getattr(speculator, name)
-        vars(speculator)[name] = self.decode
+        vars(speculator)[name] = self.draft_trees
 
     @contextmanager
     def growing(self, chain: np.ndarray | None) -> Iterator[None]:
@@ -210,7 +210,7 @@ class Drafter:
         self._logits = self._speculator.compute_draft_logits(hidden_states, 0)
         return self._logits.argmax(-1)
 
-    def decode(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
+    def draft_trees(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
         """In place of the speculator's further steps: fills its ``draft_tokens`` with trees."""
         if self._chain is None or self._logits is None:
             return self._decode(num_reqs, *args, **kwargs)
@@ -270,7 +270,7 @@ class TreeDecodingV2:
     """The trees of one V2 model runner.
 
     In each step: ``begin`` when vLLM has prepared the batch, ``prepare_attn`` in place of its model state's, the hook
-    of the KV cache during the forward, ``accepted`` from the sampler, ``propose`` around the drafter.
+    of the KV cache during the forward, ``apply_accepted`` from the sampler, ``propose`` around the drafter.
 
     Args:
         runner: V2's, its KV cache initialised.
@@ -336,7 +336,7 @@ class TreeDecodingV2:
         if drafts is None:
             return chains
         drafting = drafts > 0
-        self.counters.skip(int((drafting & input_batch.is_prefilling_np).sum()))
+        self.counters.add_unknown(int((drafting & input_batch.is_prefilling_np).sum()))
         requests = np.flatnonzero(drafting & ~input_batch.is_prefilling_np)
         if not len(requests):
             return chains
@@ -370,7 +370,7 @@ class TreeDecodingV2:
         """The trees of all requests of a batch, [requests, ...]; those without drafts have any."""
         return self._drafted.take(batch.idx_mapping)
 
-    def accepted(self, walked: Walked, trees: TreeTensors, rows: Tensor) -> None:
+    def apply_accepted(self, walked: Walked, trees: TreeTensors, rows: Tensor) -> None:
         """Moves the keys of accepted rows into place.
 
         Args:
@@ -382,7 +382,7 @@ class TreeDecodingV2:
         if self._step is not None:
             self._last = walked.last[self._requests]
             self._copy(self._step.after_walk(self._last, self.block_size))
-        self.counters.verified(trees.parents, rows, walked.emitted.long() - 1)
+        self.counters.add_step(trees.parents, rows, walked.emitted.long() - 1)
 
     # -- its drafts ------------------------------------------------------------------------------------------
 
