@@ -112,9 +112,7 @@ class Prefetcher(ABC):
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
-        self._admitted: set[int] = (
-            set()
-        )  # being read because the CPU computed them, or by ``prefetch_next``: not cancelled
+        self._admitted: set[int] = set()  # read because the CPU computed them, or by ``prefetch_next``: not cancelled
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
 
     def observe(self, counts: np.ndarray) -> None:
