@@ -114,7 +114,8 @@ SENTENCES = (
     "{% set row = result('paired_tree_step_toy').rows[0] %}a step of a tree of 16 takes {{ row.step_ratio|f }} times",
     PEERS + "llama.cpp on a CPU machine: {{ peers[1]|ratio }} times its speed with as many bytes of weights in RAM",
     "{% set four = result('peers_int4_toy').rows %}"
-    "{{ four[1].peers[1]|ratio }} with 4 bits. Where its memory holds all of them {{ four[0].peers[0].ratio|f(2) }}",
+    "{{ four[1].peers[1]|ratio }} with 4 bits. Where llama.cpp's memory holds all of them, it has"
+    " {{ four[0].peers[0].ratio|f(2) }} of that speed",
     SERVED + "| vLLM's own offloading (UVA) | {{ ms['stock uva', 11]|map('f')|join(' | ') }} |",
     SERVED + "| vllm_spac | {{ ms['ptr', 11]|map('f')|join(' | ') }} |",
     SERVED + "| vLLM with all experts on the GPU, in another run | {{ ms['stock', 4]|map('f')|join(' | ') }} |",
