@@ -519,7 +519,7 @@ def test_a_gpu_is_given_many_experts_at_once(on_cpu, chunks):
         return {"w": torch.arange(start, stop).float()[:, None, None].expand(-1, 3, 1 << 20)}
 
     layer = SimpleNamespace(
-        layer_name="layer", spac_index=0, convert=convert, forget=lambda: forgotten.append(len(asked))
+        layer_name="layer", spac_index=0, convert=convert, drop=lambda: forgotten.append(len(asked))
     )
     experts.pack(layer)
     assert len(asked) == chunks and forgotten == [chunks]

@@ -1109,7 +1109,7 @@ from vllm_spac.errors import StoreError
 
 
 class Failing(LRU):
-    def enter(self, layer):
+    def begin_layer(self, layer):
         if os.path.exists(os.environ["SPAC_TEST_FIRE"]):
             raise StoreError("spac: the disk is on fire; put it out")
 """

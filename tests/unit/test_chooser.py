@@ -256,7 +256,7 @@ def test_drafting_ends_where_it_does_not_pay(sure, greedy: bool, drafts) -> None
     runtime = SimpleNamespace(
         drafts=SimpleNamespace(chooser=chooser, length=lambda: 4, in_prompt=False), observes_drafts=False,
         budget=SimpleNamespace(weighs=False), recorder=SimpleNamespace(timeline=None),
-        drafted=lambda drafts, seconds, forwards: None,
+        end_drafts=lambda drafts, seconds, forwards: None,
     )  # fmt: skip
     batch = SimpleNamespace(req_ids=["a", "b"], sampling_metadata=SimpleNamespace(all_greedy=greedy))
     speculation = SimpleNamespace(

@@ -118,10 +118,10 @@ def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() ->
         budget=SimpleNamespace(weighs=False),
         drafts=SimpleNamespace(length=lambda: None, chooser=None),
         recorder=SimpleNamespace(timeline=None),
-        drafted=lambda drafts, seconds, forwards: None,
-        drafting=lambda read: told.append(first(read)),
+        end_drafts=lambda drafts, seconds, forwards: None,
+        observe_draft=lambda read: told.append(first(read)),
     )
-    drafted = SimpleNamespace(forget=lambda ids: None)
+    drafted = SimpleNamespace(remove=lambda ids: None)
     experts = SimpleNamespace(
         runtime=runtime,
         drafted=drafted,

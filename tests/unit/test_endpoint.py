@@ -276,7 +276,7 @@ class Worker(SpacWorker):
 
     def __init__(self) -> None:
         budget = BudgetControl([LAYER])
-        self.runtime = SimpleNamespace(budget=budget, rerouter=SimpleNamespace(change_budget=budget.update))
+        self.runtime = SimpleNamespace(budget=budget, rerouter=SimpleNamespace(update_budget=budget.update))
 
     def _spac_experts(self):
         return SimpleNamespace(runtime=self.runtime)

@@ -147,7 +147,7 @@ class Routing:
 def reading() -> tuple[SimpleNamespace, SimpleNamespace, list]:
     """A runner whose predictor looks at the draft model, its experts, and what the predictor was told."""
     told: list[list] = []
-    runtime = SimpleNamespace(observes_drafts=True, in_step=True, drafting=lambda read: told.append(read.tolist()))
+    runtime = SimpleNamespace(observes_drafts=True, in_step=True, observe_draft=lambda read: told.append(read.tolist()))
     serving = SimpleNamespace(draft_states=DraftStates(1, 2))
     experts = SimpleNamespace(runtime=runtime, serving=serving, draft_routing=Routing(), cutter=None)
     return SimpleNamespace(_spac_experts=experts, speculator=Speculator()), experts, told

@@ -160,7 +160,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
         observes_drafts=True,
         drafts=SimpleNamespace(chooser=None),
         budget=SimpleNamespace(weighs=False),
-        drafting=lambda read: told.append(read[:, 1].tolist()),
+        observe_draft=lambda read: told.append(read[:, 1].tolist()),
     )
     states = DraftStates(2, TOP_K)
     experts = SimpleNamespace(runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing)

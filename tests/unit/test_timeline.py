@@ -398,7 +398,7 @@ def test_the_drafters_time_is_recorded(clock) -> None:
     timeline = Timeline(8)
     told: list[tuple[int, float, None]] = []
     runtime = SimpleNamespace(
-        recorder=SimpleNamespace(timeline=timeline), drafted=lambda *made: told.append(made),
+        recorder=SimpleNamespace(timeline=timeline), end_drafts=lambda *made: told.append(made),
         drafts=SimpleNamespace(length=lambda: None, chooser=None, in_prompt=False),
         budget=SimpleNamespace(weighs=False), observes_drafts=False,
     )  # fmt: skip

@@ -223,7 +223,7 @@ def test_a_warm_up_notes_nothing() -> None:
 def test_a_step_that_failed_has_ended() -> None:
     run = runtime()
     run.begin_step(DECODE)
-    experts = SimpleNamespace(runtime=run, ranks=SimpleNamespace(failed=lambda error: None))
+    experts = SimpleNamespace(runtime=run, ranks=SimpleNamespace(end_process=lambda error: None))
     _failed(SimpleNamespace(_spac_experts=experts), ValueError())
     assert not run.recorder.notes.in_step and last(run)[-1] == "error"
 

@@ -29,7 +29,7 @@ class Client:
     def __init__(self) -> None:
         self.told: list[tuple] = []
 
-    def hint(self, step: int, layer: int, experts: np.ndarray) -> None:
+    def send_hint(self, step: int, layer: int, experts: np.ndarray) -> None:
         self.told.append((step, layer, experts.tolist()))
 
     def compute(self, forward, layer: int, x: Tensor, weights: Tensor, ids: Tensor, meanwhile: Callable | None):
