@@ -326,7 +326,7 @@ def write(scheme: str, folder: Path, dequantised: torch.dtype | None = None) -> 
     projection = made_of.projection
     torch.manual_seed(0)
     model = zoo.FAMILIES[made_of.family](hidden_size=HIDDEN, **_SIZES[made_of.family]).to(torch.bfloat16)
-    zoo.spread(model)
+    zoo.prepare(model)
     model.save_pretrained(folder)
     found = load_file(folder / "model.safetensors")
     rounded = {name for name in found if _is_expert(name) or (made_of.whole and _is_linear(name))}

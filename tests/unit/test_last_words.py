@@ -14,7 +14,7 @@ from vllm_spac.recording import last_words
 CHILD = """
 from vllm_spac.errors import StoreError
 from vllm_spac.recording import last_words
-last_words.expect()
+last_words.install()
 with last_words.ending():
     raise StoreError("the disk is full")
 """

@@ -659,7 +659,7 @@ def write(architecture: str, folder: Path, seed: int = 0) -> dict[str, Any]:
     config = transformers.AutoConfig.for_model(tiny.model_type, **({} if tiny.wrapper else _SMALL) | tiny.sizes)
     builder = transformers.AutoModelForImageTextToText if tiny.wrapper else transformers.AutoModelForCausalLM
     model = builder.from_config(config).to(torch.bfloat16)
-    zoo.spread(model)
+    zoo.prepare(model)
     _fill_zeros(model)
     model.save_pretrained(folder)
     path = folder / "config.json"
