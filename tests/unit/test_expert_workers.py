@@ -172,7 +172,7 @@ def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
     for step in range(1, 4):
         for layer in range(LAYERS):
             given = layer_input(1, seed=100 * step + layer)
-            found.hint(step, layer, given[2][0].numpy())
+            found.send_hint(step, layer, given[2][0].numpy())
             read(found, places)
             torch.testing.assert_close(found.compute(Forward(step), layer, *given), here(layer, *given))
     counts = counts_of(found)
@@ -511,7 +511,7 @@ def test_cacheless_workers_load_what_they_are_told(client) -> None:
         for layer in range(LAYERS):
             given = layer_input(1, seed=100 * step + layer)
             right = given[2][0].numpy()
-            found.hint(step, layer, right if step < 3 else (right + 1) % EXPERTS)
+            found.send_hint(step, layer, right if step < 3 else (right + 1) % EXPERTS)
             read(found, places)
             assert torch.equal(found.compute(Forward(step), layer, *given), here(layer, *given))
         counts = counts_of(found)
@@ -528,7 +528,7 @@ def test_a_worker_with_one_layer_is_told_of_its_next_step(client) -> None:
     found = client(places, **CACHELESS)
     for step in range(1, 5):
         given = layer_input(1, seed=step)
-        found.hint(step, 0, given[2][0].numpy())
+        found.send_hint(step, 0, given[2][0].numpy())
         read(found, places)
         assert torch.equal(found.compute(Forward(step), 0, *given), here(0, *given))
     counts = counts_of(found)["expert_workers"]["worker-0"]
@@ -579,9 +579,9 @@ def test_a_hint_to_a_lost_worker_is_dropped(client) -> None:
     found = client(places, **CACHELESS)
     places.may_return = False
     places.running[0].end()
-    found.hint(1, 0, np.array([0, 1]))
+    found.send_hint(1, 0, np.array([0, 1]))
     assert_right(found, 0)
-    found.hint(1, 1, np.array([0, 1]))
+    found.send_hint(1, 1, np.array([0, 1]))
 
 
 def test_looking_at_counters_waits_for_nobody_and_loses_nobody(client) -> None:
