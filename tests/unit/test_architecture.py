@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -243,6 +244,36 @@ def test_names_are_in_the_words_of_the_field() -> None:
         for line, name in names(ast.parse(path.read_text(encoding="utf-8")))
         if private & set(name.lower().split("_"))
     ] == []
+
+
+MOST_VERBS = 60
+THEIRS = {"forward", "init_state", "main", "register", "show"}  # names of torch, vLLM, Python, entry points, a command
+
+
+def acts(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yields functions and methods that return nothing: public ones, but for commands and what is inside of others."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from acts(node)
+            continue
+        given = node.name.startswith("_") or node.name in THEIRS or "typer." in ast.unparse(node.args)
+        if not given and isinstance(node.returns, ast.Constant) and node.returns.value is None:
+            yield node
+
+
+def test_public_functions_that_act_begin_with_verbs_of_the_glossary() -> None:
+    """Those of CONTRIBUTING.md, of which there are few; each is in use."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    verbs = re.findall(r"`(\w+)`", text.partition("| about | verbs |")[2].partition("\n\n")[0])
+    assert len(set(verbs)) == len(verbs) <= MOST_VERBS
+    used = {
+        f"{module}:{node.lineno} {node.name}": node.name.removeprefix("spac_").split("_")[0]
+        for module, path in modules().items()
+        if ours(module)
+        for node in acts(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert [name for name, verb in used.items() if verb not in verbs] == []
+    assert set(verbs) - set(used.values()) == set()
 
 
 def test_parameters_are_typed() -> None:

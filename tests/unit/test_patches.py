@@ -29,7 +29,7 @@ def test_each_row_says_why_and_no_name_has_two() -> None:
 
 
 def test_nothing_of_vllm_is_replaced_beside_the_table() -> None:
-    """Wrappers are made by ``wrap``; whoever sets a name of vLLM's by hand would have to import its class to do so."""
+    """Wrappers are made by ``install``; who sets a name of vLLM's by hand has to import its class for it."""
     for path in SOURCES.rglob("*.py"):
         if path.name != "patches.py":
             found = re.search(r"^\s*[A-Z]\w+\.\w+ = |^\s*setattr\(", path.read_text(), re.MULTILINE)
