@@ -23,7 +23,7 @@ def engine(mode: str | None = None, *, chosen: bool = True):
         compilation_config=SimpleNamespace(cudagraph_mode=None if mode is None else CUDAGraphMode[mode]),
     )
     if chosen:
-        plane_change.allow(made)
+        plane_change.prepare(made)
     return made
 
 

@@ -74,7 +74,7 @@ def _checked(create_engine_config: Callable):
             if served is None:
                 return create_engine_config(self, *args, **kwargs)
         if config.plane == AUTO:
-            plane_change.allow(self)
+            plane_change.prepare(self)
         config = served
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)

@@ -125,7 +125,7 @@ def add_splitting_op(vllm_config: VllmConfig, config: SpacConfig) -> None:
         logger.info("spac: CUDA graphs are %s: they hold %s, which need no host", mode.name, held)
 
 
-def leave_layers_out(vllm_config: VllmConfig) -> None:
+def remove_layers(vllm_config: VllmConfig) -> None:
     """Takes full graphs out of a configuration whose layers need the host after all; keeps piecewise ones.
 
     Before vLLM's runner has settled the mode, which it does when it knows its attention.

@@ -27,7 +27,7 @@ _CHOSEN = "spac_chosen"  # key of vLLM's additional_config, beside the knobs: th
 _WHY = "spac_plane"  # another: why it was changed
 
 
-def allow(engine_args: EngineArgs) -> None:
+def prepare(engine_args: EngineArgs) -> None:
     """Lets an engine change the plane, which its user did not name."""
     engine_args.additional_config = {**engine_args.additional_config, _CHOSEN: "plane"}
 
@@ -58,7 +58,7 @@ def change(vllm_config: VllmConfig, problem: str) -> SpacConfig:
     reason = f"{problem}; {pin_remedy()}"
     config["spac"] = {**config["spac"], "plane": INSTEAD}  # in place: vLLM's copies of its configuration share it
     config[_WHY] = f"{INSTEAD} instead of {before}: {reason}"
-    graphs.leave_layers_out(vllm_config)
+    graphs.remove_layers(vllm_config)
     mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
     text = f"spac: plane={INSTEAD} instead of {before}, with CUDA graphs {mode}: {reason}"
     logger.warning("%s", printable(text))
