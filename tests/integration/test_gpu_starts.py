@@ -39,6 +39,7 @@ class Box(NamedTuple):
     memory: int
     pinned: bool = True
     unified: bool = True
+    host: int = 1024
 
 
 RTX3090 = Box("NVIDIA GeForce RTX 3090", (8, 6), 24)
@@ -88,7 +89,7 @@ def on(box: Box, v2: bool) -> Iterator[None]:
     from vllm import platforms
     from vllm.platforms.interface import DeviceCapability
 
-    from vllm_spac.integration import preflight
+    from vllm_spac.integration import preflight, store_choice
     from vllm_spac.integration.hooks import device, drafts, graphs
     from vllm_spac.integration.loading import fast_memory
     from vllm_spac.integration.stepping import tree_arguments as trees
@@ -100,6 +101,7 @@ def on(box: Box, v2: bool) -> Iterator[None]:
             patch.setattr(module, "is_cpu", lambda: False)
         patch.setattr(device, "query", lambda: facts)
         patch.setattr(device, "total_memory", lambda: box.memory * GIB)
+        patch.setattr(store_choice, "available_host_bytes", lambda: box.host * GIB)
         patch.setattr(drafts, "plans_drafts", lambda config: v2)
         patch.setattr(preflight, "check_weights", lambda vllm_config: None)
         for module, name in ((trees, "request"), (preflight, "check_engine")):
@@ -272,16 +274,25 @@ def test_a_draft_tree_on_a_gpu(named: str, v2: bool, tmp_path) -> None:
     assert len(refused) == sum(map(bool, asked)) and all(want in "".join(refused) for want in asked if want)
 
 
+@pytest.mark.parametrize("box", CARDS, ids=lambda box: box.name)
+def test_a_desktop_of_64_gb_starts_from_a_disk(box: Box, folder, tmp_path) -> None:
+    """Of which 56 GiB are free beside 54 GiB of experts and the system; what fits stays in host memory."""
+    desktop = box._replace(host=56)
+    start, refused = accepted(desktop, folder(SMALL), "", tmp_path)
+    assert refused == [] and start.spac is not None and start.spac.store_on("cuda") == "disk"
+    assert start.spac.host_memory is not None and start.spac.plane == "slots"
+    start, refused = accepted(desktop, folder("Qwen/Qwen3-30B-A3B-FP8"), "", tmp_path)
+    assert refused == [] and start.spac is not None and start.spac.plane == "pointers"
+
+
 def test_host_memory_that_does_not_hold_the_experts(folder, tmp_path, monkeypatch) -> None:
-    """64 GB of it beside 54 GiB of experts: the store, which is opened in a worker, says what its engine accepts."""
+    """With a plane that the user named, the store says so, which is opened in a worker: the engine takes its remedy."""
     monkeypatch.setattr(host, "available_host_bytes", lambda: 50 * GIB)
-    weights = {
-        "w13_weight": TensorSpec((1536, 2048), torch.bfloat16),
-        "w2_weight": TensorSpec((2048, 768), torch.bfloat16),
-    }
+    tensors = {"w13_weight": (1536, 2048), "w2_weight": (2048, 768)}
+    weights = {name: TensorSpec(size, torch.bfloat16) for name, size in tensors.items()}
     shape = MoEShape(tuple(map(str, range(48))), 128, 8, weights)
     with pytest.raises(SpacError, match="54.* of host memory .* are available") as refused:
         HostStore(shape, "").reserve(shape.total)
     flags = remedied("", str(refused.value), tmp_path)
-    start, more = accepted(RTX4090, folder(SMALL), flags, tmp_path)
+    start, more = accepted(RTX4090._replace(host=50), folder(SMALL), flags, tmp_path)
     assert more == [] and start.spac is not None and start.spac.store_on("cuda") == "disk"
