@@ -64,6 +64,8 @@ LONGEST = (
     "parity/test_votes.py",
     "integration/test_refusals.py",
     "integration/test_planned_commands.py",
+    "integration/test_gpu_starts.py",
+    "parity/test_prompt_lengths.py",
     "parity/test_disk_faults.py",
     "parity/test_host_memory.py",
     "parity/test_workers.py",
