@@ -59,6 +59,7 @@ class Settings:
     timeout: float = 1800.0  # seconds that a start or a turn may take
     environment: Mapping[str, str] = field(default_factory=dict)  # of their processes, in addition to this one's
     counters: str = ""  # function of further counters, see ``engine.counters``; none if empty
+    checkpoint: Checkpoint | None = None  # of the model; None: its files say it
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Case:
             "dtype": settings.dtype,
         }
         if self.offload:
-            options |= self.stock_options(read_checkpoint(settings.model))
+            options |= self.stock_options(settings.checkpoint or read_checkpoint(settings.model))
         spac = None
         if self.knobs is not None:
             on_disk = self.knobs.get("store", "disk") == "disk" or "executor" in self.knobs  # workers have disks
@@ -210,3 +211,51 @@ def known_speculations(names: Sequence[str]) -> None:
     """Raises PlanError if one of ``names`` is no speculation."""
     if unknown := set(names) - set(SPECULATIONS):
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
+
+
+# The engines of ``on_gpu.py``, by part: those whose tokens are compared, and those that are timed.
+DRAFTS = 4  # per step of a chain
+_NONE: dict[str, str] = {}
+_DEVICE, _HOST = {"plane": "pointers"}, {"plane": "slots"}
+_AHEAD = {"prefetch": "gate"}
+_UTILITY = {"policy": "utility", "prefetch": "utility"}
+_CPU = {"cpu_experts": "auto"}
+_B16 = {"budget": "16"}
+
+OF_SHAPES = ("stock uva", "ptr", "ptr cpu", "ptr resident")  # if none are asked for, after stock itself
+
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "tokens": (
+        Case(STOCK, None),
+        Case("default", _NONE),
+        Case("host", _HOST),
+        Case("table", {"plane": "table"}),
+        Case("device", _DEVICE),
+        Case("device cpu", _DEVICE | _CPU),
+        Case("device ahead", _DEVICE | _AHEAD),
+        Case("default, ngram", _NONE, "ngram"),
+        Case("default, eagle3", _NONE, "eagle3"),
+        Case("default, eagle3, no guard", {"guard": "off"}, "eagle3"),
+        Case("device tree of 16", _DEVICE | {"tree": "16", "guard": "off"}, "eagle3", draft_tokens=16),
+        Case("device B=16", _DEVICE | {"budget": "16@when=decode"}, exact=False),
+        Case("device B=16, eagle3", _DEVICE | _B16 | {"guard": "off"}, "eagle3", exact=False),
+        Case("host utility", _HOST | _UTILITY),
+        Case("host cpu", _HOST | _CPU),
+        Case("host ahead", _HOST | _AHEAD),
+        Case("disk", _HOST | {"store": "disk", "host_memory": "1GiB"}),
+        Case("two workers", {"executor": "processes@workers=2"}),
+    ),
+    "serving": (
+        Case(STOCK, None),
+        Case("stock uva", None, offload="uva", each_share=True),
+        Case("ptr", _NONE, each_share=True),
+        Case("stock prefetch", None, offload="prefetch", each_share=True),
+        Case("slots", _HOST),
+        Case("ptr cpu", _DEVICE | _CPU),
+        Case("ptr, eagle3", _NONE, "eagle3"),
+        Case("ptr no guard, eagle3", {"guard": "off"}, "eagle3"),
+        Case("ptr, ngram", _NONE, "ngram"),
+        Case("ptr resident", _DEVICE | {"slots": "100%"}),
+        Case("table", {"plane": "table"}),
+    ),
+}

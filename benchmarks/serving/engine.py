@@ -2,8 +2,9 @@
 
 ``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
 JOB`` stays and answers each line of its input, ``{"prompts": [[ids]], "tokens": n}``, with a line about it. The prompts
-of a turn are served together. ``{"score": [ids], "first": n}`` is answered with ``scores``. Counters cover the measured
-part alone.
+of a turn are served together. ``{"score": [ids], "first": n}`` is answered with ``scores``, ``{"beside": [[ids]],
+"long": [[ids]], "tokens": n}`` with ``beside``, ``{"profile": [[ids]], "steps": n}`` with ``profiled``. Counters cover
+the measured part alone.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import importlib
 import json
 import os
 import signal
+import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 _AHEAD = ("prefetches", "prefetch_hits", "prefetch_wasted")
 _WAITS = ("stall_seconds", "cpu_wait_seconds")
 _COUNTERS = ("hits", "misses", "loads", "host_loads", "cpu_experts", *_AHEAD, "bytes", *_WAITS, "waves", "steps")
 _WARM_TOKENS = 4
+_ALONE = 24  # tokens of running requests before a long prompt comes
+_DIVIDED = ("hits", "misses", "bytes", "steps")  # of a profile
 
 
 def run_once(job: dict, result_path: Path) -> None:
@@ -45,6 +50,12 @@ def take_turns(job: dict) -> None:
         if "score" in turn:
             print(json.dumps(scores(llm, turn["score"], turn["first"])), file=answers)
             continue
+        if "beside" in turn:
+            print(json.dumps(beside(llm, turn["beside"], turn["long"], turn["tokens"])), file=answers)
+            continue
+        if "profile" in turn:
+            print(json.dumps(profiled(llm, job, turn["profile"], turn["steps"])), file=answers)
+            continue
         asked = {"prompts": turn["prompts"], "output_tokens": turn["tokens"]}
         measured = measure(llm, job | asked, len(turn["prompts"]))
         print(json.dumps(measured | {"choices": choices(llm, job)}), file=answers)
@@ -65,6 +76,10 @@ def start_engine(job: dict):
 
     if job.get("kernels_without_amx"):
         _select_quantised_kernels()
+    if job["options"].get("load_format") == "dummy":
+        from benchmarks.shapes import random_weights
+
+        random_weights.register()
     extra = {"additional_config": {"spac": job["spac"]}} if job["spac"] is not None else {}
     return LLM(model=job["model"], speculative_config=job["speculative"], **job["options"], **extra)
 
@@ -102,7 +117,7 @@ def measure(llm, job: dict, batch: int) -> dict:
         "tokens": tokens,
         "ttft": [output.metrics.first_token_latency for output in outputs],
         "tpot": [per_token(output.metrics, len(said)) for output, said in zip(outputs, tokens, strict=True)],
-        "counters": {name: difference(value, before[name]) for name, value in counters(llm, job).items()},
+        "counters": increments(llm, job, before),
     }
 
 
@@ -115,6 +130,107 @@ def generate(llm, prompts: list[list[int]], batch: int, tokens: int, seed: int) 
         requests = [{"prompt_token_ids": prompt} for prompt in prompts[start : start + batch]]
         outputs += llm.generate(requests, sampling, use_tqdm=False)
     return outputs
+
+
+class Stepped:
+    """Requests that are served step by step.
+
+    Attributes:
+        times: when each token of a request came, by its name.
+    """
+
+    def __init__(self, llm) -> None:
+        self._engine = llm.llm_engine
+        self.times: dict[str, list[float]] = {}
+
+    def add(self, name: str, ids: list[int], tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.CUMULATIVE
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=kind)
+        self.times[name] = []
+        self._engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+
+    def step(self) -> None:
+        outputs = self._engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            times = self.times[output.request_id]
+            times += [now] * (len(output.outputs[0].token_ids) - len(times))
+
+    def until(self, names: Iterable[str], tokens: int) -> None:
+        """Runs steps until each of these requests has so many tokens."""
+        while min(len(self.times[name]) for name in names) < tokens:
+            self.step()
+
+    def end(self) -> None:
+        """Aborts what still runs."""
+        self._engine.abort_request(list(self.times))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+def beside(llm, streams: list[list[int]], long: list[list[int]], tokens: int) -> dict[str, float]:
+    """Returns what requests of ``streams`` wait for while long prompts are computed; see ``waited``.
+
+    Args:
+        tokens: that each of the streams has at most.
+    """
+    running = Stepped(llm)
+    for number, ids in enumerate(streams):
+        running.add(f"stream {number}", ids, tokens)
+    names = list(running.times)
+    running.until(names, _ALONE)
+    began = time.perf_counter()
+    for number, ids in enumerate(long):
+        running.add(f"long {number}", ids, 2)
+    beside = [name for name in running.times if name not in names]
+    running.until(beside, 1)
+    ended = max(running.times[name][0] for name in beside)
+    running.end()
+    return waited([running.times[name] for name in names], began, ended)
+
+
+def waited(streams: list[list[float]], began: float, ended: float) -> dict[str, float]:
+    """Returns seconds, and ``kept``: the streams' speed from ``began`` to ``ended``, over that before.
+
+    Args:
+        streams: when each token of each request came.
+    """
+    gaps = [
+        later - earlier
+        for times in streams
+        for earlier, later in zip(times, times[1:], strict=False)
+        if began < later <= ended
+    ]
+    before = [
+        later - earlier
+        for times in streams
+        for earlier, later in zip(times[8:], times[9:], strict=False)
+        if later <= began
+    ]
+    alone = statistics.median(before)
+    kept = alone * len(gaps) / len(streams) / (ended - began)
+    return {"longest_gap": max(gaps, default=ended - began), "kept": kept, "first_token": ended - began, "alone": alone}
+
+
+def profiled(llm, job: dict, prompts: list[list[int]], steps: int) -> dict:
+    """Returns the profile of steps in which these requests decode; see ``profiled.profile``."""
+    from benchmarks.shapes import profiled as of_gpu
+
+    running = Stepped(llm)
+    for number, ids in enumerate(prompts):
+        running.add(f"profiled {number}", ids, 8 * steps)
+    running.until(list(running.times), _WARM_TOKENS)
+    before = counters(llm, job)
+    found = of_gpu.profile(running.step, steps)
+    moved = increments(llm, job, before)
+    running.end()
+    if "left_out" not in found:
+        found["rates"] = of_gpu.rates()
+        found["counters"] = {name: moved[name] for name in _DIVIDED if name in moved}
+    return found
 
 
 def per_token(metrics, tokens: int) -> float | None:
@@ -151,6 +267,11 @@ def counters(llm, job: dict) -> dict:
         module, name = job["counters"].split(":")
         found["own"] = getattr(importlib.import_module(module), name)(llm)
     return found
+
+
+def increments(llm, job: dict, before: dict) -> dict:
+    """Returns what ``counters`` counted since they were ``before``."""
+    return {name: difference(value, before[name]) for name, value in counters(llm, job).items()}
 
 
 def difference(after, before):

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.common import PlanError
 from benchmarks.real import held
+from benchmarks.shapes import routing
 from benchmarks.toy import corpus
 
 
@@ -40,6 +41,8 @@ def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
         vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
         draw = random.Random(seed)
         ids = [[draw.randrange(vocabulary) for _ in range(tokens)] for _ in range(count)]
+        if (model / routing.FILE).is_file():
+            ids = [routing.ids_of(request, drawn, vocabulary) for request, drawn in enumerate(ids)]
         return Prompts(ids, "random ids: the model has no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return Prompts(_windows(tokenizer, count, tokens, seed), "held-out files of Python's standard library")

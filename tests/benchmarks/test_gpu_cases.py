@@ -9,14 +9,16 @@ import time
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.common import TOY, PlanError
-from benchmarks.serving import cases, on_gpu, processes
+from benchmarks.serving import cases, on_gpu, one_engine, processes
 from benchmarks.serving.cases import STOCK
+from benchmarks.shapes.shape import Shape
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.storage.checkpoint.headers import Checkpoint
 
@@ -32,12 +34,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for folder in ("model", "eagle3"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")
-    return on_gpu.Asked(
+    return one_engine.Asked(
         models=dict.fromkeys(on_gpu.PARTS, tmp_path / "model"),
         heads=dict.fromkeys(on_gpu.PARTS, tmp_path / "eagle3"),
         batches=(1, 4),
         decode_tokens=8,
-        prompt_tokens=90,
+        prompt_tokens=(90,),
         dtype="float32",
         eager=False,
         gpu=True,
@@ -48,7 +50,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         options={},
         compare=[[1, 2], [3]],
         short=[[1]] * 4,
-        long=[[1] * 90],
+        long={90: [[1] * 90, [2] * 90]},
     )
 
 
@@ -63,7 +65,7 @@ def test_names_are_unique() -> None:
 def test_each_engine_is_what_the_plugin_and_vllm_take(run, gpu, asked) -> None:
     asked, case = replace(asked, gpu=gpu), run.case
     if case.offload and not gpu:
-        with pytest.raises(on_gpu.LeftOut, match="GPU"):
+        with pytest.raises(one_engine.LeftOut, match="GPU"):
             asked.job(run)
         return
     job = asked.job(run)
@@ -96,7 +98,7 @@ def test_files_that_are_not_there_leave_engines_out(asked, tmp_path) -> None:
     for run in RUNS:
         try:
             bare.job(run)
-        except (on_gpu.LeftOut, PlanError) as error:
+        except (one_engine.LeftOut, PlanError) as error:
             why[run.name] = str(error)
     assert {name for name in why if "eagle3" in why[name]} == {
         run.name for run in RUNS if run.case.speculation == "eagle3"
@@ -124,7 +126,8 @@ def test_the_toys_have_room_for_a_long_prompt() -> None:
     """vLLM refuses an engine whose context is longer than the model's."""
     given = {name: each.default for name, each in inspect.signature(on_gpu.main).parameters.items()}
     config = json.loads((TOY / "models" / "target" / "config.json").read_text())
-    assert given["prompt_tokens"] + given["decode_tokens"] + on_gpu._SLACK <= config["max_position_embeddings"]
+    longest = int(on_gpu.DEFAULTS.prompt_tokens)
+    assert longest + given["decode_tokens"] + one_engine.SLACK <= config["max_position_embeddings"]
 
 
 def test_sides_take_the_place_of_the_table() -> None:
@@ -161,10 +164,10 @@ def test_engines_are_chosen_by_name() -> None:
 def test_tokens_until_the_first_difference_of_each_answer() -> None:
     assert on_gpu.agreed([[1, 2, 3], [4, 5]], [[1, 9, 3], [4, 5]]) == 1 + 2
     rows = [{"part": "tokens", "name": name, "exact": name != "cut"} for name in ("stock", "same", "other", "cut")]
-    said = {"same": [[1, 2]], "other": [[1, 3]], "cut": [[2, 2]]}
-    on_gpu.judge(rows, said)
-    assert "verdict" not in rows[1], "stock has not answered yet"
-    on_gpu.judge(rows, said | {"stock": [[1, 2]]})
+    said = {("tokens", name): ids for name, ids in (("same", [[1, 2]]), ("other", [[1, 3]]), ("cut", [[2, 2]]))}
+    on_gpu.judge(rows, said | {("serving", "stock"): [[1, 2]]})
+    assert "verdict" not in rows[1], "stock has not answered this part yet"
+    on_gpu.judge(rows, said | {("tokens", "stock"): [[1, 2]]})
     assert [(row["as_stock"], row["verdict"]) for row in rows[1:]] == [(2, "same"), (1, "differs"), (0, "lossy")]
 
 
@@ -190,26 +193,45 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def clock(most: float = 1000.0):
     """With time enough on a busy machine."""
-    return on_gpu.Clock(time.monotonic() + 10_000, most)
+    return one_engine.Clock(time.monotonic() + 10_000, most)
 
 
 def test_what_was_measured_before_an_error_stays(engine, asked) -> None:
     (run,) = [run for run in RUNS if run.name == "slots"]
-    row, _ = on_gpu.run_one(run, replace(asked, seed=100), clock())
+    row, _ = one_engine.run_one(run, replace(asked, seed=100), clock())
     assert "error" not in row and row["graphs"] == "NONE"
     assert [(each["batch"], each["ms_per_token"], each["bytes_per_token"]) for each in row["decode"]] == [
         (1, 250.0, 640 / 8),
         (4, 250.0, 640 / 32),
     ]
-    assert row["prompt_ms"] == [500.0] and row["prompt_bytes"] == [640]
-    row, _ = on_gpu.run_one(run, replace(asked, seed=4), clock())
+    assert row["prompts"] == [{"tokens": 90, "ms": [500.0], "bytes": [640]}]
+    assert row["beside"]["requests"] == 4 and row["profile"]["ttft"] == [0.5]
+    row, _ = one_engine.run_one(run, replace(asked, seed=4), clock())
     assert "out of luck" in row["error"] and [each["batch"] for each in row["decode"]] == [1]
+
+
+def test_a_profile_is_divided_by_what_moves(asked) -> None:
+    """Stock reads what a token chose, the plugin what it hit, and of stock's offloaders nothing is known."""
+    shape = Shape.parse("tiny")
+    asked = replace(asked, shapes={"serving": shape})
+    steps, rates = one_engine.PROFILED, {"link": 1e9, "hbm": 1e9}
+    counters = {"hits": 3 * steps, "bytes": {"host": 5_000_000 * steps}}
+    profile = SimpleNamespace(ask=lambda turn: {"rates": rates, "counters": counters}, timeout=0)
+    found = {
+        name: one_engine._profile(profile, asked, case, time.monotonic() + 9)
+        for name, case in {run.case.name: run.case for run in RUNS if run.part == "serving"}.items()
+    }
+    assert found["ptr"]["link_ms"] == 5.0 and found["ptr"]["counters"]["hits"] == 3
+    (expert,), others = shape.checkpoint.expert_bytes, shape.checkpoint.other_bytes - 2 * 4096 * 256
+    assert found["ptr"]["hbm_bytes"] == 3 * expert + others
+    assert (found["stock"]["link_ms"], found["stock"]["hbm_bytes"]) == (0, 2 * 4 * expert + others)
+    assert "hbm_bytes" not in found["stock uva"]
 
 
 def test_an_engine_over_its_time_is_a_row(engine, asked) -> None:
     """The engine's own limit, not all that is left for the others."""
     hanging = replace(asked, options={"sleep": 1}, seed=100)
-    row, said = on_gpu.run_one(RUNS[0], hanging, clock(2.0))
+    row, said = one_engine.run_one(RUNS[0], hanging, clock(2.0))
     limit = re.search(r"no answer after (\d+) s", row["error"])
     assert limit and int(limit[1]) <= 2 and not said
 
@@ -225,22 +247,47 @@ def test_what_does_not_fit_is_named(engine, asked, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_the_result_is_written_after_each_engine(engine, asked, tmp_path, monkeypatch, at_once) -> None:
-    written, write = [], on_gpu.write_result
+def test_the_result_is_written_after_each_measurement(engine, asked, tmp_path, monkeypatch, at_once) -> None:
+    written, stopped, write = [], [], on_gpu.write_result
 
     def noted(path: Path, payload: dict) -> None:
         write(path, payload)
         written.append(len(payload["tokens"]) + len(payload["serving"]))
+        stopped.extend(row["name"] for row in payload["serving"] if row.get("error") == "stopped here")
 
     monkeypatch.setattr(on_gpu, "write_result", noted)
     todo = [run for run in RUNS if run.name in ("stock", "host", "slots")]
     about = {"provenance": on_gpu.provenance()}
     rows = on_gpu.execute(todo, replace(asked, at_once=at_once, seed=100), clock(), about, tmp_path / "result.json")
-    assert written == [1, 2, 3, 4]
+    assert written == sorted(written) and set(written) == {1, 2, 3, 4}
+    assert [stopped.count(name) for name in ("stock", "slots")] == [5, 5], "two batches, a prompt, beside it, a profile"
     assert {row["name"]: row.get("verdict") for row in rows if row["part"] == "tokens"} == {
         "stock": None,
         "host": "same",
     }
+
+
+def test_a_result_is_resumed(engine, asked, tmp_path) -> None:
+    """Rows with an error, and what was left out, run again; a later row is compared with an earlier stock's answers."""
+    todo, output = [run for run in RUNS if run.name in ("stock", "slots")], tmp_path / "result.json"
+    about = {"provenance": on_gpu.provenance(), "seed": 0}
+    assert on_gpu.finished(output, about) == ([], [])
+    asked = replace(asked, seed=100)
+    on_gpu.execute(todo, asked, clock(), about, output)
+    first = json.loads(output.read_text())
+    first["serving"][1] |= {"error": "stopped here"}
+    first["serving"].append({"name": "table", "error": "out of luck"})
+    output.write_text(json.dumps(first))
+    done, origins = on_gpu.finished(output, about)
+    assert [(row["part"], row["name"]) for row in done] == [("tokens", "stock"), ("serving", "stock")]
+    assert origins == [about["provenance"]]
+    done[0]["marked"] = True
+    rows = on_gpu.execute(todo, asked, clock(), about, output, done)
+    written = json.loads(output.read_text())
+    assert written["tokens"][0]["marked"] and [row["name"] for row in written["serving"]] == ["stock", "slots"]
+    assert rows[-1]["verdict"] == "same"
+    with pytest.raises(PlanError, match="--resume: .* has another seed"):
+        on_gpu.finished(output, about | {"seed": 1})
 
 
 def test_an_unforeseen_error_beside_others_is_a_row() -> None:
