@@ -6,7 +6,8 @@ Nothing is measured and no engine runs. Slots are what ``vllm serve MODEL --plug
 own functions, on a GPU that is not there. Speeds are the simulator's and the plan's formula, for one request with a
 little locality.
 
-"Before" is a commit that reserved two layers for prompts. Its rows are kept in the result. To make them again:
+"Before" is a commit that reserved two layers for prompts. Its rows are kept in the result. To make them again, by this
+script as it was at a8d88f7a (the store was no choice then):
 
     git worktree add ../before 94f0589c && make -C ../before setup
     ../before/.venv/bin/python benchmarks/one_pool.py --rows before.json
@@ -38,7 +39,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import SlotCount
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError
-from vllm_spac.integration import gpu_defaults
+from vllm_spac.integration import gpu_defaults, store_choice
 from vllm_spac.integration.hooks import device
 from vllm_spac.integration.hooks.device import DeviceFacts
 from vllm_spac.integration.loading import fast_memory
@@ -125,6 +126,7 @@ def card(gib: int) -> Iterator[DeviceFacts]:
         patch.object(device, "is_cpu", lambda: False),
         patch.object(fast_memory, "is_cpu", lambda: False),
         patch.object(device, "query", lambda: facts),
+        patch.object(store_choice, "available_host_bytes", lambda: 1 << 40),  # the store is host memory
         patch.object(device, "total_memory", lambda: gib * GIB, create=True),
     ):
         yield facts
