@@ -5,13 +5,16 @@
     python benchmarks/toy/accept.py all --models .cache/real --output real_acceptance.json
 
 Prompts are held-out library files, or for the carved model its held-out texts and questions; decoding is greedy.
-Acceptance length is 1 + accepted / drafts: the tokens per forward of the target.
+Acceptance length is 1 + accepted / drafts: the tokens per forward of the target. Its 95 % interval is of prompts drawn
+with repetition, by groups that ran together.
 """
 
 from __future__ import annotations
 
+import random
 import sysconfig
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +34,9 @@ CACHE = ROOT / ".cache" / "toy"
 RESULT = RESULTS / "toy_acceptance.json"
 TARGET = "target"
 COPIES = {"int8": 8, "int4": 4}  # of the target, to their bits
-_TIMEOUT = 1800.0  # seconds of a start, and of the answers of a kind
+_TIMEOUT = 1800.0  # seconds of a start, and of the answers of a group
+GROUP = 4  # prompts of a kind that run together
+DRAWN = 2000  # samples of groups that the interval is of
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -40,7 +45,7 @@ def methods(models: Path, copies: Path) -> dict[str, dict | None]:
     """Returns name -> vLLM's ``speculative_config``, for the folder of the models and that of their rounded copies."""
     ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     table: dict[str, dict | None] = {"none": None, "ngram-5": ngram}
-    for k in (3, 5, 8):
+    for k in (3, 4, 5, 8):
         table[f"eagle3-{k}"] = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": k}
     drafters = {"draft": models / "draft", "dense": models / "dense"} | {name: copies / name for name in COPIES}
     for name, folder in drafters.items():
@@ -76,36 +81,42 @@ def summary(counters: dict, outputs: list[list[int]], reference: list[list[int]]
     """Returns the counters of one run and the figures derived from them; ``reference``: tokens without speculation."""
     equal = sum(a == b for a, b in zip(outputs, reference, strict=True))
     result: dict = {**counters, "requests": len(outputs), "requests_equal_to_no_speculation": equal}
-    return result | ({"acceptance_length": acceptance_length(counters)} if counters else {})
+    return result | ({"acceptance_length": acceptance_length([counters])} if counters else {})
 
 
-def acceptance_length(counters: dict) -> float:
-    """Returns the tokens that a step with drafts emits."""
-    return round(1 + counters["accepted_tokens"] / counters["drafts"], 4)
+def acceptance_length(counters: Sequence[Mapping[str, int]]) -> float:
+    """Returns the tokens that a step with drafts emits, of groups of prompts."""
+    accepted, drafts = (sum(each[name] for each in counters) for name in ("accepted_tokens", "drafts"))
+    return round(1 + accepted / drafts, 4)
+
+
+def acceptance_interval(groups: Sequence[Mapping[str, int]]) -> list[float]:
+    """Returns the 95 % interval of the acceptance length, of groups drawn with repetition."""
+    draw = random.Random(0)
+    found = sorted(acceptance_length(draw.choices(groups, k=len(groups))) for _ in range(DRAWN))
+    return [found[int(0.025 * DRAWN)], found[int(0.975 * DRAWN)]]
 
 
 def generate(job: dict, prompts: list[dict], by_kind: bool) -> dict:
-    """Runs stock vLLM in a process of its own, one kind of text after the other.
+    """Runs stock vLLM in a process of its own, one kind of text after the other, ``GROUP`` prompts at a time.
 
     Returns:
-        "outputs": token ids per request; "counters": speculation counters; "kinds": acceptance length by kind, if any.
+        "outputs": token ids per request; "groups": speculation counters of each group, by kind of text, if any.
     """
-    groups: dict[str, list[int]] = {}
+    kinds: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
-        groups.setdefault(prompt["file"] if by_kind else "", []).append(number)
+        kinds.setdefault(prompt["file"] if by_kind else "", []).append(number)
     outputs: list[list[int]] = [[]] * len(prompts)
-    kinds: dict[str, float] = {}
-    counters: Counter[str] = Counter()
+    groups: dict[str, list[dict]] = {kind: [] for kind in kinds}
     with closing(LiveEngine(job, True, _TIMEOUT)) as engine:
-        for kind, numbers in groups.items():
-            answer = engine.batch([prompts[number]["ids"] for number in numbers], job["output_tokens"])
-            for number, tokens in zip(numbers, answer["tokens"], strict=True):
-                outputs[number] = tokens
-            found = answer["counters"].get("speculation", {})
-            counters.update(found)
-            if kind and found:
-                kinds[kind] = acceptance_length(found)
-    return {"outputs": outputs, "counters": dict(counters), "kinds": kinds}
+        for kind, every in kinds.items():
+            for numbers in (every[start : start + GROUP] for start in range(0, len(every), GROUP)):
+                answer = engine.batch([prompts[number]["ids"] for number in numbers], job["output_tokens"])
+                for number, tokens in zip(numbers, answer["tokens"], strict=True):
+                    outputs[number] = tokens
+                if found := answer["counters"].get("speculation", {}):
+                    groups[kind].append(found)
+    return {"outputs": outputs, "groups": {kind: found for kind, found in groups.items() if found}}
 
 
 def portable(config: dict | None) -> dict | None:
@@ -144,16 +155,25 @@ def run_all(
     asked = held_out(models / TARGET, count, length)
     options = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False, "dtype": dtype}
     options |= {"disable_log_stats": False, "max_model_len": 512, "max_num_batched_tokens": 2048}
-    options |= {"max_num_seqs": count, "gpu_memory_utilization": 0.2}
+    options |= {"max_num_seqs": GROUP, "gpu_memory_utilization": 0.2}
     job: dict[str, Any] = {"model": str(models / TARGET), "spac": None, "seed": 0, "output_tokens": max_tokens}
     job |= {"options": options}
-    reference, results = None, {}
+    reference: list[list[int]] | None = None
+    results: dict[str, dict[str, Any]] = {}
     for method in [name for name in table if not only or name == "none" or name in only]:
         answer = generate(job | {"speculative": table[method]}, asked, not toy)
         reference = reference or answer["outputs"]
         results[method] = {"config": portable(table[method])}
-        results[method] |= summary(answer["counters"], answer["outputs"], reference)
-        results[method] |= {"acceptance_by_kind": answer["kinds"]} if answer["kinds"] else {}
+        groups = [each for kind in answer["groups"].values() for each in kind]
+        counters: Counter[str] = Counter()
+        for each in groups:
+            counters.update(each)
+        results[method] |= summary(dict(counters), answer["outputs"], reference)
+        if groups:
+            results[method]["acceptance_interval"] = acceptance_interval(groups)
+        if groups and not toy:
+            by_kind = {kind: acceptance_length(each) for kind, each in answer["groups"].items()}
+            results[method]["acceptance_by_kind"] = by_kind
         equal = f"{results[method]['requests_equal_to_no_speculation']}/{count} requests equal"
         typer.echo(f"{method:10} acceptance length {results[method].get('acceptance_length', '-')}  {equal}")
     record = {

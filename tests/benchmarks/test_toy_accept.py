@@ -16,6 +16,14 @@ def test_acceptance_length_is_one_plus_accepted_per_draft():
     assert result["requests_equal_to_no_speculation"] == 1
 
 
+def test_the_interval_is_of_groups_drawn_with_repetition():
+    alike = [{"drafts": 10, "accepted_tokens": 15}] * 5
+    assert accept.acceptance_interval(alike) == [2.5, 2.5]
+    apart = [{"drafts": 10, "accepted_tokens": 10 * right} for right in (0, 1, 2, 3, 4)]
+    low, high = accept.acceptance_interval(apart)
+    assert 1 <= low < accept.acceptance_length(apart) == 3 < high <= 5 and high - low > 1
+
+
 def test_run_without_speculation_has_no_acceptance():
     assert accept.summary({}, [[1]], [[1]]) == {"requests": 1, "requests_equal_to_no_speculation": 1}
 
