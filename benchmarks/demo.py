@@ -234,7 +234,7 @@ def common_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
 
 
 def spac_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
-    plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk"]
+    plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk", "--spac-tuned", "off"]
     drafts = ["--speculative-config", json.dumps(speculation(what.draft))] if what.draft else []
     return [*plugin, *drafts]
 

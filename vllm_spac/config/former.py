@@ -14,7 +14,6 @@ FORMER: dict[str, str] = {
     "tree_shape": "write --spac-tree 16@depth=6@width=8",
     "workers": "--spac-executor processes@workers=3 says how many",
     "cluster": "--spac-executor cluster@file=FILE uses its workers",
-    "tuned": "leave it out: vllm-spac tune prints the command of what it keeps",
     "trace": "use --spac-record trace=FILE",
     "timeline": "use --spac-record timeline=FILE",
     "page": "use --spac-http page",
