@@ -14,7 +14,7 @@ from vllm_spac.decisions.costs import Costs
 SHARE = 0.25  # of their speed that running requests keep while prompts are computed
 _RECENT = 0.25  # weight of the last step in the mean duration of steps that only decode
 _OF_MEMORY = 20  # activations of a chunk take at most this part of a GPU's memory,
-_FEW = 8192  # or those of so many rows
+_FEW = 8192  # or those of so many rows, which a chunk has at least
 ATTAINED = 0.5  # of a data sheet's arithmetic, by matrices of long prompts; assumed
 _SLOTS = 0.75  # of the fast memory that vLLM may use; assumed
 _STEP = 1024  # rows: a chunk is a multiple of them
@@ -29,6 +29,9 @@ def missing(experts_bytes: int, fast_bytes: int) -> float:
 def rows(costs: Costs, *, missing: float, layer_bytes: int, layer_values: int, row_bytes: int, memory: int) -> int:
     """Returns the rows of a chunk at which arithmetic takes as long as loads, a multiple of ``_STEP``.
 
+    Where that is a step at least, ``_FEW``: how many experts are missing is not known yet, prompts borrow slots of
+    others, and what is read too often costs more than rows that are computed too late.
+
     Args:
         costs: of the machine; peaks of a data sheet count in part.
         missing: share of the experts that has no slot.
@@ -41,7 +44,8 @@ def rows(costs: Costs, *, missing: float, layer_bytes: int, layer_values: int, r
     link, flops = costs.host if costs.provenance.store == "disk" else costs.load, arithmetic(costs)
     if flops is not None and link is not None:
         row = _OPERANDS * layer_values / flops
-        most = min(most, int(missing * layer_bytes / link.bytes_per_second / row))
+        meets = int(missing * layer_bytes / link.bytes_per_second / row)
+        most = min(most, max(meets, _FEW if meets >= _STEP else 0))
     return max(_STEP, most // _STEP * _STEP)
 
 
