@@ -167,9 +167,6 @@ def outside(tmp_path, monkeypatch) -> Path:
     (tmp_path / "spac_exits.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "text").write_text("precious")
     (tmp_path / "deep").write_text("[" * 100_000)
-    (tmp_path / "other.json").write_text(
-        json.dumps({"format": "spac-budgets-1", "fingerprint": "\x1b[2J", "budgets": {}})
-    )
     predictors("\x1b[2J", 2).save(tmp_path / "other.predictors")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -242,8 +239,6 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"prefetch": "shadow@background=2", "plane": "pointers", "store": "host"}, "use --spac-prefetch shadow"),
         ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
         ({"prefetch": "quasi_hidden@file=other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
-        ({"budget": "deep"}, "--spac-budget.*nested too deeply.*vllm-spac quality budgets"),
-        ({"budget": "other.json"}, r"--spac-budget.*another model or revision: \\x1b\[2J"),
         ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
         ({"disk_dir": "~nouser"}, "--spac-disk-dir.*home folder"),
         ({"disk_dir": "a\0b"}, "--spac-disk-dir.*NUL"),
