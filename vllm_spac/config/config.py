@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from vllm_spac import components
 from vllm_spac.components import ComponentName
@@ -29,16 +29,20 @@ if TYPE_CHECKING:
 class SpacConfig(Knobs):
     """The value of ``additional_config["spac"]``. An unknown key is an error."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _filled(cls, raw: Any) -> Any:
-        return presets.filled(raw) if isinstance(raw, dict) else raw
+    def _checked(cls, raw: Any, handler: ModelWrapValidatorHandler[SpacConfig]) -> SpacConfig:
+        config = handler(presets.filled(raw) if isinstance(raw, dict) else raw)
+        if isinstance(raw, dict):
+            config.__dict__["explicit"] = frozenset(raw)
+        with presets.or_without(config):
+            rules.check(config)
+        return config
 
-    @model_validator(mode="after")
-    def _consistent(self) -> SpacConfig:
-        with presets.or_without(self):
-            rules.check(self)
-        return self
+    @cached_property
+    def explicit(self) -> frozenset[str]:
+        """The knobs that were given, without those that only a preset set. Equal knobs are equal, whoever set them."""
+        return frozenset(self.model_fields_set)
 
     @property
     def parsed_slots(self) -> types.SlotCount:

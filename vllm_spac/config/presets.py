@@ -92,7 +92,7 @@ def or_without(config: Any) -> Iterator[None]:
         yield
     except SpacError as error:
         knobs = {} if config.preset is None else PRESETS[config.preset].knobs
-        ours = {name for name, value in knobs.items() if str(getattr(config, name)) == str(value)}
+        ours = {name for name, value in knobs.items() if str(getattr(config, name)) == str(value)} - config.explicit
         left = [each for each in error.remedies if not ours & {name for name, to in each.changes.items() if to is None}]
         if len(left) == len(error.remedies):
             raise

@@ -185,9 +185,15 @@ def _check_prefetch(config: Any) -> None:
     check_draft_arguments(config.prefetch)
     if config.prefetch == "off":
         return
-    named, (name, given) = f"prefetch={config.prefetch} (--spac-prefetch)", components.parse(config.prefetch)
+    named, (_, given) = f"prefetch={config.prefetch} (--spac-prefetch)", components.parse(config.prefetch)
     if components.FILE not in given and _needs_file(config.prefetch):
         raise _refused(f"{named} needs its file", with_file(config.prefetch), drop("prefetch"))
+
+
+def _check_predictor_file(config: Any) -> None:
+    if config.prefetch == "off":
+        return
+    named, (name, given) = f"prefetch={config.prefetch} (--spac-prefetch)", components.parse(config.prefetch)
     if components.FILE in given and not components.find("predictors", name).needs_file:
         others = {argument: value for argument, value in given.items() if argument != components.FILE}
         raise _refused(
@@ -249,6 +255,7 @@ _RULES = (
     _check_host_memory,
     _check_speculate,
     _check_cpu_experts,
+    _check_predictor_file,
 )
 
 
