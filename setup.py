@@ -67,7 +67,7 @@ setup(
     packages=packages(),
     package_dir={"vllm_spac.kernels": "triton_kernels"},
     package_data={
-        "": ["*.md"],
+        "": ["*.md", "*.png"],
         "vllm_spac": ["py.typed"],
         "vllm_spac.cpu_kernels": ["source/*"],
         "vllm_spac.decisions": ["profiles/*.json"],

@@ -159,7 +159,7 @@ def test_a_budget_and_votes_rank_what_rows_name(made) -> None:
     x[1] = float("nan")
     ids, out = torch.zeros(3, TOP_K, dtype=torch.int32), torch.zeros(1, EXPERTS)
     ahead._limits.fill_(2)
-    ahead.name(0, x, ids, torch.rand(3, TOP_K), votes, out)
+    ahead.write_guess(0, x, ids, torch.rand(3, TOP_K), votes, out)
     own: dict[int, float] = {}
     for row in (0, 2):
         [guess] = predictor().guesses(PredictorInputs(0, hidden=x[row : row + 1]))

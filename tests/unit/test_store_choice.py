@@ -220,7 +220,7 @@ def served(slots: int, rows: HostRows, disk: DiskStore, loads: int = 150) -> Cou
         for key in range(slots):
             assert transfers.load([(key, free[key])], None) == {}
             slot_of[key] = free[key]
-        for _ in transfers.keep(rows.tier.first(range(SHAPE.total), slot_of)):
+        for _ in transfers.fill_host(rows.tier.first(range(SHAPE.total), slot_of)):
             pass
         for _ in range(loads):
             layer = rng.integers(LAYERS)

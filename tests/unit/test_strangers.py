@@ -376,7 +376,7 @@ def test_what_strangers_send_never_arrives(places: Threads, begin: bytes, rest: 
     """Arbitrary bytes, before and in a handshake: no frame of a stranger is ever looked at."""
     worker, arrived = places.running[0].worker, []
     with pytest.MonkeyPatch.context() as patch, strangers.connect(port(places)) as peer:
-        patch.setattr(worker, "answer", arrived.append)
+        patch.setattr(worker, "serve_message", arrived.append)
         if begin == strangers.NULL:
             strangers.enter(peer)
         else:

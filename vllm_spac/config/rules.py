@@ -185,20 +185,16 @@ def _check_prefetch(config: Any) -> None:
     check_draft_arguments(config.prefetch)
     if config.prefetch == "off":
         return
-    named, (_, given) = f"prefetch={config.prefetch} (--spac-prefetch)", components.parse(config.prefetch)
+    named, (name, given) = f"prefetch={config.prefetch} (--spac-prefetch)", components.parse(config.prefetch)
     if components.FILE not in given and _needs_file(config.prefetch):
         raise _refused(f"{named} needs its file", with_file(config.prefetch), drop("prefetch"))
-
-
-def _check_predictor_file(config: Any) -> None:
-    if config.prefetch == "off":
-        return
-    named, (name, given) = f"prefetch={config.prefetch} (--spac-prefetch)", components.parse(config.prefetch)
-    if components.FILE in given and not components.find("predictors", name).needs_file:
+    kind = components.find("predictors", name)
+    if components.FILE in given and not kind.needs_file:
         others = {argument: value for argument, value in given.items() if argument != components.FILE}
+        moved = config.execution_class.needs_host or kind.observes_layers()  # else it is refused without a file, too
         raise _refused(
             f"file of {named} has no effect: this predictor is not trained",
-            use(prefetch=components.written(name, others)),
+            use(prefetch=components.written(name, others)) if moved else drop("prefetch"),
         )
 
 
@@ -255,7 +251,6 @@ _RULES = (
     _check_host_memory,
     _check_speculate,
     _check_cpu_experts,
-    _check_predictor_file,
 )
 
 
