@@ -348,9 +348,9 @@ def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch)
         ids=[[7], [8], [9]],
         settings=Settings(Path("m"), Drafts(4, Path("e"), Path("d")), 1, 1),
     )
-    said = {"resident": [[[5]], [[5]]], "reuse": [[[1]], [[2]]], "drafts": [[[5]], [[5]]], "tree": [[[3]], [[4]]]}
+    said = dict.fromkeys(("resident", "reuse", "drafts"), [[[1]], [[2]]]) | {"tree": [[[3]], [[4]]]}
     rows = [{"rung": name, "answers": each} for name, each in said.items()]
-    scaled_run._judge(rows, run, warm=1)
+    scaled_run._judge(rows, run, run.ids[1:])
     assert sorted(asked) == [([8, 1], 1), ([8, 3], 1), ([9, 2], 1), ([9, 4], 1)]
     assert [row.get("quality") for row in rows] == [
         None,
@@ -363,9 +363,16 @@ def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch)
         in list(scaled_run._on_quality({"rows": [row | {"slots": "25%"} for row in rows]}))[1]
     )
     run.rungs = run.rungs[:2]
-    rows = [{"rung": "reuse", "answers": []}]
-    scaled_run._judge(rows, run, warm=1)
-    assert rows == [{"rung": "reuse"}]
+    rows = [{"rung": name, "answers": []} for name in ("resident", "reuse")]
+    scaled_run._judge(rows, run, run.ids[1:])
+    assert rows == [{"rung": "resident"}, {"rung": "reuse"}]
+    said = {"resident": [[[1, 2]], [[1, 2]]], "reuse": [[[1, 2]], [[1, 9]]]}
+    rows = [{"rung": name, "answers": each} for name, each in said.items()]
+    asked.clear()
+    scaled_run._judge(rows, run, run.ids[1:])
+    assert asked == [([9, 1, 2], 2), ([9, 1, 9], 2)], "of an exact rung, the first token that differs"
+    assert rows == [{"rung": "resident"}, {"rung": "reuse", "differences": [{"prompt": 1, "token": 1, "gap": 1.0}]}]
+    assert "token 1 of answer 1 differs" in next(scaled_run._on_tokens({"rows": [rows[1] | {"slots": "25%"}]}))
 
 
 def test_drafts_and_disturbed_runs_are_told() -> None:

@@ -34,7 +34,7 @@ FAILING = """
 import sys
 from vllm_spac.errors import StoreError
 from vllm_spac.integration.hooks.ranks import Ranks
-Ranks(int(sys.argv[1]), 2).failed(StoreError("spac: no such file"))
+Ranks(int(sys.argv[1]), 2).end_process(StoreError("spac: no such file"))
 print("goes on")
 """
 

@@ -89,7 +89,7 @@ class Graphs:
             if execution.ahead.layers is not None:
                 execution.ahead.layers.write_guess = self._kernel(execution.ahead.layers.write_guess)
 
-        for name, method in {"__init__": init, "begin_step": began, "run": ran, "balance": balanced}.items():
+        for name, method in {"__init__": init, "begin_step": began, "run": ran, "attach_balancer": balanced}.items():
             setattr(PointerExecution, name, method)
 
     def _kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:

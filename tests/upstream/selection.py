@@ -33,7 +33,7 @@ from unittest.mock import MagicMock
 STOCK = "stock"
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 KNOBS: dict[str, dict[str, str]] = {
-    "default": {},
+    "default": {"slots": "25%"},  # else a GPU that holds the model serves it as stock vLLM does
     "plane=table": {"plane": "table"},
     "plane=slots": {"plane": "slots"},
 }
