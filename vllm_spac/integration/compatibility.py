@@ -156,10 +156,10 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     if config.execution_class.counts_votes and not on_device:
         return
     each, others = f"with {plane(config)} each row counts one", [use(plane="slots"), uniform]
-    if config.has_workers:
-        others = [uniform]
     if on_device:
-        each, others = "V2 keeps the probabilities of drafts on the device", others[1:]
+        each = "V2 keeps the probabilities of drafts on the device"
+    if on_device or config.has_workers:
+        others = [uniform]
     yield (
         bool(components.find("policies", config.policy).predictor),
         f"{what}: policy={config.policy} counts selections, and {each}",

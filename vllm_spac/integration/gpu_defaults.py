@@ -90,12 +90,8 @@ def _on_a_cpu(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     if config.plane != AUTO or config.has_workers or patches.is_off(patches.SUPPORTED):
         return config
     facts = engine_args.create_model_config().hf_config.to_dict()
-    entry = quant_config.of(facts)
-    if entry is None or quant_config.spares_experts(entry, first_number(facts, LAYERS)):
-        return config
-    amx = device.runs_quantised_experts()
-    stock = amx and quantisation.refusal(entry, FormatKernels.CPU) is None
-    if stock or quantisation.refusal(entry, FormatKernels.OURS) is not None:
+    entry, amx = quant_config.of(facts), device.runs_quantised_experts()
+    if entry is None or not quantisation.only_ours_on_cpu(entry, first_number(facts, LAYERS), amx):
         return config
     name, where = quant_config.method(entry), "a CPU" if amx else "a CPU without AMX"
     logger.info("spac: plane=table, %s: stock vLLM has no kernel for these experts (%s) on %s", ROUNDED, name, where)

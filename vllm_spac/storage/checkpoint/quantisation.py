@@ -20,6 +20,7 @@ from vllm_spac.storage.checkpoint.quant_config import (
     has_zero_points,
     mapping,
     method,
+    spares_experts,
 )
 
 
@@ -111,6 +112,19 @@ def refusal_beside(quantisation: Mapping, beside: str, amx: bool) -> str | None:
 def only_ours(quantisation: Mapping | None, capability: Capability | None = None) -> bool:
     """Returns whether slots cannot hold these experts on a GPU, so that only our kernels may run them there."""
     return quantisation is not None and refusal(quantisation, FormatKernels.GPU, capability) is not None
+
+
+def only_ours_on_cpu(quantisation: Mapping | None, layers: int, amx: bool) -> bool:
+    """Returns whether vLLM has no kernel for these experts on a CPU, and ``plane=table`` has.
+
+    Args:
+        layers: of the model, of which some may be left out.
+        amx: whether the CPU has AMX, without which vLLM has none for quantised experts.
+    """
+    if quantisation is None or spares_experts(quantisation, layers):
+        return False
+    stock = amx and refusal(quantisation, FormatKernels.CPU) is None
+    return not stock and refusal(quantisation, FormatKernels.OURS) is None
 
 
 def flags(

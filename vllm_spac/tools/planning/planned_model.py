@@ -15,6 +15,7 @@ from vllm_spac.storage.checkpoint.quantisation import (
     Capability,
     FormatKernels,
     only_ours,
+    only_ours_on_cpu,
     refusal,
     refusal_beside,
     refusal_without_amx,
@@ -104,13 +105,14 @@ class ServedModel:
             UnsupportedError: as ``of``, or the CPU has no kernel for the experts, or for layers beside them.
         """
         entry = quant_config.of(named.config)
-        ours = not on_cpu and only_ours(entry, capability)
-        if on_cpu and entry is not None and not quant_config.spares_experts(entry, first_number(named.config, LAYERS)):
-            ours = (not amx or refusal(entry, FormatKernels.CPU) is not None) and refusal(
-                entry, FormatKernels.OURS
-            ) is None
-            if not amx and (plane == "slots" or not ours):
+        if on_cpu:
+            layers = first_number(named.config, LAYERS)
+            ours = only_ours_on_cpu(entry, layers, amx)
+            unserved = not amx and (plane == "slots" or not ours)
+            if entry is not None and unserved and not quant_config.spares_experts(entry, layers):
                 raise UnsupportedError(f"{named.name} has {refusal_without_amx(entry)}")
+        else:
+            ours = only_ours(entry, capability)
         for execution in executions(plane, ours=ours, on_cpu=on_cpu):
             served = cls.of(named, execution, on_cpu=on_cpu, capability=capability)
             beside = served.checkpoint.fp8_beside
