@@ -323,6 +323,12 @@ def test_nobody_waits_for_what_has_not_arrived() -> None:
     made.end_step(step, {"r0": [1]}, 0.25)
     made.end_step(plan(), {"r0": [1]}, 0.25)
     assert not chooser.heard
+    late = vars(step)[draft_cutting.CUT].sent
+    made.begin(again := plan(), batch([0], [3]))
+    assert vars(again)[draft_cutting.CUT].sent.buffer is not late.buffer, "it may still be written"
+    made._exchange._lane.arrived = True
+    made.begin(last := plan(), batch([0], [3]))
+    assert vars(last)[draft_cutting.CUT].sent.buffer is late.buffer, "no other memory is pinned for it"
 
 
 def test_experts_that_the_next_step_misses_are_its_own() -> None:

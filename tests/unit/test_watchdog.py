@@ -163,6 +163,7 @@ def test_many_stalls_leave_few_files(made, tmp_path) -> None:
         look(dog)
     files = sorted(tmp_path.iterdir())
     assert len(files) == MOST_FILES and all(f"-{os.getpid()}-" in path.name for path in files)
+    assert dog.stalls == 3 * MOST_FILES
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_report_to_the_log(made, tmp_path, caplog) -> None:
@@ -235,6 +236,9 @@ def test_its_thread_ends_with_the_runtime(tmp_path) -> None:
     before, run = threads(), runtime()
     run.report_stalls(tmp_path, torch.device("cpu"))
     assert threads() == before + 1
+    assert run.recorder.stalls == 0
+    run.recorder.watchdogs[0]._report("a step stands still")
+    assert run.recorder.stalls == 1
     run.close()
     assert threads() == before
 

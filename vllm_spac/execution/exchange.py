@@ -253,7 +253,8 @@ class Exchange:
         self._in = _grown(None, 0)
         self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
         self._next = 0
-        self._spare: list[Tensor] = []  # getting pinned memory takes long, and may wait for the device
+        # To send with, once their event has been reached: pinning memory takes long, and may wait for the device.
+        self._spare: list[tuple[Tensor, Event | None]] = []
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the device's ``tensor`` on the CPU, owned by the caller; waits for the device."""
@@ -268,19 +269,24 @@ class Exchange:
 
     def send(self, tensors: Sequence[Tensor]) -> Sent:
         """Copies the device's ``tensors`` to the CPU; does not wait for the device."""
-        buffer = _grown(self._spare.pop() if self._spare else None, sum(map(_padded, tensors)))
+        free = (number for number, (_, event) in enumerate(self._spare) if event is None or event.done())
+        buffer = None if (number := next(free, None)) is None else self._spare.pop(number)[0]
+        buffer = _grown(buffer, sum(map(_padded, tensors)))
         arriving = self._copied(tensors, buffer)
         return Sent(arriving, self._lane.record(), buffer)
 
-    def read(self, sent: Sent) -> None:
-        """What ``send`` returned has arrived and is not read any more: a later one gets its memory.
+    def reserve(self, sends: int, nbytes: int) -> None:
+        """Gets the memory of ``sends`` copies that are on their way to the CPU at once, and of all to the device.
 
-        Raises:
-            RuntimeError: it has not arrived.
+        Args:
+            nbytes: most of a copy, either way; larger ones get other memory when they come.
         """
-        if not sent.arrived.done():
-            raise RuntimeError("memory that a copy still writes was given back")
-        self._spare.append(sent.buffer)
+        self._spare += [(_grown(None, nbytes), None) for _ in range(sends)]
+        self._out = [(_grown(buffer, nbytes), event) for buffer, event in self._out]
+
+    def read(self, sent: Sent) -> None:
+        """What ``send`` returned is not read any more: once it has arrived, a later one gets its memory."""
+        self._spare.append((sent.buffer, sent.arrived))
 
     def _copied(self, tensors: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
         """Launches copies of ``tensors`` into ``buffer``, one after another; returns where they arrive."""
@@ -293,17 +299,21 @@ class Exchange:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the CPU's ``tensor`` on the device, for work launched from now on; does not wait for it."""
+        arrives = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self.write(arrives, tensor)
+        return arrives
+
+    def write(self, arrives: Tensor, tensor: Tensor) -> None:
+        """As ``to_device``, into the device's ``arrives``."""
         buffer, event = self._out[self._next]
         if event is not None:
             event.wait()
         buffer = _grown(buffer, tensor.nbytes)
         leaves = _as(buffer, tensor)
         leaves.copy_(tensor)
-        arrives = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         self._lane.copy(arrives, leaves)
         self._out[self._next] = buffer, self._lane.record()
         self._next = (self._next + 1) % _BUFFERS
-        return arrives
 
 
 def _grown(buffer: Tensor | None, nbytes: int) -> Tensor:

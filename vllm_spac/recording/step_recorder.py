@@ -34,6 +34,11 @@ class StepRecorder:
         """Has a thread look from now on whether a step stands still, which writes into ``folder``; called once."""
         self.watchdogs.append(Watchdog(self.notes, folder))
 
+    @property
+    def stalls(self) -> int:
+        """How often a step has been said to stand still."""
+        return sum(watchdog.stalls for watchdog in self.watchdogs)
+
     def begin(self, step: Step) -> None:
         """A step begins."""
         self.notes.begin(step.rows, step.prompts)

@@ -148,6 +148,11 @@ class Watchdog:
         """Monotonic time in seconds."""
         return time.monotonic()
 
+    @property
+    def stalls(self) -> int:
+        """How often a step has been said to stand still, or to go on without an end."""
+        return self._reports
+
     def close(self) -> None:
         """Ends the thread; one that waits for a device that stands still is left to the end of the process."""
         if os.getpid() == self._process:

@@ -22,6 +22,7 @@ from torch import Tensor
 from vllm_spac.core import Step
 from vllm_spac.decisions.predictors.base import PredictorInputs
 from vllm_spac.execution.device.admission import Admission
+from vllm_spac.execution.exchange import Exchange
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.predictors._trained import Trained
@@ -64,6 +65,8 @@ class DeviceLookahead:
         # many of the names of each layer are read.
         self._step_words = torch.zeros(self.rows + sizes.layers, device=device)
         self._votes, self._limits = self._step_words[: self.rows, None], self._step_words[self.rows :]
+        self._exchange = Exchange(device)
+        self._exchange.reserve(0, self._step_words.nbytes)
         self._nobody = torch.zeros_like(self._votes)
         self._top_k = sizes.top_k
         self._step: tuple[list[float], list[int]] | None = None  # in ``_step_words``; None: forwards warm up
@@ -76,9 +79,9 @@ class DeviceLookahead:
         votes = (step.generating_weights or [1.0] * step.rows) if ahead else []
         state = votes, self._admission.offering.read_of(step.bounds)
         if state != self._step:
-            words = torch.zeros(self._step_words.shape, pin_memory=self._step_words.is_cuda)
+            words = torch.zeros(self._step_words.shape)
             words[: len(votes)], words[self.rows :] = (torch.tensor(each) for each in state)
-            self._compute.submit(self._step_words.copy_, words, True)
+            self._compute.submit(self._exchange.write, self._step_words, words)
         self._step = state
 
     def compile(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from vllm_spac.methods.trees.tensors import TreeTensors
 
+_IN_FLIGHT = 2  # steps that have been launched and have not ended, with async scheduling
 CUT = "spac_cut"  # attribute of a SchedulerOutput: what its step verifies
 
 
@@ -120,7 +121,7 @@ class DraftCutter:
         self._kept = torch.zeros(shape[0], dtype=torch.int64, device=device)  # by request state
         self._cut: tuple[InputBatch, Tensor] | None = None
         self._marked = False  # whether ``cut_rows`` has rows
-        self._exchange = Exchange(device)
+        self._exchange = _reserved(device, *shape)
         self._report: CutReport | None = None
         self._step: Tensor | None = None  # that is being drafted
         rows = len(runner.input_buffers.input_ids)
@@ -286,10 +287,20 @@ class DraftCutter:
     def end_step(self, plan: SchedulerOutput, emitted: Mapping[str, Sequence[int]], seconds: float) -> None:
         """The step of ``plan`` has ended; arguments as of ``DeviceChooser.end_step``."""
         report: CutReport | None = vars(plan).get(CUT)
-        if report is None or self._chooser is None or not report.sent.arrived.done():
+        if report is None or self._chooser is None:
             return
-        self._chooser.end_step(report.arrived(self._runtime.drafts.missed()), emitted, len(report.requests), seconds)
+        if report.sent.arrived.done():
+            found = report.arrived(self._runtime.drafts.missed())
+            self._chooser.end_step(found, emitted, len(report.requests), seconds)
         self._exchange.read(report.sent)
+
+
+def _reserved(device: torch.device, requests: int, drafts: int) -> Exchange:
+    """An exchange with the memory of all that steps of so many requests send: pinning it may wait for the device."""
+    exchange = Exchange(device)
+    told = requests * (20 * drafts + 8) + 64  # tokens, chances, what each draft follows; how many are kept
+    exchange.reserve(_IN_FLIGHT, max(told, 8 * (3 + drafts + 2 * requests)))
+    return exchange
 
 
 def surest(logits: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ def stats(
         "policy": config.policy,
     }
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
+    total["stalls"] = runtime.recorder.stalls
     if guard is not None:
         total["guard"] = guard.facts()
     return total | {"budget": {"setting": budget.describe(), **budget.counters.snapshot()}}

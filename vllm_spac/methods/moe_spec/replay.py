@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.exchange import Exchange
 from vllm_spac.methods.moe_spec.settings import STEPS, BudgetSettings
 
 _PENDING = 64  # shortlists that are counted together
@@ -180,7 +181,8 @@ class ReplayBuffers:
     def __init__(self, rows: int, layers: int, device: torch.device | str) -> None:
         self.votes = _lasting(rows, torch.float64, device)  # how much each row counts in the step; above 0 it is cut
         self.bounds = _lasting(layers, torch.int64, device)  # experts that each layer may use
-        self._silent = True
+        self._silent, self._exchange = True, Exchange(torch.device(device))
+        self._exchange.reserve(0, self.votes.nbytes)
 
     def write_budgets(self, experts: Sequence[int]) -> None:
         """Writes the budget of each layer, in experts; one copy."""
@@ -192,11 +194,11 @@ class ReplayBuffers:
         if not voting:
             self.end_step()
             return
-        votes = torch.zeros(len(self.votes), dtype=torch.float64, pin_memory=self.votes.is_cuda)
+        votes = torch.zeros(len(self.votes), dtype=torch.float64)
         for request in voting:
             rows = votes[request.start : request.stop]
             rows.copy_(torch.tensor(request.weights or [1.0] * len(rows), dtype=torch.float64))
-        self.votes.copy_(votes, non_blocking=True)
+        self._exchange.write(self.votes, votes)
         self._silent = False
 
     def apply_reached(self, reached: Tensor, alpha: float) -> None:
