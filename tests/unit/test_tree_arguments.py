@@ -101,6 +101,7 @@ def engine(**changes):
             "use_heterogeneous_vocab": False,
         },
         "compilation_config": {"cudagraph_mode": None},
+        "kernel_config": {"enable_jit_warmup": True},
         "attention_config": {"backend": SimpleNamespace(name="TRITON_ATTN")},
         "cache_config": {
             "cache_dtype": "auto",
@@ -143,8 +144,11 @@ def mode(name: str) -> SimpleNamespace:
 @pytest.mark.parametrize(
     "change, problem",
     [
-        ({"cudagraph_mode": mode("PIECEWISE")}, "PIECEWISE.*; add --enforce-eager"),
-        ({"cudagraph_mode": mode("FULL_AND_PIECEWISE")}, "FULL_AND_PIECEWISE.*; add --enforce-eager"),
+        ({"cudagraph_mode": mode("PIECEWISE")}, "PIECEWISE.*FULL_DECODE_ONLY.*, or add --enforce-eager"),
+        (
+            {"cudagraph_mode": mode("FULL_AND_PIECEWISE")},
+            "FULL_AND_PIECEWISE.*FULL_DECODE_ONLY.*, or add --enforce-eager",
+        ),
         ({"use_ubatching": True}, "--enable-dbo; drop --enable-dbo"),
         ({"rejection_sample_method": "block"}, "rejection_sample_method=block; drop rejection"),
         ({"logits_processors": ["a.B"]}, "--logits-processors"),
@@ -192,6 +196,10 @@ def test_the_guard_of_trees_with_v2_plans_them_and_cuts_their_nodes(monkeypatch)
 
     v2.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     assert "full CUDA graphs hold the steps" in str(drafts.uncut(v2)), "a GPU stood still in them"
+    monkeypatch.delenv(patches.WITHOUT)
+    assert "--spac-guard on@cut=always" in str(drafts.uncut(v2)) and drafts.uncut(v2, in_graphs=True) is None
+    v2.kernel_config.enable_jit_warmup = False
+    assert "drop --kernel-config.enable_jit_warmup" in str(drafts.uncut(v2, in_graphs=True)), "a first launch may wait"
     v2.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     v2.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
     assert drafts.unguarded(v2) is None

@@ -99,6 +99,16 @@ class SpacConfig(Knobs):
         """The file of a cluster's workers; ``ConfigError`` if it is below a home folder that nobody knows."""
         return path_named(str(types.EXECUTOR.split(self.executor)[1].get("file") or CLUSTER_FILE), "--spac-executor")
 
+    @property
+    def guards(self) -> bool:
+        """Whether the guard chooses drafts where it can."""
+        return self.guard != "off"
+
+    @property
+    def cuts_in_graphs(self) -> bool:
+        """Whether the drafter's probabilities are also read where full CUDA graphs hold its steps."""
+        return types.GUARD.split(self.guard)[1].get("cut") == "always"
+
     @cached_property
     def parsed_budget(self) -> BudgetKnob:
         """What ``budget`` says."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -65,9 +65,11 @@ class Knobs(BaseModel):
         f"extra limits what this adds to the loads that layers need ({types.EXTRA:g}), and of draft_gate and shadow, k "
         "is the experts that a row names per layer, and cutoff the number of layers.",
     )
-    guard: Literal["on", "off"] = Field(
+    guard: Annotated[str, types.GUARD] = Field(
         "on",
-        description="Shorten or skip drafts when the experts they need cost more time than their tokens save (on).",
+        description="Shorten or skip drafts when the experts they need cost more time than their tokens save (on); on "
+        "a GPU, cut says whether single drafts are cut in full CUDA graphs too (always), in which no GPU has run it "
+        "since an H100 stood still, or in other steps alone (eager).",
     )
     tree: Annotated[str, TreeText()] = Field(
         tree_shape.CHAINS,

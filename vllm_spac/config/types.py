@@ -157,6 +157,7 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     FILE: Argument(None, ()),
 }
 OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
+GUARD = WithArguments({"on": {"cut": Argument("eager", ("eager", "always"))}, "off": {}})
 PLANE = WithArguments({AUTO: {}, "slots": {}, "table": {}, "pointers": {}})
 SPECULATE = WithArguments(
     {"off": {}, **dict.fromkeys(("restricted", "predicted"), {"when": Argument("decode", ("decode", "all"))})}

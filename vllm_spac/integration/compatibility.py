@@ -136,7 +136,7 @@ def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refu
 
 def _of_guard(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """If the user set guard=on; by default a guard that cannot work is left out, with a line in the log."""
-    asked = config.guard == "on" and "guard" in config.model_fields_set
+    asked = config.guards and "guard" in config.model_fields_set
     if not asked or vllm_config.speculative_config is None:
         return
     if (reason := drafts.unguarded(vllm_config, config.tree_nodes > 0)) is not None:
@@ -150,7 +150,7 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         return
     what = f"votes=path of {_flag_of(config, 'budget')} cannot work here"
     uniform = use(budget=config.parsed_budget.but(votes=None, alpha=None))
-    if (reason := drafts.unweighted(vllm_config)) is not None:
+    if (reason := drafts.unweighted(vllm_config, config.cuts_in_graphs)) is not None:
         yield True, f"{what}: {reason.problem}", (reason.remedy, uniform)
     on_device = drafts.weighs_on_device(vllm_config)
     if config.execution_class.counts_votes and not on_device:

@@ -83,8 +83,12 @@ def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     return None
 
 
-def uncut(vllm_config: VllmConfig) -> Reason | None:
-    """Why V2's runner cannot cut drafts of a step on the device, and what helps; None if it can."""
+def uncut(vllm_config: VllmConfig, in_graphs: bool = False) -> Reason | None:
+    """Why V2's runner cannot cut drafts of a step on the device, and what helps; None if it can.
+
+    Args:
+        in_graphs: the user wants it also where full CUDA graphs hold the drafter.
+    """
     assert plans_drafts(vllm_config), "V1 chooses them before a step is planned"
     if (reason := unguarded(vllm_config)) is not None:
         return reason
@@ -93,24 +97,35 @@ def uncut(vllm_config: VllmConfig) -> Reason | None:
         return hidden
     if getattr(speculation, "enable_adaptive_verification", False):
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
-    if reason := _in_full_graphs(vllm_config, " to have them cut"):
+    if reason := _beside_graphs(vllm_config, in_graphs, " to have them cut"):
         return reason
     return switched_off(vllm_config, (), CUTTING)
 
 
-def _in_full_graphs(vllm_config: VllmConfig, gain: str) -> Reason | None:
-    """Why the drafter's logits are not read; None if they are. No cause was found for what the H100 did."""
+def _beside_graphs(vllm_config: VllmConfig, in_graphs: bool, gain: str) -> Reason | None:
+    """Why the drafter's logits are not read; None if they are. No cause was found for what the H100 did.
+
+    Args:
+        in_graphs: as of ``uncut``. Nothing is then launched for the first time beside a replay, which may wait for it.
+        gain: what eager steps are good for.
+    """
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None or not mode.has_full_cudagraphs():
         return None
-    problem = "full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still"
-    return Reason(problem, EAGER.but(f"{gain}, at the price of the graphs"))
+    if not in_graphs:
+        problem = "full CUDA graphs hold the steps, and an H100 that cut drafts in such graphs stood still"
+        other = add(guard="on@cut=always").text
+        return Reason(problem, EAGER.but(f"{gain}, at the price of the graphs, or {other}, which no GPU has run since"))
+    if vllm_config.kernel_config.enable_jit_warmup:
+        return None
+    named = "--kernel-config.enable_jit_warmup"
+    return Reason("vLLM does not warm up what runs beside its graphs", Remedy(f"drop {named}", {named: None}))
 
 
-def unweighted(vllm_config: VllmConfig) -> Reason | None:
+def unweighted(vllm_config: VllmConfig, in_graphs: bool = False) -> Reason | None:
     """Why votes cannot be weighted by the draft's probabilities, and what helps; None if they can.
 
-    Without speculation every row is certain.
+    Without speculation every row is certain. ``in_graphs`` as of ``uncut``.
     """
     speculation = vllm_config.speculative_config
     if speculation is None:
@@ -120,7 +135,7 @@ def unweighted(vllm_config: VllmConfig) -> Reason | None:
     if off := switched_off(vllm_config, (_PROPOSING_V1,)):
         return off
     if plans_drafts(vllm_config):
-        return _unweighted_on_device(vllm_config)
+        return _unweighted_on_device(vllm_config, in_graphs)
     if vllm_config.scheduler_config.async_scheduling:
         return Reason("V1 plans a step before its drafts are known on the host", IN_ORDER)
     return None
@@ -131,14 +146,14 @@ def weighs_on_device(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None and plans_drafts(vllm_config)
 
 
-def _unweighted_on_device(vllm_config: VllmConfig) -> Reason | None:
+def _unweighted_on_device(vllm_config: VllmConfig, in_graphs: bool) -> Reason | None:
     """As ``unweighted``, with V2, which keeps the probabilities on the device."""
     if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         one = use(vllm_tensor_parallel_size=1)
         return Reason("V2 keeps the probabilities on the device, which was not tried with several ranks", one)
-    if reason := _in_full_graphs(vllm_config, ""):
+    if reason := _beside_graphs(vllm_config, in_graphs, ""):
         return reason
     return switched_off(vllm_config, (), CUTTING)
 

@@ -74,7 +74,7 @@ def budget(
     """
     known = [layer.budgeted() for layer in layers]
     counters = BudgetCounters()
-    there, unweighted = drafts.weighs_on_device(vllm_config), drafts.unweighted(vllm_config)
+    there, unweighted = drafts.weighs_on_device(vllm_config), drafts.unweighted(vllm_config, config.cuts_in_graphs)
     why = None if unweighted is None else str(unweighted)
     if there and why is None and config.parsed_budget.alpha is None:
         why = "V2 keeps the probabilities of drafts for engines alone that start with it; restart with this flag"
@@ -186,7 +186,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Choose
     drafts before a step is planned (``Chooser``).
     """
     speculation = vllm_config.speculative_config
-    if speculation is None or config.guard == "off":
+    if speculation is None or not config.guards:
         return None
     if (reason := drafts.unguarded(vllm_config, config.tree_nodes > 0)) is not None:
         logger.info("spac: guard=on has no effect here: %s", reason)
@@ -198,7 +198,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Choose
 def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> DeviceChooser | None:
     """Builds the host's part of cutting drafts on the device, with V2; None where they are verified as planned."""
     speculation = vllm_config.speculative_config
-    if speculation is None or config.guard == "off" or not drafts.plans_drafts(vllm_config):
+    if speculation is None or not config.guards or not drafts.plans_drafts(vllm_config):
         return None
     if reason := _uncut(config, vllm_config, executions):
         logger.info("spac: drafts are verified as planned, and none is cut on the device: %s", reason)
@@ -212,7 +212,7 @@ def _uncut(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Exe
         return "a trace (--spac-record) has the experts of all of them"
     if any(execution.holds_all for execution in executions):
         return "each expert has its slot, so that none is loaded for a draft"
-    reason = drafts.uncut(vllm_config)
+    reason = drafts.uncut(vllm_config, config.cuts_in_graphs)
     return "" if reason is None else str(reason)
 
 

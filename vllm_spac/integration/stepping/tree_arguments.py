@@ -29,6 +29,10 @@ _V2 = Remedy("drop VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": Non
 _BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
 _METHODS = ("eagle", "eagle3")
 _HEAD = {"method": "eagle3", "model": "HEAD"}
+_DECODE_GRAPHS = Remedy(
+    """add --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'""",
+    {"--compilation-config.cudagraph_mode": "FULL_DECODE_ONLY"},
+)
 _EAGLE = Remedy(f"add --speculative-config '{json.dumps(_HEAD)}'", {"--speculative-config": _HEAD})
 
 
@@ -80,7 +84,10 @@ def _on_a_gpu(engine_args: EngineArgs) -> None:
     """Adds what trees were run with on a GPU, where the user chose nothing else."""
     if engine_args.compilation_config.cudagraph_mode is None and not engine_args.enforce_eager:
         engine_args.enforce_eager = True
-        logger.info("spac: trees set --enforce-eager: steps of a tree differ in shape, and no graph holds them")
+        logger.info(
+            "spac: trees set --enforce-eager: no GPU has run them in CUDA graphs yet; to do so, add "
+            """--compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
+        )
     if engine_args.attention_backend is None and engine_args.attention_config.backend is None:
         engine_args.attention_backend = "TRITON_ATTN"
         logger.info("spac: trees set --attention-backend TRITON_ATTN, whose kernels take a tree's rows")
@@ -203,7 +210,12 @@ def _refusals_of_v2(config: SpacConfig, vllm_config: VllmConfig, chains: tuple[R
 
     speculation, backend = vllm_config.speculative_config, vllm_config.attention_config.backend
     mode, named = vllm_config.compilation_config.cudagraph_mode, getattr(backend, "name", "vLLM's choice of attention")
-    yield mode is not None and mode.name != "NONE", f"CUDA graphs ({mode and mode.name})", (drafts.EAGER,)
+    kind = "NONE" if mode is None else mode.name
+    yield (
+        kind not in ("NONE", "FULL_DECODE_ONLY"),
+        f"CUDA graphs ({kind}), of which full ones of decode steps alone hold trees",
+        (_DECODE_GRAPHS, drafts.EAGER),
+    )
     tried = current_platform.is_cpu() or named == "TRITON_ATTN"
     yield not tried, f"{named}, which it was not tried with", (add(vllm_attention_backend="TRITON_ATTN"),)
     untraced, kept = (rules.untraced(config), *chains), "for V2 keeps on the device which draft follows which"
