@@ -199,8 +199,8 @@ def managers(monkeypatch):
     return make
 
 
-def offered(config) -> LengthChooser:
-    guard = LengthChooser(config.num_speculative_tokens)
+def offered(config, lengths=None) -> LengthChooser:
+    guard = LengthChooser(config.num_speculative_tokens, lengths)
     try:
         draft_planning.install(config, guard)
     finally:
@@ -235,27 +235,43 @@ def test_each_length_that_the_guard_chooses_has_a_full_graph(managers, requests:
     assert "all have full CUDA graphs" in said and all(str(length) in said for length in ran)
 
 
-def test_one_request_at_a_time_has_graphs_with_all_drafts_only(managers, caplog) -> None:
-    """vLLM's schedule has a length for each batch size, and there is one. The log says so, and what to do."""
+@pytest.mark.parametrize("restricted", [False, True], ids=["chains", "trees"])
+def test_one_request_at_a_time_has_graphs_with_all_drafts_and_with_none(managers, restricted: bool) -> None:
+    """vLLM's schedule has a length for each batch size, and there is one."""
     config = configured(1, 4, "FULL_AND_PIECEWISE")
-    with caplog.at_level("WARNING", "vllm.spac"):
-        guard, manager = offered(config), managers(config)
+    guard, manager = offered(config, (0, 4) if restricted else None), managers(config)
     assert lengths_run(guard, lambda length: 1 + 0.01 * length) == {0, 4}
-    assert "--max-num-seqs 2" in caplog.text and "no full CUDA graphs" in caplog.text
-    assert manager.dispatch(1, 5, 5, 0).cg_mode.name == "FULL"
-    assert manager.dispatch(1, 1, 1, 0).cg_mode.name == "PIECEWISE"
+    for rows in (1, 5):
+        found = manager.dispatch(1, rows, rows, 0)
+        assert found.cg_mode.name == "FULL" and found.uniform_token_count == rows
 
 
-@pytest.mark.parametrize(
-    ("asked", "lengths", "warns"), [([(1, 4, 2), (5, 8, 0)], {0, 2}, False), ([(1, 8, 3)], {0, 3}, True)]
-)
-def test_a_schedule_of_the_user_s_own_says_which_lengths_have_graphs(asked, lengths, warns, caplog) -> None:
+def test_trees_have_graphs_of_whole_trees_and_of_none(managers) -> None:
+    config = configured(8, 16, "FULL_DECODE_ONLY")
+    guard, manager = offered(config, (0, 16)), managers(config)
+    assert guard.lengths == [0, 16]
+    for rows in (1, 17):
+        found = manager.dispatch(3, 3 * rows, rows, 0)
+        assert found.cg_mode.name == "FULL" and found.uniform_token_count == rows
+    assert manager.dispatch(1, 9, 9, 0).cg_mode.name == "NONE"
+
+
+@pytest.mark.parametrize(("asked", "lengths"), [([(1, 4, 2), (5, 8, 0)], {0, 2}), ([(1, 8, 3)], {0, 3})])
+def test_a_schedule_of_the_user_s_own_says_which_lengths_have_graphs(asked, lengths, managers) -> None:
+    """And steps without drafts have them, too."""
     config = configured(8, 4, "FULL_AND_PIECEWISE", asked)
-    with caplog.at_level("WARNING", "vllm.spac"):
-        guard = offered(config)
+    guard, manager = offered(config), managers(config)
     assert lengths_run(guard, lambda length: 1 + 0.01 * length) == lengths
-    assert config.speculative_config.num_speculative_tokens_per_batch_size == asked
-    assert ("no full CUDA graphs" in caplog.text) is warns
+    assert config.speculative_config.num_speculative_tokens_per_batch_size == asked, "it is as the user set it"
+    for rows in (1 + length for length in lengths):
+        assert manager.dispatch(2, 2 * rows, rows, 0).uniform_token_count == rows
+
+
+def test_other_engines_have_the_graphs_of_their_schedule(managers) -> None:
+    """The name that is wrapped is one for all engines of a process."""
+    offered(configured(1, 4, "FULL_AND_PIECEWISE"))
+    config = configured(8, 4, "FULL_AND_PIECEWISE", [(1, 8, 3)])
+    assert managers(config).dispatch(1, 1, 1, 0).cg_mode.name == "PIECEWISE"
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])

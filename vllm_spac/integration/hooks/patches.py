@@ -64,6 +64,7 @@ PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
 SUPPORTED = f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
+CAPTURED_LENGTHS = "vllm.v1.worker.gpu.cudagraph_utils:build_dynamic_sd_schedule_lookup"
 _AUTOREGRESSIVE = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
 _RUNNERS: tuple[tuple[str, Where], ...] = ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
@@ -359,17 +360,9 @@ PATCHES = (
                 "a tree's first level is drawn from these logits",
                 ("hidden_states",),
             ),
-            (
-                f"{_AUTOREGRESSIVE}._multi_step_decode",
-                _REPLACES,
-                "a draft tree is grown from the first pass",
-                ("num_reqs",),
-            ),
-            (
-                f"{_AUTOREGRESSIVE}._fused_multi_step_decode",
-                _REPLACES,
-                "a draft tree is grown from the first pass",
-                ("num_reqs",),
+            *(
+                (f"{_AUTOREGRESSIVE}.{name}", _REPLACES, "a draft tree is grown from the first pass", ("num_reqs",))
+                for name in ("_multi_step_decode", "_generate_fused_drafts")
             ),
         )
     ),
@@ -474,6 +467,14 @@ PATCHES = (
         "v2",
         ("vllm_config",),
         until="a draft length that a plugin provides",
+        loses=_NO_CHOICE_V2,
+    ),
+    Patch(
+        CAPTURED_LENGTHS,
+        "full graphs are captured also of steps without drafts, where the schedule of draft lengths has none",
+        "v2",
+        ("num_speculative_tokens_per_batch_size",),
+        until="draft lengths to capture that are no schedule",
         loses=_NO_CHOICE_V2,
     ),
     Patch(f"{SCHEDULER}.schedule", "the guard observes when a step is planned", "v2", on="object", loses=_NO_CHOICE_V2),

@@ -102,7 +102,7 @@ def install(vllm_config: VllmConfig, guard: LengthChooser | None, ended: Ended |
 
     The scheduler is created after the worker, so they are kept until then; arguments as of ``PlannedDrafts``.
     """
-    most = None if guard is None or guard.restricted else _lengths(vllm_config, guard)
+    most = None if guard is None else _lengths(vllm_config, guard)
     _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most, ended=ended)
     patches.install(f"{patches.SCHEDULER}.__init__", _starting)
 
@@ -112,14 +112,37 @@ def _lengths(vllm_config: VllmConfig, guard: LengthChooser) -> Sequence[int] | N
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     speculation, requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    most = None
-    if asked := speculation.num_speculative_tokens_per_batch_size:
+    in_graphs, most, asked = _has_decode_graphs(vllm_config), None, speculation.num_speculative_tokens_per_batch_size
+    if asked:
         most = build_dynamic_sd_schedule_lookup(asked, requests, guard.most)
-    elif requests > 1:
-        speculation.num_speculative_tokens_per_batch_size = schedule(guard.most, requests)
-    if _has_decode_graphs(vllm_config):
-        _restrict(guard, [guard.most] if requests == 1 and most is None else _scheduled(vllm_config, guard))
+    elif guard.restricted or requests == 1:  # it chooses one length, and 0
+        asked = [(1, requests, guard.most)] if in_graphs else None
+    else:
+        asked = schedule(guard.most, requests)
+    if asked:
+        speculation.num_speculative_tokens_per_batch_size = WithoutDrafts(asked) if in_graphs else asked
+    if in_graphs:
+        patches.install(patches.CAPTURED_LENGTHS, _capturing)
+        guard.limit(_scheduled(vllm_config, guard.most))
+        logger.info(
+            "spac: the guard chooses among %s drafts, which all have full CUDA graphs",
+            ", ".join(map(str, guard.lengths)),
+        )
     return most
+
+
+class WithoutDrafts(list):
+    """A schedule of an engine that also runs steps without drafts, whatever its lengths are."""
+
+
+def _capturing(lookup: Callable):
+    """Around the lookup that vLLM's managers of graphs read their draft lengths from, and nobody else."""
+
+    def looked_up(num_speculative_tokens_per_batch_size: Any, *args: Any, **kwargs: Any) -> list[int]:
+        found = lookup(num_speculative_tokens_per_batch_size, *args, **kwargs)
+        return [*found, 0] if isinstance(num_speculative_tokens_per_batch_size, WithoutDrafts) else found
+
+    return looked_up
 
 
 def schedule(most: int, requests: int) -> list[tuple[int, int, int]]:
@@ -147,27 +170,12 @@ def _has_decode_graphs(vllm_config: VllmConfig) -> bool:
     return mode is not None and mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
 
 
-def _scheduled(vllm_config: VllmConfig, guard: LengthChooser) -> list[int]:
-    """Returns the draft lengths that vLLM captures graphs for."""
+def _scheduled(vllm_config: VllmConfig, most: int) -> list[int]:
+    """Returns the draft lengths that vLLM captures graphs for, but 0, which it always does for these engines."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    asked = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
-    return build_dynamic_sd_schedule_lookup(asked, vllm_config.scheduler_config.max_num_seqs, guard.most)[1:]
-
-
-def _restrict(guard: LengthChooser, captured: Sequence[int]) -> None:
-    """Lets ``guard`` choose only lengths that have full graphs, and 0; says what that means."""
-    guard.limit(captured)
-    lengths = ", ".join(map(str, sorted({0, *captured})))
-    if 0 in captured:
-        logger.info("spac: the guard chooses among %s drafts, which all have full CUDA graphs", lengths)
-    else:
-        logger.warning(
-            "spac: the guard chooses among %s drafts; steps without drafts have no full CUDA graphs and take longer "
-            "than they need to, so that drafts seem to pay: use --max-num-seqs 2 or more, and 0 among the lengths of "
-            "num_speculative_tokens_per_batch_size (--speculative-config) if you set it",
-            lengths,
-        )
+    speculation, requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
+    return build_dynamic_sd_schedule_lookup(speculation.num_speculative_tokens_per_batch_size, requests, most)[1:]
 
 
 _waiting: dict[str, PlannedDrafts] = {}  # by id of the engine's configuration, until its scheduler is created

@@ -159,8 +159,7 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         options = _stock(choice, model, machine, load)
     else:
         options = ["--plugin", "spac", "--spac-slots", choice.slots, *_knobs(choice, model, machine)]
-        least = 2 if choice.drafts else 1  # with one request only all drafts have full CUDA graphs: see draft_planning
-        options += ["--max-model-len", str(load.context), "--max-num-seqs", str(max(least, load.concurrency))]
+        options += ["--max-model-len", str(load.context), "--max-num-seqs", str(load.concurrency)]
         if machine.gpu:
             options += ["--max-num-batched-tokens", str(rows(model, machine, load))]
         if not model.architecture.recurrent or model.architecture.state is not None:
