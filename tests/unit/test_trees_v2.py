@@ -13,7 +13,8 @@ import torch
 from vllm_spac.integration.stepping import tree_attention
 from vllm_spac.integration.stepping.v2 import tree_decoding_v2
 from vllm_spac.integration.stepping.v2.tree_decoding_v2 import Sampled
-from vllm_spac.methods.trees.tensors import Layout, StepTrees, TensorRows, TreeTensors
+from vllm_spac.methods.trees.captured_trees import CapturedTrees, every_row
+from vllm_spac.methods.trees.tensors import Layout, Scratch, StepTrees, TensorRows, TreeTensors
 from vllm_spac.methods.trees.tree_counters import TreeCounters
 
 STARTS, DRAFTS = np.array([0, 4, 5, 8, 17], dtype=np.int32), np.array([3, 0, 2, 4])  # the last is a padded prompt
@@ -137,3 +138,69 @@ def test_hooks_write_what_rows_see_of_their_ancestors() -> None:
     trees.scattered = Scattered(torch.tensor([0, 2]), torch.tensor([50, -1]))
     hooked(None, key, key, None, torch.tensor([0, 1, 2]))
     assert calls == [([7, 8, 9], [0, 1, 2]), ([7, 8, 9], [0, 1, 2]), ([7, 9], [50, -1])]
+
+
+def whole(requests: list[int]) -> tuple[Layout, StepTrees]:
+    """Three requests of five rows each, of which ``requests`` have trees, and the others what vLLM padded them with."""
+    layout = Layout.of(np.array([0, 5, 10, 15], dtype=np.int32), np.array([4, 4, 4]), np.array(requests))
+    rows, _ = every_row(layout, 3)
+    step = StepTrees(
+        TreeTensors.of(torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]])[: len(requests)], 3),
+        TensorRows(*torch.from_numpy(rows)),
+        torch.tensor([10, 30])[: len(requests)],
+        torch.arange(1, 25).view(3, 8)[requests],
+        torch.arange(100, 120).view(2, 5, 2)[: len(requests)],
+    )
+    return layout, step
+
+
+def test_a_graph_sees_each_row_as_it_is_seen_without_one() -> None:
+    layout, step = whole([0, 2])
+    positions, table = torch.tensor([*[0] * 5, *range(20, 25), *[0] * 5]), torch.arange(1, 25).view(3, 8)
+    positions[step.rows.token] = step.positions
+    lengths = torch.tensor([15, 25, 35], dtype=torch.int32)
+    states = np.array([5, 2, 7])
+    batch = Batch(
+        3, 3, torch.from_numpy(states), states, np.full(3, 5), torch.from_numpy(layout.starts[:4]), layout.starts[:4],
+        lengths, lengths, np.array([False, True, False]),
+    )  # fmt: skip
+    plain = StepTrees(step.trees, TensorRows(*torch.from_numpy(layout.rows)), *step[2:])
+    found, tables = tree_decoding_v2.expanded(batch, plain, layout, table, 8)  # type: ignore[arg-type]
+    memory = CapturedTrees(20, 8, 3, "cpu")
+    seen = memory.batch(20)
+    memory.write(positions, torch.from_numpy(every_row(layout, 3)[1]), table, step, 8)
+    trees = torch.tensor([0, 1, 2, 3, 4, 10, 11, 12, 13, 14])
+    assert seen.lengths[trees].tolist() == [*found.seq_lens[:5].tolist(), *found.seq_lens[6:].tolist()]
+    assert seen.table[trees].tolist() == [*tables[:5].tolist(), *tables[6:].tolist()]
+    assert seen.lengths[5:10].tolist() == [21, 22, 23, 24, 25], "a chain: each row sees those before it"
+    assert (seen.table[5:10] == table[1]).all()
+    also = plain.scattered(8)
+    count = len(also.rows)
+    assert seen.scattered.rows[:count].tolist() == also.rows.tolist()
+    assert seen.scattered.slots[:count].tolist() == also.slots.tolist()
+
+
+def test_rows_that_pad_a_graph_count_for_nothing() -> None:
+    """Also where an earlier step had more rows."""
+    memory = CapturedTrees(20, 8, 3, "cpu")
+    seen = memory.batch(20)
+    addresses = [each.data_ptr() for each in (seen.lengths, seen.table, *seen.scattered)]
+    table = torch.arange(1, 25).view(3, 8)
+    layout, step = whole([0, 2])
+    memory.write(torch.arange(15), torch.from_numpy(every_row(layout, 3)[1]), table, step, 8)
+    memory.write(torch.tensor([7, 8, 9, 10, 11]), torch.zeros(5, dtype=torch.long), table, None, 8)
+    assert seen.lengths.tolist() == [8, 9, 10, 11, 12] + [1] * 15
+    assert (seen.table[:5] == table[0]).all() and not seen.table[5:].any()
+    assert (seen.scattered.slots == -1).all() and not seen.scattered.rows.any()
+    again = memory.batch(20)
+    assert addresses == [each.data_ptr() for each in (again.lengths, again.table, *again.scattered)]
+
+
+def test_requests_that_pad_a_graph_share_vllm_s_own_block() -> None:
+    from vllm_spac.config.tree_shape import TreeShape
+
+    scratch = Scratch(TreeShape(16, 4, 3), 3, 8)
+    three, four = scratch.levels(3), scratch.levels(4)
+    assert torch.equal(four[:, :3], three)
+    assert not set(four[:, 3:].flatten().tolist()) & set(three.flatten().tolist()), "no request loses its own"
+    assert len(set(three.flatten().tolist())) == three.numel() <= scratch.count

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.methods.trees.growth import Chosen
@@ -360,8 +361,13 @@ class Scratch:
         return self._of(count, self._rows)
 
     def levels(self, requests: int) -> Tensor:
-        """Blocks of two levels of growth, int64 [2, requests, front, blocks of each]."""
-        return self._of(2, requests, self._front)
+        """Blocks of two levels of growth, int64 [2, requests, front, blocks of each].
+
+        More requests than an engine has pad a graph: they all write to vLLM's own block.
+        """
+        return self._of(requests, 2, self._front).transpose(0, 1)
 
     def _of(self, *parts: int) -> Tensor:
-        return self._ids[: math.prod(parts) * self.each].view(*parts, self.each)
+        size = math.prod(parts) * self.each
+        ids = self._ids[:size]
+        return (ids if len(ids) == size else pad(ids, (0, size - len(ids)))).view(*parts, self.each)

@@ -8,8 +8,7 @@ those of an engine that does not speculate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.integration.stepping.tree_attention import updating
+from vllm_spac.methods.trees.captured_trees import CapturedBatch, CapturedTrees, every_row
 from vllm_spac.methods.trees.growth import Growth
 from vllm_spac.methods.trees.levels import Level, Start, grow
 from vllm_spac.methods.trees.tensors import (
@@ -158,7 +158,7 @@ class Sampled:
 
 
 class Drafter:
-    """Replaces what follows the first pass of a V2 speculator.
+    """Replaces what follows the first pass of a V2 speculator; in a CUDA graph too, for memory is at fixed addresses.
 
     Args:
         speculator: its attention has been set up.
@@ -181,55 +181,71 @@ class Drafter:
         keep: Callable[[Tensor, TreeTensors], None],
     ) -> None:
         self._speculator, self._shape, self._scratch, self._caches = speculator, shape, scratch, caches
-        self._keep = keep
+        self._keep, requests, device = keep, speculator.max_num_reqs, speculator.device
         self.chances: Callable[[Tensor, Tensor], None] | None = None
-        self._chain: np.ndarray | None = None  # of the requests that are drafted for; None: made-up ones
-        self._logits: Tensor | None = None  # of the first pass
-        self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
-        name = "_fused_multi_step_decode" if speculator.supports_decode_metadata_update else "_multi_step_decode"
+        self._chain = torch.zeros(requests, dtype=torch.bool, device=device)  # which get a chain
+        self._logits: Tensor | None = None  # [requests, V], of the first pass
+        # What was grown, by place in the drafter's batch; the tokens are in the speculator's own buffer.
+        self._trees = TreeTensors.chains(requests, shape.nodes, shape.depth, device)
+        self._joint = torch.zeros(requests, shape.nodes, device=device)
+        self._starts = torch.arange(speculator.max_num_tokens + 1, dtype=torch.int32)
+        self._starts_on_device = self._starts.to(device)
+        speculator.sample_draft = self.sample_draft
+        name = "_generate_fused_drafts" if speculator.supports_decode_metadata_update else "_multi_step_decode"
         self._decode = getattr(speculator, name)
-        vars(speculator)[name] = self.draft_trees
+        vars(speculator)[name] = self.draft_trees if name == "_multi_step_decode" else self.draft_trees_in_graph
 
-    @contextmanager
-    def growing(self, chain: np.ndarray | None) -> Iterator[None]:
-        """Context of a call of the speculator's ``propose``.
+    def begin(self, chain: np.ndarray) -> None:
+        """The speculator's ``propose`` is called; ``chain``: bool [requests], which get a chain."""
+        self._chain[: len(chain)] = _to_device(chain, self._chain.device)
 
-        Args:
-            chain: bool [requests], which get a chain; None: vLLM made the requests up, and drafts as it does.
-        """
-        self._chain = chain
-        try:
-            yield
-        finally:
-            self._chain = self._logits = None
+    def end(self, requests: Tensor) -> None:
+        """It has grown trees for ``requests`` of the runner's state, int64 [R]; a graph may have grown more."""
+        trees = TreeTensors(*(part[: len(requests)] for part in self._trees))
+        if self.chances is not None:
+            self.chances(requests, conditional(self._joint[: len(requests)], trees.parents))
+        self._keep(requests, trees)
 
     def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """In place of the speculator's: keeps the logits that the first level is drawn from."""
-        if self._chain is None:
-            return self._sample(hidden_states, *args, **kwargs)
-        self._logits = self._speculator.compute_draft_logits(hidden_states, 0)
-        return self._logits.argmax(-1)
+        logits = self._speculator.compute_draft_logits(hidden_states, 0)
+        if self._logits is None:
+            self._logits = logits.new_zeros(self._speculator.max_num_reqs, logits.shape[1])
+        self._logits[: len(logits)] = logits
+        return logits.argmax(-1)
 
-    def draft_trees(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
-        """In place of the speculator's further steps: fills its ``draft_tokens`` with trees."""
-        if self._chain is None or self._logits is None:
-            return self._decode(num_reqs, *args, **kwargs)
-        speculator = self._speculator
-        chain = _to_device(self._chain, speculator.device)
-        groups = speculator.kv_cache_config.kv_cache_groups
+    def draft_trees(self, num_reqs: int, skip_attn: bool, *args: Any, **kwargs: Any) -> None:
+        """In place of the speculator's further steps, where these are not captured."""
+        if skip_attn:
+            return self._decode(num_reqs, skip_attn, *args, **kwargs)
+        self._grow(num_reqs)
+
+    def draft_trees_in_graph(
+        self, num_reqs: int, num_tokens_padded: int, attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """In place of the speculator's further steps, where a graph may hold them; without metadata there is no KV
+        cache yet."""
+        if attn_metadata is None:
+            return self._decode(num_reqs, num_tokens_padded, attn_metadata, *args, **kwargs)
+        self._grow(num_reqs)
+
+    def _grow(self, requests: int) -> None:
+        """Fills the speculator's ``draft_tokens`` with trees, of ``requests`` places of its batch; some may be padding
+        of a graph."""
+        speculator, logits = self._speculator, self._logits
+        assert logits is not None, "the first pass comes first"
         start = Start(
-            self._logits,
-            speculator.hidden_states[:num_reqs].clone(),
-            speculator.input_buffers.positions[:num_reqs].clone(),  # vLLM has advanced them
-            speculator.block_tables.input_block_tables[0][:num_reqs],
+            logits[:requests],
+            speculator.hidden_states[:requests].clone(),
+            speculator.input_buffers.positions[:requests].clone(),  # vLLM has advanced them
+            speculator.block_tables.input_block_tables[0][:requests],
         )
-        size = groups[0].kv_cache_spec.block_size
+        size = speculator.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         chosen = grow(self._shape, self._scratch, start, size, self._caches, self._forward)
-        tokens, joint, trees = trees_of(chosen, self._shape.depth, chain)
-        speculator.draft_tokens[:num_reqs] = tokens
-        if self.chances is not None:
-            self.chances(speculator.idx_mapping[:num_reqs], conditional(joint, trees.parents))
-        self._keep(speculator.idx_mapping[:num_reqs], trees)
+        tokens, joint, trees = trees_of(chosen, self._shape.depth, self._chain[:requests])
+        speculator.draft_tokens[:requests], self._joint[:requests] = tokens, joint
+        for mine, theirs in zip(self._trees, trees, strict=True):
+            mine[:requests] = theirs
 
     def _forward(self, growth: Growth, batch: LevelBatch, hidden: Tensor) -> Level:
         """Runs the drafter over a level, see ``levels.grow``."""
@@ -241,14 +257,13 @@ class Drafter:
         # A request that is nearly full gets nodes behind its end: the scheduler does not verify them.
         buffers.positions[:count] = batch.positions.clamp(max=most - 1)
         speculator.hidden_states[:count] = hidden
-        starts = torch.arange(count + 1, dtype=torch.int32)
         slots = batch.slots[None]
         metadata = build_attn_metadata(
             attn_groups=speculator.attn_groups,
             num_reqs=count,
             num_tokens=count,
-            query_start_loc_gpu=starts.to(speculator.device),
-            query_start_loc_cpu=starts,
+            query_start_loc_gpu=self._starts_on_device[: count + 1],
+            query_start_loc_cpu=self._starts[: count + 1],
             max_query_len=1,
             seq_lens=batch.lengths.clamp(max=most),
             max_seq_len=most,
@@ -280,6 +295,8 @@ class TreeDecodingV2:
 
     def __init__(self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch) -> None:
         self._runner, self._scratch, device = runner, scratch, runner.device
+        self._captured = _captured(runner, shape)  # what full graphs read; None: there are none
+        self._rows = shape.nodes + 1  # of a request in such a graph
         self.block_size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.counters = TreeCounters(shape.depth, device)
         self._drafted = TreeTensors.chains(runner.max_num_reqs, shape.nodes, shape.depth, device)
@@ -330,24 +347,59 @@ class TreeDecodingV2:
         vLLM has computed the slots of the rows from their positions in a chain; from here on they have those in a tree.
         """
         chains = self._prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
+        in_graph = self._in_graph(input_batch)
         if not self._is_of_requests(input_batch):
-            return chains
-        drafts = input_batch.num_draft_tokens_per_req
+            self.scattered = None
+            if not (in_graph and kwargs.get("for_capture")):
+                return chains
+            assert self._captured is not None
+            self._captured.reset()
+            memory = self._captured.batch(input_batch.num_tokens_after_padding)
+            self.scattered = memory.scattered
+            sequences = captured(input_batch, memory), memory.table
+            return chains | self._target(sequences, cudagraph_mode, *args, **kwargs)
+        in_graph, drafts = in_graph and cudagraph_mode.name == "FULL", input_batch.num_draft_tokens_per_req
         if drafts is None:
-            return chains
+            if not in_graph:
+                return chains
+            drafts = np.zeros(input_batch.num_reqs, dtype=np.int32)
         drafting = drafts > 0
         self.counters.add_unknown(int((drafting & input_batch.is_prefilling_np).sum()))
         requests = np.flatnonzero(drafting & ~input_batch.is_prefilling_np)
-        if not len(requests):
+        if not (len(requests) or in_graph):
             return chains
         layout = Layout.of(input_batch.query_start_loc_np[: input_batch.num_reqs + 1], drafts, requests)
+        if in_graph:
+            self._replay(input_batch, layout, block_tables[0])
+            return chains  # the target's graph has its own
         step = self._take_up(input_batch, layout, block_tables[0])
         sequences = expanded(input_batch, step, layout, block_tables[0], self.block_size)
         input_batch.positions[step.rows.token] = step.positions
         self.scattered = step.scattered(self.block_size)
         self._copy(step.before_forward(self.block_size))
-        trees = self._prepare_attn(sequences[0], cudagraph_mode, (sequences[1],), *args, **kwargs)
-        return chains | {name: trees[name] for name in self._layers}
+        return chains | self._target(sequences, cudagraph_mode, *args, **kwargs)
+
+    def _target(self, sequences: tuple[InputBatch, Tensor], mode: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The metadata of the target's layers, of (a batch of sequences, their block table)."""
+        found = self._prepare_attn(sequences[0], mode, (sequences[1],), *args, **kwargs)
+        return {name: found[name] for name in self._layers}
+
+    def _in_graph(self, batch: InputBatch) -> bool:
+        """Whether a batch has the shape of the graphs that verify trees: all drafts of each request, or padding."""
+        rows = batch.num_reqs_after_padding * self._rows
+        return self._captured is not None and batch.num_tokens_after_padding == rows
+
+    def _replay(self, batch: InputBatch, layout: Layout, table: Tensor) -> None:
+        """Writes what the graph of a step reads, of whose requests those of ``layout`` have trees."""
+        assert self._captured is not None
+        rows, owner = every_row(layout, batch.num_reqs)
+        step = None
+        if len(layout.requests):
+            step = self._take_up(batch, dataclasses.replace(layout, rows=rows), table)
+            batch.positions[step.rows.token] = step.positions
+            self._copy(step.before_forward(self.block_size))
+        positions = batch.positions[: batch.num_tokens].long()
+        self._captured.write(positions, _to_device(owner, table.device), table, step, self.block_size)
 
     def _take_up(self, batch: InputBatch, layout: Layout, table: Tensor) -> StepTrees:
         self._requests = _to_device(layout.requests, table.device)
@@ -405,18 +457,23 @@ class TreeDecodingV2:
             tokens.copy_(tokens[order])
             last_hidden_states = reordered(last_hidden_states, order)
             aux_hidden_states = [reordered(state, order) for state in aux_hidden_states or ()] or None
-        chain = None if dummy_run else self._as_chain[input_batch.idx_mapping_np]
-        with self.drafter.growing(chain):
-            return self._propose(
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                *args,
-                dummy_run=dummy_run,
-                **kwargs,
-            )
+        self.drafter.begin(self._as_chain[input_batch.idx_mapping_np])
+        given = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
+        drafts = self._propose(*given, *args, dummy_run=dummy_run, **kwargs)
+        planned = kwargs.get("num_speculative_tokens")
+        if not dummy_run and (planned is None or planned > 1):
+            self.drafter.end(input_batch.idx_mapping[: input_batch.num_reqs])
+        return drafts
+
+
+def _captured(runner: GPUModelRunner, shape: TreeShape) -> CapturedTrees | None:
+    """The memory that graphs of steps with trees read; None: no step has one."""
+    compilation = runner.compilation_config
+    if not compilation.cudagraph_mode.has_full_cudagraphs():
+        return None
+    rows = min(runner.max_num_reqs * (shape.nodes + 1), compilation.max_cudagraph_capture_size or 0)
+    blocks = runner.block_tables.input_block_tables[0].shape[1]
+    return CapturedTrees(rows, blocks, shape.depth, runner.device)
 
 
 def conditional(joint: Tensor, parents: Tensor) -> Tensor:
@@ -442,6 +499,26 @@ def needs_chain(parameters: SamplingParams) -> bool:
 def reordered(state: Tensor, order: Tensor) -> Tensor:
     """``state``, [rows, d], with its first rows in ``order``; rows behind them pad a CUDA graph."""
     return torch.cat([state[order], state[len(order) :]])
+
+
+def captured(batch: InputBatch, memory: CapturedBatch) -> InputBatch:
+    """The batch whose requests are the sequences that attention sees in a graph of as many rows as ``batch`` has."""
+    count = len(memory.lengths)
+    one, owner = np.ones(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
+    return dataclasses.replace(
+        batch,
+        num_reqs=count,
+        num_reqs_after_padding=count,
+        idx_mapping=batch.idx_mapping[:1].expand(count),
+        idx_mapping_np=batch.idx_mapping_np[owner],
+        num_scheduled_tokens=one,
+        query_start_loc=memory.starts,
+        query_start_loc_np=np.arange(count + 1, dtype=np.int32),
+        seq_lens=memory.lengths,
+        seq_lens_cpu_upper_bound=torch.from_numpy(one),
+        is_prefilling_np=batch.is_prefilling_np[owner],
+        max_query_len=1,
+    )
 
 
 def expanded(

@@ -1,0 +1,93 @@
+"""Steps in full CUDA graphs, emulated: drafts that are cut in them, steps without drafts beside them, draft trees.
+
+Tokens are stock's, eager and without drafts, in float32. With the V2 runner alone, see ``full_graphs``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import engines
+import graph_runs
+import pytest
+from graph_runs import EAGLE3, NGRAM
+
+pytestmark = [
+    pytest.mark.v2,
+    pytest.mark.skipif(not engines.V2, reason="vLLM's V2 runner has these graphs; `make test-v2` runs them"),
+]
+POINTERS = {"slots": "25%", "plane": "pointers"}
+CUT = POINTERS | {"guard": "on@cut=always"}
+CHAIN = {"speculative_config": EAGLE3 | {"num_speculative_tokens": 4}}
+TREE = {"speculative_config": EAGLE3}
+
+
+@functools.cache
+def stock() -> list[list[int]]:
+    said = graph_runs.run(None, graphs=False)["said"]
+    assert len({tuple(tokens) for tokens in said}) > 4
+    return said
+
+
+def test_stock_s_own_graphs_are_emulated() -> None:
+    found = graph_runs.run(None, **CHAIN)
+    assert found["said"] == stock() and found["replays"] > 30, "of the target and of the drafter"
+
+
+def test_drafts_are_cut_in_graphs() -> None:
+    found = graph_runs.run(CUT, ("plan", "cut"), **CHAIN)
+    assert found["said"] == stock() and found["replays"] > 30
+    cuts = found["stats"]["device_chooser"]
+    assert 0 < cuts["cut_drafts"] < cuts["drafts"], "some"
+    assert found["stats"]["guard"]["steps"].keys() >= {"0", "4"} and not found["cold"], "nothing ran for the first time"
+
+
+def test_without_the_flag_none_is() -> None:
+    found = graph_runs.run(POINTERS, ("plan", "cut"), **CHAIN)
+    assert found["said"] == stock() and found["replays"] > 30 and "device_chooser" not in found["stats"]
+
+
+def test_drafts_of_n_grams_are_planned_beside_graphs() -> None:
+    found = graph_runs.run(CUT, ("plan",), speculative_config=NGRAM)
+    assert found["said"] == stock() and found["replays"] > 30
+
+
+def test_one_request_at_a_time_has_graphs_without_drafts() -> None:
+    found = graph_runs.run(CUT, ("plan", "cut"), max_num_seqs=1, **CHAIN)
+    steps = found["stats"]["guard"]["steps"]
+    assert found["said"] == stock() and steps["0"] > 5 and steps["4"] > 5
+    # each of these steps replays the target's graph, and some the drafter's: only prompts run without one
+    assert found["replays"] >= steps["0"] + steps["4"]
+
+
+@pytest.mark.parametrize("guard", ["off", "on", "on@cut=always"])
+def test_trees_are_verified_and_grown_in_graphs(guard: str) -> None:
+    found = graph_runs.run(POINTERS | {"tree": "16", "guard": guard}, ("plan", "cut"), **TREE)
+    assert found["said"] == stock() and found["replays"] > 20
+    trees = found["stats"]["trees"]
+    assert trees["trees"] > 10 and trees["unknown"] == 0
+    if guard == "on@cut=always":
+        assert found["stats"]["device_chooser"]["cut_drafts"] > 0 and not found["cold"]
+
+
+def test_a_tree_that_stops_early_and_a_window_of_padding() -> None:
+    """Three requests in the graph of four; one ends long before the others."""
+    found = graph_runs.run(POINTERS | {"tree": "7@depth=3@width=3", "guard": "off"}, tokens=40, max_num_seqs=3, **TREE)
+    assert found["said"] == graph_runs.run(None, graphs=False, tokens=40)["said"]
+
+
+@pytest.mark.parametrize(("budget", "exact"), [("64@votes=path", True), ("16@votes=path", False)])
+def test_a_budget_with_path_votes_holds_in_graphs_of_trees(budget: str, exact: bool) -> None:
+    """As without graphs, to the token."""
+    spac, tricks = CUT | {"tree": "16", "budget": budget}, ("plan", "cut")
+    found, eager = (graph_runs.run(spac, tricks, graphs=graphs, **TREE) for graphs in (True, False))
+    assert found["said"] == eager["said"] and found["replays"] > 20
+    assert (found["said"] == stock()) is exact
+    assert found["stats"]["budget"]["experts"] > 0 or exact
+
+
+@pytest.mark.parametrize("bug", ["not warmed up", "new memory", "padding writes"])
+def test_the_emulation_shows_bugs(bug: str) -> None:
+    spac, drafts = (CUT, CHAIN) if bug == "not warmed up" else (POINTERS | {"tree": "16", "guard": "off"}, TREE)
+    found = graph_runs.run(spac, ("plan", "cut", bug), **drafts)
+    assert found["cold"] if bug == "not warmed up" else found["said"] != stock()
