@@ -227,13 +227,39 @@ def learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     return trainer
 
 
+def served(head: Any, trainer: Any, number: int) -> dict[str, int]:
+    """What an engine would count of a window, one draft after another, each made of the drafts before it."""
+    ids, begun = trainer._rolls.window(number)
+    counted, place = {"drafts": 0, "accepted_tokens": 0}, begun - 1
+    while place < len(ids) - 1 - eagle.DRAFTS:
+        known = ids[: place + 2]  # whose last token has been said, and not been read
+        embedded = F.embedding(known[None, 1:], trainer._model.embedding)
+        before = head.read(eagle.streams_of(trainer._model, known[:-1], trainer._ffn, head.depths))
+        x, q, keys, values = head.begun(embedded, before, torch.arange(place + 1))
+        x = head.finished(x, F.scaled_dot_product_attention(q, keys, values, is_causal=True))[:, -1:]
+        drafts = [head.vocabulary[head.logits(x)[0, -1].argmax()]]
+        while len(drafts) < eagle.DRAFTS:
+            rows = torch.tensor([place + len(drafts)])
+            x, q, k, v = head.begun(F.embedding(drafts[-1][None, None], trainer._model.embedding), x, rows)
+            keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+            x = head.finished(x, F.scaled_dot_product_attention(q, keys, values))
+            drafts.append(head.vocabulary[head.logits(x)[0, -1].argmax()])
+        right = [bool(draft == ids[place + 2 + step]) for step, draft in enumerate(drafts)]
+        accepted = (right + [False]).index(False)
+        counted["drafts"] += 1
+        counted["accepted_tokens"] += accepted
+        place += 1 + accepted
+    return counted
+
+
 def test_a_head_learns_what_the_target_says(learning: Callable[..., Any]) -> None:
     trainer = learning()
     losses = [trainer.step()[0] for _ in range(60)]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     judged = eagle.Eagle.of(trainer._model, trainer.mean(), trainer.head.vocabulary)
-    each = eagle.tokens_a_step(judged, trainer._model, trainer._ffn, trainer._rolls)
-    assert len(each) == 2 and all(1 <= tokens <= 1 + eagle.DRAFTS for tokens in each)
+    each = eagle.engine_counters(judged, trainer._model, trainer._ffn, trainer._rolls)
+    assert each == [served(judged, trainer, number) for number in range(2)]
+    assert sum(window["accepted_tokens"] for window in each) > 10, "or nothing is compared"
     assert trainer.head.rows_left.abs().max() > 0, "output rows learn too"
 
 

@@ -10,7 +10,7 @@ to the keys of its own steps 1 to j.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -173,12 +173,18 @@ def streams_of(model: Llama, ids: Tensor, ffn: FFN, depths: tuple[int, ...]) -> 
 
 
 @torch.inference_mode()
-def tokens_a_step(head: Eagle, model: Llama, ffn: FFN, rolls: Rolls) -> list[float]:
-    """Tokens a step as an engine counts them that drafts ``DRAFTS``, in each window of ``rolls``, which are greedy."""
+def engine_counters(head: Eagle, model: Llama, ffn: FFN, rolls: Rolls) -> list[dict[str, int]]:
+    """What an engine counts that drafts ``DRAFTS``, of each window of ``rolls``, which are greedy.
+
+    Returns:
+        "drafts": steps with drafts; "accepted_tokens", as ``benchmarks.toy.accept`` makes tokens a step of.
+    """
     found = []
     for number in range(len(rolls)):
         ids, begun = rolls.window(number)
         bases = torch.arange(begun - 1, len(ids) - 1 - DRAFTS)
+        if not len(bases):
+            continue
         streams, embedded = streams_of(model, ids, ffn, head.depths), F.embedding(ids[None, 1:], model.embedding)
         right = torch.ones(len(bases), dtype=torch.long)
         accepted = torch.zeros_like(right)
@@ -186,19 +192,18 @@ def tokens_a_step(head: Eagle, model: Llama, ffn: FFN, rolls: Rolls) -> list[flo
             drafts = head.vocabulary[head.logits(x if step else x[:, bases])[0].argmax(-1)]
             right = right * (drafts == ids[bases + step + 2])
             accepted += right
-        if len(bases):
-            found.append(passed(accepted[None]))
+        passed = steps_through(accepted.tolist())
+        found.append({"drafts": len(passed), "accepted_tokens": sum(passed)})
     return found
 
 
-def passed(accepted: Tensor) -> float:
-    """Tokens a step, where each of a text's places [texts, places] says how many drafts behind it are right.
+def steps_through(accepted: Sequence[int]) -> list[int]:
+    """The drafts that each step accepts, of how many behind each place of a text are right.
 
     An easy stretch is passed in few steps, so a mean over places would be too good.
     """
-    steps = tokens = 0
-    for row in accepted.tolist():
-        place = 0
-        while place < len(row):
-            steps, tokens, place = steps + 1, tokens + 1 + row[place], place + 1 + row[place]
-    return tokens / steps
+    found, place = [], 0
+    while place < len(accepted):
+        found.append(accepted[place])
+        place += 1 + accepted[place]
+    return found

@@ -4,7 +4,7 @@
     python benchmarks/real/fit/chats.py --dense DIR/dense --output chats.safetensors
     python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
     python benchmarks/real/fit/rolls.py --dense DIR/dense --texts … --output rolls.safetensors
-    python benchmarks/real/fit/rolls.py --dense DIR/dense --texts … --output held.safetensors --side held --windows 60
+    python benchmarks/real/fit/rolls.py --dense DIR/dense --texts … --output held.safetensors --side held
     python benchmarks/real/fit/fit.py head --dense DIR/dense --rolls rolls.safetensors --held held.safetensors --state S
     python benchmarks/real/fit/fit.py vocabulary --dense DIR/dense --texts …
 
@@ -37,6 +37,7 @@ from benchmarks.real.fit.carved import CarvedLayer, carved_layers
 from benchmarks.real.fit.learning import Trainer
 from benchmarks.real.fit.llama import Llama, windows
 from benchmarks.real.fit.rolls import Rolls
+from benchmarks.toy.accept import acceptance_interval, acceptance_length
 
 LENGTH = 256
 SIZES = (8192, 16384, 24576)  # of draft vocabularies that are compared
@@ -112,13 +113,14 @@ def head(
     def kept() -> None:
         weights, judged = trainer.mean(), deepcopy(trainee)
         judged.load_state_dict(weights)
-        each = eagle.tokens_a_step(judged, model, ffn, judged_by)
-        tokens = sum(each) / len(each)
+        each = eagle.engine_counters(judged, model, ffn, judged_by)
+        tokens, (low, high) = acceptance_length(each), acceptance_interval(each)
         trainer.learned.curve.append((trainer.learned.tokens, round(tokens, 3)))
         numbers = {"depths": list(trainee.depths), "rate": rate, "batch": batch, **asdict(trainer.learned)}
         artefact.save_head(artefact.Head(weights, numbers), output)
         trainer.save(state)
-        console.print(f"{trainer.learned.tokens:,} tokens: {tokens:.3f} tokens a step on {len(each)} held prompts")
+        held = f"{tokens:.3f} tokens a step ({low:.2f}–{high:.2f}) on {len(each)} held prompts"
+        console.print(f"{trainer.learned.tokens:,} tokens: {held}")
 
     saved = begun
     while time.monotonic() - begun < minutes * 60:

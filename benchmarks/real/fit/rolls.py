@@ -5,8 +5,9 @@
 
 Prompts are windows of 16 to 256 tokens of every kind of text, and questions that the model asks itself. Half of the
 answers are greedy, the others sampled. What was said is written after every ``BATCH`` windows, so that a run may be
-stopped; another ``--seed`` says something else. ``--side held`` asks what nothing is fitted on, greedily. In plain
-torch, as a dense model whose neurons have weights, since vLLM on a CPU says half as many tokens a second.
+stopped; another ``--seed`` says something else. ``--side held`` asks what ``accept.py`` asks an engine, of texts that
+nothing is fitted on, so that a head is judged by what an engine would count. In plain torch, as a dense model whose
+neurons have weights, since vLLM on a CPU says half as many tokens a second.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ LENGTH = 512  # tokens of a window, with its prompt
 PROMPTS = (16, 256)  # tokens of the shortest and the longest
 GREEDY = 192  # tokens that are said greedily at most: so small a model soon repeats itself
 QUESTION = 96
+HELD = 60, 96, 64  # prompts, their tokens at most, and tokens that are said: those of benchmarks/pages/acceptance
 TEMPERATURES = (0.7, 1.0)  # of those that sample, and of questions
 BATCH, ROUND = 128, 1024  # windows that advance together, and of which the prompts of a batch are alike in length
 ENDS = (0, 2)  # of a text, and of a turn
@@ -156,7 +158,7 @@ def main(
     output: Annotated[Path, typer.Option(help="the safetensors file to write")],
     artefact_path: Annotated[Path, typer.Option("--artefact", help="what makes the target of it")] = artefact.PATH,
     minutes: Annotated[float, typer.Option(help="how long to speak")] = 30.0,
-    side: Annotated[str, typer.Option(help="of the texts: fit, or held, of which everything is greedy")] = "fit",
+    side: Annotated[str, typer.Option(help="of the texts: fit, or held")] = "fit",
     count: Annotated[int, typer.Option("--windows", help="windows at most")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="which prompts")] = 0,
 ) -> None:
@@ -164,21 +166,25 @@ def main(
     found, model = held.texts(texts, side), Llama(dense)
     layers, tokenizer = carved_layers(model, artefact_path), Tokenizer.from_file(str(dense / "tokenizer.json"))
 
-    def answers(asked: list[list[int]], ways: list[Way]) -> list[list[int]]:
+    def answers(asked: list[list[int]], ways: list[Way], ends: tuple[int, ...] = ENDS) -> list[list[int]]:
         tensors = [torch.tensor(ids) for ids in asked]
-        spoken = said(model, lambda number, h: layers[number](h), tensors, ways, ENDS, draw.randrange(1 << 32))
+        spoken = said(model, lambda number, h: layers[number](h), tensors, ways, ends, draw.randrange(1 << 32))
         return [ids.tolist() for ids in spoken]
 
+    if side == "held":
+        number, longest, most = HELD
+        asked = held.prompts(dense, texts, number, longest, seed)
+        Rolls.of([*zip(asked, answers(asked, [Way(most)] * number, ()), strict=True)]).save(output)
+        return
+
     def questions(number: int) -> list[list[int]]:
-        asked: list[str] = [*chats.HELD_QUESTIONS]
-        if side == "fit":
-            start = tokenizer.encode(chats.SYSTEM + chats.USER, add_special_tokens=False).ids
-            spoken = answers([start] * number, [Way(QUESTION, TEMPERATURES[1])] * number)
-            asked = [text for ids in spoken if (text := tokenizer.decode(ids).strip())]
+        start = tokenizer.encode(chats.SYSTEM + chats.USER, add_special_tokens=False).ids
+        spoken = answers([start] * number, [Way(QUESTION, TEMPERATURES[1])] * number)
+        asked = [text for ids in spoken if (text := tokenizer.decode(ids).strip())]
         return [tokenizer.encode(chats.begun(text), add_special_tokens=False).ids for text in asked]
 
     def way(number: int, length: int) -> Way:
-        if side == "held" or number % 2:
+        if number % 2:
             return Way(min(GREEDY, LENGTH - length))
         return Way(LENGTH - length, draw.choice(TEMPERATURES))
 
