@@ -8,14 +8,14 @@ misses reads no offer. Else, with c_e the pairs of expert e::
                                   owner is used neither in this layer nor in one before it in this step
     wants       m_0 < m_1 < ...   e with c_e > 0 and no slot, to which one is worth at least what o_0 is to its owner
     admitted    m_i takes o_i     if there is an o_i, and it is worth at most as much to its owner as to m_i
-                if the CPU computes ``shares[misses]`` experts of a layer, as many want none, whether they do in the
-                end or not: the first by (rows, worth, number)
+                if the CPU computes ``shares[misses]`` experts of a layer, as many want none: the first by (rows,
+                worth, number), which the same launch asks of it (``mailbox``)
     next offer                    after the last o_i that some m_i considered; after all that were seen if they ran out
 
-From now on, a slot's old owner is read from host memory and the new one from the slot. The new owner's bytes must be in
-the slot before the next launch that reads the table; ``fetch`` copies them. Everything runs on one stream, so no launch
-reads a slot or a pointer while it changes. An expert that is not admitted is streamed from host memory, which moves no
-more bytes over the bus.
+From now on, a slot's old owner is read from host memory and the new one from the slot. The new owner's bytes are not in
+it yet: of a layer its grouped GEMM copies them (``Fills``), of guesses ``fetch``. All launches of layers run on one
+stream, so none reads a slot or a pointer while it changes. An expert that is not admitted is streamed from host memory,
+which moves no more bytes over the bus.
 
 One program, whose lanes are experts and offers: it takes some microseconds, and few in a layer without misses. The same
 input gives the same decisions.
@@ -28,32 +28,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .mailbox import COMPILED, check_request, keep, post
 from .route import MAX_EXPERTS, chunk_for, count, counted_pairs
-from .types import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+from .types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Experts, Offers, Request, lanes
 
+_COLUMNS = 4096  # numbers of x that a request copies at once
 _WARP = 256  # lanes that fit the registers of one warp, which needs neither shared memory nor barriers to sum them
 
 
-@triton.jit(do_not_specialize=["n_pairs", "first"], do_not_specialize_on_alignment=["ids", "weights"])
+@triton.jit(
+    do_not_specialize=["n_pairs", "first", "layer"],
+    do_not_specialize_on_alignment=["ids", "weights", "x"],
+)
 def _admit_kernel(
     ids: tl.tensor, weights: tl.tensor, live: tl.tensor, slot_of: tl.tensor, owner: tl.tensor, table: tl.tensor,
     hosts: tl.tensor, places: tl.tensor, state: tl.tensor, slots: tl.tensor, owners: tl.tensor, kept: tl.tensor,
-    used: tl.tensor, counts: tl.tensor, sources: tl.tensor, copies: tl.tensor, pairs: tl.tensor, shares: tl.tensor,
+    used: tl.tensor, counts: tl.tensor, sources: tl.tensor, copies: tl.tensor, x: tl.tensor, all_live: tl.tensor,
+    all_counts: tl.tensor, requests: tl.tensor, pairs: tl.tensor, division: tl.tensor, shares: tl.tensor,
+    to_device: tl.tensor, to_cpu: tl.tensor, asked: tl.tensor, answered: tl.tensor, head: tl.tensor, to_ids: tl.tensor,
+    to_weights: tl.tensor, to_x: tl.tensor,
     n_pairs: tl.tensor, n_experts: tl.tensor, n_keys: tl.tensor, n_slots: tl.tensor, first: tl.tensor,
-    NAMES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    UNUSED: tl.constexpr, HIT: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr,
+    layer: tl.tensor, d: tl.tensor,
+    NAMES: tl.constexpr, TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    UNUSED: tl.constexpr, HIT: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr, COMPUTED: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
+    """``requests``, ``division``, ``to_device``, ``to_cpu``: of ``Division``, its number, state, kept and left."""
     lane = tl.arange(0, BINS)
     mine = lane < n_experts
     key = first + lane
     slot = tl.load(slot_of + key, mask=mine, other=0)
     uses = count(ids, weights, counted_pairs(live, n_pairs), n_experts, BINS, CHUNK)
     tl.store(counts + key, uses, mask=mine)
+    if shares is not None:
+        found = count(ids, weights, counted_pairs(all_live, n_pairs), n_experts, BINS, CHUNK)
+        tl.store(all_counts + key, found, mask=mine)
     needed = mine & (uses > 0)
     missed = needed & (slot < 0)
     if tl.sum(missed.to(tl.int32), 0) == 0:
         tl.store(copies, 0)
         tl.store(sources + key, tl.where(needed, HIT, UNUSED), mask=mine)
+        if shares is not None:
+            keep(weights, to_device, to_cpu, division, n_pairs, CHUNK)
         return
     tl.debug_barrier()  # offers of this layer's experts read the counts
 
@@ -100,6 +116,8 @@ def _admit_kernel(
     tl.store(copies + 1 + place, key, mask=admitted)
     tl.store(copies + 1 + n_experts + place, taken, mask=admitted)
     source = tl.where(missed, tl.where(admitted, ADMITTED, STREAMED), tl.where(needed, HIT, UNUSED))
+    if shares is not None:
+        source = tl.where(missed & (rows == 0), COMPUTED, source)
     tl.store(sources + key, source, mask=mine)
 
     tl.store(owner + taken, key, mask=admitted)
@@ -110,6 +128,16 @@ def _admit_kernel(
         there = tl.load(hosts + name * n_keys + victim, mask=admitted, other=0)
         tl.store(table + name * n_keys + key, here, mask=admitted)
         tl.store(table + name * n_keys + victim, there, mask=admitted)
+
+    if shares is not None:
+        if share == 0:
+            keep(weights, to_device, to_cpu, division, n_pairs, CHUNK)
+            return
+        tl.debug_barrier()  # pairs read what became of their experts
+        post(
+            ids, weights, x, sources, requests, pairs, division, to_device, to_cpu, asked, answered, head, to_ids,
+            to_weights, to_x, n_pairs, n_experts, layer, d, TOP_K, CHUNK, COLUMNS, COMPUTED, COMPILED,
+        )  # fmt: skip
 
 
 def admit(
@@ -122,8 +150,7 @@ def admit(
     sources: Tensor,
     copies: Tensor,
     live: Tensor | None = None,
-    pairs: Tensor | None = None,
-    shares: Tensor | None = None,
+    request: Request | None = None,
 ) -> None:
     """Decides admission for one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -136,24 +163,32 @@ def admit(
         counts: [keys] int32, those of this layer are overwritten with the pairs of each expert. The counts of
             earlier layers must be from this step.
         sources: [keys] int32, those of this layer are overwritten: ``UNUSED``, ``HIT``, ``STREAMED`` (missed, to be
-            read from host memory) or ``ADMITTED`` (missed, has a slot now).
+            read from host memory), ``ADMITTED`` (missed, has a slot now) or ``COMPUTED`` (missed, left to the CPU).
         copies: [1 + 2 N] int32, is overwritten: the number n of admitted experts; in [1 : 1 + n] their keys,
             ascending; in [1 + N : 1 + N + n] their slots. The rest is undefined.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
-        pairs, shares: of ``Division``, if the CPU may compute some of the missed experts.
+        request: the CPU may compute some of the missed experts, and is asked to; ``first`` is a multiple of N.
 
     Raises:
         AssertionError: a shape, dtype or layout is not as above.
     """
     n_experts, (names, keys) = len(copies) // 2, experts.table.shape
     _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies, live)
-    assert (pairs is None) == (shares is None) and (shares is None or shares.shape == (n_experts + 1,))
     bins, chunk = lanes(n_experts), chunk_for(topk_ids.numel())
+    asks: tuple[Tensor | None, ...] = (None,) * 15
+    warps, columns = 1 if max(bins, chunk) <= _WARP else 4, 1
+    if request is not None:
+        x, all_live, all_counts, division, mail = request
+        check_request(topk_ids, x, all_counts, division, mail)
+        assert first % n_experts == 0 and division.shares.shape == (n_experts + 1,) and all_counts.shape == (keys,)
+        asks, columns = (x, all_live, all_counts, *division[:6], *mail[:6]), x.shape[1]
+        warps = 4 if bins < 1024 else 8
     _admit_kernel[(1,)](
-        topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies, pairs, shares,
-        topk_ids.numel(), n_experts, keys, len(experts.owner), first,
-        NAMES=names, BINS=bins, CHUNK=chunk, UNUSED=UNUSED, HIT=HIT, STREAMED=STREAMED, ADMITTED=ADMITTED,
-        num_warps=1 if max(bins, chunk) <= _WARP else 4 if bins < 1024 or shares is None else 8, enable_fp_fusion=False,
+        topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies, *asks,
+        topk_ids.numel(), n_experts, keys, len(experts.owner), first, first // n_experts, columns,
+        NAMES=names, TOP_K=topk_ids.shape[1], BINS=bins, CHUNK=chunk, COLUMNS=_COLUMNS, UNUSED=UNUSED, HIT=HIT,
+        STREAMED=STREAMED, ADMITTED=ADMITTED, COMPUTED=COMPUTED, COMPILED=COMPILED, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -15,6 +15,11 @@ Quantised, an expert is codes and scales (``formats``). A tile of it becomes x's
 (``dequantise``), so that the result is that of dequantised weights, and no more than the codes crosses the bus. Rows
 of x and h may be rounded to FP8, too, as vLLM's kernels for such experts do (``Format.activations``).
 
+An expert that ``admit`` has just given a slot is not in it yet (``Fills``). The launch that multiplies a part of it
+copies this part there: the program that has its first rows copies the rows of W that it is about to read, waits for its
+own threads, and reads them from the slot as any other's. Nobody else reads the slot in this launch: programs that have
+further rows of the expert read it in host memory. So hits are computed while misses arrive, and no launch copies only.
+
 Sums are float32; gate, up, h, y and out are rounded to x's dtype exactly where stock vLLM's separate launches round
 (its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``. With
 ``Format.fused`` h stays float32 until it is rounded to FP8, and nothing before it is rounded but gate and up.
@@ -41,13 +46,15 @@ from triton.language.extra import libdevice
 
 from .combine import combine
 from .dequantise import multiply, quantise, row_scale, scale_of_row, scaled
+from .fetch import check_fills, expert_at, fill_rows
 from .formats import Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
-from .types import Pieces, Quantised, block_bound, lanes
+from .types import ADMITTED, Fills, Pieces, Quantised, block_bound, lanes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes; a hint to the compiler, which then loads 16 bytes at once
+_ADMITTED = tl.constexpr(ADMITTED)
 
 
 @dataclass(frozen=True)
@@ -183,12 +190,6 @@ def _activate(
     return result
 
 
-@triton.jit
-def _expert(table: tl.tensor, expert: tl.tensor, T: tl.constexpr):
-    """Returns the pointer to an expert's tensor. Without the 16-byte hint the compiler would load single elements."""
-    return tl.multiple_of(tl.load(table + expert).to(tl.pointer_type(T), bitcast=True), 16)
-
-
 @triton.constexpr_function
 def _type(plain: tl.dtype, codes: str, native: bool):
     """Returns the type by which weights are loaded."""
@@ -224,27 +225,35 @@ def _block(
     BLOCK_M: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Returns a block's expert, -1 for none, and its pairs: from ``align``'s work list if given, else computed."""
+    """Returns a block's expert, -1 for none, its pairs, and whether they are the first ones of the expert.
+
+    From ``align``'s work list if given, else computed.
+    """
     if pairs is None:
         n_live = counted_pairs(live, n_pairs)
-        expert, pair = block_of(block, ids, router_weights, n_live, n_pairs, n_experts, BLOCK_M, FEW)
+        expert, pair, leads = block_of(block, ids, router_weights, n_live, n_pairs, n_experts, BLOCK_M, FEW)
     else:
         expert = tl.load(experts + block)
         pair = tl.load(pairs + block * BLOCK_M + tl.arange(0, BLOCK_M))
-    return expert, pair
+        leads = tl.load(experts + block - 1, mask=block > 0, other=-1) != expert
+    return expert, pair, leads
 
 
 _VARYING = {  # arguments that vary between launches or layers
     "do_not_specialize": ["n_pairs", "blocks"],
-    "do_not_specialize_on_alignment": ["ids", "router_weights", "counts", "w13", "b13", "s13", "w2", "b2", "s2"],
+    "do_not_specialize_on_alignment": [
+        *("ids", "router_weights", "counts", "w13", "b13", "s13", "w2", "b2", "s2"),
+        *("sources", "from_w", "from_b", "from_s"),
+    ],
 }
 
 
 @triton.jit(**_VARYING)
 def _gate_up_kernel(
-    x: tl.tensor, w13: tl.tensor, b13: tl.tensor, s13: tl.tensor, ids: tl.tensor, router_weights: tl.tensor,
-    live: tl.tensor, pairs: tl.tensor, experts: tl.tensor, counts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor,
-    n_experts: tl.tensor, blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
+    x: tl.tensor, w13: tl.tensor, b13: tl.tensor, s13: tl.tensor, sources: tl.tensor, from_w: tl.tensor,
+    from_b: tl.tensor, from_s: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor, pairs: tl.tensor,
+    experts: tl.tensor, counts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
+    blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
     CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr,
     NATIVE: tl.constexpr, ACTS: tl.constexpr, FUSED: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -255,7 +264,7 @@ def _gate_up_kernel(
     CODES: of quantised weights, else empty; NATIVE: this GPU has their type; ACTS: columns of a row that share a scale,
     0 for all, -1 if rows are not quantised; FUSED: h is float32; SWAP: as of ``multiply``.
 
-    If ``counts`` is given, one more program after those of the blocks writes it.
+    If ``counts`` is given, one more program after those of the blocks writes it. ``sources`` and ``from_*``: ``Fills``.
     """
     T: tl.constexpr = x.dtype.element_ty
     if counts is not None:  # noqa: SIM102 - known at compile time
@@ -265,22 +274,42 @@ def _gate_up_kernel(
             tl.store(counts + bins, found, mask=bins < n_experts)
             return
     block, strip = _place(blocks, ff, BLOCK_N, GROUP_M)
-    expert, pair = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
+    if pairs is None:  # noqa: SIM102
+        if block >= counted_pairs(live, n_pairs):
+            return
+    expert, pair, leads = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
     if expert < 0:
         return
+    at_host = False
+    if sources is not None:
+        fills = tl.load(sources + expert) == _ADMITTED
+        at_host = fills & (leads == 0)
+        if fills & leads:
+            if ACT == "swigluoai":
+                fill_rows(
+                    expert, 2 * strip * BLOCK_N, tl.minimum(2 * (strip + 1) * BLOCK_N, 2 * ff), 2 * ff, d,
+                    w13, b13, s13, from_w, from_b, from_s, T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, 2 * BLOCK_N,
+                )  # fmt: skip
+            else:
+                for half in tl.static_range(2):
+                    fill_rows(
+                        expert, half * ff + strip * BLOCK_N, half * ff + tl.minimum((strip + 1) * BLOCK_N, ff), 2 * ff,
+                        d, w13, b13, s13, from_w, from_b, from_s, T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, BLOCK_N,
+                    )  # fmt: skip
+            tl.debug_barrier()  # all threads see what each of them has copied
     live = pair < n_pairs
     n = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = n < ff
     gate_row = 2 * n if ACT == "swigluoai" else n
     up_row = 2 * n + 1 if ACT == "swigluoai" else n + ff
     k = tl.arange(0, BLOCK_K)
-    weights = _expert(w13, expert, _type(T, CODES, NATIVE))
+    weights = expert_at(w13, from_w, expert, at_host, _type(T, CODES, NATIVE))
     x_at = x + (pair // TOP_K).to(tl.int64)[:, None] * d + k[None, :]
     if CODES == "":
         gate_at = weights + gate_row[None, :] * d + k[:, None]
         up_at = weights + up_row[None, :] * d + k[:, None]
     else:
-        scales = _expert(s13, expert, _scale_type(CODES))
+        scales = expert_at(s13, from_s, expert, at_host, _scale_type(CODES))
     scale_of_a = None
     if ACTS == 0:
         scale_of_a = row_scale(x_at, live, d, BLOCK_K, EVEN_K)
@@ -320,7 +349,7 @@ def _gate_up_kernel(
         gate = scaled(gate, scale_of_a, scales, gate_row, wanted)
         up = scaled(up, scale_of_a, scales, up_row, wanted)
     if BIAS:
-        bias = _expert(b13, expert, T)
+        bias = expert_at(b13, from_b, expert, at_host, T)
         gate += tl.load(bias + gate_row, mask=wanted, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + up_row, mask=wanted, other=0.0).to(tl.float32)[None, :]
     h = _activate(_round(gate, T), _round(up, T), ACT, T, FUSED, UPCAST).to(out.dtype.element_ty)
@@ -329,9 +358,10 @@ def _gate_up_kernel(
 
 @triton.jit(**_VARYING)
 def _down_kernel(
-    h: tl.tensor, w2: tl.tensor, b2: tl.tensor, s2: tl.tensor, ids: tl.tensor, router_weights: tl.tensor,
-    live: tl.tensor, pairs: tl.tensor, experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
-    blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
+    h: tl.tensor, w2: tl.tensor, b2: tl.tensor, s2: tl.tensor, sources: tl.tensor, from_w: tl.tensor,
+    from_b: tl.tensor, from_s: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor, pairs: tl.tensor,
+    experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor, blocks: tl.tensor, d: tl.tensor,
+    ff: tl.tensor,
     BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr, ACTS: tl.constexpr,
     FUSED: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -340,19 +370,32 @@ def _down_kernel(
     """h [M * k, ff] -> out [M * k, d], times the router weight; row = pair."""
     T: tl.constexpr = out.dtype.element_ty
     block, strip = _place(blocks, d, BLOCK_N, GROUP_M)
-    expert, pair = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
+    if pairs is None:  # noqa: SIM102
+        if block >= counted_pairs(live, n_pairs):
+            return
+    expert, pair, leads = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
     if expert < 0:
         return
+    at_host = False
+    if sources is not None:
+        fills = tl.load(sources + expert) == _ADMITTED
+        at_host = fills & (leads == 0)
+        if fills & leads:
+            fill_rows(
+                expert, strip * BLOCK_N, tl.minimum((strip + 1) * BLOCK_N, d), d, ff,
+                w2, b2, s2, from_w, from_b, from_s, T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, BLOCK_N,
+            )  # fmt: skip
+            tl.debug_barrier()
     live = pair < n_pairs
     n = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = n < d
     k = tl.arange(0, BLOCK_K)
     h_at = h + pair.to(tl.int64)[:, None] * ff + k[None, :]
-    weights = _expert(w2, expert, _type(T, CODES, NATIVE))
+    weights = expert_at(w2, from_w, expert, at_host, _type(T, CODES, NATIVE))
     if CODES == "":
         w_at = weights + n[None, :] * ff + k[:, None]
     else:
-        scales = _expert(s2, expert, _scale_type(CODES))
+        scales = expert_at(s2, from_s, expert, at_host, _scale_type(CODES))
     scale_of_a = None
     if ACTS == 0:
         scale_of_a = row_scale(h_at, live, ff, BLOCK_K, EVEN_K)
@@ -384,7 +427,8 @@ def _down_kernel(
     if ACTS == 0:
         y = scaled(y, scale_of_a, scales, n, wanted)
     if BIAS:
-        y += tl.load(_expert(b2, expert, T) + n, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        bias = expert_at(b2, from_b, expert, at_host, T)
+        y += tl.load(bias + n, mask=wanted, other=0.0).to(tl.float32)[None, :]
     y *= tl.load(router_weights + pair, mask=live, other=0.0)[:, None]
     tl.store(out + pair.to(tl.int64)[:, None] * d + n[None, :], y.to(T), mask=live[:, None] & wanted[None, :])
 
@@ -408,6 +452,7 @@ def grouped_gemm(
     live: Tensor | None = None,
     quantised: Quantised | None = None,
     pieces: Pieces | None = None,
+    fills: Fills | None = None,
 ) -> Tensor:
     """Computes the routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -427,6 +472,7 @@ def grouped_gemm(
         quantised: ``w13`` and ``w2`` are addresses of codes, these their scales; x is bfloat16, or float16 but for
             MXFP4. Biases are of x's dtype.
         pieces: this launch computes some of a layer's pairs; ``out`` is written by the last one. Default: all.
+        fills: experts that are not yet where the tables say; each that a pair selects is copied there, all of it.
 
     All addresses must be multiples of 16 and valid as long as the launches run; this is not checked. Only addresses of
     experts that a pair selects are dereferenced.
@@ -436,6 +482,7 @@ def grouped_gemm(
     """
     _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation, live)
     s13, s2 = _check_quantised(x, w13, intermediate, tile, quantised)
+    check_fills(fills, w13, b13 is not None, quantised is not None)
     (rows, d), top_k, experts, ff = x.shape, topk_ids.shape[1], len(w13), intermediate
     out = torch.empty_like(x) if out is None else out
     assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous(), "out must be like x"
@@ -455,6 +502,9 @@ def grouped_gemm(
     if not _unsorted(pairs, experts, tile):
         work, counted = align(topk_ids, topk_weights, experts, tile.block_m, counts, live)[:2], None
     routing = topk_ids, topk_weights, live, *work
+    none = (None,) * 4
+    fill13 = none if fills is None else (fills.sources, fills.w13, fills.b13, fills.s13)
+    fill2 = none if fills is None else (fills.sources, fills.w2, fills.b2, fills.s2)
     h = x.new_empty(pairs, ff, dtype=torch.float32 if constants["FUSED"] else x.dtype)
     y = x.new_empty(pairs, d) if pieces is None else pieces.y
     shared = {
@@ -463,13 +513,13 @@ def grouped_gemm(
         "enable_fp_fusion": False, **constants,
     }  # fmt: skip
     _gate_up_kernel[(blocks * triton.cdiv(ff, tile.gate_up_n) + (counted is not None),)](
-        x, w13, b13, s13, *routing, counted, h, pairs, experts, blocks, d, ff,
-        TOP_K=top_k, ACT=activation, EVEN_K=d % block_k == 0, WIDE=_is_wide(quantised, d),
+        x, w13, b13, s13, *fill13, *routing, counted, h, pairs, experts, blocks, d, ff,
+        TOP_K=top_k, ACT=activation, EVEN_K=d % block_k == 0, WIDE=_is_wide(quantised, x, d),
         BLOCK_N=tile.gate_up_n, BINS=lanes(experts), **shared,
     )  # fmt: skip
     _down_kernel[(blocks * triton.cdiv(d, tile.down_n),)](
-        h, w2, b2, s2, *routing, y, pairs, experts, blocks, d, ff,
-        EVEN_K=ff % block_k == 0, WIDE=_is_wide(quantised, ff), BLOCK_N=tile.down_n, **shared,
+        h, w2, b2, s2, *fill2, *routing, y, pairs, experts, blocks, d, ff,
+        EVEN_K=ff % block_k == 0, WIDE=_is_wide(quantised, x, ff), BLOCK_N=tile.down_n, **shared,
     )  # fmt: skip
     if (summed := topk_ids if pieces is None else pieces.ids) is not None:
         combine(y.view(rows, top_k, d), topk_weights, summed, experts, out, live)
@@ -523,9 +573,11 @@ def has_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _is_wide(quantised: Quantised | None, columns: int) -> bool:
-    """Returns whether a row of codes is a multiple of 16 bytes, so that it is loaded 16 bytes at once."""
-    return quantised is not None and columns % (ALIGNMENT * quantised.format.per_byte) == 0
+def _is_wide(quantised: Quantised | None, x: Tensor, columns: int) -> bool:
+    """Returns whether a row of W is a multiple of 16 bytes, so that it is loaded or copied 16 bytes at once."""
+    if quantised is None:
+        return columns * x.element_size() % ALIGNMENT == 0
+    return columns % (ALIGNMENT * quantised.format.per_byte) == 0
 
 
 def _check_quantised(

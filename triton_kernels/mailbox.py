@@ -1,20 +1,20 @@
 """The CPU's share of a layer without a round trip: requests to a thread of the host, and a bounded wait for answers.
 
-``admit`` has decided which missing experts get slots. Of the others of a layer, m_0 < m_1 < ... by (rows, worth of a
-slot, number), the CPU takes the first ``shares[m]``, m being those that have no slot or just got one. Then::
+Of the m experts that a layer misses, the CPU takes the first ``shares[m]`` by (rows, worth of a slot, number). They get
+no slot, and ``admit``, which decides that, makes the request (``post``)::
 
-    post     kept, left = weights of the device's pairs, of the CPU's;  mail <- layer, x, left;  asked <- n = number + 1
+    admit    kept, left = weights of the device's pairs, of the CPU's;  mail <- layer, x, left;  asked <- n = number + 1
     ...      the device computes ``kept``, the thread ``left``
-    await    arrived = (answered == n) before ``patience`` has passed;  again = left where not arrived, else 0
-    ...      the device computes ``again``: nothing as a rule, since pairs of weight 0 are skipped
-    add      out = out + (results if arrived else again's)
+    await    arrived = (answered == n) before ``patience`` has passed;  late = 0 if arrived, else all pairs
+    ...      the device computes ``left`` among the first ``late`` pairs: as a rule none, and its programs end at once
+    combine  out = the sum of what the device has computed, and of the results if they have arrived
 
 So each pair is computed once whatever the thread does: a dead, slow or wrong one costs ``patience``, and after one late
 answer no layer of the step asks any more. ``post`` erases ``answered``, so that no number written before it counts.
 While an answer is late the thread may read a request that is being replaced: its number is then not that of any later
 request, and the device ignores its results.
 
-Requests, answers and numbers are in pinned memory that both sides address. Each thread of the one program of ``post``
+Requests, answers and numbers are in pinned memory that both sides address. Each thread of the one program of ``admit``
 fences its stores for the whole system, and all have done so before the number is stored. A launch that waits may be
 part of a CUDA graph. In Triton's interpreter, which has no clock, a poll counts as ``POLL`` nanoseconds.
 """
@@ -27,11 +27,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from .route import MAX_EXPERTS, chunk_for, count, counted_pairs, routed
-from .types import ADMITTED, COMPUTED, LATE, STREAMED, UNUSED, Division, Mail, lanes
+from .route import routed
+from .types import COMPUTED, LATE, UNUSED, Division, Mail, lanes
 
 POLL = 10_000  # nanoseconds
-_COLUMNS = 1024
 
 
 @triton.jit
@@ -41,62 +40,44 @@ def _fence(COMPILED: tl.constexpr):
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit(
-    do_not_specialize=["n_pairs", "layer"],
-    do_not_specialize_on_alignment=["ids", "weights", "x"],
-)
-def _post_kernel(
-    ids: tl.tensor, weights: tl.tensor, live: tl.tensor, x: tl.tensor, used: tl.tensor, counts: tl.tensor,
-    sources: tl.tensor, number: tl.tensor, pairs: tl.tensor, state: tl.tensor, shares: tl.tensor, kept: tl.tensor,
-    left: tl.tensor, asked: tl.tensor, answered: tl.tensor, head: tl.tensor, to_ids: tl.tensor, to_weights: tl.tensor,
-    to_x: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor, layer: tl.tensor, d: tl.tensor,
-    TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    UNUSED: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr, COMPUTED: tl.constexpr,
-    COMPILED: tl.constexpr,
+@triton.jit
+def keep(
+    weights: tl.tensor, kept: tl.tensor, left: tl.tensor, state: tl.tensor, n_pairs: tl.tensor, CHUNK: tl.constexpr
+):
+    """All pairs of a layer are the device's."""
+    for start in range(0, n_pairs, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tl.store(kept + at, tl.load(weights + at, mask=at < n_pairs, other=0.0), mask=at < n_pairs)
+        tl.store(left + at, tl.zeros((CHUNK,), tl.float32), mask=at < n_pairs)
+    tl.store(state, 0)
+
+
+@triton.jit
+def post(
+    ids: tl.tensor, weights: tl.tensor, x: tl.tensor, sources: tl.tensor, number: tl.tensor, pairs: tl.tensor,
+    state: tl.tensor, kept: tl.tensor, left: tl.tensor, asked: tl.tensor, answered: tl.tensor, head: tl.tensor,
+    to_ids: tl.tensor, to_weights: tl.tensor, to_x: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
+    layer: tl.tensor, d: tl.tensor,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, COMPUTED: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.arange(0, BINS)
-    mine = lane < n_experts
-    first = layer * n_experts
-    uses = count(ids, weights, counted_pairs(live, n_pairs), n_experts, BINS, CHUNK)
-    tl.store(counts + first + lane, uses, mask=mine)
-
-    source = tl.load(sources + first + lane, mask=mine, other=UNUSED)
-    worth = tl.load(used + first + lane, mask=mine, other=0.0)
+    """Divides the pairs of a layer, whose ``sources`` say which experts are ``COMPUTED``; asks the CPU for its own."""
     open_pairs = tl.minimum(tl.load(pairs), n_pairs)
-    streamed = (mine & (source == STREAMED) & (open_pairs > 0)).to(tl.int32)
-    missing = tl.sum(streamed, 0) + tl.sum((mine & (source == ADMITTED)).to(tl.int32), 0)
-    taken = tl.minimum(tl.load(shares + missing), tl.sum(streamed, 0))
-    for _ in range(taken):
-        fewest = tl.min(tl.where(streamed == 1, uses, 2147483647), 0)
-        best = (streamed == 1) & (uses == fewest)
-        least = tl.min(tl.where(best, worth, float("inf")), 0)
-        pick = tl.min(tl.where(best & (worth == least), lane, BINS), 0)
-        streamed = tl.where(lane == pick, 2, streamed)
-    tl.store(sources + first + lane, tl.where(streamed == 2, COMPUTED, source), mask=mine)
-    tl.debug_barrier()  # pairs read what became of their experts
-
     for start in range(0, n_pairs, CHUNK):
         at = start + tl.arange(0, CHUNK)
         inside = at < n_pairs
         expert = routed(ids, weights, at, open_pairs, n_experts)
         here = expert < n_experts
-        cpu = here & (tl.load(sources + first + expert, mask=here, other=UNUSED) == COMPUTED)
+        cpu = here & (tl.load(sources + layer * n_experts + expert, mask=here, other=-1) == COMPUTED)
         weight = tl.load(weights + at, mask=inside, other=0.0)
         tl.store(kept + at, tl.where(cpu, 0.0, weight), mask=inside)
         tl.store(left + at, tl.where(cpu, weight, 0.0), mask=inside)
-        if taken > 0:
-            tl.store(to_ids + at, tl.where(cpu, expert, -1), mask=inside)
-            tl.store(to_weights + at, tl.where(cpu, weight, 0.0), mask=inside)
-    tl.store(state, (taken > 0).to(tl.int32))
-    if taken == 0:
-        return
-
+        tl.store(to_ids + at, tl.where(cpu, expert, -1), mask=inside)
+        tl.store(to_weights + at, tl.where(cpu, weight, 0.0), mask=inside)
     rows = open_pairs // TOP_K
-    for row in range(rows):
-        for start in range(0, d, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            value = tl.load(x + row * d + column, mask=column < d, other=0.0)
-            tl.store(to_x + row * d + column, value, mask=column < d)
+    for start in range(0, rows * d, COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        tl.store(to_x + at, tl.load(x + at, mask=at < rows * d, other=0.0), mask=at < rows * d)
+    tl.store(state, 1)
     tl.store(head, layer)
     tl.store(head + 1, rows)
     tl.store(answered, tl.full((), 0, tl.int64))
@@ -110,10 +91,10 @@ def _post_kernel(
 
 @triton.jit(do_not_specialize=["n_pairs", "layer", "patience"])
 def _await_kernel(
-    number: tl.tensor, pairs: tl.tensor, state: tl.tensor, left: tl.tensor, again: tl.tensor, answered: tl.tensor,
-    sources: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor, layer: tl.tensor, patience: tl.tensor,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, UNUSED: tl.constexpr, COMPUTED: tl.constexpr, LATE: tl.constexpr,
-    POLL: tl.constexpr, COMPILED: tl.constexpr,
+    number: tl.tensor, pairs: tl.tensor, state: tl.tensor, late: tl.tensor, answered: tl.tensor, sources: tl.tensor,
+    n_pairs: tl.tensor, n_experts: tl.tensor, layer: tl.tensor, patience: tl.tensor,
+    BINS: tl.constexpr, UNUSED: tl.constexpr, COMPUTED: tl.constexpr, LATE: tl.constexpr, POLL: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     asks = tl.load(state)
     arrived = tl.full((), 0, tl.int32)
@@ -139,72 +120,10 @@ def _await_kernel(
             tl.store(at, tl.where(source == COMPUTED, LATE, source), mask=lane < n_experts)
             tl.store(pairs, 0)
     tl.store(state + 1, arrived)
-    for start in range(0, n_pairs, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        weight = tl.load(left + at, mask=at < n_pairs, other=0.0)
-        tl.store(again + at, tl.where(arrived != 0, 0.0, weight), mask=at < n_pairs)
+    tl.store(late, tl.where((asks != 0) & (arrived == 0), n_pairs, 0))
 
 
-@triton.jit
-def _add_kernel(
-    out: tl.tensor, late: tl.tensor, results: tl.tensor, state: tl.tensor, left: tl.tensor, d: tl.tensor,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    slot = tl.arange(0, SLOTS)
-    given = tl.load(left + row * TOP_K + slot, mask=slot < TOP_K, other=0.0) != 0.0
-    if tl.sum(given.to(tl.int32), 0) == 0:
-        return
-    at = row * d + column
-    value = tl.load(out + at, mask=column < d, other=0.0).to(tl.float32)
-    if tl.load(state + 1) != 0:
-        value += tl.load(results + at, mask=column < d, other=0.0, volatile=True)
-    else:
-        value += tl.load(late + at, mask=column < d, other=0.0).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=column < d)
-
-
-_COMPILED = isinstance(_post_kernel, triton.JITFunction)  # not TRITON_INTERPRET=1, when this was imported
-
-
-def post(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    layer: int,
-    x: Tensor,
-    used: Tensor,
-    counts: Tensor,
-    sources: Tensor,
-    division: Division,
-    mail: Mail,
-    live: Tensor | None = None,
-) -> None:
-    """Divides a layer's pairs and asks the CPU for its own. No host synchronisation: may be captured in a CUDA graph.
-
-    Args:
-        topk_ids, topk_weights: as of ``admit``, which has run for the layer; at most as many rows as ``mail`` has.
-        layer: number of the layer, whose experts' keys are layer * N ... layer * N + N - 1.
-        x: [M, d], contiguous, of ``mail``'s dtype.
-        used: [keys] float32, what a slot is worth to each expert if the step uses it.
-        counts: [keys] int32, those of this layer are overwritten with the pairs of each expert.
-        sources: [keys] int32 from ``admit``; of this layer, what the CPU takes becomes ``COMPUTED``.
-        division: ``pairs`` and ``shares`` are read; the others are written.
-        mail: is written, but for ``results``.
-        live: as of ``admit``.
-
-    Raises:
-        AssertionError: a shape, dtype or layout is not as above.
-    """
-    _check(topk_ids, topk_weights, x, used, counts, sources, division, mail)
-    (rows, top_k), d, n_experts = topk_ids.shape, x.shape[1], len(division.shares) - 1
-    bins, chunk = lanes(n_experts), chunk_for(topk_ids.numel())
-    _post_kernel[(1,)](
-        topk_ids, topk_weights, live, x, used, counts, sources, *division[:6], *mail[:6],
-        rows * top_k, n_experts, layer, d, TOP_K=top_k, BINS=bins, CHUNK=chunk, COLUMNS=_COLUMNS,
-        UNUSED=UNUSED, STREAMED=STREAMED, ADMITTED=ADMITTED, COMPUTED=COMPUTED, COMPILED=_COMPILED,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+COMPILED = isinstance(_await_kernel, triton.JITFunction)  # not TRITON_INTERPRET=1, when this was imported
 
 
 def wait_for_answer(
@@ -212,52 +131,31 @@ def wait_for_answer(
 ) -> None:
     """Waits for the answer to the layer's request, if it made one; at most ``patience`` nanoseconds, below 2**31.
 
-    Arguments as of ``post``, of whose rows ``again`` is written.
+    Args:
+        topk_ids: [M, k], as of ``admit``.
+        layer: number of the layer, whose experts' keys are layer * N ... layer * N + N - 1.
+        sources: [keys] int32; of this layer, ``COMPUTED`` becomes ``LATE`` if no answer arrives.
+        division: ``late``, ``pairs`` and the second of ``state`` are written.
     """
     n_experts = len(division.shares) - 1
     assert 0 <= patience < 2**31 and topk_ids.numel() <= division.left.numel()
+    assert division.late.shape == (1,) and division.late.dtype == torch.int32
     _await_kernel[(1,)](
-        division.number, division.pairs, division.state, division.left, division.again, mail.answered, sources,
-        topk_ids.numel(), n_experts, layer, patience, BINS=lanes(n_experts), CHUNK=chunk_for(topk_ids.numel()),
-        UNUSED=UNUSED, COMPUTED=COMPUTED, LATE=LATE, POLL=POLL, COMPILED=_COMPILED, num_warps=1,
+        division.number, division.pairs, division.state, division.late, mail.answered, sources, topk_ids.numel(),
+        n_experts, layer, patience, BINS=lanes(n_experts), UNUSED=UNUSED, COMPUTED=COMPUTED, LATE=LATE, POLL=POLL,
+        COMPILED=COMPILED, num_warps=1,
     )  # fmt: skip
 
 
-def add(out: Tensor, late: Tensor, division: Division, mail: Mail) -> None:
-    """Adds what the CPU computed to out [M, d], or ``late`` [M, d], what the device computed in its place.
-
-    Rows without a pair of the CPU's stay as they are. The sum is float32, rounded once to out's dtype.
-    """
-    (rows, d), top_k = out.shape, division.left.shape[1]
-    assert late.shape == out.shape and late.dtype == out.dtype and late.is_contiguous() and out.is_contiguous()
-    columns = min(_COLUMNS, triton.next_power_of_2(d))
-    _add_kernel[(rows, triton.cdiv(d, columns))](
-        out, late, mail.results, division.state, division.left, d,
-        TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), COLUMNS=columns, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _check(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    x: Tensor,
-    used: Tensor,
-    counts: Tensor,
-    sources: Tensor,
-    division: Division,
-    mail: Mail,
-) -> None:
+def check_request(topk_ids: Tensor, x: Tensor, counts: Tensor, division: Division, mail: Mail) -> None:
+    """Raises ``AssertionError`` for a shape, dtype or layout that is not as ``Request`` has it."""
     most, top_k = division.left.shape
-    assert topk_ids.shape == topk_weights.shape == (len(x), top_k) and len(x) <= most, "more rows than the mailbox has"
-    assert topk_ids.is_contiguous() and topk_weights.is_contiguous() and topk_weights.dtype == torch.float32
-    assert topk_ids.dtype in (torch.int32, torch.int64), "ids must be int32 or int64"
+    assert topk_ids.shape == (len(x), top_k) and len(x) <= most, "more rows than the mailbox has"
     assert x.is_contiguous() and x.dtype == mail.x.dtype and mail.x.shape == mail.results.shape == (most, x.shape[1])
-    assert mail.ids.shape == mail.weights.shape == division.kept.shape == division.again.shape == (most, top_k)
-    assert 1 <= len(division.shares) - 1 <= MAX_EXPERTS
-    assert used.dtype == torch.float32 and used.shape == counts.shape == sources.shape
-    for tensor in (counts, sources, division.pairs, division.state, division.shares, mail.head, mail.ids):
+    assert mail.ids.shape == mail.weights.shape == division.kept.shape == (most, top_k)
+    for tensor in (counts, division.pairs, division.state, division.shares, mail.head, mail.ids):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
     for tensor in (division.number, mail.asked, mail.answered):
         assert tensor.dtype == torch.int64 and tensor.shape == (1,)
-    for tensor in (*division[4:], mail.weights, mail.results):
+    for tensor in (division.kept, division.left, mail.weights, mail.results):
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()

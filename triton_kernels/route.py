@@ -71,7 +71,8 @@ def block_of(
 ):
     """Finds the block that begins with pair ``me``, among at most FEW pairs.
 
-    Returns its expert, -1 if no block begins with pair ``me``, and [BLOCK_M] pairs as ``align`` has them in the block.
+    Returns its expert, -1 if no block begins with pair ``me``, [BLOCK_M] pairs as ``align`` has them in the block, and
+    whether it is the expert's first block.
     """
     lane = tl.arange(0, FEW)
     mine = routed(ids, weights, me, n_live, n_experts)
@@ -80,7 +81,7 @@ def block_of(
     place = tl.where(same, tl.cumsum(same.to(tl.int32), 0) - 1 - before, -1)
     here = tl.arange(0, BLOCK_M)[:, None] == place[None, :]
     pair = n_pairs + tl.sum(tl.where(here, lane[None, :] - n_pairs, 0), 1)
-    return tl.where((mine < n_experts) & (before % BLOCK_M == 0), mine, -1), pair
+    return tl.where((mine < n_experts) & (before % BLOCK_M == 0), mine, -1), pair, before == 0
 
 
 @triton.jit(

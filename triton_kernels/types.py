@@ -39,6 +39,23 @@ class Quantised(NamedTuple):
     s2: Tensor
 
 
+class Fills(NamedTuple):
+    """What a grouped GEMM copies from host memory to where it reads it: the experts that a layer has just admitted.
+
+    Attributes:
+        sources: [experts] int32 from ``admit``, those that are ``ADMITTED`` are copied.
+        w13, w2, b13, b2, s13, s2: [experts] int64, the addresses of the host copies; None where there is no tensor.
+    """
+
+    sources: Tensor
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    s13: Tensor | None = None
+    s2: Tensor | None = None
+
+
 class Pieces(NamedTuple):
     """A grouped GEMM in several launches, each over some pairs of a layer, with the bits of one over all."""
 
@@ -76,8 +93,7 @@ class Division(NamedTuple):
     """How a layer's pairs are divided between device and CPU, on the device.
 
     Attributes:
-        kept, left, again: [rows, k] float32: the weights of the device's pairs, those of the CPU's, and those of pairs
-            that the device computes because they did not arrive; 0 elsewhere.
+        kept, left: [rows, k] float32: the weights of the device's pairs and those of the CPU's, 0 elsewhere.
     """
 
     number: Tensor  # [1] int64, the number of the last request
@@ -86,7 +102,17 @@ class Division(NamedTuple):
     shares: Tensor  # [experts + 1] int32, how many experts the CPU takes where so many have no slot before the layer
     kept: Tensor
     left: Tensor
-    again: Tensor
+    late: Tensor  # [1] int32, leading pairs among which the device computes ``left``: 0 unless an answer is late
+
+
+class Request(NamedTuple):
+    """What the admission of a layer needs to leave some of its missed experts to the CPU."""
+
+    x: Tensor  # [M, d], contiguous, of ``mail``'s dtype
+    live: Tensor  # [1] int32, pairs from this one on are padding
+    counts: Tensor  # [keys] int32, those of the layer are overwritten with the pairs of each expert
+    division: Division  # ``pairs`` and ``shares`` are read; the others are written, but for ``late``
+    mail: Mail  # is written, but for ``results``
 
 
 def block_bound(pairs: int, experts: int, block_m: int) -> int:

@@ -36,7 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import Division, Experts, Mail, Offers, Quantised
+from vllm_spac.kernels.types import Division, Experts, Fills, Mail, Offers, Quantised, Request
 
 from benchmarks.common import RESULTS, Script, progress, provenance, show, write_result
 
@@ -47,9 +47,7 @@ KERNELS = {
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
-    "post": (mailbox, "_post_kernel"),
     "await": (mailbox, "_await_kernel"),
-    "add": (mailbox, "_add_kernel"),
     "shortlist": (shortlist, "_shortlist_kernel"),
     "cover": (cover, "_cover_kernel"),
     "tally": (tally, "_tally_kernel"),
@@ -183,8 +181,11 @@ def compile_for(capability: int, call: Launch) -> Compiled:
     return Compiled(used["REG"], used["STACK"], made.metadata.shared, made.asm["ptx"])
 
 
-def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, kind=None):
-    """A layer's launches. The tensors are never touched: no memory is taken."""
+def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, kind=None, fills=True):
+    """A layer's launches. The tensors are never touched: no memory is taken.
+
+    ``fills``: they copy what the layer has admitted, as with ``plane=pointers`` and fewer slots than experts.
+    """
     x = torch.empty(rows, d, dtype=dtype)
     table = torch.zeros(count, dtype=torch.int64)
     biases = (table, table) if bias else (None, None)
@@ -192,6 +193,9 @@ def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bf
     options = {"counts": torch.zeros(count, dtype=torch.int32), "live": torch.zeros(1, dtype=torch.int32)}
     if kind is not None:
         options["quantised"] = Quantised(kind, table, table)
+    if fills:
+        scales = (None, None) if kind is None else (table, table)
+        options["fills"] = Fills(torch.zeros(count, dtype=torch.int32), table, table, *biases, *scales)
     grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, **options)
 
 
@@ -215,8 +219,8 @@ def budgeted(ids, weights, count, substitute: bool) -> None:
     tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
 
 
-def admitting(ids, weights, count, names: int = 4, *, divided: bool = False) -> None:
-    """What a layer launches before its experts, with an expert's weights and biases.
+def admitting(ids, weights, count, names: int = 4, *, divided: bool = False, d: int = 2048) -> None:
+    """What a layer launches before its experts, with an expert's weights and biases, and what copies guesses.
 
     ``divided``: the CPU computes some of the missed experts.
     """
@@ -227,22 +231,30 @@ def admitting(ids, weights, count, names: int = 4, *, divided: bool = False) -> 
     offers = Offers(state, places, owners, torch.zeros(slots), torch.zeros(keys))
     copies = torch.zeros(1 + 2 * count, dtype=torch.int32)
     live = torch.zeros(1, dtype=torch.int32)
-    left = (integers[:1], torch.zeros(count + 1, dtype=torch.int32)) if divided else ()
-    admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live, *left)
+    asked = None
+    if divided:
+        x, (division, mail) = torch.zeros(len(ids), d, dtype=torch.bfloat16), mailbox_of(ids, count, d)
+        asked = Request(x, live, integers, division, mail)
+    admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live, asked)
     fetch.fetch(copies, experts, integers[:names])
 
 
-def mailing(ids, weights, count, d: int = 2048, dtype=torch.bfloat16) -> None:
-    """What a layer launches beside its experts where the CPU takes a share."""
-    (rows, k), keys = ids.shape, 2 * count
-    integers, number = torch.zeros(keys + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    x, results, pairs = torch.zeros(rows, d, dtype=dtype), torch.zeros(rows, d), torch.zeros(rows, k)
-    division = Division(number, integers[:1], integers[:2], integers[: count + 1], pairs, pairs, pairs)
-    mail = Mail(number, number, integers[:2], ids, pairs, x, results)
-    sources, live = integers[:keys].contiguous(), torch.zeros(1, dtype=torch.int32)
-    mailbox.post(ids, weights, 1, x, torch.zeros(keys), sources, sources, division, mail, live)
+def mailing(ids, weights, count, d: int = 2048) -> None:
+    """What a layer launches beside its experts where the CPU takes a share, after its admission."""
+    (rows, k), (division, mail) = ids.shape, mailbox_of(ids, count, d)
+    sources, live = torch.zeros(2 * count, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     mailbox.wait_for_answer(ids, 1, sources, division, mail, 1000)
-    mailbox.add(x, x, division, mail)
+    y, out = torch.empty(rows, k, d, dtype=torch.bfloat16), torch.empty(rows, d, dtype=torch.bfloat16)
+    combine.combine(y, weights, ids, count, out, live, division, mail)
+
+
+def mailbox_of(ids, count: int, d: int) -> tuple[Division, Mail]:
+    """The memory of a division and its mailbox, for as many rows as ``ids``."""
+    rows, integers, number = len(ids), torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    pairs, shares = torch.zeros(ids.shape), torch.zeros(count + 1, dtype=torch.int32)
+    division = Division(number, integers[:1], integers, shares, pairs, pairs, integers[:1])
+    x, results = torch.zeros(rows, d, dtype=torch.bfloat16), torch.zeros(rows, d)
+    return division, Mail(number, number, integers, torch.zeros_like(ids), pairs, x, results)
 
 
 @contextlib.contextmanager
@@ -398,7 +410,7 @@ def main(
         "model": "Qwen3-30B-A3B's experts",
         "latency_seconds": LATENCY,
         "launches_of_a_layer": {
-            count: len(record(partial(experts, count, **SIZES))) + len(("admit", "fetch")) for count in (1, 16, 64)
+            count: len(record(partial(experts, count, **SIZES))) + len(("admit",)) for count in (1, 16, 64)
         },
         "cards": {str(capability): card.__dict__ for capability, card in CARDS.items()},
         "h100": {

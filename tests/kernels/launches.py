@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_spac.kernels import admit, fetch, grouped_gemm, mailbox
+from vllm_spac.kernels import admit, combine, fetch, grouped_gemm, mailbox
 from vllm_spac.kernels.formats import Format
 
 from benchmarks.kernels.compiled import KERNELS, Recorder
@@ -60,7 +60,7 @@ class Device(TorchDispatchMode):
             patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
         launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
         patch.setattr(pointers_execution, "kernels_for", lambda device: Kernels(*launchers))
-        mail = MailKernels(mailbox.post, mailbox.wait_for_answer, mailbox.add)
+        mail = MailKernels(mailbox.wait_for_answer, combine.combine)
         patch.setattr(cpu_share, "mail_kernels_for", lambda device: mail)
         patch.setattr(pointers_execution, "capturing", lambda tensor: self.capturing)
         patch.setattr(

@@ -173,11 +173,13 @@ def test_odd_sizes_compile():
 def test_a_request_is_whole_before_its_number_and_a_wait_looks_at_memory_and_clock(capability):
     """The number is stored last, behind a fence of every thread and a barrier; it is read again in each turn."""
     calls = record(lambda: mailing(*ids_of(8), 128))
-    post, wait, add = (compile_for(capability, calls[name]).ptx for name in ("post", "await", "add"))
-    fence, stores = post.index("fence.acq_rel.sys"), [at.start() for at in re.finditer(r"\bst\.global", post)]
-    assert post.count("fence.acq_rel.sys") == 1 and sum(at > fence for at in stores) == 1
-    assert fence < post.rindex("bar.sync") < max(stores)
-    assert re.search(r"st\.global\.v4\.b32", post), "rows go out 16 bytes at a time"
+    asks = record(lambda: admitting(*ids_of(8), 128, divided=True))["admit"]
+    ask, wait, add = (compile_for(capability, call).ptx for call in (asks, calls["await"], calls["combine"]))
+    behind = ask[ask.index("fence.acq_rel.sys") :]
+    behind = behind[: re.search(r"\bbra|\bret", behind).start()]
+    assert ask.count("fence.acq_rel.sys") == 1 and len(re.findall(r"\bst\.global", behind)) == 1
+    assert behind.index("bar.sync") < behind.index("st.global")
+    assert re.search(r"st\.global\.v4\.b32", ask), "rows go out 16 bytes at a time"
     loop = wait[wait.index("globaltimer") :]
     assert "globaltimer" in loop[12:] and re.search(r"ld\.volatile\.global[.\w]*\.b64", loop)
     assert wait.index("fence.acq_rel.sys") > wait.rindex("globaltimer") and "ld.volatile" in add
@@ -191,6 +193,25 @@ def test_experts_are_fetched_16_bytes_at_a_time(capability):
     for wide in (r"ld\.global\.v2\.b64", r"st\.global\.v2\.b64"):
         assert re.search(wide, ptx), ptx
     assert not re.search(r"st\.global\.b64", ptx), "8 bytes at a time"
+
+
+@pytest.mark.parametrize("name", [None, "int4", "nvfp4"])
+@pytest.mark.parametrize("capability", [80, 120])
+def test_what_a_program_copies_it_reads_behind_a_barrier(capability, name):
+    """16 bytes at a time, and no read of weights is moved before. Loops have as many products as without the copy."""
+    kind = None if name is None else QUANTISED[name]
+    calls = record(lambda: experts(16, 2048, 768, 8, 128, kind=kind))
+    plain = record(lambda: experts(16, 2048, 768, 8, 128, kind=kind, fills=False))
+    for kernel in ("gate_up", "down"):
+        made, without = compile_for(capability, calls[kernel]), compile_for(capability, plain[kernel])
+        assert (made.stack, made.shared) == (without.stack, without.shared), "the copy takes room of the product"
+        stores = [at.start() for at in re.finditer(r"st\.global\.v2\.b64", made.ptx)]
+        barriers = [at.start() for at in re.finditer(r"\bbar\.sync", made.ptx)]
+        reads = [at.start() for at in re.finditer(r"cp\.async\.c[ag]\.shared\.global", made.ptx)]
+        assert stores and not re.search(r"st\.global\.v2\.b64", without.ptx)
+        assert any(max(stores) < barrier < min(reads) for barrier in barriers), "it may read what is not there yet"
+        products = [len(re.findall(r"\bmma\.sync|tcgen05\.mma", each.ptx)) for each in (made, without)]
+        assert products[0] == products[1]
 
 
 @pytest.mark.parametrize("rows", [16, 64])
@@ -207,8 +228,10 @@ def test_small_kernels(capability, rows):
 @pytest.mark.parametrize(("rows", "experts"), [(16, 128), (64, 128), (8, 1024)])
 @pytest.mark.parametrize("capability", SHARED)
 def test_an_admission_that_leaves_some_to_the_cpu(capability, rows, experts):
+    """On sm_90 its one program keeps two of 56 registers in 8 bytes of stack."""
     call = record(lambda: admitting(*ids_of(rows), experts, divided=True))["admit"]
-    check(f"admit M={rows} N={experts}, divided", capability, compile_for(capability, call))
+    spilled = 8 if (capability, rows) == (90, 16) else 0
+    check(f"admit M={rows} N={experts}, divided", capability, compile_for(capability, call), spilled)
 
 
 def test_a_row_of_1024_experts_fits():
@@ -217,7 +240,7 @@ def test_a_row_of_1024_experts_fits():
     ops = route.align, admitting, mailing, budgeted
     more = (16,), (), (), (False,)
     calls = record(lambda: [op(ids, weights, 1024, *given) for op, given in zip(ops, more, strict=True)])
-    for name in ("align", "admit", "post", "await", "shortlist", "cover", "tally"):
+    for name in ("align", "admit", "await", "shortlist", "cover", "tally"):
         check(f"{name} N=1024", 90, compile_for(90, calls[name]))
 
 

@@ -8,12 +8,12 @@ import torch
 from vllm_spac.kernels.reference import grouped_gemm as reference
 
 pytest.importorskip("triton", reason="triton is not installed (there are no wheels for this platform)")
-from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally  # noqa: E402
+from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally  # noqa: E402
 
 OPS = [
     *(grouped_gemm.grouped_gemm, route.align, admit.admit, fetch.fetch),
     *(shortlist.shortlist, cover.cover, tally.tally),
-    *(mailbox.post, mailbox.wait_for_answer, mailbox.add),
+    *(mailbox.wait_for_answer, combine.combine),
 ]
 
 

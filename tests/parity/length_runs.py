@@ -33,10 +33,10 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def interpret() -> None:
     """Has executions launch the kernels of a GPU."""
-    from vllm_spac.kernels import grouped_gemm, mailbox
+    from vllm_spac.kernels import combine, grouped_gemm, mailbox
 
     assert grouped_gemm._INTERPRETED, "TRITON_INTERPRET=1 must be set when Triton is imported"
-    mail = MailKernels(mailbox.post, mailbox.wait_for_answer, mailbox.add)
+    mail = MailKernels(mailbox.wait_for_answer, combine.combine)
     pointers_execution.kernels_for = lambda device: address_table._launches()
     cpu_share.mail_kernels_for = lambda device: mail
     one_thread()  # which Triton's interpreter is for

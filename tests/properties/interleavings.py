@@ -1,8 +1,10 @@
 """Two streams and a host in every order that they allow: what an explorer runs ``Offering`` and ``Staging`` against.
 
 What they submit becomes micro-steps: a kernel's block reads its pointer, then each byte of what it points at; a copy
-writes byte after byte. Before a kernel, its layer admits what it misses to slots on offer, and its stream copies these
-bytes. The host runs ahead of both streams as far as it likes.
+writes byte after byte. Before a kernel, its layer admits what it misses to slots on offer. The first block of such an
+expert copies it there byte after byte, and then reads it; other blocks of it read it in host memory. While a kernel
+runs, the copy stream may admit and copy what the next one is expected to need. The host runs ahead of both streams as
+far as it likes.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ class ModelEvent:
 
 @dataclass
 class Scenario:
-    """Steps of ``kernels``, each a list of launches, each with a block for each key.
+    """Steps of ``kernels``, each a list of launches, each with a block for each key, which may occur again.
 
-    A launch first admits the keys that it misses.
+    A launch first admits the keys that it misses. ``ahead``: while a launch runs that is not the last of its step, the
+    next one's first key is admitted and copied.
     """
 
     keys: int
@@ -66,6 +69,7 @@ class Scenario:
     steps: list[list[list[int]]]
     width: int = 2  # bytes of an expert
     drafts: tuple[tuple[int, ...], ...] = ()  # of each step: keys that drafts after it name
+    ahead: bool = False
 
 
 class World:
@@ -94,7 +98,7 @@ class World:
         self.offers: list[tuple] = []  # (slot, owner), those that are left
         self.left: list[tuple] = []  # to drafts
         self.sources: dict[int, int] = {}  # of the step
-        self.blocks: list[list] = []  # of the running kernel: [key, bytes read, slot]
+        self.blocks: list[list] = []  # of the running kernel: [key, bytes copied, bytes read, slot, the key's first]
 
     def actions(self) -> list[tuple]:
         found: list[tuple] = [("block", index) for index in range(len(self.blocks))]
@@ -130,8 +134,18 @@ class World:
         offered = self.offering.offer()
         offers = tuple(zip(offered.slots.tolist(), offered.owners.tolist(), strict=True))
         self.compute.queue.append(("offers", offers))
-        for launch in self.scenario.steps[self.step]:
-            self.compute.queue += [("admit", *launch), ("kernel", *launch)]
+        launches = self.scenario.steps[self.step]
+        for launch, following in zip(launches, [*launches[1:], None], strict=True):
+            self.compute.queue.append(("admit", *launch))
+            if self.scenario.ahead and following is not None:  # as ``DeviceLookahead`` does
+                self.copy.wait(self.compute.record())
+                self.copy.queue.append(("ahead", following[0]))
+                arrives = self.copy.record()
+                self.compute.queue.append(("kernel", *launch))
+                if self.joins:
+                    self.compute.wait(arrives)
+            else:
+                self.compute.queue.append(("kernel", *launch))
         self._end()
 
     def _end(self) -> None:
@@ -175,44 +189,60 @@ class World:
         elif step[0] == "offers":
             self.offers, self.sources = list(step[1]), {}
         elif step[0] == "admit":
-            self._admit(step[1:], self.offers, self.compute)
+            self._admit(step[1:])
         elif step[0] == "draft":
-            self._admit(step[1:], self.left, self.copy)
-            self.ahead += list(self.sources.values()).count(ADMITTED)
-            self.sources = {}
+            self._give(step[1:], self.left, self.copy, set(step[1:]))
+        elif step[0] == "ahead":
+            self._give(step[1:], self.offers, self.copy, {*self.sources, *step[1:]})
         elif step[0] == "kernel":
-            self.blocks = [[key, 0, None] for key in step[1:]]
+            self.begin_kernel(step[1:])
         elif step[0] == "report":
             sources = [self.sources.get(key, UNUSED) for key in range(self.scenario.keys)]
             step[1].extend([sources, list(self.owner)])
             self.left, self.offers, self.sources = self.offers, [], {}
 
-    def _admit(self, keys: tuple, offers: list[tuple], stream: ModelStream) -> None:
-        """As the kernel ``admit``, then ``fetch``, whose bytes are the stream's next steps."""
+    def begin_kernel(self, keys: tuple) -> None:
+        self.blocks = [[key, 0, 0, None, key not in keys[:at]] for at, key in enumerate(keys)]
+
+    def _admit(self, keys: tuple) -> None:
+        """As the kernel ``admit`` in a layer, whose own kernel copies."""
         in_slots = {key for key in keys if self.table[key] != NOWHERE}
         self.sources |= {key: HIT if key in in_slots else STREAMED for key in keys}
+        for key in dict.fromkeys(keys):
+            if key not in in_slots and self._take_slot(key, self.offers, set(self.sources)) != NOWHERE:
+                self.sources[key] = ADMITTED
+
+    def _give(self, keys: tuple, offers: list[tuple], stream: ModelStream, used: set[int]) -> None:
+        """As the kernel ``admit`` ahead of need, then ``fetch``, whose bytes are the stream's next steps."""
         for key in keys:
-            if key in in_slots:
-                continue
-            while offers:
-                slot, old = offers.pop(0)
-                if self.owner[slot] == old and old not in self.sources:
-                    self.owner[slot], self.table[old], self.table[key] = key, NOWHERE, slot
-                    self.sources[key] = ADMITTED
-                    behind = stream.next + 1
-                    stream.queue[behind:behind] = [("byte", slot, at, key) for at in range(self.scenario.width)]
-                    break
+            if self.table[key] == NOWHERE and (slot := self._take_slot(key, offers, used)) != NOWHERE:
+                behind = stream.next + 1
+                stream.queue[behind:behind] = [("byte", slot, at, key) for at in range(self.scenario.width)]
+                self.ahead += 1
+
+    def _take_slot(self, key: int, offers: list[tuple], used: set[int]) -> int:
+        """Gives ``key`` the first slot on offer whose owner is not ``used``; returns it, or NOWHERE."""
+        while offers:
+            slot, old = offers.pop(0)
+            if self.owner[slot] == old and old not in used:
+                self.owner[slot], self.table[old], self.table[key] = key, NOWHERE, slot
+                return slot
+        return NOWHERE
 
     def _read(self, index: int) -> None:
         block = self.blocks[index]
-        key, read, slot = block
+        key, copied, read, slot, leads = block
+        fills = self.sources.get(key) == ADMITTED
         if slot is None:
-            block[2] = self.table[key]
-        else:
-            if slot != NOWHERE and self.bytes[slot][read] != key:
-                raise Foreign(f"a kernel asked for {key} and read {self.bytes[slot]}")
+            block[3] = self.table[key] if leads or not fills else NOWHERE
+        elif fills and copied < self.scenario.width:
+            self.bytes[slot][copied] = key
             block[1] += 1
-        if block[1] == self.scenario.width or block[2] == NOWHERE:  # a host copy is never written
+        else:
+            if self.bytes[slot][read] != key:
+                raise Foreign(f"a kernel asked for {key} and read {self.bytes[slot]}")
+            block[2] += 1
+        if block[2] == self.scenario.width or block[3] == NOWHERE:  # a host copy is never written
             del self.blocks[index]
 
     # -- the end -----------------------------------------------------------------------------------------------

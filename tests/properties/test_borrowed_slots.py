@@ -100,7 +100,7 @@ class World(interleavings.World):
         elif step[0] == "point":
             self.table[step[1]], self.owner[step[2]] = step[2], step[1]
         elif step[0] == "part":
-            self.blocks = [[key, 0, None] for key in step[1:]]
+            self.begin_kernel(step[1:])
             if any(self.table[key] == NOWHERE for key in step[1:]):
                 raise interleavings.Foreign("an expert is not there that was to be copied")
         else:

@@ -18,7 +18,20 @@ from replay import Graph
 from test_execution import EXPERTS, LAYERS, TOP_K, D, Pool, packed
 from torch import Tensor
 from vllm_spac.kernels.reference import mailbox as twins
-from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, STREAMED, UNUSED, Division, Mail
+from vllm_spac.kernels.reference.admit import admit
+from vllm_spac.kernels.types import (
+    ADMITTED,
+    COMPUTED,
+    HIT,
+    LATE,
+    STREAMED,
+    UNUSED,
+    Division,
+    Experts,
+    Mail,
+    Offers,
+    Request,
+)
 
 from vllm_spac import components
 from vllm_spac.core import Rates, RequestRows, RowKind, Step
@@ -178,7 +191,8 @@ def layers(draw) -> dict:
         "ids": ids,
         "weights": weights,
         "layer": draw(st.integers(0, 1)),
-        "sources": of(st.sampled_from([HIT, STREAMED, ADMITTED]), n),
+        "hits": of(st.booleans(), n),
+        "kept": of(st.sampled_from([0.0, 1.0, 2.0]), n),
         "used": of(st.sampled_from([0.0, 1.0, float("inf")]), 2 * n),
         "shares": shares,
         "live": draw(st.integers(0, rows)) * k,
@@ -193,28 +207,28 @@ def test_each_pair_is_the_devices_or_the_CPUs(case: dict) -> None:
     (rows, k), n = ids.shape, len(case["shares"]) - 1
     division, mail = memory(rows, k, case["shares"])
     division.pairs.fill_(live if case["open"] else 0)
-    sources = torch.full((2 * n,), UNUSED, dtype=torch.int32)
     flat = ids.flatten()[:live].tolist()
     lively = [e for e, w in zip(flat, weights.flatten()[:live].tolist(), strict=True) if 0 <= e < n and w]
-    for expert in lively:
-        sources[layer * n + expert] = case["sources"][expert]
-    before, counts, used = sources.clone(), torch.full((2 * n,), -9, dtype=torch.int32), torch.tensor(case["used"])
-    x = torch.arange(rows * 2.0).view(rows, 2)
-    given = ids, weights, layer, x, used, counts, sources, division, mail
-    twins.post(*given, live=torch.tensor([live], dtype=torch.int32))
+    experts, offers = offering(layer, case["hits"], case["kept"], case["used"])
+    sources, counts = (torch.full((2 * n,), value, dtype=torch.int32) for value in (UNUSED, 0))
+    missing = {e for e in lively if experts.slot_of[layer * n + e] < 0}
+    x, used = torch.arange(rows * 2.0).view(rows, 2), torch.tensor(case["used"])
+    request = Request(x, torch.tensor([live], dtype=torch.int32), counts.clone(), division, mail)
+    copies = torch.zeros(1 + 2 * n, dtype=torch.int32)
+    admit(ids, weights, layer * n, experts, offers, counts, sources, copies, request.live, request)
 
     kept, left = division.kept[:rows], division.left[:rows]
     assert torch.equal(kept + left, weights) and not (kept * left).any(), "one of both computes a pair"
-    assert counts[layer * n : layer * n + n].tolist() == [lively.count(e) for e in range(n)]
+    assert request.counts[layer * n : layer * n + n].tolist() == [lively.count(e) for e in range(n)]
     here = slice(layer * n, layer * n + n)
     taken = (sources[here] == COMPUTED).nonzero().flatten().tolist()
-    streamed = (before[here] == STREAMED).nonzero().flatten().tolist()
-    missing = len(streamed) + int((before[here] == ADMITTED).sum())
-    assert len(taken) == (min(case["shares"][missing], len(streamed)) if case["open"] and live else 0)
-    rank = {e: (lively.count(e), float(used[layer * n + e])) for e in streamed}
-    assert all(rank[a] <= rank[b] for a in taken for b in set(streamed) - set(taken)), "few rows, then cold ones"
-    others = [key for key in range(2 * n) if key - layer * n not in taken]
-    assert torch.equal(sources[others], before[others])
+    assert len(taken) == (case["shares"][len(missing)] if case["open"] and live else 0)
+    rank = {e: (lively.count(e), float(used[layer * n + e])) for e in missing}
+    assert all(rank[a] <= rank[b] for a in taken for b in missing - set(taken)), "few rows, then cold ones"
+    got = {int(key) - layer * n for key in copies[1 : 1 + int(copies[0])]}
+    assert got <= missing - set(taken), "what the CPU computes gets no slot"
+    expected = {e: STREAMED for e in missing} | dict.fromkeys(taken, COMPUTED) | dict.fromkeys(got, ADMITTED)
+    assert sources[here].tolist() == [expected.get(e, HIT if e in lively else UNUSED) for e in range(n)]
     pairs = [(at // k, flat[at]) for at in range(live) if left.flatten()[at]]
     assert {expert for _, expert in pairs} == set(taken)
     assert (int(division.number), int(mail.asked)) == ((1, 1) if taken else (0, 0))
@@ -225,12 +239,25 @@ def test_each_pair_is_the_devices_or_the_CPUs(case: dict) -> None:
         assert [(row, int(mail.ids[row, slot])) for row, slot in asked] == pairs
 
 
+def offering(layer: int, hits: list[bool], kept: list[float], used: list[float]) -> tuple[Experts, Offers]:
+    """Of two layers, the experts of this one that are hits have slots, and all of the other, whose are offered."""
+    n, (integers, addresses) = len(hits), ({"dtype": torch.int32}, torch.zeros(1, 2 * len(hits), dtype=torch.int64))
+    owner = [layer * n + e for e in range(n) if hits[e]] + [(1 - layer) * n + e for e in range(n)]
+    slot_of = torch.full((2 * n,), -1, **integers)
+    slot_of[owner] = torch.arange(len(owner), **integers)
+    offered = torch.tensor([[sum(hits) + e for e in range(n)], [(1 - layer) * n + e for e in range(n)]], **integers)
+    places = torch.ones(1, len(owner), dtype=torch.int64)
+    experts = Experts(slot_of, torch.tensor(owner, **integers), addresses.clone(), addresses, places)
+    state = torch.tensor([0, n], **integers)
+    return experts, Offers(state, *offered, torch.tensor(kept).sort().values, torch.tensor(used))
+
+
 def memory(rows: int, k: int, shares: list[int], d: int = 2) -> tuple[Division, Mail]:
     box = Mailbox(rows, k, d, torch.float32, torch.device("cpu"))
     number, state = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    three = (torch.zeros(rows, k) for _ in range(3))
-    table = torch.tensor(shares, dtype=torch.int32)
-    return Division(number, torch.zeros(1, dtype=torch.int32), state, table, *three), box.mail
+    both, table = (torch.zeros(rows, k) for _ in range(2)), torch.tensor(shares, dtype=torch.int32)
+    pairs, late = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    return Division(number, pairs, state, table, *both, late), box.mail
 
 
 def test_a_step_that_is_replayed_divides_its_own_rows(shared, monkeypatch) -> None:
@@ -309,11 +336,11 @@ def test_a_thread_that_never_answers_costs_a_wait_a_step_and_fewer_and_fewer(sha
 def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, patient) -> None:
     patient(SHORT)
     pool, gone, compute = shared(TOP_K, count=EXPERTS, policy="reuse"), threading.Event(), Looped.run
-    kernels = pool.launches.cpu._kernels
+    kernels, decides = pool.launches.cpu._kernels, pool.admission._kernels
 
-    def post(*given, **named) -> None:
+    def admits(*given) -> None:
         gone.clear()
-        kernels.post(*given, **named)
+        decides.admit(*given)
 
     def await_answer(ids, layer, sources, division, *given) -> None:
         kernels.wait_for_answer(ids, layer, sources, division, *given)
@@ -325,7 +352,8 @@ def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, pat
             gone.wait(60)  # until nobody waits
             return compute(self, *given) + 1e6
 
-    pool.launches.cpu._kernels = kernels._replace(post=post, wait_for_answer=await_answer)
+    pool.launches.cpu._kernels = kernels._replace(wait_for_answer=await_answer)
+    pool.admission._kernels = decides._replace(admit=admits)
     pool.watched.__class__ = Slow
     found = run(pool, 15)
     assert found["cpu_late"] > 0 == found["cpu_experts"]
@@ -396,7 +424,7 @@ def test_late_is_told_from_computed(shared) -> None:
     ids = torch.tensor([[0, 1]])
     twins.wait_for_answer(ids, 1, sources, division, mail, 1000)
     assert sources.tolist() == [COMPUTED, HIT, LATE, STREAMED] and division.state.tolist() == [1, 0]
-    assert division.pairs.item() == 0 and division.again.tolist() == [[0.5, 0.0]]
+    assert division.pairs.item() == 0 and division.late.item() == 2
     mail.answered[0] = 3
     twins.wait_for_answer(ids, 0, sources, division, mail, 1000)
-    assert sources.tolist()[0] == COMPUTED and division.state[1] == 1 and not division.again.any()
+    assert sources.tolist()[0] == COMPUTED and division.state[1] == 1 and division.late.item() == 0

@@ -11,7 +11,7 @@ from poison import poison_borrowed
 from replay import Graph
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference import grouped_gemm as reference
-from vllm_spac.kernels.types import Quantised
+from vllm_spac.kernels.types import ADMITTED, Quantised
 
 from vllm_spac import components
 from vllm_spac.cache.residency import NOWHERE
@@ -149,6 +149,26 @@ def test_same_bits_whatever_moves(made, policy, slots, layout, activation):
     stats = pool.snapshot()
     assert stats["hits"] + stats["misses"] == used and stats["waves"] == 40 * LAYERS
     assert stats["hits"] > 0 and moved(stats, layout)
+
+
+@pytest.mark.parametrize("layout", [shape(), packed()], ids=["plain", "quantised"])
+def test_a_layer_that_cannot_be_launched_leaves_no_slot_unfilled(made, layout):
+    """Its kernel would have copied what the layer has admitted; later steps read it."""
+    pool, rng = made(7, layout), torch.Generator().manual_seed(0)
+    kernels, failed = pool.launches.kernels, 0
+
+    def fails(*given, **more):
+        raise MemoryError("no room for h")
+
+    for _ in range(12):
+        pool.check(DECODE, rng)
+        pool.launches.kernels = kernels._replace(grouped_gemm=fails)
+        with pytest.raises(MemoryError):
+            pool.check(DECODE, rng)
+        failed += int((pool.admission.reports.sources == ADMITTED).sum())
+        pool.launches.kernels = kernels
+        pool.end_forward()
+    assert failed > 5, "hardly anything was admitted"
 
 
 def moved(stats: dict, layout: MoEShape) -> bool:

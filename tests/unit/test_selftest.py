@@ -11,6 +11,7 @@ import pytest
 import torch
 from imagined_engines import Imagined
 from typer.testing import CliRunner
+from vllm_spac.kernels.types import Fills
 
 from vllm_spac.cli.main import app
 from vllm_spac.errors import UnsupportedError
@@ -57,12 +58,10 @@ def test_experts_move_and_bits_stay() -> None:
 def test_an_expert_in_the_wrong_slot_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = kernels_for(CPU)
 
-    def wrong(copies: torch.Tensor, *rest: Any) -> None:
-        named, count = copies[1 : 1 + len(copies) // 2], int(copies[0])
-        named[:count] = (named[:count] + 1) % 16  # of which the first layer has as many
-        kernels.fetch(copies, *rest)
+    def wrong(*given: Any, fills: Fills | None = None, **more: Any) -> torch.Tensor:
+        return kernels.grouped_gemm(*given, fills=fills and fills._replace(w2=fills.w2.roll(1)), **more)
 
-    monkeypatch.setattr(pointers_execution, "kernels_for", lambda device: kernels._replace(fetch=wrong))
+    monkeypatch.setattr(pointers_execution, "kernels_for", lambda device: kernels._replace(grouped_gemm=wrong))
     moved = next(iter(kernel_checks.moving_experts(CPU, *SIZE)))
     assert moved.finding.level == "problem" and moved.numbers["wrong steps"] > 0
 

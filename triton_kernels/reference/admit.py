@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..types import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+from ..types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Experts, Offers, Request, lanes
+from .mailbox import post
 from .route import routed
 
 
@@ -19,10 +20,26 @@ def admit(
     sources: Tensor,
     copies: Tensor,
     live: Tensor | None = None,
-    pairs: Tensor | None = None,
-    shares: Tensor | None = None,
+    request: Request | None = None,
 ) -> None:
     """Twin of ``admit.admit``."""
+    _decide(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, request)
+    if request is not None:
+        post(topk_ids, topk_weights, first, sources, request)
+
+
+def _decide(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    experts: Experts,
+    offers: Offers,
+    counts: Tensor,
+    sources: Tensor,
+    copies: Tensor,
+    live: Tensor | None,
+    request: Request | None,
+) -> None:
     n, (begin, end) = len(copies) // 2, offers.state.tolist()
     mine = slice(first, first + n)
     counts[mine] = torch.bincount(routed(topk_ids, topk_weights, n, live) + 1, minlength=n + 1)[1:].int()
@@ -38,10 +55,10 @@ def admit(
     opened = ((experts.owner[slots] == old) & unused).nonzero().flatten()
     worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
     asking = missed.clone()
-    if pairs is not None and shares is not None and pairs[0] > 0:
+    if request is not None and request.division.pairs[0] > 0:
         missing = missed.nonzero().flatten().tolist()
         order = sorted(missing, key=lambda each: (int(counts[first + each]), float(worth[each]), each))
-        asking[order[: int(shares[len(missing)])]] = False
+        asking[order[: int(request.division.shares[len(missing)])]] = False
     wants = (asking & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
     served = min(len(wants), len(opened))
     expert, offer = wants[:served], opened[:served]
@@ -55,7 +72,7 @@ def admit(
     copies[0] = total
     copies[1 : 1 + total], copies[1 + n : 1 + n + total] = key.int(), slot.int()
     source = torch.where(needed, HIT, UNUSED).masked_fill(missed, STREAMED)
-    source[expert] = ADMITTED
+    source[expert], source[missed & ~asking] = ADMITTED, COMPUTED
     sources[mine] = source.int()
     experts.owner[slot] = key.int()
     experts.slot_of[victim] = -1

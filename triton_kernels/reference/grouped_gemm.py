@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..types import Pieces, Quantised
+from ..types import ADMITTED, Fills, Pieces, Quantised
+from .combine import combine
 from .dequantise import dequantise
 from .route import routed
 
@@ -99,6 +100,7 @@ def grouped_gemm(
     live: Tensor | None = None,
     quantised: Quantised | None = None,
     pieces: Pieces | None = None,
+    fills: Fills | None = None,
 ) -> Tensor:
     """Twin of ``grouped_gemm.grouped_gemm``: the addresses are the CPU's, ``tile`` is ignored."""
     (rows, d), k, dtype = x.shape, topk_ids.shape[1], x.dtype
@@ -111,6 +113,8 @@ def grouped_gemm(
     for expert in ids.unique().tolist():
         if expert < 0:
             continue
+        if fills is not None and fills.sources[expert] == ADMITTED:
+            _fill(fills, (w13, w2, b13, b2, s13, s2), expert, (d, intermediate), dtype, kind)
         pairs = (ids == expert).nonzero().flatten()
         of_rows = rounded_rows(x[pairs // k], kind)
         hidden = of_rows @ _matrix(w13, s13, expert, 2 * intermediate, d, dtype, kind).float().T
@@ -125,12 +129,30 @@ def grouped_gemm(
     if pieces is not None:
         if pieces.ids is None:
             return torch.empty_like(x) if out is None else out
-        ids = routed(pieces.ids, topk_weights, len(w13), live)
-    y = torch.where((ids >= 0)[:, None], y.float(), 0).view(rows, k, d)
-    total = torch.zeros(rows, d)
-    for slot in range(k):
-        total += y[:, slot]
-    return total.to(dtype) if out is None else out.copy_(total)
+        topk_ids = pieces.ids
+    out = torch.empty_like(x) if out is None else out
+    combine(y.view(rows, k, d), topk_weights, topk_ids, len(w13), out, live)
+    return out
+
+
+def _fill(
+    fills: Fills,
+    tables: tuple[Tensor | None, ...],
+    expert: int,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    kind: Format | None,
+) -> None:
+    """Copies an expert from host memory to where ``tables`` have it; ``size``: (d, intermediate)."""
+    d, ff = size
+    shapes: list[tuple[int, ...]] = [(2 * ff, d), (d, ff), (2 * ff,), (d,)]
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    if kind is not None:
+        sizes[:2] = [math.prod(kind.code_shape(*shape)) for shape in ((2 * ff, d), (d, ff))]
+        sizes += [math.prod(kind.scale_shape(*shape)) * 4 for shape in ((2 * ff, d), (d, ff))]
+    for source, target, nbytes in zip(fills[1:], tables, [*sizes, 0, 0][:6], strict=True):
+        if source is not None and target is not None:
+            ctypes.memmove(int(target[expert]), int(source[expert]), nbytes)
 
 
 def rounded_rows(values: Tensor, kind: Format | None, fused: bool = False) -> Tensor:

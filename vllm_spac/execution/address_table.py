@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import LayerFacts
-from vllm_spac.kernels.types import Pieces, Quantised
+from vllm_spac.kernels.types import Fills, Pieces, Quantised
 from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class AddressTable:
         sizes: bytes of each tensor of an expert.
         addresses: int64 [names, keys] on the device: addresses at which kernels read each expert's tensors.
         hosts: int64 [names, keys] on the device: addresses of their host copies.
-        table: the rows of ``addresses``, by name.
+        table, host_table: the rows of ``addresses`` and of ``hosts``, by name.
         slot_addresses: int64 [names, slots], on the host.
     """
 
@@ -59,6 +59,7 @@ class AddressTable:
         self.addresses = torch.from_numpy(hosts).to(self.device, copy=True)
         self.hosts = self.addresses.clone()
         self.table = dict(zip(slots, self.addresses, strict=True))
+        self.host_table = dict(zip(slots, self.hosts, strict=True))
 
     def resident(self, keys: slice) -> Tensor:
         """Returns bool [keys] on the device: experts whose pointers are at slots. One launch."""
@@ -178,6 +179,7 @@ def grouped_gemm_over(
     counts: Tensor | None = None,
     live: Tensor | None = None,
     pieces: Pieces | None = None,
+    fills: Fills | None = None,
 ) -> Tensor:
     """Computes the routed experts of one layer; returns ``out``.
 
@@ -185,14 +187,25 @@ def grouped_gemm_over(
         kernels: the launches.
         shape: of the experts.
         tables: by the names of ``shape.tensors``: int64 [experts], the address of each.
-        x, weights, ids, activation, out, counts, live, pieces: as of ``kernels.grouped_gemm``.
+        x, weights, ids, activation, out, counts, live, pieces, fills: as of ``kernels.grouped_gemm``.
     """
     (_, ff), (w13, w2, b13, b2) = sizes(shape), map(tables.get, _TENSORS)
     quantised = None if shape.packed is None else Quantised(shape.packed, *(tables[name] for name in _SCALES))
     of_rows = x, w13, w2, weights, ids, ff, b13, b2, activation
-    if pieces is None:
-        return kernels.grouped_gemm(*of_rows, out=out, counts=counts, live=live, quantised=quantised)
-    return kernels.grouped_gemm(*of_rows, out=out, counts=counts, live=live, quantised=quantised, pieces=pieces)
+    of_launch = {"pieces": pieces, "fills": fills}
+    given = {name: value for name, value in of_launch.items() if value is not None}
+    return kernels.grouped_gemm(*of_rows, out=out, counts=counts, live=live, quantised=quantised, **given)
+
+
+def fills_from(sources: Tensor, hosts: Mapping[str, Tensor]) -> Fills:
+    """Returns what a layer's launch copies into slots.
+
+    Args:
+        sources: int32 [experts], as of ``Fills``.
+        hosts: by the names of an expert's tensors: int64 [experts], the address of each host copy.
+    """
+    (w13, w2, *biases), scales = _TENSORS, _SCALES
+    return Fills(sources, hosts[w13], hosts[w2], *map(hosts.get, (*biases, *scales)))
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -4,9 +4,22 @@ import pytest
 import torch
 from vllm_spac.kernels.admit import admit
 from vllm_spac.kernels.reference import admit as reference
-from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+from vllm_spac.kernels.types import (
+    ADMITTED,
+    COMPUTED,
+    HIT,
+    STREAMED,
+    UNUSED,
+    Division,
+    Experts,
+    Mail,
+    Offers,
+    Request,
+    lanes,
+)
 
 NAMES = 2
+D = 48
 
 
 class State:
@@ -25,7 +38,8 @@ class State:
         self.offers = Offers(*(torch.zeros(0) for _ in Offers._fields))
         self.counts, self.sources = (torch.full((keys,), -7, dtype=torch.int32) for _ in range(2))
         self.copies = torch.full((1 + 2 * n,), -7, dtype=torch.int32)
-        self.left: tuple[torch.Tensor, ...] = ()  # pairs and shares of a division, if the CPU computes some
+        self.all_counts = torch.full((keys,), -7, dtype=torch.int32)
+        self.request: Request | None = None  # if the CPU computes some
 
     def offer(self, rng: torch.Generator, few: bool) -> None:
         """A part of the slots in some order, in some of them an owner of long ago; and what each expert would pay."""
@@ -41,41 +55,70 @@ class State:
         padded[0, :count], padded[1, :count] = order, owners
         self.offers = Offers(torch.tensor([0, count], dtype=torch.int32), padded[0], padded[1], kept, used)
 
-    def divide(self, rng: torch.Generator) -> None:
+    def divide(self, rng: torch.Generator, rows: int, k: int) -> None:
         """The CPU computes some of what a layer misses, or takes no part, or there is none."""
         shares = torch.cat((torch.zeros(1), torch.rand(self.n, generator=rng) * torch.arange(1, self.n + 1) + 0.5))
-        pairs = torch.randint(-1, 3, (1,), generator=rng, dtype=torch.int32)
-        self.left = (pairs, shares.int()) if pairs >= 0 else ()
+        takes = int(torch.randint(-1, 3, (1,), generator=rng))
+        x, live = torch.randn(rows, D, generator=rng), rows * k
+        self.ask(shares.int(), min(takes, 1) * live, x, k, live)
+        if takes < 0:
+            self.request = None
+
+    def ask(self, shares: torch.Tensor, pairs: int, x: torch.Tensor, k: int, live: int) -> None:
+        """A mailbox of one row more than are asked, and a number that others have left."""
+        rows, integers = len(x) + 1, {"dtype": torch.int32}
+        number, state = torch.tensor([6]), torch.tensor([-7, -7], **integers)
+        weights = [torch.full((rows, k), -7.0) for _ in range(3)]
+        division = Division(
+            number, torch.tensor([pairs], **integers), state, shares, *weights[:2], torch.tensor([-7], **integers)
+        )
+        ids = torch.full((rows, k), -7, **integers)
+        answers = torch.tensor([6]), torch.tensor([5]), torch.tensor([-7, -7], **integers)
+        mail = Mail(*answers, ids, weights[2], torch.full((rows, D), -7.0), torch.full((rows, D), -7.0))
+        self.request = Request(x, torch.tensor([live], **integers), self.all_counts, division, mail)
 
     def to(self, device: str) -> "State":
         copy = object.__new__(State)
         copy.n = self.n
         copy.experts = Experts(*(tensor.to(device, copy=True) for tensor in self.experts))
-        copy.offers = Offers(*(tensor.to(device, copy=True) for tensor in self.offers))
-        copy.left = tuple(tensor.to(device, copy=True) for tensor in self.left)
-        for name in ("counts", "sources", "copies"):
+        for name in ("counts", "sources", "copies", "all_counts"):
             setattr(copy, name, getattr(self, name).to(device, copy=True))
+        copy.receive(self)
         return copy
+
+    def receive(self, other: "State") -> None:
+        """Takes over the offers and the request of another state, as they are before a step."""
+        device = self.copies.device
+        self.offers = Offers(*(tensor.to(device, copy=True) for tensor in other.offers))
+        self.request = None
+        if other.request is not None:
+            x, live, _, division, mail = other.request
+            pinned = device.type == "cuda"
+            there = [tensor.to(device, copy=True) for tensor in (x, live, *division)]
+            here = [tensor.clone().pin_memory() if pinned else tensor.clone() for tensor in mail]
+            self.request = Request(*there[:2], self.all_counts, Division(*there[2:]), Mail(*here))
 
     def run(self, function, layer: int, ids, weights) -> None:
         first = layer * self.n
         device = self.copies.device
         function(
             ids.to(device), weights.to(device), first, self.experts, self.offers, self.counts, self.sources,
-            self.copies, None, *self.left,
+            self.copies, None, self.request,
         )  # fmt: skip
 
     def said(self) -> list:
         """All that was decided; of ``copies`` what means something."""
         copies, total = self.copies.tolist(), int(self.copies[0])
         kept = [total, copies[1 : 1 + total], copies[1 + self.n : 1 + self.n + total]]
-        tensors = (*self.experts, *self.offers, self.counts, self.sources)
-        return [tensor.tolist() for tensor in tensors] + kept
+        tensors = (*self.experts, *self.offers, self.counts, self.sources, self.all_counts)
+        asked = () if self.request is None else (*self.request.division, *self.request.mail)
+        return [tensor.tolist() for tensor in (*tensors, *asked)] + kept
 
 
-def naive(ids, weights, first, experts, offers, counts, sources, copies, live=None, pairs=None, shares=None) -> None:
+def naive(ids, weights, first, experts, offers, counts, sources, copies, live=None, request=None) -> None:
     """One expert, one offer at a time, as one would say it."""
     n = len(copies) // 2
+    pairs, shares = (None, None) if request is None else request.division[1:4:2]
     counts[first : first + n] = 0
     for expert, weight in zip(ids.flatten().tolist(), weights.flatten().tolist(), strict=True):
         if 0 <= expert < n and weight != 0:
@@ -96,8 +139,13 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies, live=No
         if used and not there and opened and offers.used[key] >= offers.kept[opened[0]]:
             wants.append(key)
     missed = [key for key in range(first, first + n) if int(sources[key]) == STREAMED]
+    theirs = []
     for _ in range(int(shares[len(missed)]) if pairs is not None and pairs > 0 else 0):
-        missed.remove(min(missed, key=lambda key: (int(counts[key]), float(offers.used[key]), key)))
+        theirs.append(min(missed, key=lambda key: (int(counts[key]), float(offers.used[key]), key)))
+        missed.remove(theirs[-1])
+        sources[theirs[-1]] = COMPUTED
+    if request is not None:
+        divided(ids, weights, first, [key - first for key in theirs], n, request)
     wants = [key for key in wants if key in missed]
     for key, number in zip(wants, opened, strict=False):
         if offers.used[key] >= offers.kept[number]:
@@ -113,6 +161,26 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies, live=No
         experts.table[:, old], experts.table[:, key] = experts.hosts[:, old], experts.places[:, slot]
 
 
+def divided(ids, weights, first, theirs: list[int], n: int, request: Request) -> None:
+    """One pair at a time."""
+    x, live, counts, division, mail = request
+    counts[first : first + n] = 0
+    division.state[0] = bool(theirs)
+    for at, (expert, weight) in enumerate(zip(ids.flatten().tolist(), weights.flatten().tolist(), strict=True)):
+        row, slot = divmod(at, ids.shape[1])
+        if at < live and 0 <= expert < n and weight != 0:
+            counts[first + expert] += 1
+        cpu = at < division.pairs and weight != 0 and expert in theirs
+        division.kept[row, slot], division.left[row, slot] = (0.0, weight) if cpu else (weight, 0.0)
+        if theirs:
+            mail.ids[row, slot], mail.weights[row, slot] = expert if cpu else -1, weight if cpu else 0.0
+    if theirs:
+        rows = int(division.pairs) // ids.shape[1]
+        mail.x[:rows], mail.head[0], mail.head[1] = x[:rows], first // n, rows
+        division.number.add_(1)
+        mail.asked[0], mail.answered[0] = division.number[0], 0
+
+
 def steps(
     layers: int, n: int, slots: int, k: int, rows: int, count: int, seed: int, functions: list
 ) -> tuple[State, int]:
@@ -125,10 +193,9 @@ def steps(
     admitted = 0
     for step in range(count):
         states[-1].offer(rng, few=step % 3 == 0)  # the last is on the CPU
-        states[-1].divide(rng)
+        states[-1].divide(rng, rows, k)
         for state in states[:-1]:
-            state.left = tuple(tensor.to(state.copies.device, copy=True) for tensor in states[-1].left)
-            state.offers = Offers(*(tensor.to(state.copies.device, copy=True) for tensor in states[-1].offers))
+            state.receive(states[-1])
         for layer in range(layers):
             ids = torch.randint(-1, n + 1, (rows, k), generator=rng, dtype=torch.int32)
             weights = (torch.rand(rows, k, generator=rng) > 0.1).float()
@@ -203,10 +270,36 @@ def test_what_the_cpu_computes_gets_no_slot(device, pairs, shares, takers):
     state.experts.owner.copy_(torch.tensor([0, 1]))
     state.experts.slot_of.copy_(torch.tensor([0, 1, -1, -1, -1, -1]))
     state.offers = offers([0, 1], [0, 1], [0.5, 0.5], [1.0, 1.0, 1.0, 2.0, 2.0, 1.0])
-    state.left = tuple(torch.tensor(each, dtype=torch.int32) for each in ([pairs], [0, 0, 0, shares, 0, 0, 0]))
+    state.ask(torch.tensor([0, 0, 0, shares, 0, 0, 0], dtype=torch.int32), 3 * pairs, torch.ones(1, D), 3, 3)
     state = state.to(device)
     state.run(admit, 0, torch.tensor([[2, 3, 4]]), torch.ones(1, 3))
     assert [expert for expert in (2, 3, 4) if state.sources[expert] == ADMITTED] == takers
+    theirs = [2, 3, 4][: shares * pairs]
+    assert [expert for expert in (2, 3, 4) if state.sources[expert] == COMPUTED] == theirs
+    assert state.request is not None and state.request.division.state[0] == bool(theirs)
+    assert state.request.mail.asked.item() == (7 if theirs else 6)
+
+
+@pytest.mark.parametrize(("n", "k", "rows"), [(1, 1, 1), (8, 2, 3), (7, 3, 5), (64, 8, 32), (1000, 2, 2)], ids=str)
+def test_a_request_has_the_rows_and_pairs_of_the_cpu(device, n, k, rows):
+    """The last row is padding in half of the layers; every tensor is the twin's."""
+    rng = torch.Generator().manual_seed(n)
+    state, asked = State(2, n, max(1, n // 4), n), 0
+    state.offer(rng, few=False)
+    for number in range(4):
+        live = (rows - (rows > 1 and number % 2)) * k
+        shares = [min(m, int(torch.randint(0, 5, (1,), generator=rng))) for m in range(n + 1)]
+        state.ask(torch.tensor(shares, dtype=torch.int32), live, torch.randn(rows, D, generator=rng), k, live)
+        ids = torch.randint(-1, n + 1, (rows, k), generator=rng, dtype=torch.int32)
+        weights = torch.randint(0, 4, (rows, k), generator=rng) / 2
+        there = state.to(device)
+        for function, each in ((admit, there), (reference.admit, state)):
+            where, bound = each.copies.device, each.request.live
+            given = ids.to(where), weights.to(where), number % 2 * n, each.experts, each.offers, each.counts
+            function(*given, each.sources, each.copies, bound, each.request)
+        assert there.said() == state.said()
+        asked += int(state.request.division.state[0])
+    assert asked > 0 or n == 1
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +20,22 @@ from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.admission_reports import AdmissionReports
 from vllm_spac.execution.device.slot_offers import Offering
 from vllm_spac.execution.exchange import Stream
-from vllm_spac.kernels.types import UNUSED, Experts, Offers
+from vllm_spac.kernels.types import ADMITTED, UNUSED, Experts, Offers, Request
 from vllm_spac.recording.metrics import Counters
 
 _WORD = 8  # bytes
 
 
-class CpuTurn(NamedTuple):
-    """The CPU's share of a layer: ``pairs`` and ``shares`` as of ``Division``, and what launches the request."""
-
-    pairs: Tensor
-    shares: Tensor
-    ask: Callable[[], None]
-
-
 class Admission:
     """Assigns slots to missed experts: called between steps and in each layer, by one thread.
 
-    Two launches precede the kernel of a layer: one assigns slots to the experts that it misses, one copies them.
-    Everything is ordered by one stream, and the result is reported to the host after the step; no call except ``slots``
-    waits for the device. Where each expert has its slot nothing is decided, reported or learned. Slots
-    are for the rows before the first of a prompt: those of prompts would fill them with experts that only they need,
-    and read theirs where they are. The same two launches for guesses about a layer take slots ahead of need: one layer
-    ahead in a step, or of several layers between steps, while drafts are made.
+    One launch precedes the kernel of a layer: it assigns slots to the experts that the layer misses, which the kernel
+    copies there as it computes. Everything is ordered by one stream, and the result is reported to the host after the
+    step; no call except ``slots`` waits for the device. Where each expert has its slot nothing is decided, reported or
+    learned. Slots are for the rows before the first of a prompt: those of prompts would fill them with experts that
+    only they need, and read theirs where they are. The same launch for guesses about a layer takes slots ahead of
+    need: one layer ahead in a step, or of several layers between steps, while drafts are made. There a second launch
+    copies them.
 
     Args:
         memory: slots, host copies and the table.
@@ -141,18 +134,18 @@ class Admission:
         self.reports.wait()
         return self.residency.slot_of
 
-    def begin_layer(self, layer: int, ids: Tensor, weights: Tensor, cpu: CpuTurn | None = None) -> None:
+    def begin_layer(self, layer: int, ids: Tensor, weights: Tensor, request: Request | None = None) -> None:
         """Launches what precedes the kernel of a layer, ``ids`` and ``weights`` [T, k]; not called with borrowed slots.
 
-        ``cpu``: if the CPU may compute some of the missed experts, which then get no slots.
+        ``request``: the CPU may compute some of the missed experts, which then get no slots.
         """
         if not self._holds_all:
-            self._admit(layer, ids, weights, self.reports.sources, self._served, cpu)
+            self._admit(layer, ids, weights, self.reports.sources, self._served, request)
 
-    @property
-    def decisions(self) -> dict[str, Tensor]:
-        """Returns ``used``, ``counts`` and ``sources``, as in ``kernels.mailbox.post``."""
-        return {"used": self._offers.used, "counts": self.counts, "sources": self.reports.sources}
+    def fill(self, layer: int) -> None:
+        """Copies what a layer has admitted, whose kernel could not be launched; waits for the device."""
+        copies = _copies_of(self.reports.sources, self._experts.slot_of, layer, self.shape.experts)
+        self._kernels.fetch(copies, self._experts, self._words)
 
     def read_ahead(self, extra: float, prefetch: str) -> None:
         """``admit_ahead`` may be called from now on; before any step. ``extra``: as of ``Allowance``."""
@@ -178,6 +171,7 @@ class Admission:
         ``ids``: int32 [1, N], the experts of ``layer``; ``named``: float32 [1, N], 0 for those that are not expected.
         """
         self._admit(layer, ids, named, self.reports.guesses, None)
+        self._kernels.fetch(self._copies, self._experts, self._words)
 
     def admit_drafts(self, first: int, ids: Tensor, live: Tensor, copies: Tensor) -> None:
         """Launches what gives slots to the experts of some layers that drafts name, between steps, as ``admit_ahead``.
@@ -202,16 +196,11 @@ class Admission:
         weights: Tensor,
         sources: Tensor,
         live: Tensor | None,
-        cpu: CpuTurn | None = None,
+        request: Request | None = None,
     ) -> None:
-        first = layer * self.shape.experts
         state = self._experts, self._offers, self.reports.decided, sources, self._copies
-        if cpu is None:
-            self._kernels.admit(ids, weights, first, *state, live)
-        else:
-            self._kernels.admit(ids, weights, first, *state, live, cpu.pairs, cpu.shares)
-            cpu.ask()  # it need not wait for the copies
-        self._kernels.fetch(self._copies, self._experts, self._words)
+        asks = () if request is None else (request,)
+        self._kernels.admit(ids, weights, layer * self.shape.experts, *state, live, *asks)
 
     def end(self, step: Step, known: np.ndarray | None, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
         """Called after the layers of a step were launched; arguments as of ``AdmissionReports.send``."""
@@ -233,6 +222,15 @@ class Admission:
         assert (slot_there == slot_of).all() and (owner == residency.owner).all()
         expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
         assert (table == expected).all(), "a pointer is not where its expert is"
+
+
+def _copies_of(sources: Tensor, slot_of: Tensor, layer: int, experts: int) -> Tensor:
+    """Returns int32 [1 + 2 N], as of the kernel ``admit``: what ``sources`` say that a layer has admitted."""
+    keys = layer * experts + (sources[layer * experts :][:experts] == ADMITTED).nonzero().flatten()
+    copies = sources.new_zeros(1 + 2 * experts)
+    copies[0], copies[1 : 1 + len(keys)] = len(keys), keys.int()
+    copies[1 + experts : 1 + experts + len(keys)] = slot_of[keys]
+    return copies
 
 
 def _leave(state: Tensor, taken: Tensor, listed: int, most: int) -> None:

@@ -2,16 +2,16 @@
 
 Between steps the host says whether the CPU takes part, and which experts are cold: the worths of slots that it offers
 (``slot_offers``). How many of a layer's missing experts the CPU takes is a table by their number, filled once by asking
-the balancer. In the layer the device divides the pairs and makes a request (``mailbox``), computes its own, waits for
-the answer no longer than ``PATIENCE``, and computes in place what did not arrive. So a thread that is dead, stopped or
-slow costs time, never a token.
+the balancer. In the layer the admission divides the pairs and makes a request (``mailbox``). The device computes its
+own, waits for the answer no longer than ``PATIENCE``, and computes in place what did not arrive. So a thread that is
+dead, stopped or slow costs time, never a token.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.mailbox import Mailbox
 from vllm_spac.execution.exchange import Stream
-from vllm_spac.kernels.types import Division
+from vllm_spac.kernels.types import Division, Pieces, Request
 from vllm_spac.storage.base import ExpertStore
 
 MOST_ROWS = 32  # of a forward in which the CPU takes part: decode steps; rows cross the bus one layer after another
@@ -39,22 +39,22 @@ logger = logging.getLogger("vllm.spac")
 
 
 class MailKernels(NamedTuple):
-    """The launches of ``vllm_spac.kernels.mailbox``, or their torch twins."""
+    """The launches that wait for an answer and add it, of ``vllm_spac.kernels``, or their torch twins."""
 
-    post: Callable[..., None]
     wait_for_answer: Callable[..., None]
-    add: Callable[..., None]
+    combine: Callable[..., None]
 
 
 def mail_kernels_for(device: torch.device) -> MailKernels:
     """Returns the launches for ``device``."""
     if device.type == "cpu":
+        from vllm_spac.kernels.reference import combine as sums
         from vllm_spac.kernels.reference import mailbox as twins
 
-        return MailKernels(twins.post, twins.wait_for_answer, twins.add)
-    from vllm_spac.kernels import mailbox
+        return MailKernels(twins.wait_for_answer, sums.combine)
+    from vllm_spac.kernels import combine, mailbox
 
-    return MailKernels(mailbox.post, mailbox.wait_for_answer, mailbox.add)
+    return MailKernels(mailbox.wait_for_answer, combine.combine)
 
 
 def shares_of(balancer: Balancer, experts: int) -> list[int]:
@@ -112,16 +112,15 @@ class CpuShare:
         def made(dtype: torch.dtype, *size: int) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        pairs = [made(torch.float32, rows, shape.top_k) for _ in range(3)]
+        kept, left = (made(torch.float32, rows, shape.top_k) for _ in range(2))
         table = shares_of(balancer, shape.experts)
         # missing experts of a layer, of which the CPU takes one
         self._fewest = next((missing for missing, share in enumerate(table) if share), shape.experts + 1)
         shares = torch.tensor(table, dtype=torch.int32, device=device)
-        number, state = made(torch.int64, 1), made(torch.int32, 2)
-        self.division = Division(number, made(torch.int32, 1), state, shares, *pairs)
+        number, state, late = made(torch.int64, 1), made(torch.int32, 2), made(torch.int32, 1)
+        self.division = Division(number, made(torch.int32, 1), state, shares, kept, left, late)
         self._unread = made(torch.int32, shape.experts)  # counts that nobody reads
         self._box: Mailbox | None = None  # made when the dtype of rows is known
-        self._late_rows: Tensor | None = None
         self._ended = False
         self._pause, self._left = 0, 0  # steps without the CPU after the next late answer; until it takes part again
         self._asked = self._late = 0  # experts
@@ -132,7 +131,6 @@ class CpuShare:
         """Called by the first forward, before anything is captured; ``x``: rows as all forwards have them."""
         if self._box is None:
             box = Mailbox(self.rows, self._shape.top_k, x.shape[1], x.dtype, self._device)
-            self._late_rows = torch.empty(self.rows, x.shape[1], dtype=x.dtype, device=self._device)
             layers = [self._store.layer(number) for number in range(len(self._shape.layers))]
             box.start(self._thread.executor, layers)
             self._box = box
@@ -196,36 +194,44 @@ class CpuShare:
 
     # -- in a layer ----------------------------------------------------------------------------------------
 
-    def post(
-        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor, admitted: Mapping[str, Tensor]
-    ) -> None:
-        """Launches the division of a layer and the request, right behind the admission.
+    def request(self, x: Tensor, live: Tensor, counts: Tensor) -> Request:
+        """Returns what the admission of a layer needs to divide it and to ask the CPU.
 
         Args:
-            layer, x, ids, weights: as of ``PointerExecution.run``; at most ``rows`` rows.
+            x: as of ``PointerExecution.run``; at most ``rows`` rows.
             live: int32 [1], pairs from this one on are padding.
-            admitted: ``used``, ``counts`` and ``sources``, as of ``kernels.mailbox.post``.
+            counts: int32 [keys], those of the layer are overwritten with the rows that selected each expert.
         """
         assert self._box is not None, "a forward must run before"
-        self._kernels.post(ids, weights, layer, x, **admitted, division=self.division, mail=self._box.mail, live=live)
+        return Request(x, live, counts, self.division, self._box.mail)
 
     def finish(
-        self, layer: int, ids: Tensor, sources: Tensor, gemm: Callable[[Tensor, Tensor, Tensor], Any], out: Tensor
+        self,
+        layer: int,
+        ids: Tensor,
+        weights: Tensor,
+        live: Tensor,
+        sources: Tensor,
+        gemm: Callable[[Tensor, Tensor, Tensor, Pieces], Any],
+        out: Tensor,
     ) -> Tensor:
-        """Launches a layer's kernels after ``post``; returns ``out``.
+        """Launches a layer's kernels after its admission; returns ``out``.
 
         Args:
-            layer, ids: as before.
-            sources: as of ``post``.
-            gemm: launches the grouped GEMM over pairs of these weights into an output, and counts; called twice.
+            layer, ids, weights: as of ``PointerExecution.run``.
+            live: as before.
+            sources: int32 [keys], as the admission wrote it.
+            gemm: launches the grouped GEMM over the pairs of these weights that are live, counts them, and writes
+                their results into these pieces; called twice.
         """
-        assert self._box is not None and self._late_rows is not None
-        division, rows = self.division, len(ids)
-        late = self._late_rows[:rows]
-        gemm(division.kept[:rows], out, self._unread)
+        assert self._box is not None
+        division, (rows, top_k) = self.division, ids.shape
+        pieces = Pieces(out.new_empty(rows * top_k, out.shape[1]), None)
+        gemm(division.kept[:rows], live, self._unread, pieces)
         self._kernels.wait_for_answer(ids, layer, sources, division, self._box.mail, PATIENCE)
-        gemm(division.again[:rows], late, self._unread)
-        self._kernels.add(out, late, division, self._box.mail)
+        gemm(division.left[:rows], division.late, self._unread, pieces)
+        y = pieces.y.view(rows, top_k, -1)
+        self._kernels.combine(y, weights, ids, self._shape.experts, out, live, division, self._box.mail)
         return out
 
     def close(self) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
-from vllm_spac.execution.address_table import AddressTable, Kernels, grouped_gemm_over
-from vllm_spac.execution.device.admission import Admission, CpuTurn
+from vllm_spac.execution.address_table import AddressTable, Kernels, fills_from, grouped_gemm_over
+from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.row_shares import localised_on_device
-from vllm_spac.kernels.types import Pieces
+from vllm_spac.kernels.types import Fills, Pieces
 
 
 class LayerRows(NamedTuple):
@@ -56,6 +55,8 @@ class LayerLaunches:
     def __init__(self, shape: MoEShape, admission: Admission, memory: AddressTable, kernels: Kernels) -> None:
         self._shape, self._admission, self.kernels = shape, admission, kernels
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
+        self._hosts = {name: table.view(-1, shape.experts) for name, table in memory.host_table.items()}
+        self._nothing = torch.zeros(shape.experts, dtype=torch.int32, device=memory.device)  # is admitted
         self.counts = admission.counts.view(-1, shape.experts)
         self.cpu: CpuShare | None = None
 
@@ -63,16 +64,25 @@ class LayerLaunches:
         """Returns name -> int64 [experts], where the experts of a layer are: in slots or in host memory."""
         return {name: table[layer] for name, table in self._tables.items()}
 
+    def _fills(self, layer: int, *, admits: bool) -> Fills | None:
+        """Returns what the launch of a layer copies into slots: all that ``begin_layer`` has admitted, if it ran.
+
+        None where each expert has its slot: other kernels, which have no code for it.
+        """
+        if self._admission.residency.slots == self._shape.total:
+            return None
+        sources = self._admission.reports.sources
+        hosts = {name: table[layer] for name, table in self._hosts.items()}
+        return fills_from(sources.view(-1, self._shape.experts)[layer] if admits else self._nothing, hosts)
+
     def _share(self, rows: LayerRows) -> CpuShare | None:
         return None if self.cpu is None or len(rows.x) > self.cpu.rows else self.cpu
 
     def begin_layer(self, layer: int, rows: LayerRows) -> None:
         """Launches what precedes a layer's kernel: missed experts get slots, or are asked of the CPU."""
-        turn = None
-        if (cpu := self._share(rows)) is not None:
-            ask = partial(cpu.post, layer, rows.x, rows.ids, rows.weights, rows.live, self._admission.decisions)
-            turn = CpuTurn(cpu.division.pairs, cpu.division.shares, ask)
-        self._admission.begin_layer(layer, rows.ids, rows.weights, turn)
+        cpu = self._share(rows)
+        request = None if cpu is None else cpu.request(rows.x, rows.live, self._admission.counts)
+        self._admission.begin_layer(layer, rows.ids, rows.weights, request)
 
     def compute(
         self,
@@ -87,12 +97,12 @@ class LayerLaunches:
         """Launches what computes a layer; returns ``out``, [T, d].
 
         Args:
-            whole: the CPU has no share.
+            whole: nothing precedes the launch: the CPU has no share, and no expert was admitted.
             pieces: the rows select some of the layer's experts only; what the launch before has counted is kept.
         """
-        tables = self.tables_of(layer)
+        tables, fills = self.tables_of(layer), self._fills(layer, admits=not whole)
 
-        def gemm(weights: Tensor, out: Tensor, counts: Tensor) -> Tensor:
+        def gemm(weights: Tensor, live: Tensor, counts: Tensor, pieces: Pieces | None = pieces) -> Tensor:
             return grouped_gemm_over(
                 self.kernels,
                 self._shape,
@@ -103,19 +113,20 @@ class LayerLaunches:
                 activation,
                 out,
                 counts=counts,
-                live=rows.live,
+                live=live,
                 pieces=pieces,
+                fills=fills,
             )
 
         if pieces is not None:
             mine = torch.empty_like(self.counts[layer])
-            gemm(rows.weights, out, mine)
+            gemm(rows.weights, rows.live, mine)
             self.counts[layer].add_(mine)
             return out
         cpu = None if whole else self._share(rows)
         if cpu is None:
-            return gemm(rows.weights, out, self.counts[layer])
-        return cpu.finish(layer, rows.ids, self._admission.decisions["sources"], gemm, out)
+            return gemm(rows.weights, rows.live, self.counts[layer])
+        return cpu.finish(layer, rows.ids, rows.weights, rows.live, self._admission.reports.sources, gemm, out)
 
     def compile(
         self,

@@ -208,8 +208,13 @@ class PointerExecution(Execution):
         if self.prompts is not None and self.prompts.take(rows):
             return self.prompts.run(layer, rows, activation, out)
         self.launches.begin_layer(layer, rows)
-        self.ahead.start(layer, rows)
-        return self.launches.compute(layer, rows, activation, out)
+        try:
+            self.ahead.start(layer, rows)
+            return self.launches.compute(layer, rows, activation, out)
+        except BaseException:  # no memory, for one: later steps must not read slots that nobody has filled
+            if not captured and not self.holds_all:
+                self._compute.submit(self.admission.fill, layer)
+            raise
 
     def _compile(self, layer: int, like: LayerRows, activation: str) -> None:
         """Launches each kernel variant that forwards like ``like`` need, and what reads ahead."""

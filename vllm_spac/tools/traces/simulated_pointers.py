@@ -2,10 +2,11 @@
 
 Assumptions, each where nothing was measured:
 
-- A layer first copies the experts it admits, each once over the bus, and then runs as one launch. Its blocks overlap,
-  so it takes as long as the slower of two: the experts in slots, read from fast memory one after the other, or the
-  others, each of which crosses the bus once. The bus hides the arithmetic of these.
-- The kernels that decide and copy are launched in every layer and take ``LAUNCHES`` seconds in addition to the bytes.
+- A layer runs as one launch whose blocks overlap, so it takes as long as the slower of two: the experts that had slots,
+  read from fast memory one after the other; or the others, each of which crosses the bus once. The bus hides the
+  arithmetic of those that are read in place. Those that the launch copies into slots are read there when all have
+  arrived, at worst; so much is added.
+- The kernel that decides is launched in every layer and takes ``LAUNCHES`` seconds in addition to the bytes.
 - Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time. A
   layer takes at least as long as host memory needs for what crosses the bus and what the CPU reads.
 - The report of a step is known ``lag`` steps after the next one begins: with async scheduling, vLLM's default, one.
@@ -30,13 +31,13 @@ from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.device.slot_offers import Offering, with_prompts
 from vllm_spac.kernels.reference.admit import admit
-from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Experts, Offers
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Mail, Offers, Request
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
 LAG = 1
-LAUNCHES = 5e-6  # seconds per layer: one program that decides, and a grid that finds nothing to copy
+LAUNCHES = 5e-6  # seconds per layer: one program that decides, measured with a launch more than there is now
 
 
 class PointersReplay(Replay[list[Part]]):
@@ -60,8 +61,7 @@ class PointersReplay(Replay[list[Part]]):
         lag: int = LAG,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
-        self._shares = torch.tensor(shares, dtype=torch.int32) if shares else None
-        self._all_pairs = torch.ones(1, dtype=torch.int32)  # it may take any of them
+        self._asked = _request(shares, trace) if shares else None
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         keys = trace.facts.total
         self.counters = Counters()  # of the steps whose reports are known
@@ -102,41 +102,28 @@ class PointersReplay(Replay[list[Part]]):
         self._number += 1
         ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
         state = self.experts, self.offers, self._decided, self._sources, self._copies
-        cpu = self._shares is not None and self._may_leave()
-        division = (self._all_pairs, self._shares) if cpu else ()
-        admit(ids, torch.ones(ids.shape), first, *state, None, *division)
+        asked = self._asked if self._may_leave() else None
+        admit(ids, torch.ones(ids.shape), first, *state, None, asked and asked._replace(x=ids[:, :1]))
         self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
-        on_cpu = self._leave(part) if cpu else 0.0
-        sources = self._read_from()[part.keys].tolist()
-        computed = sum(
-            self.fast[rows] for rows, source in zip(part.rows, sources, strict=True) if source in (HIT, ADMITTED)
-        )
+        by_rows = list(zip(part.rows, self._read_from()[part.keys].tolist(), strict=True))
+        sources = [source for _, source in by_rows]
+        on_cpu = sum(self._cpu[rows] for rows, source in by_rows if source == COMPUTED)
+        hits, filled = (sum(self.fast[rows] for rows, each in by_rows if each == source) for source in (HIT, ADMITTED))
         copied, streamed, left = (sources.count(source) for source in (ADMITTED, STREAMED, COMPUTED))
         load = float(self.costs.load.ideal(self.nbytes))
         launches = LAUNCHES if outcome.slots < self.trace.facts.total else 0.0
         memory = self.costs.sharing(self.nbytes, copied + streamed, left)
-        took = launches + max(copied * load + max(computed, streamed * load), on_cpu, memory)
+        took = launches + max(hits, (copied + streamed) * load + filled, on_cpu, memory)
         outcome.parts += 1
         outcome.seconds += took
-        outcome.stall_seconds += took - computed
+        outcome.stall_seconds += took - hits - filled
         missed = copied + streamed
         outcome.bound_seconds += self.costs.bound(self.nbytes, len(part.keys) - missed - left, missed, left)
 
     def _may_leave(self) -> bool:
         """Whether the CPU takes part in the step, as ``CpuShare.begin`` says."""
         return not self.has_prompts(self._step) and self._leading <= MOST_ROWS
-
-    def _leave(self, part: Part) -> float:
-        """Gives the CPU its share of a layer's missing experts, as the twin of ``post`` does; returns its seconds."""
-        assert self._shares is not None
-        rows, used = dict(zip(part.keys, part.rows, strict=True)), self.offers.used
-        sources = self._read_from()[part.keys]
-        streamed = [key for key, source in zip(part.keys, sources, strict=True) if source == STREAMED]
-        missing = len(streamed) + int((sources == ADMITTED).sum())
-        taken = sorted(streamed, key=lambda key: (rows[key], float(used[key]), key))[: int(self._shares[missing])]
-        self._sources[taken] = COMPUTED
-        return sum(self._cpu[rows[key]] for key in taken)
 
     def _read_from(self) -> np.ndarray:
         """Returns int [keys], how each expert was read by the layers that have run."""
@@ -160,3 +147,18 @@ class PointersReplay(Replay[list[Part]]):
         outcome.loads, outcome.cpu = outcome.loads + admitted, outcome.cpu + computed
         outcome.bytes = outcome.loads * self.nbytes
         outcome.streamed_bytes += streamed * self.nbytes
+
+
+def _request(shares: Sequence[int], trace: Trace) -> Request:
+    """What a layer asks of the CPU, which may take any pair; nobody reads it, ``x`` is one number of each row."""
+
+    def made(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    pairs, every = (MOST_ROWS, trace.facts.top_k), torch.full((1,), MOST_ROWS * trace.facts.top_k, dtype=torch.int32)
+    (kept, left, weights), rows = (made(torch.float32, *pairs) for _ in range(3)), made(torch.float32, MOST_ROWS, 1)
+    number, state = made(torch.int64, 1), made(torch.int32, 2)
+    table = torch.tensor(shares, dtype=torch.int32)
+    division = Division(number, every, state, table, kept, left, made(torch.int32, 1))
+    mail = Mail(number.clone(), number.clone(), state.clone(), made(torch.int32, *pairs), weights, rows, rows)
+    return Request(rows, every, made(torch.int32, trace.facts.total), division, mail)
