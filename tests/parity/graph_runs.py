@@ -102,9 +102,10 @@ def tamper(bug: str) -> None:
     """Plants a bug that the emulation must show."""
     import torch
 
+    from vllm_spac.config.config import SpacConfig
     from vllm_spac.integration.hooks.draft_cutting import DraftCutter
-    from vllm_spac.methods.trees import captured_trees
     from vllm_spac.methods.trees.captured_trees import CapturedTrees
+    from vllm_spac.methods.trees.tensors import Scratch
 
     if bug == "not warmed up":
         DraftCutter._warm_up = lambda *args: None
@@ -116,8 +117,19 @@ def tamper(bug: str) -> None:
             write(self, *args)
 
         CapturedTrees.batch, CapturedTrees.write = batch, written
-    elif bug == "padding writes":
-        captured_trees.NOWHERE = 40  # a slot of a request's block
+    elif bug == "padding writes":  # to the first slots of the requests' blocks
+        reset = CapturedTrees.reset
+        size, first = (
+            SETTINGS["block_size"],
+            Scratch(SpacConfig(tree="16").draft_tree, 4, SETTINGS["block_size"]).count + 1,
+        )
+
+        def padded(self: Any) -> None:
+            reset(self)
+            slots = self._all.scattered.slots
+            slots.copy_((first + torch.arange(len(slots)).flip(0)) * size)
+
+        CapturedTrees.reset = padded
     else:
         raise ValueError(bug)
 

@@ -62,6 +62,7 @@ def test_one_request_at_a_time_has_graphs_without_drafts() -> None:
 
 @pytest.mark.parametrize("guard", ["off", "on", "on@cut=always"])
 def test_trees_are_verified_and_grown_in_graphs(guard: str) -> None:
+    """Three requests in the graph of four, too."""
     found = graph_runs.run(POINTERS | {"tree": "16", "guard": guard}, ("plan", "cut"), **TREE)
     assert found["said"] == stock() and found["replays"] > 20
     trees = found["stats"]["trees"]
@@ -70,8 +71,8 @@ def test_trees_are_verified_and_grown_in_graphs(guard: str) -> None:
         assert found["stats"]["device_chooser"]["cut_drafts"] > 0 and not found["cold"]
 
 
-def test_a_tree_that_stops_early_and_a_window_of_padding() -> None:
-    """Three requests in the graph of four; one ends long before the others."""
+def test_more_requests_than_run_at_once_have_trees_in_turn() -> None:
+    """In graphs of one, two and three requests."""
     found = graph_runs.run(POINTERS | {"tree": "7@depth=3@width=3", "guard": "off"}, tokens=40, max_num_seqs=3, **TREE)
     assert found["said"] == graph_runs.run(None, graphs=False, tokens=40)["said"]
 
