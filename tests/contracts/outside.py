@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.decisions.balancers.base import Balancer, LayerState, Plan, split
-from vllm_spac.decisions.policies.base import Policy, Standing
+from vllm_spac.decisions.policies.base import Formula, Policy, Standing
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs
 from vllm_spac.errors import StoreError
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
@@ -24,11 +24,28 @@ from vllm_spac.storage.base import ExpertStore
 CALLS: Counter[str] = Counter()
 
 
+class Arrivals(Formula):
+    """As ``Fifo``."""
+
+    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
+        super().__init__(layers, experts, device)
+        self.used.fill_(torch.inf)
+
+    def touch(self, touched: Tensor, came: Tensor) -> None:
+        CALLS["policy"] += 1
+        super().touch(torch.zeros_like(touched), came)
+
+
 class Fifo(Policy):
     """The victim is the expert that has been resident for longest."""
 
+    on_device: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._order: dict[int, None] = {}
+
+    def formula(self, layers: int, experts: int, device: torch.device) -> Formula:
+        return Arrivals(layers, experts, device)
 
     def insert(self, key: int) -> None:
         assert key not in self._order

@@ -111,6 +111,6 @@ def test_combinations_ask_for_capabilities(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(outside.EverySecond, "uses_cpu", False)
     with pytest.raises(ConfigError, match="cpu_experts=outside:EverySecond .*computes none"):
         SpacConfig.parse({"cpu_experts": "outside:EverySecond"})
-    monkeypatch.setattr(outside.Fifo, "needs_layers", True)
-    with pytest.raises(ConfigError, match="policy=outside:Fifo .*no layer asks the host"):
+    monkeypatch.setattr(outside.Fifo, "on_device", False)
+    with pytest.raises(ConfigError, match="policy=outside:Fifo .*has no formula .*use --spac-plane slots"):
         SpacConfig.parse({"plane": "pointers", "policy": "outside:Fifo"})

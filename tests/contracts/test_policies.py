@@ -10,6 +10,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_spac import components
 from vllm_spac.cache.residency import Residency
+from vllm_spac.decisions.policies._next_use import NextUse
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.belady import Belady
 from vllm_spac.decisions.policies.lfu import LFU
 from vllm_spac.decisions.policies.lru import LRU
-from vllm_spac.decisions.policies.reuse import NextUse
 from vllm_spac.methods.moe_spac.utility_policy import Utility
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 
@@ -182,22 +183,22 @@ def test_the_last_rows_of_a_prompt_are_as_many_steps(
     at_once, one_by_one = NextUse((2, half_life), KEYS), NextUse((2, half_life), KEYS)
     for each in (at_once, one_by_one):
         for counts in steps:
-            each.observe(counts)
-    weights = at_once._weights.copy()
-    at_once.observe_prompt(rows)
+            each.observe(torch.from_numpy(counts))
+    weights = at_once._weights.clone()
+    at_once.observe_prompt(torch.from_numpy(rows))
     for row in rows:
-        one_by_one.observe_prompt(row[None])
+        one_by_one.observe_prompt(torch.from_numpy(row[None]))
     np.testing.assert_allclose(at_once._shares, one_by_one._shares, atol=1e-6)
     np.testing.assert_allclose(at_once.probabilities, one_by_one.probabilities, rtol=1e-4)
-    one_by_one._shares[:] = 0
-    one_by_one.observe_prompt(np.ones((1, KEYS), dtype=bool))
-    np.testing.assert_allclose(one_by_one._shares, np.repeat(one_by_one._gains, KEYS, 1), rtol=1e-6)
+    one_by_one._shares.zero_()
+    one_by_one.observe_prompt(torch.ones(1, KEYS, dtype=torch.bool))
+    np.testing.assert_allclose(one_by_one._shares, one_by_one._gains.expand(-1, KEYS), rtol=1e-6)
     assert (at_once._weights == weights).all()
 
 
 @pytest.mark.parametrize(
     ("needs", "which"),
-    [("needs_layers", ["drop", "layer_lru"]), ("offline", ["belady"])],
+    [("on_device", ["lfu", "lru", "reuse", "utility"]), ("offline", ["belady"])],
 )
 def test_what_policies_need(needs: str, which: list[str]) -> None:
     kinds = {name: components.find("policies", name) for name in components.names("policies")}

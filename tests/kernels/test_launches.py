@@ -146,11 +146,11 @@ def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
 def test_what_is_compiled_decides_and_moves_nothing(device):
     """In a step that has offers and counts of other layers, and reads ahead: all is as it was."""
     made = pool(8, 2, 64, ahead=ahead_by(predictor("gate", 8, 2), 1.0))
-    made.admission.offering.allowance.add_misses(100)
+    made.admission.account.allowance.add_misses(100)
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission
     assert made.ahead.layers._votes.any()
-    state = [*admission._experts, *admission._offers, admission.counts, made._live, made.ahead.layers._step_words]
+    state = [*admission._experts, *admission.offers, admission.counts, made._live, made.ahead.layers._step_words]
     before = [tensor.clone() for tensor in state]
     ids = torch.zeros(4, 2, dtype=torch.int32)
     rows = LayerRows.of(torch.zeros(4, D), torch.zeros(4, 2), ids, made._live, None, False, None)

@@ -1,10 +1,10 @@
-"""Two streams and a host in every order that they allow: what an explorer runs ``Offering`` and ``Staging`` against.
+"""Two streams and a host in every order that they allow: what an explorer runs ``ReportAccount`` and loans against.
 
 What they submit becomes micro-steps: a kernel's block reads its pointer, then each byte of what it points at; a copy
 writes byte after byte. Before a kernel, its layer admits what it misses to slots on offer. The first block of such an
 expert copies it there byte after byte, and then reads it; other blocks of it read it in host memory. While a kernel
-runs, the copy stream may admit and copy what the next one is expected to need. The host runs ahead of both streams as
-far as it likes.
+runs, the copy stream may admit and copy what the next one is expected to need. After a step the
+copy stream puts slots in order, by what the step has written. The host runs ahead of both streams as far as it likes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
 
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.decisions.policies.lru import LRU
-from vllm_spac.execution.device.slot_offers import Offering
+from vllm_spac.execution.device.admission_reports import ReportAccount
 from vllm_spac.execution.exchange import Stream
 from vllm_spac.recording.metrics import Counters
 
@@ -76,27 +75,28 @@ class World:
     """Host, compute stream and copy stream; ``actions`` are what may happen next, ``act`` lets one happen."""
 
     def __init__(
-        self, scenario: Scenario, compute=ModelStream, copying=ModelStream, make_offering=Offering, joins: bool = True
+        self, scenario: Scenario, compute=ModelStream, copying=ModelStream, account=ReportAccount, joins: bool = True
     ):
         self.scenario, self.step = scenario, 0
         self.joins, self.arrives = joins, None  # when what drafts were given is there
         reached, names = set(), []
         self.reached = reached
         self.compute, self.copy = compute(reached, names), copying(reached, names)
-        self.offering = make_offering(scenario.keys, scenario.keys, scenario.slots, LRU(), Counters())
-        residency = self.offering.residency
-        for key in range(scenario.slots):
-            residency.prepare([key])
-            residency.finish_load(key)
-            residency.release([key])
+        self.account = account(scenario.keys, scenario.keys, scenario.slots, Counters())
+        residency = self.account.residency
+        residency.update_owners(np.arange(scenario.slots), np.arange(scenario.slots))
+        self.updated: ModelEvent | None = None  # when slots are in order, of the step before
         self.reports: list[tuple] = []  # not taken yet: event, and what the stream wrote
         self.took = False  # the host has taken reports, for the step that begins
         self.ahead = 0  # slots that drafts were given
         # On the device.
         self.table, self.owner = residency.slot_of.tolist(), residency.owner.tolist()
         self.bytes = [[key] * scenario.width for key in self.owner]
-        self.offers: list[tuple] = []  # (slot, owner), those that are left
-        self.left: list[tuple] = []  # to drafts
+        self.taken: tuple = (), ()  # of a step: used keys, owners of slots at its end
+        self.recent = list(self.owner)  # keys that have slots, the one used longest ago first
+        self.order = list(range(scenario.slots))  # of slots, the next victim first
+        self.left = list(enumerate(self.owner))  # (slot, owner), those on offer when the next step begins
+        self.offers: list[tuple] = []  # those that are left in a step
         self.sources: dict[int, int] = {}  # of the step
         self.blocks: list[list] = []  # of the running kernel: [key, bytes copied, bytes read, slot, the key's first]
 
@@ -131,9 +131,7 @@ class World:
             self._join()
             self._take()
             return
-        offered = self.offering.offer()
-        offers = tuple(zip(offered.slots.tolist(), offered.owners.tolist(), strict=True))
-        self.compute.queue.append(("offers", offers))
+        self._offer()
         launches = self.scenario.steps[self.step]
         for launch, following in zip(launches, [*launches[1:], None], strict=True):
             self.compute.queue.append(("admit", *launch))
@@ -148,8 +146,18 @@ class World:
                 self.compute.queue.append(("kernel", *launch))
         self._end()
 
+    def _offer(self) -> None:
+        """As ``OfferUpdates.begin``."""
+        if self.updated is not None:
+            self.compute.wait(self.updated)
+        self.compute.queue.append(("offers",))
+
     def _end(self) -> None:
         self._report()
+        self.compute.queue.append(("taken",))
+        self.copy.wait(self.compute.record())
+        self.copy.queue.append(("update",))
+        self.updated = self.copy.record()
         named = self.scenario.drafts[self.step] if self.scenario.drafts else ()
         if named:
             self.copy.wait(self.compute.record())
@@ -177,7 +185,7 @@ class World:
             sources, owner = map(np.array, told)
             counts = (sources != UNUSED).astype(np.int64)
             between = not counts.any()
-            self.offering.learn(counts, sources, owner, generating=None if between else counts, between=between)
+            self.account.add(counts, sources, owner, between=between)
 
     # -- the device --------------------------------------------------------------------------------------------
 
@@ -187,7 +195,11 @@ class World:
         elif step[0] == "reach":
             self.reached.add(step[1])
         elif step[0] == "offers":
-            self.offers, self.sources = list(step[1]), {}
+            self.offers, self.sources = list(self.left), {}
+        elif step[0] == "taken":
+            self.taken, self.sources = (tuple(self.sources), tuple(self.owner)), {}
+        elif step[0] == "update":
+            self._update(*self.taken)
         elif step[0] == "admit":
             self._admit(step[1:])
         elif step[0] == "draft":
@@ -199,7 +211,14 @@ class World:
         elif step[0] == "report":
             sources = [self.sources.get(key, UNUSED) for key in range(self.scenario.keys)]
             step[1].extend([sources, list(self.owner)])
-            self.left, self.offers, self.sources = self.offers, [], {}
+            self.offers = []
+
+    def _update(self, used: tuple, owner: tuple) -> None:
+        """As ``SlotOffers.update``, with ``lru``."""
+        stay = [key for key in self.recent if key in owner and key not in used]
+        self.recent = stay + sorted(set(owner) - set(stay))
+        self.order = [owner.index(key) for key in self.recent]
+        self.left = list(zip(self.order, self.recent, strict=True))
 
     def begin_kernel(self, keys: tuple) -> None:
         self.blocks = [[key, 0, 0, None, key not in keys[:at]] for at, key in enumerate(keys)]
@@ -255,7 +274,7 @@ class World:
         while self.actions():
             self.act(self.actions()[0])
         self._take()
-        residency = self.offering.residency
+        residency = self.account.residency
         residency.check_integrity()
         assert not self.reports
         assert self.owner == residency.owner.tolist() and self.table == residency.slot_of.tolist()
@@ -264,19 +283,19 @@ class World:
 
     def key(self) -> tuple:
         """Everything that the future depends on."""
-        residency = self.offering.residency
+        residency = self.account.residency
         ahead = [repr(stream.queue[stream.next :]) for stream in (self.compute, self.copy)]
         return (
             *ahead,
             self.step,
             self.took,
             None if self.arrives is None else self.arrives.name,
-            repr((self.table, self.owner, self.bytes, self.offers, self.left, self.sources)),
+            None if self.updated is None else self.updated.name,
+            repr((self.table, self.owner, self.bytes, self.offers, self.left, self.sources, self.taken, self.recent)),
             repr(sorted(map(str, self.blocks))),
             frozenset(self.reached),
             repr([(event.name, told) for event, told in self.reports]),
             residency.owner.tobytes(),
-            tuple(residency.policy._order),
         )
 
 
@@ -288,7 +307,7 @@ def explore(world: World) -> tuple[int, int, set[tuple[int, ...]]]:
     def visit(world: World) -> int:
         known = world.key()
         if known not in ways:
-            world.offering.residency.check_integrity()
+            world.account.residency.check_integrity()
             actions, here = world.actions(), pickle.dumps(world, pickle.HIGHEST_PROTOCOL)  # faster than ``deepcopy``
             if not actions:
                 world.finish()

@@ -96,7 +96,7 @@ def test_the_same_bits_whatever_is_read(slots, right, rows, policy, seed) -> Non
         stats = pool.snapshot()
         assert stats["hits"] + stats["misses"] == steps.used
         moved(stats, shape())
-        unused = pool.admission.offering._unused
+        unused = pool.admission.account._unused
         assert stats["prefetch_hits"] + stats["prefetch_wasted"] + len(unused) == stats["prefetches"]
         if slots == LAYERS * EXPERTS:
             assert stats["prefetches"] == 0 and not pool.signals
@@ -127,7 +127,7 @@ def test_drafts_read_no_more_than_they_may(made) -> None:
         now = pool.snapshot()["prefetches"]
         assert now - before <= 2
         before = now
-        assert all(key < EXPERTS for key in pool.admission.offering._unused)
+        assert all(key < EXPERTS for key in pool.admission.account._unused)
     assert before > 10
 
 

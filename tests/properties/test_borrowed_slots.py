@@ -66,7 +66,8 @@ class World(interleavings.World):
         """Before such a step the host waits for the reports of the others."""
         found = super().actions()
         waits = self.step < len(self.scenario.steps) and self.scenario.steps[self.step] == PROMPT and self.took
-        if waits and not all(event.done() for event, *_ in self.reports):
+        events = [event for event, *_ in self.reports] + [self.updated] * (self.updated is not None)
+        if waits and not all(event.done() for event in events):
             found.remove(("host",))
         return found
 
@@ -75,11 +76,11 @@ class World(interleavings.World):
             super()._host()
             return
         self.took = False
-        self._take()  # as ``Admission.slots`` in the first layer
-        residency = self.offering.residency
+        self._offer()
+        self._take()  # as ``Admission.slots`` and ``order`` in the first layer
+        residency = self.account.residency
         slots = residency.slot_of.reshape(self.scenario.layers, -1)
-        self.compute.queue.append(("offers", ()))
-        self.borrowed.begin(Loan.of(slots, residency.policy.standing(self.scenario.keys).order))
+        self.borrowed.begin(Loan.of(slots, residency.owner[self.order]))
         for layer in range(self.scenario.layers if self.fails is None else self.fails):
             parts = self.borrowed.parts(layer)
             mine = {key for part in parts for key in self.borrowed.keys(part).tolist()}

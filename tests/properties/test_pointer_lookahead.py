@@ -108,7 +108,7 @@ def test_the_same_bits_whatever_is_named(slots: int, right: float, rows: list[in
         stats = pool.snapshot()
         assert stats["hits"] + stats["misses"] == used
         moved(stats, shape())
-        read = pool.admission.offering._unused
+        read = pool.admission.account._unused
         assert stats["prefetch_hits"] + stats["prefetch_wasted"] + len(read) == stats["prefetches"]
         assert (pool.residency.slot_of[list(read)] != NOWHERE).all()
         if slots == LAYERS * EXPERTS:
@@ -219,10 +219,11 @@ def test_what_warms_up_moves_nothing(made) -> None:
     """Before any step, and in the middle of one that may read ahead: slots, offers and guesses stay what they were."""
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
     admission, ahead, rng = pool.admission, pool.ahead.layers, torch.Generator().manual_seed(0)
-    state = [*admission._experts, *admission._offers, admission.reports.guesses, ahead._step_words]
+    state = [*admission._experts, *admission.offers, admission.reports.guesses, ahead._step_words]
 
     def warm_up() -> None:
         before = [tensor.clone() for tensor in state]
+        admission.compile()
         for layer in range(LAYERS):
             x, weights = torch.randn(3, D, generator=rng), torch.rand(3, TOP_K, generator=rng)
             ahead.compile(layer, x, torch.full((3, TOP_K), -1, dtype=torch.int32), weights)
@@ -237,7 +238,7 @@ def test_what_warms_up_moves_nothing(made) -> None:
     for _ in range(5):
         pool.check(DECODE, rng)
     pool.begin_step(DECODE)
-    assert ahead._votes.any() and admission._offers.state[1] > 0
+    assert ahead._votes.any() and admission.offers.state[1] > 0
     warm_up()
     pool.end_forward()
 

@@ -16,11 +16,7 @@ from vllm_spac.tools.traces.simulation import most_drafts, simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 STEPS, DRAFTS = 60, 3
-ONLINE = [
-    name
-    for name in components.serving("policies")
-    if not components.find("policies", name).needs_layers  # pointers enter no layers
-]
+ONLINE = [name for name in components.serving("policies") if components.find("policies", name).on_device]
 
 
 def recorded(seed: int) -> Trace:
@@ -69,7 +65,7 @@ def built(policy: str, slots: int, trace: Trace) -> Policy:
 def test_as_the_pool_that_serves(made, policy: str, slots: int):
     trace = recorded(slots)
     stats = follow(made(slots, policy=built(policy, slots, trace)), trace)
-    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", policy=policy, lag=0)
+    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", policy=policy)
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
     assert said.bytes == stats["bytes"]["host"] > 0 and said.streamed_bytes == stats["bytes"]["host streamed"]
     assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())

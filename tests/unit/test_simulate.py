@@ -291,11 +291,7 @@ def test_refusals(knobs, named):
 
 # --- pointers --------------------------------------------------------------------------------------------------------
 
-ONLINE = [
-    name
-    for name in components.serving("policies")
-    if not components.find("policies", name).needs_layers  # pointers enter no layers
-]
+ONLINE = [name for name in components.serving("policies") if components.find("policies", name).on_device]
 MORE_AND_MORE = [[[[0, 1]]], [[[1, 2]]], [[[1, 2]]], [[[1, 2]]]]
 
 
@@ -358,19 +354,16 @@ def test_admission_by_hand():
     assert outcome.tpot == pytest.approx(outcome.seconds / 4)
 
 
-def test_late_reports_cost_hits_and_lose_none():
-    """Async scheduling, vLLM's default, launches a step before the one before it has reported."""
-    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=400, skew=1.0, reuse=0.7)
-    found = [pointers(trace, 16, policy="reuse", lag=lag) for lag in (0, 1, 2)]
-    misses = [outcome.misses for outcome in found]
-    assert misses == sorted(misses) and misses[0] < misses[2]
-    assert len({outcome.hits + outcome.misses for outcome in found}) == 1
-    assert pointers(trace, 16, policy="reuse") == found[1] != found[0]
+def test_a_step_knows_what_the_last_one_used():
+    """2 slots, 3 experts in turn: whoever was used in the last step is used again in the next one, and then never."""
+    steps = [[[[0, 1]]], [[[1, 2]]], [[[2, 3]]], [[[3, 0]]], [[[0, 1]]], [[[1, 2]]]]
+    outcome = pointers(decoding(steps), 2, policy="lru")
+    assert (outcome.hits, outcome.misses) == (2 + 5, 5), "an order of a step ago would evict what is used"
 
 
 def test_who_is_not_admitted_is_read_beside_the_hits():
     """Least frequently used: 0 and 1 were used twice, so that a first use of 2 is worth less than either."""
-    outcome = pointers(decoding([[[[0, 1]]], [[[0, 2]]]]), 2, policy="lfu", lag=0)
+    outcome = pointers(decoding([[[[0, 1]]], [[[0, 2]]]]), 2, policy="lfu")
     assert (outcome.hits, outcome.misses, outcome.loads, outcome.streamed_bytes) == (3, 1, 0, 100)
     assert outcome.seconds == pytest.approx((3 + 2) + (3 + 10) + 2 * LAUNCHES)
 
@@ -391,7 +384,7 @@ def test_what_holds_of_pointers_on_any_trace(policy: str):
     [
         ({"execution": "pointer"}, "no execution is called 'pointer'; use slots or pointers"),
         ({"policy": "belady"}, "belady must know what will be used"),
-        ({"policy": "layer_lru"}, "layer_lru evicts from the layer that asks.*use lru"),
+        ({"policy": "layer_lru"}, "layer_lru has no formula, which pointers need; use lru"),
         ({"policy": "mru"}, "no 'mru'"),
         ({"balancer": "threshold"}, "balancer threshold divides a layer on the host.*use waterfill"),
         ({"slots": 3}, "3 slots: use from 4"),

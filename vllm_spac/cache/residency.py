@@ -67,26 +67,21 @@ class Placement(NamedTuple):
     victims: tuple[int, ...] = ()  # keys that were evicted
 
 
-class Residency:
-    """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
+class SlotOwners:
+    """Which of the expert keys ``0 .. keys-1`` is in which of the slots ``0 .. slots-1``, whoever decides that.
 
     Attributes:
-        policy: chooses victims; owned by this object.
-        soft: keys that ``prepare`` and ``admit_unless`` evict last (soft pins), if any.
+        slot_of: int32 [keys], NOWHERE for those without a slot; ``owner``: int32 [slots]; ``state``: int8 [slots].
     """
 
     activity: ExpertActivity | None = None  # what experts did lately, while somebody looks
 
-    def __init__(self, keys: int, slots: int, policy: Policy) -> None:
+    def __init__(self, keys: int, slots: int) -> None:
         assert 0 <= slots <= keys, f"{slots} slots for {keys} experts"
-        self.policy, self.slots = policy, slots
-        self.soft: Container[int] | None = None
+        self.slots = slots
         self.slot_of = np.full(keys, NOWHERE, dtype=np.int32)
         self.owner = np.full(slots, NOWHERE, dtype=np.int32)
         self.state = np.full(slots, SlotState.FREE, dtype=np.int8)
-        self._free = list(range(slots - 1, -1, -1))
-        self._pinned, self._loading = set[int](), set[int]()
-        self._in_use: Sequence[int] | np.ndarray = ()  # keys that ``use`` named last, until that layer has run
 
     @property
     def resident(self) -> int:
@@ -96,6 +91,61 @@ class Residency:
     @property
     def pinned(self) -> int:
         """Number of experts that a layer is using; 0 between steps."""
+        return 0
+
+    def ready(self, keys: slice) -> np.ndarray:
+        """Returns which of consecutive keys have a slot that may be read: bool [keys]."""
+        slots = self.slot_of[keys]
+        return (slots != NOWHERE) & (self.state[slots] == SlotState.READY)
+
+    def check_integrity(self) -> None:
+        """Checks every invariant, in O(slots + keys); raises ``AssertionError``."""
+        owned = np.flatnonzero(self.owner != NOWHERE)
+        assert (self.slot_of[self.owner[owned]] == owned).all(), "owner and slot_of disagree"
+        assert (self.slot_of != NOWHERE).sum() == len(owned), "a key points to a slot that it does not own"
+        assert ((self.state == SlotState.FREE) == (self.owner == NOWHERE)).all(), "a free slot has an owner"
+
+
+class ReportedSlots(SlotOwners):
+    """Slots that the device assigns: what the host knows of them is what was reported last."""
+
+    def assign(self, key: int) -> int:
+        """Gives ``key`` the first free slot, to be filled before anything else is assigned; returns it."""
+        slot = int((self.owner == NOWHERE).argmax())
+        self.update_owners(np.array([slot]), np.array([key]))
+        return slot
+
+    def update_owners(self, slots: np.ndarray, keys: np.ndarray) -> None:
+        """Records that ``keys`` are in these slots, READY, in place of their owners, if these have any.
+
+        Args:
+            slots: int [n].
+            keys: int [n], the new owner of each slot.
+        """
+        victims = self.owner[slots]
+        self.slot_of[victims[victims != NOWHERE]] = NOWHERE
+        assert len(np.unique(keys)) == len(keys) and (self.slot_of[keys] == NOWHERE).all(), "an expert has two slots"
+        self.owner[slots], self.slot_of[keys], self.state[slots] = keys, slots, _READY
+
+
+class Residency(SlotOwners):
+    """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``, which the host assigns.
+
+    Attributes:
+        policy: chooses victims; owned by this object.
+        soft: keys that ``prepare`` and ``admit_unless`` evict last (soft pins), if any.
+    """
+
+    def __init__(self, keys: int, slots: int, policy: Policy) -> None:
+        super().__init__(keys, slots)
+        self.policy = policy
+        self.soft: Container[int] | None = None
+        self._free = list(range(slots - 1, -1, -1))
+        self._pinned, self._loading = set[int](), set[int]()
+        self._in_use: Sequence[int] | np.ndarray = ()  # keys that ``use`` named last, until that layer has run
+
+    @property
+    def pinned(self) -> int:
         return len(self._pinned)
 
     def prepare(self, keys: Sequence[int]) -> Placement:
@@ -191,11 +241,6 @@ class Residency:
         if self.activity is not None:
             self.activity.observe(counts)
 
-    def ready(self, keys: slice) -> np.ndarray:
-        """Returns which of consecutive keys have a slot that may be read: bool [keys]."""
-        slots = self.slot_of[keys]
-        return (slots != NOWHERE) & (self.state[slots] == SlotState.READY)
-
     def is_loading(self, key: int) -> bool:
         """Whether ``key`` has a slot that may not be read yet."""
         return key in self._loading
@@ -218,30 +263,9 @@ class Residency:
         """Unpins ``keys``; they stay resident until the policy evicts them. Keys whose load failed are ignored."""
         self._pinned.difference_update(keys)
 
-    def update_owners(self, slots: np.ndarray, keys: np.ndarray) -> None:
-        """Records that ``keys`` have replaced the owners of these READY slots, which are not pinned.
-
-        Args:
-            slots: int [n].
-            keys: int [n], the new owner of each slot.
-        """
-        victims = self.owner[slots].tolist()
-        assert (self.state[slots] == SlotState.READY).all(), "a slot that is free or being loaded has another owner"
-        assert not self._pinned.intersection(victims), "a pinned expert has lost its slot"
-        self.slot_of[victims] = NOWHERE
-        assert len(np.unique(keys)) == len(keys) and (self.slot_of[keys] == NOWHERE).all(), "an expert has two slots"
-        self.owner[slots], self.slot_of[keys] = keys, slots
-        for victim in victims:
-            self.policy.remove(victim)
-        for key in keys.tolist():
-            self.policy.insert(key)
-
     def check_integrity(self) -> None:
-        """Checks every invariant, in O(slots + keys); raises ``AssertionError``."""
+        super().check_integrity()
         owned = np.flatnonzero(self.owner != NOWHERE)
-        assert (self.slot_of[self.owner[owned]] == owned).all(), "owner and slot_of disagree"
-        assert (self.slot_of != NOWHERE).sum() == len(owned), "a key points to a slot that it does not own"
-        assert ((self.state == SlotState.FREE) == (self.owner == NOWHERE)).all(), "a free slot has an owner"
         assert self._loading == set(self.owner[self.state == SlotState.LOADING].tolist()), "a load is forgotten"
         assert sorted(self._free) == np.flatnonzero(self.owner == NOWHERE).tolist(), "the free list is wrong"
         assert len(self.policy) == len(owned), "the policy holds other keys than the slots"

@@ -155,10 +155,6 @@ def simulate(
         ),
     ] = None,
     expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
-    lag: Annotated[
-        int,
-        typer.Option(help="With pointers, steps that reports are late: 1 with async scheduling, 0 without.", min=0),
-    ] = 1,
     output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
 ) -> None:
     """Show what policies would have achieved on a recorded run: hits, bytes, stalls, time per token, and its bound."""
@@ -180,7 +176,6 @@ def simulate(
         "prefetch": prefetch,
         "layer_ahead": True,  # as serving reads
         "expert_bytes": expert_bytes,
-        "lag": lag,
         "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,
     }
     outcomes = [

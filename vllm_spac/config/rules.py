@@ -58,12 +58,11 @@ def _check_execution(config: Any) -> None:
         _check_device_prefetch(config, named)
     if not kind.needs_host and config.balancer is not None:
         _check_device_balancer(config, named)
-    if not kind.needs_host and components.find("policies", config.policy).needs_layers:
+    if not kind.needs_host and not components.find("policies", config.policy).on_device:
         raise _refused(
-            f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
-            f"for experts with {named}",
-            use(policy="lru"),
+            f"policy={config.policy} (--spac-policy) has no formula that the device could compute with {named}",
             use(plane="slots"),
+            use(policy="reuse"),
         )
 
 

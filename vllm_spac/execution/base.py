@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.cache.residency import NOWHERE, SlotOwners
 from vllm_spac.cache.sizing import resolve
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
@@ -146,6 +146,7 @@ class Execution(ABC):
         knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
             have none.
         residency: which expert has which slot; with decisions on the device, the latest state reported to the host.
+        policy: what is evicted; with decisions on the device, by its formula.
         local_of: int64 [experts of the model], the number of each in ``shape``, -1 if another rank holds it; None: this
             process holds all of them.
     """
@@ -163,7 +164,8 @@ class Execution(ABC):
     store: ExpertStore
     tensors: Mapping[str, Tensor]  # name -> slots of shape [slots, ...] on the device that computes
     counters: Counters
-    residency: Residency
+    residency: SlotOwners
+    policy: Policy
     holds_all: bool  # each expert has its slot, so that nothing is ever decided or moved
     host: HostRows | None = None  # host memory between the slots and the store, if any
     local_of: Tensor | None = None
@@ -178,7 +180,7 @@ class Execution(ABC):
     def __init__(self, context: ExecutionContext) -> None:
         self.shape, self.store, self.tensors = context.shape, context.store, context.tensors
         self.holds_all = context.slots == context.shape.total
-        self.host, self.local_of = context.host, context.local_of
+        self.host, self.local_of, self.policy = context.host, context.local_of, context.policy
         self.counters = Counters()
 
     # -- before anything is loaded -------------------------------------------------------------------------

@@ -187,6 +187,31 @@ class CurrentCudaStream(CudaStream):
         return current
 
 
+class Repeated:
+    """Work that a stream runs again and again over the same memory: on a GPU one launch, once it is captured.
+
+    Args:
+        work: launches and returns; what it launches is the same every time, and has run before it is captured.
+    """
+
+    def __init__(self, stream: Stream, work: Callable[[], object]) -> None:
+        self._stream, self._work = stream, work
+
+    def prepare(self) -> None:
+        """Captures the work into a CUDA graph, without running it; on a CPU nothing changes."""
+        if not isinstance(self._stream, CudaStream):
+            return
+        graph, work = torch.cuda.CUDAGraph(), self._work
+        # Other threads may ask for memory or events meanwhile, which a capture of all threads would not survive.
+        with torch.cuda.graph(graph, stream=self._stream.stream, capture_error_mode="thread_local"):
+            work()
+        self._work = graph.replay
+
+    def submit(self) -> None:
+        """As ``Stream.submit`` of the work."""
+        self._stream.submit(self._work)
+
+
 def streams(device: torch.device) -> tuple[Stream, Stream]:
     """Returns the stream that runs the model on ``device``, and a new one for concurrent copies."""
     if device.type == "cuda":

@@ -213,7 +213,7 @@ class Rerouter:
         blind = [
             e for e in self._executions if settings.alpha is not None and (weighed_on_device or not e.counts_votes)
         ]
-        if any(each.residency.policy.predictor is not None for each in blind):
+        if any(each.policy.predictor is not None for each in blind):
             raise UnsupportedError(
                 "spac: votes=path (--spac-budget) cannot work here: this engine's policy counts selections, and "
                 "its execution counts each row as one; use uniform votes, or start it with another --spac-policy or "

@@ -1,4 +1,4 @@
-"""The contract of an eviction policy."""
+"""The contract of an eviction policy: as calls, where the host decides, and as a formula, where the device does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,14 @@ class Policy(ABC):
     Attributes:
         offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
         keeps: it keeps experts for later tokens, so that it is worth trying where slots are a cache.
-        needs_layers: it needs calls of ``begin_layer``, so it cannot be used with ``plane=pointers``, which makes none.
+        on_device: it has a ``formula``, which ``plane=pointers`` needs.
         passed: arguments that an engine or a simulation gives, and no user.
         predictor: name of the predictor whose scores order the experts, if any; other users of the same scores read
             them from ``scores``.
     """
 
     offline: ClassVar[str] = ""
-    needs_layers: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
     passed: ClassVar[frozenset[str]] = frozenset({"context", "future"})
     predictor: ClassVar[str | None] = None
@@ -62,6 +64,10 @@ class Policy(ABC):
     def of(cls, context: PolicyContext, **knobs: Any) -> Self:
         """Returns an instance that holds no key; most policies need nothing of ``context``."""
         return cls(**knobs)
+
+    def formula(self, layers: int, experts: int, device: torch.device) -> Formula:
+        """Returns the policy as a formula over the ``experts`` of each of so many layers, if it is ``on_device``."""
+        raise NotImplementedError
 
     @abstractmethod
     def insert(self, key: int) -> None:
@@ -141,3 +147,76 @@ class Policy(ABC):
 
     @abstractmethod
     def __contains__(self, key: int) -> bool: ...
+
+
+class Formula:
+    """An eviction policy over tensors of all experts, updated between two steps on the device that runs the layers.
+
+    Nothing waits for the device, no shape depends on data, and all memory stays where it is: an update may be captured
+    into a CUDA graph. The same input gives the same order: on a CPU that of the policy's ``standing`` after ``touch``
+    and ``insert`` for what each layer used, its hits before what it got slots for, and then ``Policy.observe``.
+
+    Attributes:
+        kept, used: float64 [keys], as in ``Standing``, of all experts; overwritten in place.
+        held: bool [keys], experts that had a slot when it was updated last.
+    """
+
+    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
+        self.layers, self.experts = layers, experts
+        keys = layers * experts
+        self.kept, self.used = (torch.zeros(keys, dtype=torch.float64, device=device) for _ in range(2))
+        self.held = torch.zeros(keys, dtype=torch.bool, device=device)
+        self.last = torch.zeros(keys, dtype=torch.int64, device=device)  # moment of the last use
+        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        key = torch.arange(keys, device=device)
+        self._place = key + key // experts * experts  # in a turn, of a layer's hits; its newcomers are behind them
+
+    # -- what a policy overrides ---------------------------------------------------------------------------
+
+    def observe_counts(self, counts: Tensor) -> None:
+        """As ``Policy.observe``, on the device."""
+
+    def observe_rows(self, rows: Tensor) -> None:
+        """As ``Policy.observe_prompt``, on the device."""
+
+    def touch(self, touched: Tensor, came: Tensor) -> None:
+        """As ``Policy.touch`` and ``Policy.insert``, bool [keys] each: layer by layer, first touched, then new ones."""
+        at = self._turn + self._place
+        self.last.copy_(torch.where(touched, at, torch.where(came, at + self.experts, self.last)))
+        self._turn += 2 * self.layers * self.experts
+
+    # -- what is called -----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def observe(self, owner: Tensor, counts: Tensor | None = None) -> None:
+        """A step has ended.
+
+        Args:
+            owner: int [slots], the expert in each slot; every slot has one.
+            counts: int [keys], rows that generate and selected each expert; None if there are none.
+        """
+        now = torch.zeros_like(self.held).index_fill_(0, owner.long(), True)
+        came = now & ~self.held
+        touched = torch.zeros_like(now) if counts is None else now & self.held & (counts > 0)
+        self.touch(touched, came)
+        self.held.copy_(now)
+        if counts is not None:
+            self.observe_counts(counts)
+
+    @torch.inference_mode()
+    def observe_prompt(self, ids: Tensor) -> None:
+        """A step of prompts alone has ended; called before ``observe``.
+
+        Args:
+            ids: int [layers, rows, top_k], the experts that its last rows selected; below 0 for none.
+        """
+        rows = torch.zeros(*ids.shape[:2], self.experts + 1, dtype=torch.bool, device=ids.device)
+        rows.scatter_(2, torch.where(ids < 0, self.experts, ids).long(), True)  # nothing: the last column
+        self.observe_rows(rows[:, :, :-1].transpose(0, 1).flatten(1))
+
+    @torch.inference_mode()
+    def order(self, owner: Tensor) -> Tensor:
+        """Returns int64 [slots], all slots, that of the next victim first; among equals the one used longest ago."""
+        held = owner.long()
+        by_age = self.last[held].argsort(stable=True)
+        return by_age[self.kept[held[by_age]].argsort(stable=True)]

@@ -20,7 +20,6 @@ class Drop(Policy):
     last of these layers first. Before the first ``begin_layer`` all experts wait.
     """
 
-    needs_layers = True
     keeps = False
 
     def __init__(self) -> None:

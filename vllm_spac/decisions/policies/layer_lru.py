@@ -21,8 +21,6 @@ class LayerLRU(Policy):
     O(layers) per victim. Before the first ``begin_layer`` layers are unknown, and it is LRU.
     """
 
-    needs_layers = True
-
     def __init__(self) -> None:
         self._length = 0  # experts per layer; 0: unknown, and all keys are treated as one layer
         self._asks: int | None = None

@@ -5,17 +5,32 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
+import torch
 
-from vllm_spac.decisions.policies.base import Policy, Standing
+from vllm_spac.decisions.policies.base import Formula, Policy, Standing
+
+
+class LRUFormula(Formula):
+    """All slots are worth the same to their owners, and one to an expert that is used now is worth more."""
+
+    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
+        super().__init__(layers, experts, device)
+        self.used.fill_(torch.inf)
 
 
 class LRU(Policy):
     """Evicts the expert whose last use is longest ago."""
 
+    on_device: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
+
+    def formula(self, layers: int, experts: int, device: torch.device) -> Formula:
+        return LRUFormula(layers, experts, device)
 
     def insert(self, key: int) -> None:
         assert key not in self._order, f"{key} is resident already"

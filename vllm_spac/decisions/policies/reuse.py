@@ -1,101 +1,41 @@
 """Evicts the expert whose next use is expected last: Belady's rule with an estimate in place of the future.
 
-The estimate is an online logistic regression of the probability that the next step selects each expert. How well past
-routing predicts the next step differs between models and texts: with local routing an expert that was just used is
-used again, with flat routing only long-run popularity matters. A fixed mean of short and long averages is wrong for one
-of the two, so the weights of the averages are fitted online (recursive logistic regression: one Newton step per step of
-the model, with an exponentially decayed Hessian).
+The estimate is ``NextUse``, of the probability that the next step selects each expert.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Sequence
+from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from vllm_spac.decisions.policies.base import Policy, Standing
+from vllm_spac.decisions.policies._next_use import NextUse
+from vllm_spac.decisions.policies.base import Formula, Policy, Standing
 
-_MEMORY = 0.5 ** (1 / 200)  # the fit forgets half in 200 steps
-_LEAST_VARIANCE = 1e-3  # of a prediction in the Hessian, which bounds the correction of a confident wrong one
-_LONGEST_STEP = 1.0  # norm of one update of the weights
-_LARGEST = 20.0  # log-odds
-_SAMPLE = 1024  # experts fitted per step, others in the next one: enough, and bounds the time
+LATER = 0.5  # steps, by which an expert that is used now is due later than its probability says
 
 
-class NextUse:
-    """P(selected in the next step) per key, from decayed shares of steps.
+class ReuseFormula(Formula):
+    """As ``Reuse`` without layers: the value of a slot is the negative number of steps until the expected next use."""
 
-    Features of a key are a constant and the log-odds of each decayed share of the steps that selected it.
+    def __init__(self, half_lives: Sequence[float], layers: int, experts: int, device: torch.device) -> None:
+        super().__init__(layers, experts, device)
+        self._next_use = NextUse(half_lives, layers * experts, device)
 
-    Args:
-        half_lives: steps after which a share has halved, one per average.
-    """
+    def observe_counts(self, counts: Tensor) -> None:
+        self._next_use.observe(counts)
+        self._expect()
 
-    def __init__(self, half_lives: tuple[float, ...], keys: int) -> None:
-        self._gains = (1 - 0.5 ** (1 / np.array(half_lives, dtype=np.float32)))[:, None].astype(np.float32)
-        self._floors = self._gains / 4  # a share of 0 or 1 has finite odds
-        self._shares = np.zeros((len(half_lives), keys), dtype=np.float32)
-        self._weights = np.full(len(half_lives) + 1, 1 / len(half_lives))
-        self._weights[0] = 0.0
-        self._hessian = np.eye(len(self._weights))
-        self._features = self._features_of(self._shares)
-        self.probabilities = self._predict(self._features)
-        self._ridge = (1 - _MEMORY) * np.eye(len(self._weights))
-        self._strides = max(1, keys // _SAMPLE)
-        self._steps = 0
+    def observe_rows(self, rows: Tensor) -> None:
+        self._next_use.observe_prompt(rows)
+        self._expect()
 
-    def observe(self, counts: np.ndarray) -> None:
-        """Updates from a step.
-
-        Args:
-            counts: int or float [keys], above 0 for the experts that were selected; -1 where the layer did not run.
-        """
-        if self._steps:  # before the first step all experts have the same features
-            some = slice(self._steps % self._strides, None, self._strides)
-            self._fit(self._features[:, some], counts[some], self.probabilities[some])
-        self._steps += 1
-        change = (counts > 0) - self._shares
-        change *= self._gains
-        change *= counts >= 0
-        self._shares += change
-        self._features = self._features_of(self._shares)
-        self.probabilities = self._predict(self._features)
-
-    def observe_prompt(self, rows: np.ndarray) -> None:
-        """Updates from the last rows of a prompt, bool [rows, keys], each as if it were a step; fits nothing.
-
-        They replace what earlier texts left in the averages, without which a new text starts with their experts.
-        """
-        left = (1 - self._gains) ** np.arange(len(rows), -1, -1, dtype=np.float32)  # [half-lives, 1 + rows]
-        self._shares *= left[:, :1]
-        self._shares += (self._gains * left[:, 1:]) @ rows.astype(np.float32)
-        self._features = self._features_of(self._shares)
-        self.probabilities = self._predict(self._features)
-
-    def if_used(self) -> np.ndarray:
-        """Returns float64 [keys], the probabilities after a hypothetical step that selects every expert."""
-        return self._predict(self._features_of(self._shares + self._gains * (1 - self._shares)))
-
-    def _fit(self, features: np.ndarray, counts: np.ndarray, predicted: np.ndarray) -> None:
-        """Takes one Newton step towards what was selected."""
-        ran = counts >= 0
-        error = ((counts > 0) - predicted) * ran
-        variance = np.maximum(predicted * (1 - predicted), _LEAST_VARIANCE) * ran
-        self._hessian = _MEMORY * self._hessian + self._ridge + (features * variance) @ features.T
-        change = np.linalg.solve(self._hessian, features @ error)
-        self._weights += change * min(1.0, _LONGEST_STEP / max(math.sqrt(change @ change), 1e-30))
-
-    def _features_of(self, shares: np.ndarray) -> np.ndarray:
-        """Returns the features, float32 [1 + half-lives, keys]."""
-        odds = np.ones((1 + len(shares), shares.shape[1]), dtype=np.float32)
-        odds[1:] = np.log((shares + self._floors) / (1 + self._floors - shares))
-        return odds
-
-    def _predict(self, features: np.ndarray) -> np.ndarray:
-        """Returns the probabilities, float64 [keys]."""
-        odds = self._weights.astype(np.float32) @ features
-        return 1 / (1 + np.exp(-odds.clip(-_LARGEST, _LARGEST), dtype=np.float64))
+    def _expect(self) -> None:
+        self.kept.copy_(-(1 / self._next_use.probabilities))
+        self.used.copy_(-(1 / self._next_use.if_used()) - LATER)
 
 
 class Reuse(Policy):
@@ -113,6 +53,8 @@ class Reuse(Policy):
         half_lives: half-lives, in steps, of the averages from which p is estimated.
     """
 
+    on_device: ClassVar[bool] = True
+
     def __init__(self, *, half_lives: Sequence[float] = (2, 8, 32)) -> None:
         listed = isinstance(half_lives, tuple | list) and len(half_lives) > 0
         if not listed or not all(isinstance(steps, int | float) and steps > 0 for steps in half_lives):
@@ -129,7 +71,10 @@ class Reuse(Policy):
 
     @property
     def likely(self) -> np.ndarray:
-        return np.zeros(0) if self._next_use is None else self._next_use.probabilities
+        return np.zeros(0) if self._next_use is None else self._next_use.probabilities.numpy()
+
+    def formula(self, layers: int, experts: int, device: torch.device) -> ReuseFormula:
+        return ReuseFormula(self._half_lives, layers, experts, device)
 
     def begin_layer(self, layer: range) -> None:
         if not self._layer:
@@ -175,11 +120,11 @@ class Reuse(Policy):
         return victims
 
     def observe(self, counts: np.ndarray) -> None:
-        self._learn(len(counts)).observe(counts)
+        self._learn(len(counts)).observe(torch.from_numpy(counts))
         self._expect()
 
     def observe_prompt(self, rows: np.ndarray) -> None:
-        self._learn(rows.shape[1]).observe_prompt(rows)
+        self._learn(rows.shape[1]).observe_prompt(torch.from_numpy(rows))
         self._expect()
 
     def standing(self, keys: int) -> Standing:
@@ -193,7 +138,7 @@ class Reuse(Policy):
         order = held[np.lexsort((self._used[held], -self._due[held]))]
         used = np.zeros(keys)
         if self._next_use is not None:
-            used = -self._expected(self._next_use.if_used()) - 0.5
+            used = -self._expected(self._next_use.if_used().numpy()) - LATER
         return Standing(order, -self._due[order], used)
 
     def __len__(self) -> int:

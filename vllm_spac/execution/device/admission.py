@@ -1,6 +1,7 @@
 """Admission with ``plane=pointers``: which missed experts get slots, decided on the device in the layer.
 
-The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admit``.
+Slots are put on offer between steps (``slot_offers``), and taken in the layers (``vllm_spac.kernels.admit``). The host
+hears of it afterwards (``admission_reports``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import Step
 from vllm_spac.execution.address_table import AddressTable, Kernels
 from vllm_spac.execution.base import ExecutionContext
-from vllm_spac.execution.device.admission_reports import AdmissionReports
-from vllm_spac.execution.device.slot_offers import Offering
+from vllm_spac.execution.device.admission_reports import AdmissionReports, ReportAccount
+from vllm_spac.execution.device.slot_offers import OfferUpdates
 from vllm_spac.execution.exchange import Stream
 from vllm_spac.kernels.types import ADMITTED, UNUSED, Experts, Offers, Request
 from vllm_spac.recording.metrics import Counters
@@ -31,15 +32,15 @@ class Admission:
 
     One launch precedes the kernel of a layer: it assigns slots to the experts that the layer misses, which the kernel
     copies there as it computes. Everything is ordered by one stream, and the result is reported to the host after the
-    step; no call except ``slots`` waits for the device. Where each expert has its slot nothing is decided, reported or
-    learned. Slots are for the rows before the first of a prompt: those of prompts would fill them with experts that
+    step; no call except ``slots`` waits for the device. Where each expert has its slot nothing is decided or reported.
+    Slots are for the rows before the first of a prompt: those of prompts would fill them with experts that
     only they need, and read theirs where they are. The same launch for guesses about a layer takes slots ahead of
     need: one layer ahead in a step, or of several layers between steps, while drafts are made. There a second launch
     copies them.
 
     Args:
         memory: slots, host copies and the table.
-        compute: the stream that runs the model.
+        compute, copy: the stream that runs the model, and one for copies.
 
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
@@ -47,19 +48,25 @@ class Admission:
         places: int32 [layers, N] on the device; what is named of each layer ahead of need writes the places there, -1
             for experts that are not named.
         residency: which expert has which slot, as last reported to the host.
-        reports: what the layers of a step tell the host.
+        reports: what the layers of a step tell the host; ``account``: what they amount to.
     """
 
     def __init__(
-        self, context: ExecutionContext, memory: AddressTable, counters: Counters, compute: Stream, kernels: Kernels
+        self,
+        context: ExecutionContext,
+        memory: AddressTable,
+        counters: Counters,
+        compute: Stream,
+        copy: Stream,
+        kernels: Kernels,
     ) -> None:
         self.shape, slots, self.memory = context.shape, context.slots, memory
         self._compute, self._kernels = compute, kernels
-        shape, self._holds_all = context.shape, slots == context.shape.total
-        self.offering = Offering(shape.total, shape.experts, slots, context.policy, counters)
-        self.residency = self.offering.residency
+        shape = context.shape
+        self.account = ReportAccount(shape.total, shape.experts, slots, counters)
+        self.residency = self.account.residency
         made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
-        reports = AdmissionReports(shape, slots, self.offering, counters, compute, context.path, memory.device)
+        reports = AdmissionReports(shape, slots, self.account, counters, compute, context.path, memory.device)
         self.reports, self.counts, self.places = reports, reports.counts, reports.places.view(-1, shape.experts)
         self._experts = Experts(
             torch.full((shape.total,), NOWHERE, **made),
@@ -68,31 +75,19 @@ class Admission:
             memory.hosts,
             torch.from_numpy(memory.slot_addresses).to(memory.device, copy=True),
         )
-        # The host's offers for a step, in one tensor so that they are one copy. Floats are stored as their bits.
-        self._parts = [2, *[slots] * 3, shape.total]
-        self._offer_words = torch.zeros(sum(self._parts), **made)
-        state, places, owners, kept, used = self._offer_words.split(self._parts)
-        self._offers = Offers(state, places, owners, kept.view(torch.float32), used.view(torch.float32))
+        # None: each expert has its slot, and nothing is on offer.
+        self._updates: OfferUpdates | None = None
+        if slots < shape.total:
+            self._updates = OfferUpdates(context.policy, shape, slots, reports.ending, compute, copy)
         self._served = torch.zeros(1, **made)  # pairs of the step that slots are for: the first ones
         self._served_pairs = 0  # in ``_served``
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
-        self._listed = 0  # slots that the host sent for the step, on offer or not
-        # What a step leaves to the drafts after it, beside ``_offers``; None: drafts name nothing.
-        self._between: Offers | None = None
         self._draft_sources = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
         self._most = 0  # reads ahead while drafts are made
 
-    def assign(self, key: int) -> int:
-        """Assigns a free slot to ``key``, which has none, to be filled before any kernel runs; returns it."""
-        ((_, slot),) = self.residency.prepare([key]).loads
-        self.residency.release([key])
-        return slot
-
     def finish_fill(self, keys: Sequence[int]) -> None:
         """Called when the slots of these experts have been filled."""
-        for key in keys:
-            self.residency.finish_load(key)
         self._compute.submit(self.write, np.array(keys), self.residency.slot_of[list(keys)].astype(np.int64))
 
     def write(self, keys: np.ndarray, slots: np.ndarray) -> None:
@@ -108,26 +103,21 @@ class Admission:
         self.memory.write_home(there)
         self._experts.slot_of.index_fill_(0, there, NOWHERE)
 
+    def compile(self) -> None:
+        """Launches what may be launched between steps, which changes nothing that a step reads."""
+        if self._updates is not None:
+            self._updates.compile()
+
     def begin(self, step: Step) -> None:
         """Called before a step is launched."""
-        if self._holds_all:
+        if self._updates is None:
             return
         self.reports.apply()
         pairs = step.leading * self.shape.top_k
         if pairs != self._served_pairs:
             self._compute.submit(self._served.fill_, pairs)
         self._served_pairs = pairs
-        drafts = self._between is not None
-        if not (step.leading or drafts):
-            return
-        offered = self.offering.offer(every=drafts)
-        self._listed = len(offered.slots)
-        words = torch.zeros(self._offer_words.shape, dtype=torch.int32, pin_memory=self._offer_words.is_cuda)
-        state, *places, used = words.split(self._parts)
-        state[1] = offered.to_layers if step.leading else 0
-        for place, values in zip((*places, used), offered[:-1], strict=True):
-            place[: len(values)] = torch.from_numpy(values.view(np.int32))
-        self._compute.submit(self._offer_words.copy_, words, True)
+        self._updates.begin(step.leading > 0)
 
     def slots(self) -> np.ndarray:
         """Returns int32 [keys], slots or NOWHERE, in the step; waits for those before, whose result the device has."""
@@ -139,7 +129,7 @@ class Admission:
 
         ``request``: the CPU may compute some of the missed experts, which then get no slots.
         """
-        if not self._holds_all:
+        if self._updates is not None:
             self._admit(layer, ids, weights, self.reports.sources, self._served, request)
 
     def fill(self, layer: int) -> None:
@@ -147,23 +137,28 @@ class Admission:
         copies = _copies_of(self.reports.sources, self._experts.slot_of, layer, self.shape.experts)
         self._kernels.fetch(copies, self._experts, self._words)
 
+    @property
+    def offers(self) -> Offers:
+        """What is on offer, at fixed addresses; not called where each expert has its slot."""
+        assert self._updates is not None
+        return self._updates.made.offers
+
     def read_ahead(self, extra: float, prefetch: str) -> None:
         """``admit_ahead`` may be called from now on; before any step. ``extra``: as of ``Allowance``."""
-        self.offering.allowance, self.reports.pauses = Allowance(extra), PauseNotice(prefetch)
-        self.offering.depths = Depths(len(self.shape.layers), self.shape.experts, extra)
+        self.account.allowance, self.reports.pauses = Allowance(extra), PauseNotice(prefetch)
+        self.account.depths = Depths(len(self.shape.layers), self.shape.experts, extra)
 
     def read_between(self, extra: float, prefetch: str, most: int) -> None:
         """Allows ``admit_drafts``, too; as ``read_ahead``, with ``most`` reads from the end of a step to the next."""
+        assert self._updates is not None
         self.read_ahead(extra, prefetch)
+        self._updates.prepare_drafts()
         self._most, self._draft_sources = most, torch.full_like(self.counts, UNUSED)
-        state, kept, used, offers = torch.zeros_like(self._offers.state), *self._offers[3:], self._offers
-        # A slot is worth nothing to its owner beside what drafts name, as to a prefetcher on the host.
-        self._between = Offers(state, offers.slots, offers.owners, torch.zeros_like(kept), torch.ones_like(used))
 
     @property
     def ahead_left(self) -> int:
         """How many more experts may be read ahead of need; as of the last report."""
-        return 0 if self.offering.allowance is None else self.offering.allowance.left
+        return 0 if self.account.allowance is None else self.account.allowance.left
 
     def admit_ahead(self, layer: int, ids: Tensor, named: Tensor) -> None:
         """Launches what gives slots to experts before their layer runs, on the calling stream; see ``DeviceLookahead``.
@@ -181,9 +176,9 @@ class Admission:
             ids: int32 [rows, n], the number of each expert behind the first one of that layer; -1 for none.
             copies: int32 [1 + 2 N] on the device, where N is the number of experts of these layers.
         """
-        assert self._between is not None
+        assert self._updates is not None and self._updates.between is not None
         weights, key = ids.new_ones(ids.shape, dtype=torch.float32), first * self.shape.experts
-        state = self._experts, self._between, self.reports.decided, self._draft_sources, copies
+        state = self._experts, self._updates.between, self.reports.decided, self._draft_sources, copies
         self._kernels.admit(ids, weights, key, *state, live)
         here, guesses = slice(key, key + len(copies) // 2), self.reports.guesses
         torch.maximum(guesses[here], self._draft_sources[here], out=guesses[here])  # ADMITTED is the greatest
@@ -198,21 +193,26 @@ class Admission:
         live: Tensor | None,
         request: Request | None = None,
     ) -> None:
-        state = self._experts, self._offers, self.reports.decided, sources, self._copies
+        state = self._experts, self.offers, self.reports.decided, sources, self._copies
         asks = () if request is None else (request,)
         self._kernels.admit(ids, weights, layer * self.shape.experts, *state, live, *asks)
 
     def end(self, step: Step, known: np.ndarray | None, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
-        """Called after the layers of a step were launched; arguments as of ``AdmissionReports.send``."""
-        if self._holds_all:
+        """Called after the layers of a step were launched.
+
+        Args:
+            known: as of ``AdmissionReports.send``.
+            prompt: layers, and the experts that the last rows of a prompt selected there, int32 [rows, top_k].
+        """
+        if self._updates is None:
             self.reports.count_step()
             return
-        self.reports.send(step, known, prompt)
-        if self._between is not None:
-            left = self._offers.state[:1], self._listed, min(self._most, self.ahead_left)
-            self._compute.submit(_leave, self._between.state, *left)
-        self._listed = 0
-        self._compute.submit(self._offers.state.zero_)  # no offers to other layers outside of steps
+        self.reports.send(step, known, self._updates.made.wanted)
+        generating, counts = step.leading > 0, None
+        if known is not None:  # layers that borrow slots count all rows
+            generating, counts = not step.prompts, self.counts
+        left = min(self._most, self.ahead_left)
+        self._updates.end(generating=generating, counts=counts, prompt=prompt, to_drafts=left)
 
     def check_integrity(self) -> None:
         """Checks every invariant, on the host and on the device, for which it waits; raises ``AssertionError``."""
@@ -231,9 +231,3 @@ def _copies_of(sources: Tensor, slot_of: Tensor, layer: int, experts: int) -> Te
     copies[0], copies[1 : 1 + len(keys)] = len(keys), keys.int()
     copies[1 + experts : 1 + experts + len(keys)] = slot_of[keys]
     return copies
-
-
-def _leave(state: Tensor, taken: Tensor, listed: int, most: int) -> None:
-    """Leaves the next offers of those that are ``listed``, at most ``most``, to the drafts that follow a step."""
-    state.copy_(taken.expand(2))
-    state[1:].add_(most).clamp_(max=listed)

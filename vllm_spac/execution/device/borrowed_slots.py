@@ -266,7 +266,7 @@ class LongPrompts:
         slot_of = self._admission.slots()
         if self._known is None:
             self._known = slot_of != NOWHERE
-        order = self._admission.residency.policy.standing(self._shape.total).order
+        order = self._admission.residency.owner[self._admission.offers.slots.cpu().numpy()]
         loan = Loan.of(slot_of.reshape(-1, self._shape.experts), order, layer)
         self._known[loan.owners] = False
         self._borrowed.begin(loan)

@@ -5,7 +5,7 @@ draft model's choices is on the host when the next step is about to begin, too l
 is there after the drafter's first forward. While the drafter goes on, the copy stream
 
 1. names the first k experts of each row that the drafter has read, in each layer,
-2. gives slots to those that have none, of those on offer that the layers of the last step have left, and copies them.
+2. gives the least valuable slots to those that have none, and copies them; the next step's layers get the others.
 
 Earlier layers come first, and the number of reads until the next step is bounded. The step starts when both streams
 have arrived, and so does any forward through the layers before it, such as those of a model that drafts for itself.

@@ -77,7 +77,7 @@ class DeviceLookahead:
         """Called after ``Admission.begin``; nothing is read ahead in steps with prompts, or while it does not pay."""
         ahead = self._last and not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
         votes = (step.generating_weights or [1.0] * step.rows) if ahead else []
-        state = votes, self._admission.offering.read_of(step.bounds)
+        state = votes, self._admission.account.read_of(step.bounds)
         if state != self._step:
             words = torch.zeros(self._step_words.shape)
             words[: len(votes)], words[self.rows :] = (torch.tensor(each) for each in state)

@@ -1,9 +1,9 @@
 """Runs layers over a table of addresses: one launch reads hits from their slots and misses from host memory.
 
-No layer waits for the host. Between steps the host reads the counts of finished steps and offers slots to the layers
-that miss experts (``admission``). Long prompts borrow slots, which are filled ahead of their layers
-(``borrowed_slots``). On a CPU the launches are the torch twins of the kernels: the same addresses and the same
-rounding, for comparison and not for speed.
+No layer waits for the host. Between steps the device puts slots on offer to the layers that miss experts, by what the
+last step used (``admission``); the host reads the counts of finished steps. Long prompts borrow slots, which are filled
+ahead of their layers (``borrowed_slots``). On a CPU the launches are the torch twins of the kernels: the same addresses
+and the same rounding, for comparison and not for speed.
 
 So a step may also be one CUDA graph. A replay runs launches and no line of this module. Whatever differs from step to
 step is kept in memory at fixed addresses: the table, the offers, where padding begins, the counts. Some of it is
@@ -80,7 +80,7 @@ class PointerExecution(Execution):
         self._compute, self._copy = streams(device)
         kernels = kernels_for(device)
         self._memory = memory = AddressTable(store, tensors, shape.total)
-        self.admission = Admission(context, memory, self.counters, self._compute, kernels)
+        self.admission = Admission(context, memory, self.counters, self._compute, self._copy, kernels)
         self.residency = self.admission.residency
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
         self.prompts: LongPrompts | None = None  # None: each expert has its slot
@@ -220,6 +220,8 @@ class PointerExecution(Execution):
         """Launches each kernel variant that forwards like ``like`` need, and what reads ahead."""
         assert not (like.captured and self._sizes), "a forward must run before one is captured"
         start = time.perf_counter()
+        if self._sizes:
+            self.admission.compile()
         if self._sizes and self.ahead.drafts is not None:
             self.ahead.drafts.compile()
         self.launches.compile(layer, like.x, activation, self._sizes, self._all, self.ahead.compile)
@@ -234,7 +236,7 @@ class PointerExecution(Execution):
             for start in range(0, len(share), _FILL_BATCH):
                 keys = share[start : start + _FILL_BATCH]
                 for key in keys:
-                    slot = self.admission.assign(key)
+                    slot = self.admission.residency.assign(key)
                     self.store.read(key, {name: tensor[slot] for name, tensor in self.tensors.items()})
                 self.admission.finish_fill(keys)
                 yield len(keys)

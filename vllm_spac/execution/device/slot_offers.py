@@ -1,193 +1,172 @@
-"""Host side of in-layer admission: which slots a step may reassign, and what the device reports back. No I/O.
+"""Slots that the layers of a step may take, worked out on the device between two steps.
 
-A layer that misses an expert may copy it into a slot before it computes, so that it crosses PCIe once. The experts that
-need a slot are known on the device, after the router; the value of a slot is known on the host, to the policy. So
-between steps the host offers slots, the least valuable first, together with the value of a slot to each expert. The
-layers compare these values (the rule is in ``vllm_spac.kernels.admit``), and what they did is reported after the step.
+A layer that misses an expert may copy it into a slot before it computes, so that it crosses PCIe once. So between steps
+the policy's formula (``decisions.policies.base``) says what a slot is worth to each expert, and slots are put in order,
+the least valuable first. The layers compare these values (the rule is in ``vllm_spac.kernels.admit``). What a step used
+is known to the next one: the host has no part in it, and its reports may be late.
 
-The host's state may be a step or two old. Hence an offer contains the slot's owner and is void if that has changed.
-Nothing else about an offer must hold for correctness: accepting a bad one costs transferred bytes, never a wrong token.
+An offer contains the slot's owner and is void if that has changed. Nothing else about an offer must hold for
+correctness: accepting a bad one costs transferred bytes, never a wrong token.
+
+With ``reuse`` and its three averages an update is some 120 small launches; on a GPU they are one CUDA graph. They run
+beside what follows the layers, the head and the sampler, and the next step's layers start when they have finished.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from vllm_spac.cache.allowance import Allowance, Depths
-from vllm_spac.cache.residency import NOWHERE, Residency
-from vllm_spac.decisions.policies.base import Policy
-from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, LATE, STREAMED, UNUSED
-from vllm_spac.recording.metrics import Counters
+from vllm_spac.core import NO_EXPERT, MoEShape
+from vllm_spac.decisions.policies.base import Formula, Policy
+from vllm_spac.execution.exchange import Event, Repeated, Stream
+from vllm_spac.kernels.types import Offers
 
 
-def with_prompts(counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """Returns ``sources`` (as of ``Offering.learn``) of all rows of a step whose layers reported those of its first.
-
-    Later rows take no slot, and no layer takes the slot of an expert that it or one before it uses for other rows, so
-    that an expert that only they used was read from its slot if it has one at the end of the step.
+class SlotOffers:
+    """Offers all slots. Every slot has an owner.
 
     Args:
-        counts: int [keys], rows that selected each expert.
-        sources: of the experts that the first rows selected.
-        owner: int [slots], the expert in each slot at the end.
-    """
-    has_slot = np.isin(np.arange(len(counts)), owner)
-    return np.where((counts > 0) & (sources == UNUSED), np.where(has_slot, HIT, STREAMED), sources)
-
-
-class SlotOffers(NamedTuple):
-    """Slots that the layers of a step may take; see ``vllm_spac.kernels.types.Offers``."""
-
-    slots: np.ndarray  # int32 [offers], the slots
-    owners: np.ndarray  # int32 [offers], the expert in each slot
-    kept: np.ndarray  # float32 [offers], ascending, the value of each slot to its owner
-    used: np.ndarray  # float32 [keys], the value of a slot to an expert that the step uses
-    to_layers: int  # number of the first offers, those that are worth at least as much to some expert without a slot
-
-
-class Learned(NamedTuple):
-    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it."""
-
-    streamed: int
-    admitted: int
-    ahead: int
-    computed: int  # by the CPU; ``late``: of those streamed, what the CPU was to compute
-    late: int
-    judged: tuple[int, int] | None  # as ``Allowance.end_step`` returns it
-
-
-class Offering:
-    """Computes the offers of each step and applies its result. Pure; called between steps, by one thread.
-
-    Args:
-        keys: number of experts of all layers; ``experts``: of each layer.
-        slots: number of slots; all are filled before the first step.
-        policy: values slots; owned.
-        counters: ``hits``, ``misses``, ``loads`` and those of prefetches and of the CPU are counted here.
+        formula: values slots; owned.
 
     Attributes:
-        allowance: limits reads ahead of need that the device decides, if there are any; ``depths``: under a budget,
-            besides.
+        offers: as the kernels read them, at fixed addresses; ``state`` is written by who begins and ends steps.
+        ready: int32 [2], what ``state`` is when a step begins: the offers that are worth at least as much to some
+            expert without a slot as to their owners.
+        wanted: bool [keys], experts that might take a slot that is on offer, if a step uses them.
     """
 
-    def __init__(self, keys: int, experts: int, slots: int, policy: Policy, counters: Counters) -> None:
-        self._experts = experts
-        self.residency = Residency(keys, slots, policy)
-        self._counters = counters
-        self.allowance: Allowance | None = None
-        self.depths: Depths | None = None
-        self._wanted = np.zeros(keys, dtype=bool)  # what might have taken a slot that was offered last
-        self._unused: set[int] = set()  # read ahead, and no layer has used them
-        self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
+    def __init__(self, formula: Formula, slots: int) -> None:
+        self.formula = formula
+        device, keys = formula.kept.device, len(formula.kept)
+        state, self.ready = (torch.zeros(2, dtype=torch.int32, device=device) for _ in range(2))
+        places, owners = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2))
+        self.offers = Offers(state, places, owners, torch.zeros(slots, device=device), torch.zeros(keys, device=device))
+        self.wanted = torch.zeros(keys, dtype=torch.bool, device=device)
 
-    def read_of(self, bounds: Sequence[int] | None) -> list[int]:
-        """Returns how many names of each layer are read, the likeliest first; ``bounds``: as of ``Step``."""
-        if bounds is None or self.depths is None:
-            return [self._experts] * (len(self.residency.slot_of) // self._experts)
-        return np.minimum(bounds, self.depths.depths).tolist()
+    @torch.inference_mode()
+    def update(self, owner: Tensor, counts: Tensor | None = None) -> None:
+        """A step has ended, or slots were filled: arguments as of ``Formula.observe``."""
+        self.formula.observe(owner, counts)
+        offers, used, slots = self.offers, self.offers.used, self.formula.order(owner)
+        used.copy_(self.formula.used)
+        offers.slots.copy_(slots)
+        offers.owners.copy_(owner[slots])
+        offers.kept.copy_(self.formula.kept[offers.owners])
+        most = used.masked_fill(self.formula.held, -torch.inf).amax()
+        self.ready[1:].copy_((offers.kept <= most).sum())
+        self.wanted.copy_(used >= offers.kept[0])
 
-    def offer(self, *, every: bool = False) -> SlotOffers:
-        """Returns the slots that are worth at least as much to some expert without a slot as to their owner.
 
-        Args:
-            every: behind these also the others.
-        """
-        residency = self.residency
-        standing = residency.policy.standing(len(residency.slot_of))
-        order, kept, used = standing.order, standing.kept, standing.used.astype(np.float32)
-        self._wanted = used >= kept.min(initial=np.inf)
-        most = standing.used[residency.slot_of == NOWHERE].max(initial=-np.inf)
-        count = int(np.searchsorted(kept, most, side="right"))
-        owners, kept = (order, kept) if every else (order[:count], kept[:count])
-        return SlotOffers(residency.slot_of[owners], owners.astype(np.int32), kept.astype(np.float32), used, count)
+class OfferUpdates:
+    """Updates offers after each step, on the stream for copies. Called by the thread that launches; never waits.
 
-    def learn(
-        self,
-        counts: np.ndarray,
-        sources: np.ndarray,
-        owner: np.ndarray,
-        guessed: np.ndarray | None = None,
-        places: np.ndarray | None = None,
-        *,
-        generating: np.ndarray | None,
-        prompt: np.ndarray | None = None,
-        between: bool = False,
-    ) -> Learned:
-        """Applies the report of a finished step.
+    What a step has written is copied on the model's stream, so that any forward may come before the next step.
 
-        Args:
-            counts: int [keys], rows that selected each expert.
-            sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, ``COMPUTED`` (by the CPU),
-                ``LATE`` (streamed because the CPU was late), or not at all.
-            owner: int [slots], the expert in each slot at the end of the step.
-            guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
-            places: int [keys], under a budget, the place of each name among those of its layer; -1: not named.
-            generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
-                they are not known, or there are none.
-            prompt: as in ``Policy.observe_prompt``; None unless prompts ran alone.
-            between: it is no step: slots were given away between two, and nothing was used.
-        """
-        hits, admitted, computed = (np.flatnonzero(sources == source) for source in (HIT, ADMITTED, COMPUTED))
-        late = int((sources == LATE).sum())
-        streamed = np.flatnonzero((sources == STREAMED) | (sources == LATE))
-        self._counters.hits += len(hits)
-        self._counters.misses += len(streamed) + len(admitted)
-        self._counters.loads += len(admitted)
-        self._counters.cpu_experts += len(computed)
-        self._counters.cpu_rows += int(counts[computed].sum())
-        self._counters.cpu_late += late
-        policy = self.residency.policy
-        if prompt is not None:
-            policy.observe_prompt(prompt)
-        if generating is not None:
-            self.residency.observe(generating)
-            for key in hits[(generating[hits] > 0) & (self.residency.slot_of[hits] != NOWHERE)].tolist():
-                policy.touch(key)
-        changed = np.flatnonzero(owner != self.residency.owner)
-        ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
-        victims = self.residency.owner[changed]
-        for_guesses = np.isin(owner[changed], ahead)
-        displaced = dict(zip(victims[for_guesses].tolist(), owner[changed][for_guesses].tolist(), strict=True))
-        outside = self.residency.slot_of == NOWHERE  # when the step began
-        self.residency.update_owners(changed, owner[changed])
-        missed, judged = np.concatenate([streamed, admitted, computed]), None
-        if self.allowance is not None:
-            self._judge(self.allowance, counts, missed.tolist(), ahead.tolist(), displaced)
-            judged = None if between else self.allowance.end_step()
-        if self.depths is not None and guessed is not None and places is not None:
-            self.depths.end_step(np.where(outside & self._wanted, places, -1), counts > 0)
-        return Learned(len(streamed), len(admitted), len(ahead), len(computed), late, judged)
+    Args:
+        written: int32 [keys + slots] on the device: the rows that generate and selected each expert, and the owners of
+            slots, as the layers leave them.
+        compute, copy: the stream that runs the model, and one for copies.
 
-    def _judge(
-        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: dict[int, int]
+    Attributes:
+        made: the offers; the model's stream may read them between ``begin`` and ``end``.
+        between: what drafts after a step may take, on the stream for copies: the first slots, for whatever they name.
+            None: they name nothing.
+    """
+
+    def __init__(
+        self, policy: Policy, shape: MoEShape, slots: int, written: Tensor, compute: Stream, copy: Stream
     ) -> None:
-        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``.
+        self._new = partial(policy.formula, len(shape.layers), shape.experts, written.device)
+        self._shape, self._slots, self._compute, self._copy = shape, slots, compute, copy
+        self._written, self._taken = written, torch.zeros_like(written)
+        self.made = SlotOffers(self._new(), slots)
+        self.between: Offers | None = None
+        self._decode = Repeated(copy, partial(self._update, self.made, True))
+        self._arrives: Event | None = None
+        self._filled = False  # slots have been offered since they were filled
+        self._prompt: Tensor | None = None  # the copy stream reads it, so it must not be freed meanwhile
 
-        ``displaced``: experts whose slots were taken for some of these, and for which.
+    def prepare_drafts(self) -> None:
+        """Offers slots between steps from now on; before any step."""
+        _, slots, owners, kept, used = self.made.offers
+        # A slot is worth nothing to its owner beside what drafts name, as to a prefetcher on the host.
+        self.between = Offers(
+            torch.zeros_like(self.made.ready), slots, owners, torch.zeros_like(kept), torch.ones_like(used)
+        )
+
+    def compile(self) -> None:
+        """Launches for offers that nobody reads what may be launched later, and captures what follows a decode step."""
+        spare, layers = SlotOffers(self._new(), self._slots), len(self._shape.layers)
+        prompt = torch.zeros(layers, 1, self._shape.top_k, dtype=torch.int32, device=self._taken.device)
+        self._join()
+        self._compute.submit(self._taken.zero_)
+        self._copy.wait(self._compute.record())
+        self._copy.submit(self._update, spare, False, prompt)
+        self._copy.submit(self._update, spare, True)
+        self._decode.prepare()
+        self._compute.wait(self._copy.record())
+
+    def begin(self, to_layers: bool = True) -> None:
+        """A step begins: what the model's stream runs from now on reads the latest offers, and its layers get them."""
+        if not self._filled:
+            self.end(generating=False)
+        self._join()
+        if not to_layers:
+            return
+        state = self.made.offers.state
+        self._compute.submit(state.copy_, self.made.ready)
+        if self.between is not None:  # drafts took the first ones
+            self._compute.submit(state[:1].copy_, self.between.state[:1])
+
+    def end(
+        self,
+        *,
+        generating: bool,
+        counts: Tensor | None = None,
+        prompt: Sequence[tuple[int, Tensor]] = (),
+        to_drafts: int = 0,
+    ) -> None:
+        """The layers of a step were launched; those outside of steps get no offers.
+
+        Args:
+            generating: it has rows that generate.
+            counts: int32 [keys], in place of what ``written`` says of these.
+            prompt: layers, and the experts that the last rows of a step of prompts selected there, int32 [rows, top_k].
+            to_drafts: how many slots drafts may take until the next step.
         """
-        again = self._unused.intersection(ahead)
-        self._unused.update(ahead)
-        self._displaced |= displaced
-        used = {key for key in self._unused if counts[key] > 0}
-        harm = sum(self._early(self._displaced[key], key, used) for key in missed if key in self._displaced)
-        wasted = {key for key in self._unused - used if self.residency.slot_of[key] == NOWHERE}
-        self._unused -= used | wasted
-        gone = set(missed)
-        self._displaced = {
-            victim: key for victim, key in self._displaced.items() if key in self._unused and victim not in gone
-        }
-        counters = self._counters
-        counters.prefetches += len(ahead)
-        counters.prefetch_hits += len(used)
-        counters.prefetch_wasted += len(wasted) + len(again)  # evicted unused, and read once more
-        counters.prefetch_harmful += harm
-        allowance.add_misses(len(missed), harm)
-        allowance.add_reads(len(ahead))
-        allowance.add_uses(len(used))
+        self._filled = True
+        self._compute.submit(self.made.offers.state.zero_)
+        self._compute.submit(self._taken.copy_, self._written)
+        if counts is not None:
+            self._compute.submit(self._taken[: self._shape.total].copy_, counts)
+        if prompt:
+            by_layer, none = dict(prompt), torch.full_like(prompt[0][1], NO_EXPERT)
+            self._prompt = torch.stack([by_layer.get(layer, none) for layer in range(len(self._shape.layers))])
+        self._copy.wait(self._compute.record())
+        if generating:
+            self._decode.submit()
+        else:
+            self._copy.submit(self._update, self.made, False, self._prompt)
+        if self.between is not None:
+            self._copy.submit(self._leave, self.between.state, min(to_drafts, self._slots))
+        self._arrives = self._copy.record()
 
-    def _early(self, key: int, victim: int, used: set[int]) -> bool:
-        """Whether a step needed ``victim`` before it used ``key``, which was read into its slot, or instead of it."""
-        return key not in used or victim // self._experts <= key // self._experts
+    def _join(self) -> None:
+        if self._arrives is not None:
+            self._compute.wait(self._arrives)
+            self._arrives, self._prompt = None, None
+
+    def _update(self, made: SlotOffers, generating: bool, prompt: Tensor | None = None) -> None:
+        counts, owner = self._taken.split([self._shape.total, self._slots])
+        if prompt is not None:
+            made.formula.observe_prompt(prompt)
+        made.update(owner, counts if generating else None)
+
+    @staticmethod
+    def _leave(state: Tensor, most: int) -> None:
+        state[:1].zero_()
+        state[1:].fill_(most)

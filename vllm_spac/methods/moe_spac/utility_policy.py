@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from vllm_spac.decisions.policies._sorted import SortedPolicy
-from vllm_spac.decisions.policies.base import PolicyContext, Standing
+from vllm_spac.decisions.policies.base import Formula, PolicyContext, Standing
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator, Variant
+
+
+class UtilityFormula(Formula):
+    """As ``Utility``, when no layer runs: nothing is recycled between two steps.
+
+    Args:
+        estimator: of all experts; owned.
+        recycle: what is used now scores 0.
+    """
+
+    def __init__(
+        self, estimator: UtilityEstimator, recycle: bool, layers: int, experts: int, device: torch.device
+    ) -> None:
+        super().__init__(layers, experts, device)
+        self._estimator, self._recycle = estimator.on(device), recycle
+
+    def observe_counts(self, counts: Tensor) -> None:
+        self._estimator.update(counts)
+        self.kept.copy_(self._estimator.scores)
+        if not self._recycle:
+            self.used.copy_(self.kept)
 
 
 class Utility(SortedPolicy):
@@ -26,6 +49,7 @@ class Utility(SortedPolicy):
     """
 
     predictor = "utility"
+    on_device: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -38,10 +62,10 @@ class Utility(SortedPolicy):
         recycle: bool = False,
     ) -> None:
         super().__init__()
-        self._knobs = (gamma, upper, forget, variant)
-        self._boundaries = boundaries
+        self._knobs: dict[str, Any] = {"gamma": gamma, "upper": upper, "forget": forget, "variant": variant}
+        self._knobs["boundaries"] = boundaries
         self._recycle = recycle
-        UtilityEstimator(1, *self._knobs, boundaries=boundaries)  # refuses wrong knobs now, not in the first forward
+        self._new(1)  # refuses wrong knobs now, not in the first forward
         self._estimator: UtilityEstimator | None = None
         self._scores: np.ndarray = np.zeros(0, dtype=np.int64)
         self._clock = 0
@@ -61,6 +85,12 @@ class Utility(SortedPolicy):
     def recycled(self) -> Container[int]:
         return self._recycled
 
+    def _new(self, experts: int) -> UtilityEstimator:
+        return UtilityEstimator(experts, **self._knobs)
+
+    def formula(self, layers: int, experts: int, device: torch.device) -> UtilityFormula:
+        return UtilityFormula(self._new(layers * experts), self._recycle, layers, experts, device)
+
     def insert_ahead(self, key: int) -> None:
         self._clock += 1
         self._recycled.discard(key)
@@ -68,7 +98,7 @@ class Utility(SortedPolicy):
 
     def observe(self, counts: np.ndarray) -> None:
         if self._estimator is None:
-            self._estimator = UtilityEstimator(len(counts), *self._knobs, boundaries=self._boundaries)
+            self._estimator = self._new(len(counts))
             self._scores = self._estimator.scores
         before = self._scores
         self._estimator.observe_step(counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -72,10 +72,10 @@ class UtilityEstimator(Predictor):
             start = (RELEASED_UP, RELEASED_DOWN)
         elif variant == "paper" and boundaries is None:
             start = (max(1, start[0]), max(1, start[1]))
-        self.up = np.full(num_experts, start[0], dtype=np.float64)
-        self.down = np.full(num_experts, start[1], dtype=np.float64)
-        self.last = np.zeros(num_experts, dtype=np.int64)
-        self.scores = np.zeros(num_experts, dtype=np.int64)
+        self.up: Any = np.full(num_experts, start[0], dtype=np.float64)
+        self.down: Any = np.full(num_experts, start[1], dtype=np.float64)
+        self.last: Any = np.zeros(num_experts)
+        self.scores: Any = np.zeros(num_experts, dtype=np.int64)
 
     def observe_step(self, counts: np.ndarray) -> None:
         """As in ``Predictor``. Nothing changes for an expert whose layer did not run; its next change is relative to
@@ -84,21 +84,36 @@ class UtilityEstimator(Predictor):
         assert counts.shape == self.scores.shape and counts.dtype.kind in "iuf", "a count for each expert"
         ran = counts != NOT_RUN
         assert (counts[ran] >= 0).all(), "a count is at least 0, or -1 for a layer that did not run"
-        delta = np.where(ran, counts - (self.scores if self.variant == "released" else self.last), 0)
-        up, down = np.floor(self.up), np.floor(self.down)
-        rises = ran & (delta >= up)
-        falls = ran & ~rises & (-delta >= down)
-        self.scores = np.clip(self.scores + rises - falls, 0, self.upper)
-        self.last = np.where(ran, counts, self.last)
-        if not self.fixed:
-            self.up = self._moved(self.up, delta, delta > 0)
-            self.down = self._moved(self.down, -delta, delta < 0)
+        self.scores, self.last, self.up, self.down = self._next(counts)
+
+    def on(self, device: torch.device) -> Self:
+        """Returns itself, whose numbers are tensors on ``device`` from now on; then only ``update`` is called."""
+        for name in ("up", "down", "last", "scores"):
+            setattr(self, name, torch.from_numpy(getattr(self, name)).to(device, copy=True))
+        return self
+
+    def update(self, counts: torch.Tensor) -> None:
+        """As ``observe_step``, of tensors, which are overwritten in place."""
+        for old, new in zip((self.scores, self.last, self.up, self.down), self._next(counts), strict=True):
+            old.copy_(new)
 
     def guesses(self, inputs: PredictorInputs) -> Iterable[Guess]:
         if inputs.layer == START:
             yield Guess(0, torch.from_numpy(self.scores)[None])
 
-    def _moved(self, boundary: np.ndarray, change: np.ndarray, where: np.ndarray) -> np.ndarray:
+    def _next(self, counts: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns ``scores``, ``last``, ``up`` and ``down`` after a step; over arrays or tensors, by the same bits."""
+        ran = counts != NOT_RUN
+        delta = (counts - (self.scores if self.variant == "released" else self.last)) * ran
+        rises = ran & (delta >= self.up // 1)
+        falls = ran & ~rises & (-delta >= self.down // 1)
+        scores = (self.scores + rises * 1 - falls * 1).clip(0, self.upper)
+        last = counts * ran + self.last * ~ran
+        if self.fixed:
+            return scores, last, self.up, self.down
+        return scores, last, self._moved(self.up, delta, delta > 0), self._moved(self.down, -delta, delta < 0)
+
+    def _moved(self, boundary: Any, change: Any, where: Any) -> Any:
         moved = (1 - self.forget) * boundary + self.forget * change
-        moved = np.floor(moved) if self.variant == "literal" else np.maximum(moved, 1.0)
-        return np.where(where, moved, boundary)
+        moved = moved // 1 if self.variant == "literal" else moved.clip(1.0, None)
+        return moved * where + boundary * ~where

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.named import named
-from vllm_spac.cache.residency import Residency
+from vllm_spac.cache.residency import SlotOwners
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
@@ -150,7 +150,7 @@ class WorkerExecution(Execution):
         self.counters = Counters()
         self.holds_all = False
         self.keeps_bits = exchange is None and shape.packed is None and not self._client.divides
-        self.residency = Residency(shape.total, 0, policy)
+        self.residency, self.policy = SlotOwners(shape.total, 0), policy
         self._steps = 0
         self._forward = Forward()
         self._filled = False

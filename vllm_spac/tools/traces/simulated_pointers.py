@@ -1,4 +1,4 @@
-"""Simulates ``plane=pointers``, using the serving code's offers and the kernel's twin.
+"""Simulates ``plane=pointers``, using the serving code's formula and offers, and the kernel's twin.
 
 Assumptions, each where nothing was measured:
 
@@ -9,7 +9,7 @@ Assumptions, each where nothing was measured:
 - The kernel that decides is launched in every layer and takes ``LAUNCHES`` seconds in addition to the bytes.
 - Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time. A
   layer takes at least as long as host memory needs for what crosses the bus and what the CPU reads.
-- The report of a step is known ``lag`` steps after the next one begins: with async scheduling, vLLM's default, one.
+- What a step used is known to the next one, as on the device that decides. It takes no time.
 - Long prompts are no exception: an expert crosses the bus once. That they borrow slots, the least valuable ones, which
   hold other experts afterwards, is left out. Simulated as the pool does it, 2,048 rows before each 64 to 256 tokens
   changed the time per token by less than 0.2 %: of the carved model with 15, 25 and 50 % of its experts in slots, of
@@ -19,24 +19,22 @@ Assumptions, each where nothing was measured:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.execution.device.admission_reports import with_prompts
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
-from vllm_spac.execution.device.slot_offers import Offering, with_prompts
+from vllm_spac.execution.device.slot_offers import SlotOffers
 from vllm_spac.kernels.reference.admit import admit
-from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Mail, Offers, Request
-from vllm_spac.recording.metrics import Counters
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Mail, Request
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
-LAG = 1
 LAUNCHES = 5e-6  # seconds per layer: one program that decides, measured with a launch more than there is now
 
 
@@ -45,9 +43,8 @@ class PointersReplay(Replay[list[Part]]):
 
     Args:
         outcome: with ``slots``.
-        policy: estimates what a slot is worth; owned.
+        policy: its formula says what a slot is worth.
         shares: experts that the CPU computes, by how many a layer misses, as of ``shares_of``; empty: none.
-        lag: steps that a report is late.
     """
 
     def __init__(
@@ -58,39 +55,35 @@ class PointersReplay(Replay[list[Part]]):
         outcome: Outcome,
         policy: Policy,
         shares: Sequence[int] = (),
-        lag: int = LAG,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         self._asked = _request(shares, trace) if shares else None
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
-        keys = trace.facts.total
-        self.counters = Counters()  # of the steps whose reports are known
-        self._lag, self._late = lag, deque[Callable[[], object]]()
-        self.offering = Offering(keys, trace.facts.experts, outcome.slots, policy, self.counters)
+        facts = trace.facts
+        formula = policy.formula(facts.layers, facts.experts, torch.device("cpu"))
+        self._offers = SlotOffers(formula, outcome.slots)
+        keys = facts.total
         no_addresses = torch.zeros(0, keys, dtype=torch.int64), torch.zeros(0, keys, dtype=torch.int64)
-        residency = self.offering.residency
-        slot_of, owner = (torch.from_numpy(array.copy()) for array in (residency.slot_of, residency.owner))
+        slot_of, owner = (torch.full((size,), NOWHERE, dtype=torch.int32) for size in (keys, outcome.slots))
         self.experts = Experts(slot_of, owner, *no_addresses, torch.zeros(0, outcome.slots, dtype=torch.int64))
-        self.offers = Offers(*(torch.zeros(0) for _ in Offers._fields))
         self._copies = torch.zeros(1 + 2 * trace.facts.experts, dtype=torch.int32)
         self._counts, self._sources, self._decided = (torch.zeros(keys, dtype=torch.int32) for _ in range(3))
         self._leading = 0  # rows of the step that slots are for
         self._number = 0  # records before the next layer
 
     def fill(self, keys: Sequence[int]) -> None:
-        residency = self.offering.residency
-        placement = residency.prepare(keys)
-        for key, _ in placement.loads:
-            residency.finish_load(key)
-        residency.release(keys)
-        self.experts.slot_of.copy_(torch.from_numpy(residency.slot_of))
-        self.experts.owner.copy_(torch.from_numpy(residency.owner))
+        """As in ``Replay``: all slots, or none, which then stay empty."""
+        assert len(keys) in (0, self.outcome.slots)
+        if not keys:
+            return
+        self.experts.owner.copy_(torch.tensor(keys))
+        self.experts.slot_of[list(keys)] = torch.arange(len(keys), dtype=torch.int32)
+        self._offers.update(self.experts.owner)
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._step, self._leading = step, self.leading(step)
-        offered = self.offering.offer()
-        end = len(offered.slots) if self._leading else 0
-        self.offers = Offers(torch.tensor([0, end], dtype=torch.int32), *map(torch.from_numpy, offered[:-1]))
+        state = self._offers.offers.state
+        state.copy_(self._offers.ready if self._leading else torch.zeros_like(state))
         self._counts.fill_(-1)
         self._decided.fill_(-1)
         self._sources.fill_(UNUSED)
@@ -101,7 +94,7 @@ class PointersReplay(Replay[list[Part]]):
         start = self.trace.record_start[self._number]
         self._number += 1
         ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
-        state = self.experts, self.offers, self._decided, self._sources, self._copies
+        state = self.experts, self._offers.offers, self._decided, self._sources, self._copies
         asked = self._asked if self._may_leave() else None
         admit(ids, torch.ones(ids.shape), first, *state, None, asked and asked._replace(x=ids[:, :1]))
         self._counts[first : first + self.trace.facts.experts] = 0
@@ -130,13 +123,12 @@ class PointersReplay(Replay[list[Part]]):
         return with_prompts(*(tensor.numpy() for tensor in (self._counts, self._sources, self.experts.owner)))
 
     def end_step(self) -> None:
-        counts, owner, decided = (tensor.numpy().copy() for tensor in (self._counts, self.experts.owner, self._decided))
-        sources, generating = self._read_from().copy(), decided if self._leading else None
-        self._count(sources)
-        learn = partial(self.offering.learn, counts, sources, owner, generating=generating)
-        self._late.append(partial(learn, prompt=self.trace.prompt_rows(self._step)))
-        if len(self._late) > self._lag:
-            self._late.popleft()()
+        self._count(self._read_from())
+        if self.experts.owner[0] == NOWHERE:
+            return
+        if (prompt := self.trace.prompt_rows(self._step)) is not None:
+            self._offers.formula.observe_rows(torch.from_numpy(prompt))
+        self._offers.update(self.experts.owner, self._decided if self._leading else None)
 
     def _count(self, sources: np.ndarray) -> None:
         hits, admitted, streamed, computed = (

@@ -42,7 +42,6 @@ def simulate(
     expert_bytes: int | None = None,
     host_bytes: int = 0,
     layer_ahead: bool = False,
-    lag: int = 1,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
 
@@ -57,7 +56,6 @@ def simulate(
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
         layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving
             does; an offline policy has nothing read ahead.
-        lag: with pointers, steps that the report of a step is late: 1 with vLLM's async scheduling, 0 without it.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
@@ -78,7 +76,7 @@ def simulate(
 
         beside = build_balancer(balancer, trace, costs, nbytes)
         shares = [] if beside is None else shares_of(beside, facts.experts)
-        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, lag)
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares)
         replay.fill(filling(trace, slots) if fill else [])
         return replay.run(parts(trace, facts.total))
     if execution != "slots":
@@ -198,10 +196,10 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
     """Refuses what ``plane=pointers`` cannot be simulated with; ``ConfigError``: names the reason."""
     name = policy.partition("@")[0]
     kind = components.find("policies", name)
-    if kind.needs_layers:
-        raise ConfigError(f"policy {name} evicts from the layer that asks, and with pointers none asks; use lru")
     if kind.offline:
         raise ConfigError(f"policy {name} must know what will be used, and pointers learn of that too late")
+    if not kind.on_device:
+        raise ConfigError(f"policy {name} has no formula, which pointers need; use lru")
     if balancer != "none" and not components.find("balancers", balancer.partition("@")[0]).by_number:
         raise ConfigError(
             f"balancer {balancer} divides a layer on the host, and with pointers the device does; use waterfill"
