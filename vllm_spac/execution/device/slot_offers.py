@@ -8,7 +8,7 @@ is known to the next one: the host has no part in it, and its reports may be lat
 An offer contains the slot's owner and is void if that has changed. Nothing else about an offer must hold for
 correctness: accepting a bad one costs transferred bytes, never a wrong token.
 
-With ``reuse`` and its three averages an update is some 120 small launches; on a GPU they are one CUDA graph. They run
+With ``reuse`` and its three averages an update is some 140 small launches; on a GPU they are one CUDA graph. They run
 beside what follows the layers, the head and the sampler, and the next step's layers start when they have finished.
 """
 
