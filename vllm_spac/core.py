@@ -132,6 +132,13 @@ def selected(chosen: Iterable[tuple[int, np.ndarray]], layers: int, experts: int
     return None if found is None else found[:, :, :-1].reshape(len(found), -1)
 
 
+def settled_experts(layers: int, experts: int, count: int) -> list[int]:
+    """Returns the keys of ``count`` experts that have slots for good: the last ones of each layer, in equal shares."""
+    shares = [count // layers + (layer < count % layers) for layer in range(layers)]
+    ends = range(experts, (layers + 1) * experts, experts)
+    return [key for end, share in zip(ends, shares, strict=True) for key in range(end - share, end)]
+
+
 def weights_of(requests: Sequence[RequestRows]) -> list[float] | None:
     """Weights of the rows of ``requests``, in their order; None if no request has any."""
     if all(request.weights is None for request in requests):

@@ -275,14 +275,21 @@ def test_a_draft_tree_on_a_gpu(named: str, v2: bool, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("box", CARDS, ids=lambda box: box.name)
-def test_a_desktop_of_64_gb_starts_from_a_disk(box: Box, folder, tmp_path) -> None:
-    """Of which 56 GiB are free beside 54 GiB of experts and the system; what fits stays in host memory."""
+def test_a_desktop_of_64_gb_needs_no_disk(box: Box, folder, tmp_path) -> None:
+    """Of which 56 GiB are free beside 54 GiB of experts and the system: a few experts have slots for good."""
     desktop = box._replace(host=56)
-    start, refused = accepted(desktop, folder(SMALL), "", tmp_path)
+    for model in (SMALL, "Qwen/Qwen3-30B-A3B-FP8", "openai/gpt-oss-120b"):
+        start, refused = accepted(desktop, folder(model), "", tmp_path)
+        assert refused == [] and start.spac is not None and start.spac.plane == "pointers"
+        assert start.spac.store_on("cuda") == "host"
+
+
+@pytest.mark.parametrize("box", CARDS, ids=lambda box: box.name)
+def test_a_desktop_of_32_gb_starts_from_a_disk(box: Box, folder, tmp_path) -> None:
+    """GPU and host memory together are too small; what fits stays in host memory."""
+    start, refused = accepted(box._replace(host=26), folder(SMALL), "", tmp_path)
     assert refused == [] and start.spac is not None and start.spac.store_on("cuda") == "disk"
     assert start.spac.host_memory is not None and start.spac.plane == "slots"
-    start, refused = accepted(desktop, folder("Qwen/Qwen3-30B-A3B-FP8"), "", tmp_path)
-    assert refused == [] and start.spac is not None and start.spac.plane == "pointers"
 
 
 def test_host_memory_that_does_not_hold_the_experts(folder, tmp_path, monkeypatch) -> None:

@@ -55,3 +55,16 @@ def test_slots_are_filled_with_an_equal_share_of_each_layer(layers, experts, sha
     sizes = [len(part) for part in filled]
     assert len(filled) == layers and sum(sizes) == slots and max(sizes) - min(sizes) <= 1
     assert all(keys == list(range(n * experts, n * experts + len(keys))) for n, keys in enumerate(filled))
+
+
+@given(layers=st.integers(1, 9), experts=st.integers(1, 20), share=st.floats(0, 1), data=st.data())
+def test_slots_are_filled_beside_experts_that_have_settled(layers, experts, share, data):
+    """All slots are taken, none by an expert that has one for good, and the others by the lowest of each layer."""
+    total = layers * experts
+    slots = round(share * total)
+    settled = data.draw(st.sets(st.integers(0, total - 1), max_size=slots))
+    filled = waves.filled_experts(layers, experts, slots, settled)
+    assert sum(map(len, filled)) == slots - len(settled) and settled.isdisjoint(key for part in filled for key in part)
+    for layer, keys in enumerate(filled):
+        left = [key for key in range(layer * experts, (layer + 1) * experts) if key not in settled]
+        assert keys == left[: len(keys)]

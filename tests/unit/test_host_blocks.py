@@ -228,3 +228,56 @@ def test_a_block_that_nobody_closed_is_unpinned_before_its_memory_goes(cudart) -
     (address,) = cudart.registered
     del block
     assert not cudart.registered and cudart.log[-1] == ("unregister", address)
+
+
+def test_settled_experts_take_no_host_memory_and_are_in_their_slots(cudart, monkeypatch) -> None:
+    """Four of nine: the last two of the first layer, and the last one of each other."""
+    slots = {name: torch.zeros(6, *spec.shape, dtype=spec.dtype) for name, spec in SPECS.items()}
+    store = HostStore(SHAPE, "")
+    store.reserve_slots(4, slots)
+    assert store.tensors is slots and list(store.settled) == [1, 2, 5, 8]
+    held = [block_bytes(SPECS.values(), count) for count in (1, 2, 2)]
+    monkeypatch.setattr(host, "available_host_bytes", lambda: sum(held) + host._RESERVE - 1)
+    with pytest.raises(StoreError, match="needs"):
+        store.reserve(SHAPE.total)
+    monkeypatch.setattr(host, "available_host_bytes", lambda: sum(held) + host._RESERVE)
+    store.reserve(SHAPE.total)
+    store.pin()
+    assert store.host_bytes == {"pinned": sum(held), "pageable": 0}
+    assert sum(cudart.registered.values()) == sum(held) and len(cudart.registered) == 3 * len(SPECS)
+    fill(store)
+    assert all(map(store.holds, range(SHAPE.total)))
+    for key in range(SHAPE.total):
+        for name, tensor in store.view(key).items():
+            assert (tensor.view(-1).view(torch.uint8) == key).all(), (key, name)
+            settled = key in store.settled
+            assert settled == (
+                tensor.data_ptr() == slots[name][list(store.settled).index(key) if settled else 0].data_ptr()
+            )
+            layer, expert = divmod(key, EXPERTS)
+            row = store.layer(layer)[name][expert]
+            assert (row.data_ptr() == tensor.data_ptr()) is not settled, "an expert's number is its row"
+            pinned = any(a <= row.data_ptr() < a + n for a, n in cudart.registered.items())
+            assert pinned or settled
+    assert all(not rows[4:].any() for rows in slots.values()), "the other slots are left alone"
+    assert "4 experts have slots for good" in store.describe()
+    store.close()
+    assert not cudart.registered
+
+
+def test_what_is_not_held_takes_no_memory() -> None:
+    """256 experts of 1 MiB of which one is written: the others are addresses."""
+    code = """
+import torch
+from vllm_spac.core import TensorSpec
+from vllm_spac.system.host_blocks import HostBlock
+from vllm_spac.system.host_memory import own_memory
+before = own_memory()
+block = HostBlock({"w": TensorSpec((1 << 20,), torch.uint8)}, 256, pin=False, held=1)
+block.tensors["w"][0].fill_(1)
+print(block.tensors["w"].shape[0], block.nbytes, own_memory() - before)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    experts, nbytes, taken = map(int, found)
+    assert (experts, nbytes) == (256, 1 << 20)
+    assert taken < 16 << 20, "a huge page, and what the interpreter takes meanwhile"

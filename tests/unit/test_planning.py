@@ -28,10 +28,10 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.storage.checkpoint import published, quantisation
 from vllm_spac.storage.checkpoint.published import find_model
-from vllm_spac.system.host_memory import SYSTEM_RESERVE
+from vllm_spac.system.host_memory import SYSTEM_RESERVE, gib
 from vllm_spac.system.machine import Machine
 from vllm_spac.tools.planning import planned_machine as machines
-from vllm_spac.tools.planning import planned_routing
+from vllm_spac.tools.planning import planned_memory, planned_routing
 from vllm_spac.tools.planning import planned_serving as plans
 from vllm_spac.tools.planning.architecture import Architecture
 from vllm_spac.tools.planning.planned_machine import HIT_SHARE, USABLE, UTILIZATION, PlannedMachine
@@ -172,6 +172,26 @@ def test_misses_cost_what_their_store_takes(model: ServedModel, store, rate: flo
     expected = all_resident(model, machine(GIB, GIB)) + misses * W_E / rate
     assert found.tokens_per_second == pytest.approx(1 / expected, rel=1e-3)
     assert found.hit_rate == pytest.approx(0.25, abs=0.04) and found.limit == limit
+
+
+def test_experts_that_host_memory_has_no_room_for_have_slots_for_good(model: ServedModel) -> None:
+    """Twenty of 256; with 25 % they are counted among the slots, and the others hold what steps select."""
+    short, ours = machine(GIB, ALL - 20 * W_E), replace(model, execution="pointers")
+    assert planned_memory.settled(ours, short, 25) == 20 and planned_memory.settled(model, short, 25) == 0
+    assert planned_memory.settled(ours, machine(GIB, ALL), 25) == 0
+    assert planned_memory.settled(ours, short, 20) == 20, "52 slots, of which a layer's 32 are left"
+    assert planned_memory.settled(ours, short, 19) == 0, "49 slots"
+    plan = make_plan(ours, short, ONE, [planned_routing.LOW])
+    choice = plan.best.choice
+    assert (choice.store, choice.settled) == ("host", 20)
+    assert ("all experts but 20, which have slots for good", gib(ALL - 20 * W_E), "host memory") in list(plan.memory())
+    assert not any("store=host" in problem for problem in plan.problems)
+    even, low = (
+        [predict(Choice(25, "host", settled=n), ours, short, ONE, each).hit_rate for n in (0, 20)]
+        for each in (planned_routing.EVEN, planned_routing.LOW)
+    )
+    assert even[1] == pytest.approx(even[0], abs=0.02), "without locality every slot is worth the same"
+    assert low[1] < low[0] - 0.02
 
 
 def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None:

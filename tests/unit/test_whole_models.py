@@ -209,3 +209,23 @@ def test_latent_attention_keeps_one_vector_a_token(args, tmp_path) -> None:
 def test_a_device_whose_memory_is_unknown_is_the_plugins(args, monkeypatch) -> None:
     monkeypatch.setattr(device, "total_memory", lambda: None)
     assert served(args()) is not None
+
+
+@pytest.mark.parametrize(
+    ("host", "knobs", "store"),
+    [
+        (64, {}, "host"),  # 58 GiB hold all experts
+        (52, {}, "host"),  # 6 GiB too few, of 14 GiB of slots
+        (42, {}, "disk"),  # 16 too few
+        (52, {"slots": "10%"}, "disk"),  # 5.4 GiB of slots
+        (52, {"plane": "slots"}, "disk"),  # no kernel reads host memory in place
+    ],
+)
+def test_host_memory_that_is_a_little_short_is_no_reason_for_a_disk(args, monkeypatch, host, knobs, store) -> None:
+    """54 GiB of experts on a GPU of 24 GiB: those that host memory has no room for have slots for good."""
+    monkeypatch.setattr(device, "query", lambda: device.DeviceFacts("an RTX 4090", True, (8, 9), True, True))
+    monkeypatch.setattr(device, "total_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(store_choice, "available_host_bytes", lambda: host * GIB)
+    config = served(args(knobs))
+    assert config is not None and config.store_on("cuda") == store
+    assert config.plane == ("pointers" if store == "host" else "slots")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -102,11 +103,12 @@ def shared_seconds(
 @contextmanager
 def loads(store: ExpertStore, count: int, device: torch.device, io_threads: int) -> Iterator[Callable[[], None]]:
     """Context with a function that loads ``count`` experts together; other arguments as in ``serving_rates``."""
-    shape, turn = store.shape, iter(range(1 << 62))
+    shape, settled = store.shape, set(store.settled)
+    turn = cycle(key for key in range(shape.total) if key not in settled)
     transfers = Transfers(store, allocate(shape.tensors, count, device), io_threads, "profile")
 
     def load() -> None:
-        for error in transfers.load([(next(turn) % shape.total, slot) for slot in range(count)], None).values():
+        for error in transfers.load([(next(turn), slot) for slot in range(count)], None).values():
             raise error
         transfers.finish()
 

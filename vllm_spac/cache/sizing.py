@@ -101,6 +101,21 @@ def resolve(slots: SlotCount, shape: MoEShape, free_bytes: int) -> int:
     return count
 
 
+def settling(total: int, nbytes: int, room: int, slots: int, experts: int) -> int:
+    """Returns how many experts must settle, that is have slots for good, because host memory has no room for them.
+
+    0 as well where they would leave fewer slots than a layer has experts: then host memory is too small.
+
+    Args:
+        total: experts of all layers, of ``nbytes`` each.
+        room: bytes of host memory for experts.
+        slots: of all layers together.
+        experts: of a layer.
+    """
+    missing = max(0, total - max(0, room) // nbytes)
+    return missing if missing <= slots - experts else 0
+
+
 def parse_list(text: str) -> list[str]:
     """Splits ``text`` at commas outside of brackets."""
     found, depth = [""], 0

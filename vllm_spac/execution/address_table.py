@@ -42,7 +42,7 @@ class AddressTable:
         device: device of the slots.
         sizes: bytes of each tensor of an expert.
         addresses: int64 [names, keys] on the device: addresses at which kernels read each expert's tensors.
-        hosts: int64 [names, keys] on the device: addresses of their host copies.
+        hosts: int64 [names, keys] on the device: addresses of their host copies; of settled experts, of their slots.
         table, host_table: the rows of ``addresses`` and of ``hosts``, by name.
         slot_addresses: int64 [names, slots], on the host.
     """
@@ -60,10 +60,13 @@ class AddressTable:
         self.hosts = self.addresses.clone()
         self.table = dict(zip(slots, self.addresses, strict=True))
         self.host_table = dict(zip(slots, self.hosts, strict=True))
+        settled = np.isin(np.arange(keys), list(store.settled))
+        self._settled = torch.from_numpy(settled).to(self.device) if settled.any() else None
 
     def resident(self, keys: slice) -> Tensor:
-        """Returns bool [keys] on the device: experts whose pointers are at slots. One launch."""
-        return self.addresses[0, keys] != self.hosts[0, keys]
+        """Returns bool [keys] on the device: experts whose pointers are at slots. At most two launches."""
+        found = self.addresses[0, keys] != self.hosts[0, keys]
+        return found if self._settled is None else found | self._settled[keys]
 
     def write(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         """Writes the pointers of ``keys``, to these slots: one small copy to the device and one launch."""

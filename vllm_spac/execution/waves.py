@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -68,7 +68,13 @@ def _next_wave(uses: np.ndarray, last: np.ndarray, slots: int) -> tuple[np.ndarr
         costs -= np.where(last[new], 1, _FAR) @ uses[new]
 
 
-def filled_experts(layers: int, experts: int, slots: int) -> list[list[int]]:
-    """Returns the keys of each layer that are loaded before the first step: equal shares, the lowest experts first."""
-    shares = [slots // layers + (layer < slots % layers) for layer in range(layers)]
-    return [list(range(layer * experts, layer * experts + share)) for layer, share in enumerate(shares)]
+def filled_experts(layers: int, experts: int, slots: int, settled: Iterable[int] = ()) -> list[list[int]]:
+    """Returns the keys of each layer that are loaded before the first step: equal shares, the lowest experts first.
+
+    Args:
+        settled: experts that have slots already, which count.
+    """
+    held = set(settled)
+    keys = [layer * experts + expert for expert in range(experts) for layer in range(layers)]
+    chosen = [key for key in keys if key not in held][: slots - len(held)]
+    return [sorted(key for key in chosen if key // experts == layer) for layer in range(layers)]

@@ -68,7 +68,8 @@ def apply(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | Non
             logger.info("%s", printable(f"spac: {fits}"))
             return None
         config = served
-    if (chosen := store_choice.choose(engine_args, config, model, entry)) is not None:
+    in_place = config.plane == AUTO and _plane(engine_args, config, model, entry, facts)[0] == "pointers"
+    if (chosen := store_choice.choose(engine_args, config, model, entry, in_place)) is not None:
         knobs, why = chosen
         choices.append(why)
         config = _with(engine_args, **knobs)

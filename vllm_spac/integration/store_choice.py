@@ -1,14 +1,17 @@
 """Where an engine on a GPU keeps experts if its user named no store: in host memory, or on a disk where that is short.
 
-Counted by headers and free memory, before a plane is chosen, as ``vllm-spac plan`` counts this machine. With a disk,
-host memory holds experts without a slot, as many as it has room for.
+Counted by headers and free memory, as ``vllm-spac plan`` counts this machine. With a disk, host memory holds experts
+without a slot, as many as it has room for. Where the GPU reads host memory in place there need be no disk, as long as
+slots have room for the experts that host memory has none for: they have slots for good.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from vllm_spac.cache.sizing import settling
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import SlotCount
 from vllm_spac.integration import whole_models
@@ -20,11 +23,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from vllm_spac.integration.whole_models import Count
+    from vllm_spac.storage.checkpoint.headers import Checkpoint
+
 _LEAST = 1 << 28  # bytes of host memory that are worth a tier of their own
 
 
 def choose(
-    engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None
+    engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None, in_place: bool
 ) -> tuple[dict[str, object], str] | None:
     """Returns knobs of a store that has room, and why; None where the default has, or the user named a store.
 
@@ -33,6 +39,7 @@ def choose(
 
     Args:
         entry: how the checkpoint's experts are quantised; None: not at all.
+        in_place: the GPU will read host memory in place, if it has all experts without a slot.
     """
     named = config.store is not None or config.host_memory is not None or config.has_workers
     bound = config.plane == "pointers" or config.cpu_experts != "off" or config.parsed_slots.share == 1
@@ -40,7 +47,8 @@ def choose(
         return None
     if entry is None and model.quantization is not None:
         return None  # quantised while it is loaded, which is refused
-    if config.parsed_slots == SlotCount() and (found := whole_models.count(engine_args, model)) and found.fits:
+    found = whole_models.count(engine_args, model)
+    if config.parsed_slots == SlotCount() and found and found.fits:
         return None  # each expert gets a slot
     ours = entry is not None and quantisation.refusal(entry, FormatKernels.OURS) is None
     kernels = FormatKernels.OURS if ours else FormatKernels.GPU
@@ -49,6 +57,8 @@ def choose(
         return None
     needed, available = sum(checkpoint.layer_bytes.values()), available_host_bytes()
     if needed <= (spare := max(0, available - SYSTEM_RESERVE)):
+        return None
+    if in_place and found and _settle(found, checkpoint, config.parsed_slots, spare, engine_args.tensor_parallel_size):
         return None
     knobs: dict[str, object] = {"store": "disk"}
     tier = "no experts"
@@ -59,3 +69,13 @@ def choose(
         f"store=disk: the experts take {gib(needed)}, and {gib(available)} of host memory are free, of which "
         f"{gib(SYSTEM_RESERVE)} are left to the system; host memory holds {tier} (--spac-host-memory)"
     )
+
+
+def _settle(counted: Count, checkpoint: Checkpoint, slots: SlotCount, spare: int, ranks: int) -> bool:
+    """Whether slots have room for the experts that ``spare`` bytes of host memory have none for."""
+    experts = sum(checkpoint.layer_bytes.values())
+    nbytes = experts // checkpoint.total
+    room = counted.usable - counted.kv - counted.working - (counted.weights - experts // ranks)
+    most = max(0, room) * ranks // nbytes
+    asked = most if slots.share is None else min(most, math.ceil(slots.share * checkpoint.total))
+    return settling(checkpoint.total, nbytes, spare, asked, checkpoint.experts) > 0

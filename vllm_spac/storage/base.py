@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +25,8 @@ class ExpertStore(ABC):
 
     Attributes:
         addressable: experts are in memory that the CPU and the GPU can read: ``view`` and ``layer`` return them.
-        tensors: name -> slots [all experts, ...], if the store is the slots themselves; else None.
+        tensors: name -> slots [slots, ...], if the store has experts in them; else None.
+        settled: experts that are in the first of these slots for good, in this order, and nowhere else.
 
     Args:
         shape: layers, experts and tensors; the layout of every expert.
@@ -39,6 +40,7 @@ class ExpertStore(ABC):
     in_place: bool = True  # kernels on the GPU read experts where they are stored; set before the first ``put``
     offline: ClassVar[str] = ""  # why no engine can select it by name; empty if one can
     tensors: Mapping[str, Tensor] | None = None
+    settled: Sequence[int] = ()
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         self.shape = shape
@@ -55,6 +57,14 @@ class ExpertStore(ABC):
         Raises:
             StoreError: there is too little room; the message states how much is needed and where.
         """
+
+    def reserve_slots(self, count: int, slots: Mapping[str, Tensor]) -> None:
+        """Keeps ``count`` experts in the first ``slots`` for good, and nowhere else; before anything is reserved.
+
+        Raises:
+            StoreError: this store keeps all of them.
+        """
+        raise StoreError(f"spac: {self.describe()} keeps every expert itself")
 
     def pin(self) -> None:
         """Pins the memory of all experts, if kernels read them in place; once it is reserved, before any ``put``.

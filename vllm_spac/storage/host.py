@@ -4,6 +4,9 @@ Where kernels read experts in place, all layers are pinned before any is packed,
 before weights are read. Where experts are only copied, layers are pinned in the order in which they are packed, until
 the driver refuses one. That one and those after it are pageable: the driver copies through a buffer of its own. All
 layers are read as often, so no order is better.
+
+Where it has no room for all experts that kernels read in place, some *settle*: they have slots for good, and no copy in
+host memory. They are the last ones of each layer, whose part of its block is never written, and so takes no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape
+from vllm_spac.core import MoEShape, settled_experts
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.base import ExpertStore, Slot, rows_of
 from vllm_spac.system.host_blocks import HostBlock, block_bytes
@@ -40,13 +43,22 @@ class HostStore(ExpertStore):
         self._packed: set[int] = set()
         self._pin = torch.cuda.is_available()
         self._refused = False  # the driver has pinned as much as it does
+        self._held = [shape.experts] * len(shape.layers)  # experts of each layer in host memory: the first ones
+        self._slot_of: dict[int, int] = {}  # of those that have settled
+
+    def reserve_slots(self, count: int, slots: Mapping[str, Tensor]) -> None:
+        layers, experts = len(self.shape.layers), self.shape.experts
+        self.tensors, self.settled = slots, settled_experts(layers, experts, count)
+        self._slot_of = {key: slot for slot, key in enumerate(self.settled)}
+        for key in self.settled:
+            self._held[key // experts] -= 1
 
     def holds(self, key: int) -> bool:
         return key in self._packed
 
     def reserve(self, experts: int) -> None:
-        layers = -(-experts // self.shape.experts)
-        needed, available = layers * self._layer_bytes, available_host_bytes()
+        ranks = -(-experts // self.shape.total)
+        needed, available = ranks * self._bytes, available_host_bytes()
         if experts and needed + _RESERVE > available:
             raise StoreError(
                 f"spac: store=host needs {gib(needed)} of host memory for {experts} experts, "
@@ -67,18 +79,18 @@ class HostStore(ExpertStore):
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         layer, expert = self.shape.split(key)
-        if layer not in self._layers:
+        if key not in self._slot_of and layer not in self._layers:
             self._add(layer)
-        for name, block in self._layers[layer].tensors.items():
-            block[expert].copy_(tensors[name])
         self._packed.add(key)
+        for name, there in self.view(key).items():
+            there.copy_(tensors[name])
 
     def _add(self, layer: int) -> None:
         """Allocates a layer, pinned unless the driver has refused one."""
         pin = self._pin and not self._refused
-        block = HostBlock(self.shape.tensors, self.shape.experts, pin, self.in_place)
+        block = HostBlock(self.shape.tensors, self.shape.experts, pin, self.in_place, self._held[layer])
         if block.refused:
-            pinned, total = len(self._layers) * block.nbytes, len(self.shape.layers) * block.nbytes
+            pinned, total = sum(each.nbytes for each in self._layers.values()), self._bytes
             logger.warning(
                 "spac: %s of %s of experts in host memory are pinned (%s), the first layers; the others are copied "
                 "from pageable memory, which is slower; %s",
@@ -89,6 +101,7 @@ class HostStore(ExpertStore):
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         layer, expert = self._place(key)
+        assert key not in self._slot_of, f"expert {key} has its slot for good"
         slot = Slot.of(into)
         for name, rows in self._memory[layer].items():
             slot.fill(name, rows[expert])
@@ -96,6 +109,9 @@ class HostStore(ExpertStore):
 
     def view(self, key: int) -> dict[str, Tensor]:
         layer, expert = self._place(key)
+        if (slot := self._slot_of.get(key)) is not None:
+            assert self.tensors is not None
+            return {name: slots[slot] for name, slots in self.tensors.items()}
         return {name: block[expert] for name, block in self._layers[layer].tensors.items()}
 
     def _place(self, key: int) -> tuple[int, int]:
@@ -109,11 +125,12 @@ class HostStore(ExpertStore):
     def describe(self) -> str:
         kind = "pinned host memory" if self._pin else "host memory"
         pageable = f", of which {gib(self.host_bytes['pageable'])} could not be pinned" if self._refused else ""
-        return f"host ({kind}, {gib(len(self.shape.layers) * self._layer_bytes)}{pageable})"
+        settled = f", {len(self.settled)} experts have slots for good" if self.settled else ""
+        return f"host ({kind}, {gib(self._bytes)}{pageable}{settled})"
 
     @property
-    def _layer_bytes(self) -> int:
-        return block_bytes(self.shape.tensors.values(), self.shape.experts)
+    def _bytes(self) -> int:
+        return sum(block_bytes(self.shape.tensors.values(), held) for held in self._held)
 
     def close(self) -> None:
         blocks = [block for _, block in sorted(self._layers.items())]

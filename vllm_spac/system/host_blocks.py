@@ -60,7 +60,7 @@ class HostBlock:
 
     Attributes:
         tensors: name -> zeros [count, ...], valid as long as they are referenced.
-        nbytes: size of the mapping, whole pages.
+        nbytes: bytes of memory of the first ``held`` experts, whole pages.
         pinned: whether it is registered with CUDA.
         refused: why it is not pinned though it should be; empty if it is, or need not be.
 
@@ -69,36 +69,43 @@ class HostBlock:
             GPU's NUMA node while that has room.
         in_place: the GPU reads them there; else they are copied, which pageable memory is good enough for where no more
             can be pinned.
+        held: experts that are written; default: all. The others have addresses, and no memory.
 
     Raises:
         PinError: no more memory can be pinned, and it must be ``in_place``; the message names a remedy.
         StoreError: the system or the driver refuses for another reason.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool, in_place: bool = True) -> None:
-        self.nbytes = block_bytes(specs.values(), count)
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], count: int, pin: bool, in_place: bool = True, held: int | None = None
+    ) -> None:
+        held = count if held is None else held
+        self.nbytes = block_bytes(specs.values(), held)
         try:
             # a pinned block is not inherited: after copy-on-write the GPU would keep the old pages
-            everything = huge_pages(self.nbytes, inherited=not pin)
+            everything = huge_pages(block_bytes(specs.values(), count), inherited=not pin)
         except OSError as error:
             raise StoreError(
                 f"spac: cannot allocate {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
             ) from error
-        self._unpin: weakref.finalize | None = None
+        self._unpin: list[weakref.finalize] = []
         if pin and (node := processors.gpu_node()) is not None:
             processors.prefer_node(everything, node)  # before the driver touches the pages
-        self.refused = self._register(everything.data_ptr(), in_place) if pin else ""
-        self.pinned = pin and not self.refused
         self.tensors: dict[str, Tensor] = {}
-        start = 0
+        start, parts = 0, []
         for name, spec in specs.items():
             stop = start + count * spec.nbytes
             self.tensors[name] = everything[start:stop].view(spec.dtype).view(count, *spec.shape)
+            parts.append(everything[start : start + _pages(held * spec.nbytes)])
             start += _pages(count * spec.nbytes)
+        self.refused = ""
+        for part in (parts if held < count else [everything]) if pin else ():
+            self.refused = self.refused or self._register(part.data_ptr(), part.nbytes, in_place)
+        self.pinned = pin and not self.refused
 
-    def _register(self, address: int, in_place: bool) -> str:
-        """Pins the mapping; returns why the driver refuses to pin as much, unless it must be ``in_place``."""
-        error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
+    def _register(self, address: int, nbytes: int, in_place: bool) -> str:
+        """Pins a part; returns why the driver refuses to pin as much, unless it must be ``in_place``."""
+        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if full := int(error) in _NO_MORE:
             _forget_error()
             if not in_place:
@@ -109,8 +116,8 @@ class HostBlock:
             remedies = Remedy(pin_remedy()), *copied, use(store="disk", disk_dir="DIR")
             raise (PinError if full else StoreError).refused(f"{problem}{_words(error)})", *remedies)
         # a mapping that ends while it is registered would stay so, and another at its address could not be pinned
-        self._unpin = weakref.finalize(self, _unregister, address)
-        self._unpin.atexit = False  # the driver may be gone by then, and the process with its memory is going
+        self._unpin.append(weakref.finalize(self, _unregister, address))
+        self._unpin[-1].atexit = False  # the driver may be gone by then, and the process with its memory is going
         return ""
 
     def close(self) -> None:
@@ -119,8 +126,8 @@ class HostBlock:
         Raises:
             StoreError: the driver refuses.
         """
-        if self._unpin is not None:
-            self._unpin()
+        for unpin in self._unpin:
+            unpin()
 
 
 def _unregister(address: int) -> None:

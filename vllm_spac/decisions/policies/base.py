@@ -216,7 +216,10 @@ class Formula:
 
     @torch.inference_mode()
     def order(self, owner: Tensor) -> Tensor:
-        """Returns int64 [slots], all slots, that of the next victim first; among equals the one used longest ago."""
+        """Returns int64 [slots], these slots, that of the next victim first; among equals the one used longest ago.
+
+        ``owner``: int [slots], their experts.
+        """
         held = owner.long()
         by_age = self.last[held].argsort(stable=True)
         return by_age[self.kept[held[by_age]].argsort(stable=True)]

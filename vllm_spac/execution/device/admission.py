@@ -78,7 +78,8 @@ class Admission:
         # None: each expert has its slot, and nothing is on offer.
         self._updates: OfferUpdates | None = None
         if slots < shape.total:
-            self._updates = OfferUpdates(context.policy, shape, slots, reports.ending, compute, copy)
+            settled = len(context.store.settled)
+            self._updates = OfferUpdates(context.policy, shape, slots, reports.ending, compute, copy, settled)
         self._served = torch.zeros(1, **made)  # pairs of the step that slots are for: the first ones
         self._served_pairs = 0  # in ``_served``
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)

@@ -232,7 +232,12 @@ class PointerExecution(Execution):
     # -- start and end -------------------------------------------------------------------------------------
 
     def fill(self) -> Iterator[int]:
-        for share in filled_experts(len(self.shape.layers), self.shape.experts, self.residency.slots):
+        if settled := self.store.settled:
+            slots = [self.admission.residency.assign(key) for key in settled]
+            assert slots == list(range(len(settled))), "they are in other slots"
+            self.admission.finish_fill(settled)
+            yield len(settled)
+        for share in filled_experts(len(self.shape.layers), self.shape.experts, self.residency.slots, settled):
             for start in range(0, len(share), _FILL_BATCH):
                 keys = share[start : start + _FILL_BATCH]
                 for key in keys:

@@ -27,10 +27,11 @@ from vllm_spac.kernels.types import Offers
 
 
 class SlotOffers:
-    """Offers all slots. Every slot has an owner.
+    """Offers all slots but those of experts that have settled. Every slot has an owner.
 
     Args:
         formula: values slots; owned.
+        settled: number of the first slots, whose experts have them for good.
 
     Attributes:
         offers: as the kernels read them, at fixed addresses; ``state`` is written by who begins and ends steps.
@@ -39,19 +40,20 @@ class SlotOffers:
         wanted: bool [keys], experts that might take a slot that is on offer, if a step uses them.
     """
 
-    def __init__(self, formula: Formula, slots: int) -> None:
-        self.formula = formula
+    def __init__(self, formula: Formula, slots: int, settled: int = 0) -> None:
+        self.formula, self._settled = formula, settled
         device, keys = formula.kept.device, len(formula.kept)
         state, self.ready = (torch.zeros(2, dtype=torch.int32, device=device) for _ in range(2))
-        places, owners = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2))
-        self.offers = Offers(state, places, owners, torch.zeros(slots, device=device), torch.zeros(keys, device=device))
+        places, owners = (torch.zeros(slots - settled, dtype=torch.int32, device=device) for _ in range(2))
+        kept, used = (torch.zeros(count, device=device) for count in (slots - settled, keys))
+        self.offers = Offers(state, places, owners, kept, used)
         self.wanted = torch.zeros(keys, dtype=torch.bool, device=device)
 
     @torch.inference_mode()
     def update(self, owner: Tensor, counts: Tensor | None = None) -> None:
         """A step has ended, or slots were filled: arguments as of ``Formula.observe``."""
         self.formula.observe(owner, counts)
-        offers, used, slots = self.offers, self.offers.used, self.formula.order(owner)
+        offers, used, slots = self.offers, self.offers.used, self.formula.order(owner[self._settled :]) + self._settled
         used.copy_(self.formula.used)
         offers.slots.copy_(slots)
         offers.owners.copy_(owner[slots])
@@ -70,6 +72,7 @@ class OfferUpdates:
         written: int32 [keys + slots] on the device: the rows that generate and selected each expert, and the owners of
             slots, as the layers leave them.
         compute, copy: the stream that runs the model, and one for copies.
+        settled: as of ``SlotOffers``.
 
     Attributes:
         made: the offers; the model's stream may read them between ``begin`` and ``end``.
@@ -78,12 +81,19 @@ class OfferUpdates:
     """
 
     def __init__(
-        self, policy: Policy, shape: MoEShape, slots: int, written: Tensor, compute: Stream, copy: Stream
+        self,
+        policy: Policy,
+        shape: MoEShape,
+        slots: int,
+        written: Tensor,
+        compute: Stream,
+        copy: Stream,
+        settled: int = 0,
     ) -> None:
         self._new = partial(policy.formula, len(shape.layers), shape.experts, written.device)
-        self._shape, self._slots, self._compute, self._copy = shape, slots, compute, copy
+        self._shape, self._slots, self._compute, self._copy = shape, (slots, settled), compute, copy
         self._written, self._taken = written, torch.zeros_like(written)
-        self.made = SlotOffers(self._new(), slots)
+        self.made = SlotOffers(self._new(), *self._slots)
         self.between: Offers | None = None
         self._decode = Repeated(copy, partial(self._update, self.made, True))
         self._arrives: Event | None = None
@@ -100,7 +110,7 @@ class OfferUpdates:
 
     def compile(self) -> None:
         """Launches for offers that nobody reads what may be launched later, and captures what follows a decode step."""
-        spare, layers = SlotOffers(self._new(), self._slots), len(self._shape.layers)
+        spare, layers = SlotOffers(self._new(), *self._slots), len(self._shape.layers)
         prompt = torch.zeros(layers, 1, self._shape.top_k, dtype=torch.int32, device=self._taken.device)
         self._join()
         self._compute.submit(self._taken.zero_)
@@ -152,7 +162,7 @@ class OfferUpdates:
         else:
             self._copy.submit(self._update, self.made, False, self._prompt)
         if self.between is not None:
-            self._copy.submit(self._leave, self.between.state, min(to_drafts, self._slots))
+            self._copy.submit(self._leave, self.between.state, min(to_drafts, len(self.made.offers.slots)))
         self._arrives = self._copy.record()
 
     def _join(self) -> None:
@@ -161,7 +171,7 @@ class OfferUpdates:
             self._arrives, self._prompt = None, None
 
     def _update(self, made: SlotOffers, generating: bool, prompt: Tensor | None = None) -> None:
-        counts, owner = self._taken.split([self._shape.total, self._slots])
+        counts, owner = self._taken.split([self._shape.total, self._slots[0]])
         if prompt is not None:
             made.formula.observe_prompt(prompt)
         made.update(owner, counts if generating else None)

@@ -95,6 +95,7 @@ def _facts(execution: Execution) -> dict:
         "slots": residency.slots,
         "resident": residency.resident,
         "pinned": residency.pinned,
+        "settled": len(execution.store.settled),
         "host_experts": 0 if execution.host is None else execution.host.tier.held,
         "slot_bytes": residency.slots * shape.expert_bytes,
         "expert_bytes": shape.expert_bytes,

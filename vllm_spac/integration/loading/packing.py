@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.sizing import settling
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.predictors.base import Predictor
@@ -28,7 +29,7 @@ from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.storage.checkpoint.contents import CheckpointContents
 from vllm_spac.storage.checkpoint.packed_folder import write_model
-from vllm_spac.system.host_memory import available_host_bytes, release_file_pages, release_freed_memory
+from vllm_spac.system.host_memory import available_host_bytes, gib, release_file_pages, release_freed_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,6 +111,7 @@ class Packing:
         else:
             store = kind(shape=shape, fingerprint="", folder=None)
         store.in_place = self._config.execution_class.needs_addressable_store
+        _settle(store, room.slots, set(self._stores.values()), self._ranks.size, self._device)
         self._stores.update(dict.fromkeys(shape.layers, store))
         if store.suspect:
             _verify(store, self._config.io_threads, self._ranks.rank)
@@ -235,6 +237,26 @@ class Packing:
     def _keys(self, layer: ManagedExperts) -> range:
         experts = self._store(layer).shape.experts
         return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)
+
+
+def _settle(store: ExpertStore, slots: int, before: set[ExpertStore], ranks: int, device: torch.device) -> None:
+    """Gives experts slots for good that host memory has no room for, if kernels read the others in place there.
+
+    Args:
+        before: the stores that were opened before this one, of which none has its memory yet.
+    """
+    shape = store.shape
+    if slots == shape.total or store.persistent or not (store.in_place and store.addressable):
+        return
+    taken = sum((each.shape.total - len(each.settled)) * each.shape.expert_bytes for each in before)
+    room = available_host_bytes() // ranks - assembly.HOST_RESERVE - taken
+    if count := settling(shape.total, shape.expert_bytes, room, slots, shape.experts):
+        store.reserve_slots(count, allocate(shape.tensors, slots, device))
+        logger.info(
+            "spac: %s of %s experts have slots for good, since host memory has room for %s; the other %s slots are for "
+            "those that steps select",
+            *(count, shape.total, gib(room), slots - count),
+        )
 
 
 def _check_unchanged(checkpoint: CheckpointContents, put: Sequence[tuple[ExpertStore, int]]) -> None:

@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 
-from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
+from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working, settling
 from vllm_spac.decisions import prompt_chunks
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint import quantisation
@@ -105,6 +105,14 @@ def slot_bytes(model: ServedModel, percent: int, tokens: int = 0) -> int:
     return sum(count * size for count, size in slot_shapes(model, percent, tokens))
 
 
+def settled(model: ServedModel, machine: PlannedMachine, percent: int, tokens: int = 0) -> int:
+    """Returns how many experts have slots for good, because host memory has no room for all of them."""
+    if model.execution != "pointers" or not machine.gpu:
+        return 0
+    count, checkpoint = sum(count for count, _ in slot_shapes(model, percent, tokens)), model.checkpoint
+    return settling(checkpoint.total, model.expert_bytes, machine.spare, count, checkpoint.experts)
+
+
 def largest_slots(model: ServedModel, room: Split) -> tuple[int, int]:
     """Returns the most slots that fit: (percent, 0), or (0, tokens) in multiples of top-k where no percent fits.
 
@@ -140,6 +148,7 @@ class Choice:
     host_bytes: int = 0  # with ``tiers``, host memory between slots and disk
     cpu: bool = False  # the CPU computes a share of the missing experts
     drafts: int = 0
+    settled: int = 0  # with ``host``, experts that have slots for good, and no copy there
     tokens: int = 0  # instead of ``percent``, which is 0: slots for so many tokens, where not one percent fits
 
     @property

@@ -30,6 +30,7 @@ from vllm_spac.tools.planning.planned_memory import (
     command,
     kv_blocks,
     largest_slots,
+    settled,
     slot_bytes,
     slot_shapes,
     split,
@@ -124,7 +125,10 @@ class ServingPlan:
         yield every if self.stock else some, gib(held), fast
         yield "left", gib(parts.room - held), f"of {gib(parts.fast)} of fast memory"
         if choice.store == "host":
-            yield "all experts", gib(model.experts_bytes), "host memory"
+            beside = (
+                f"all experts but {choice.settled:,}, which have slots for good" if choice.settled else "all experts"
+            )
+            yield beside, gib(model.experts_bytes - choice.settled * model.expert_bytes), "host memory"
         if choice.host_bytes:
             yield "experts between slots and disk", gib(choice.host_bytes), "host memory"
         if choice.store in ("disk", "tiers"):
@@ -202,7 +206,12 @@ def make_plan(model: ServedModel, machine: PlannedMachine, load: Load, routings:
             rows.append(row_of(choice, model, machine, load, routings))
     rows.sort(key=lambda row: (row is not best, -row.compared.tokens_per_second))
     plan = ServingPlan(
-        model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
+        model,
+        machine,
+        load,
+        split(model, machine, best.load),
+        tuple(rows),
+        tuple(problems(model, machine, load, best.choice)),
     )
     return replace(plan, assumptions=tuple(_assumptions(plan)))
 
@@ -237,19 +246,20 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
     on_the_cpu = bool(machine.gpu) and (model.execution != "slots" or not model.quantised)
     for drafts in (0, DRAFTS) if machine.gpu else (0,):
         percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
-        for store in stores(model, machine, percent):
+        for store in stores(model, machine, percent, tokens):
             choice = _with_host_memory(Choice(percent, store, drafts=drafts, tokens=tokens), model, machine)
             yield choice
             if store == "host" and on_the_cpu:
                 yield replace(choice, cpu=True)
 
 
-def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterator[Store]:
+def stores(model: ServedModel, machine: PlannedMachine, percent: int, tokens: int = 0) -> Iterator[Store]:
     """Yields the stores that this machine has room for; three tiers only where host memory cannot hold all experts."""
     if percent == 100:
         yield "none"
         return
-    if machine.gpu and machine.link is not None and model.experts_bytes <= machine.spare:
+    fits = model.experts_bytes <= machine.spare or settled(model, machine, percent, tokens) > 0
+    if machine.gpu and machine.link is not None and fits:
         yield "host"
     if model.execution == "pointers":  # which the GPU must be able to address
         return
@@ -259,14 +269,14 @@ def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterato
             yield "tiers"
 
 
-def problems(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[str]:
-    """Yields what does not fit, in sentences."""
+def problems(model: ServedModel, machine: PlannedMachine, load: Load, best: Choice) -> Iterator[str]:
+    """Yields what does not fit, in sentences; ``best``: the choice that is made."""
     parts = split(model, machine, load)
     everything = parts.fast - parts.room + model.experts_bytes
     memory = "GPU memory" if machine.gpu else "memory"
     if everything > parts.fast:
         yield f"stock vLLM would need {gib(everything)} of {memory}, and {gib(parts.fast)} may be used"
-    if machine.gpu and model.experts_bytes > machine.spare:
+    if machine.gpu and model.experts_bytes > machine.spare and not best.settled:
         yield f"store=host needs {gib(model.experts_bytes)} of host memory, and {gib(machine.spare)} are to spare"
     if machine.disk_free is not None and model.experts_bytes > machine.disk_free:
         yield f"store=disk needs {gib(model.experts_bytes)} on the disk, and {gib(machine.disk_free)} are free"
@@ -347,7 +357,9 @@ def row_of(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Lo
 
 
 def _with_host_memory(choice: Choice, model: ServedModel, machine: PlannedMachine) -> Choice:
-    """Returns the choice, with ``tiers`` with the host memory that experts can use, as ``host_tier.useful_rows``."""
+    """Returns the choice with what host memory holds: of ``tiers`` what is of use, as ``host_tier.useful_rows``."""
+    if choice.store == "host":
+        return replace(choice, settled=settled(model, machine, choice.percent, choice.tokens))
     if choice.store != "tiers":
         return choice
     outside = model.experts_bytes - slot_bytes(model, choice.percent, choice.tokens)

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.core import settled_experts
 from vllm_spac.decisions import prompt_chunks
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.address_table import MANY_ROWS
@@ -66,6 +67,7 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         balancer="waterfill" if choice.cpu else "none",
         expert_bytes=model.expert_bytes,
         host_bytes=max(model.expert_bytes, int(part * choice.host_bytes)) if choice.host_bytes else 0,
+        settled=int(part * choice.settled),
     )
     assert outcome.tpot, "the routing says how many tokens each step emits"
     seconds = outcome.tpot / part
@@ -115,7 +117,7 @@ def _chunk(chunk: int, choice: Choice, model: ServedModel, machine: PlannedMachi
     near = min(1.0, choice.host_bytes / (outside * model.experts_bytes)) if outside > 0 else 0.0
     rate = (1 - near) / costs.load.bytes_per_second + (near / costs.host.bytes_per_second if costs.host else 0.0)
     load = model.expert_bytes * rate
-    fewest, most = _loads(chunk, used, round((1 - outside) * checkpoint.total), model)
+    fewest, most = _loads(chunk, used, round((1 - outside) * checkpoint.total), choice.settled, model)
     if model.execution == "pointers":  # arithmetic waits for the first loads at least
         return max(computed, fewest * load), computed + most * load
     return computed + fewest * load, computed + most * load
@@ -129,7 +131,7 @@ def _multiplied(model: ServedModel, machine: PlannedMachine) -> int:
     return 2 * 3 * model.architecture.hidden * model.architecture.inner
 
 
-def _loads(chunk: int, used: float, slots: int, model: ServedModel) -> tuple[float, float]:
+def _loads(chunk: int, used: float, slots: int, settled: int, model: ServedModel) -> tuple[float, float]:
     """Returns the least and the most loads of a chunk; ``used``: experts of a layer."""
     checkpoint, layers = model.checkpoint, model.layers
     outside, most = 1 - slots / checkpoint.total, layers * used
@@ -139,14 +141,18 @@ def _loads(chunk: int, used: float, slots: int, model: ServedModel) -> tuple[flo
     if pairs < MANY_ROWS * checkpoint.experts:  # read in place, once for each block of an expert's rows
         again = pairs // _BLOCK_ROWS if chunk > _BLOCK_ROWS else 0
         return outside * most, most + layers * again
-    copied = float(borrowed(layers, checkpoint.experts, slots))
+    copied = float(borrowed(layers, checkpoint.experts, slots, settled))
     return copied, copied
 
 
 @lru_cache(maxsize=256)
-def borrowed(layers: int, experts: int, slots: int) -> int:
-    """Returns how many experts a chunk copies into slots that it borrows, if each layer has as many slots."""
-    slot_of = np.full((layers, experts), NOWHERE)
-    held = np.fromiter(chain.from_iterable(filled_experts(layers, experts, slots)), np.int64)
-    slot_of.ravel()[held] = np.arange(slots)
+def borrowed(layers: int, experts: int, slots: int, settled: int = 0) -> int:
+    """Returns how many experts a chunk copies into slots that it borrows, if each layer has as many slots.
+
+    ``settled``: slots that cannot be borrowed, since their experts have them for good.
+    """
+    slot_of, kept = np.full((layers, experts), NOWHERE), settled_experts(layers, experts, settled)
+    slot_of.ravel()[kept] = np.arange(settled)
+    held = np.fromiter(chain.from_iterable(filled_experts(layers, experts, slots, kept)), np.int64)
+    slot_of.ravel()[held] = np.arange(settled, slots)
     return len(Loan.of(slot_of, held[np.argsort(held % experts, kind="stable")]).keys)

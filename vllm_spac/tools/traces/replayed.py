@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from vllm_spac.core import settled_experts
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.waves import filled_experts, row_waves
 from vllm_spac.recording.trace_file import DRAFT, PREFILL, STEP_KINDS, Trace
@@ -49,9 +50,11 @@ def uses(trace: Trace, slots: int) -> Iterator[int]:
     return (key for record in parts(trace, slots) for part in record for key in part.keys)
 
 
-def filling(trace: Trace, slots: int) -> list[int]:
-    """Returns the keys that are loaded before the first step."""
-    return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots)))
+def filling(trace: Trace, slots: int, settled: int = 0) -> list[int]:
+    """Returns the keys that are loaded before the first step; the first ``settled`` of them have slots for good."""
+    layers, experts = trace.facts.layers, trace.facts.experts
+    first = settled_experts(layers, experts, settled)
+    return first + list(chain.from_iterable(filled_experts(layers, experts, slots, first)))
 
 
 def _split(trace: Trace, record: int, slots: int) -> Iterator[Part]:

@@ -45,6 +45,7 @@ class PointersReplay(Replay[list[Part]]):
         outcome: with ``slots``.
         policy: its formula says what a slot is worth.
         shares: experts that the CPU computes, by how many a layer misses, as of ``shares_of``; empty: none.
+        settled: slots whose experts have them for good.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class PointersReplay(Replay[list[Part]]):
         outcome: Outcome,
         policy: Policy,
         shares: Sequence[int] = (),
+        settled: int = 0,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         self._asked = _request(shares, trace) if shares else None
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         facts = trace.facts
         formula = policy.formula(facts.layers, facts.experts, torch.device("cpu"))
-        self._offers = SlotOffers(formula, outcome.slots)
+        self._offers = SlotOffers(formula, outcome.slots, settled)
         keys = facts.total
         no_addresses = torch.zeros(0, keys, dtype=torch.int64), torch.zeros(0, keys, dtype=torch.int64)
         slot_of, owner = (torch.full((size,), NOWHERE, dtype=torch.int32) for size in (keys, outcome.slots))

@@ -41,6 +41,7 @@ def simulate(
     fill: bool = True,
     expert_bytes: int | None = None,
     host_bytes: int = 0,
+    settled: int = 0,
     layer_ahead: bool = False,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
@@ -54,6 +55,7 @@ def simulate(
             the forward thread.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
+        settled: with pointers, filled slots whose experts have them for good.
         layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving
             does; an offline policy has nothing read ahead.
 
@@ -76,8 +78,8 @@ def simulate(
 
         beside = build_balancer(balancer, trace, costs, nbytes)
         shares = [] if beside is None else shares_of(beside, facts.experts)
-        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares)
-        replay.fill(filling(trace, slots) if fill else [])
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, settled)
+        replay.fill(filling(trace, slots, settled) if fill else [])
         return replay.run(parts(trace, facts.total))
     if execution != "slots":
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
