@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.execution.exchange import Exchange, ThreadStream
+from vllm_spac.execution.exchange import CudaStream, Exchange, Repeated, ThreadStream
 
 
 class LateLane:
@@ -164,3 +166,36 @@ def test_memory_is_used_again_once_it_was_read() -> None:
     assert third.buffer.data_ptr() == first.buffer.data_ptr() != second.buffer.data_ptr()
     lane.finish(len(lane.waiting))
     assert (second.tensors[0].tolist(), third.tensors[0].tolist()) == ([4], [5, 6])
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_work_that_no_graph_takes_goes_on_as_launches_and_the_log_says_so(captures, monkeypatch, caplog) -> None:
+    """CUDA is a stand-in: a graph replays, or the end of its capture fails as a driver's does."""
+
+    class Graph:
+        replay = staticmethod(lambda: ran.append("replay"))
+
+    @contextmanager
+    def capture(graph: Graph, stream: object, capture_error_mode: str):
+        yield
+        ran.clear()  # what is captured does not run
+        if not captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    class Now(CudaStream):
+        stream = None
+
+        def __init__(self) -> None: ...
+
+        def submit(self, work, *arguments) -> None:
+            work(*arguments)
+
+    ran: list[str] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    repeated = Repeated(Now(), lambda: ran.append("launches"))
+    repeated.prepare()
+    assert ran == []
+    repeated.submit()
+    assert ran == ["replay" if captures else "launches"]
+    assert [("not permitted" in text) for text in caplog.messages] == [True] * (not captures)

@@ -10,6 +10,7 @@ own staging buffer and makes the caller wait for the device.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.recording import watchdog
+
+logger = logging.getLogger("vllm.spac")
 
 
 class Event(Protocol):
@@ -198,13 +201,20 @@ class Repeated:
         self._stream, self._work = stream, work
 
     def prepare(self) -> None:
-        """Captures the work into a CUDA graph, without running it; on a CPU nothing changes."""
+        """Captures the work into a CUDA graph, without running it; on a CPU nothing changes.
+
+        Where the driver captures none of it, the work stays single launches, and the log warns.
+        """
         if not isinstance(self._stream, CudaStream):
             return
         graph, work = torch.cuda.CUDAGraph(), self._work
-        # Other threads may ask for memory or events meanwhile, which a capture of all threads would not survive.
-        with torch.cuda.graph(graph, stream=self._stream.stream, capture_error_mode="thread_local"):
-            work()
+        try:
+            # Other threads may ask for memory or events meanwhile, which a capture of all threads would not survive.
+            with torch.cuda.graph(graph, stream=self._stream.stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            logger.warning("spac: what follows each step takes many launches, since no CUDA graph has them: %s", error)
+            return
         self._work = graph.replay
 
     def submit(self) -> None:
