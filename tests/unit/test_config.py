@@ -263,7 +263,10 @@ def test_a_plane_has_no_arguments() -> None:
         ({"disk_dir": "/x"}, r"a disk has no addresses; .*without --spac-disk-dir"),
         ({"store": "host", "disk_dir": "/x"}, r"disk_dir=/x .*means nothing with store=host .*; drop --spac-disk-dir"),
         ({"cpu_experts": "threshold"}, r"no layer tells the host .*use --spac-cpu-experts auto, or use .*slots"),
-        ({"policy": "layer_lru"}, r"policy=layer_lru \(--spac-policy\).*use --spac-policy lru"),
+        (
+            {"policy": "layer_lru"},
+            r"layer_lru \(--spac-policy\) has no formula.*use --spac-plane slots, or .* reuse",
+        ),
     ],
 )
 def test_pointers_need_memory_and_move_experts_themselves(others: dict, message: str) -> None:

@@ -122,7 +122,10 @@ def test_the_lengths_of_a_tree_s_guard_are_not_those_of_vllm_s_graphs(monkeypatc
     monkeypatch.setattr(draft_planning.patches, "install", lambda target, make: None)
     speculation = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
     config = SimpleNamespace(
-        instance_id="trees", speculative_config=speculation, scheduler_config=SimpleNamespace(max_num_seqs=8)
+        instance_id="trees",
+        speculative_config=speculation,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
     draft_planning.install(config, guard := LengthChooser(8, (0, 8)))
     planned = draft_planning._waiting.pop("trees")

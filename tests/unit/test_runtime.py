@@ -191,8 +191,7 @@ def test_executions_hear_the_votes_and_the_budget_the_probabilities() -> None:
 @pytest.mark.parametrize(("predictor", "refused"), [("utility", True), (None, False)])
 def test_votes_that_a_policy_would_not_count_are_refused(predictor: str | None, refused: bool) -> None:
     policy = SimpleNamespace(predictor=predictor)
-    residency = SimpleNamespace(policy=policy)
-    pool = SimpleNamespace(counts_votes=False, residency=residency, close=lambda: None)
+    pool = SimpleNamespace(counts_votes=False, policy=policy, close=lambda: None)
     run = Runtime([pool], BudgetControl([]))
     run.rerouter.update_budget(BudgetSettings())
     if refused:
