@@ -229,8 +229,11 @@ def judged(begun: Start, named: NamedModel, on: PlannedMachine) -> dict[str, Any
 def as_before(begun: Start) -> Any:
     """Has prompts read as they were "before": in place, or from buffers of two layers, if these were reserved."""
 
-    def loads(chunk: int, used: float, slots: int, model: ServedModel) -> tuple[float, float]:
-        """As ``predict._loads``: without a buffer, from one read of an expert to one for each block of its rows."""
+    def loads(chunk: int, used: float, slots: int, settled: int, model: ServedModel) -> tuple[float, float]:
+        """As ``predict._loads``: without a buffer, from one read of an expert to one for each block of its rows.
+
+        No expert had settled.
+        """
         outside = 1 - slots / model.checkpoint.total
         if begun.reserved:
             return (outside * model.checkpoint.total,) * 2

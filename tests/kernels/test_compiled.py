@@ -233,9 +233,9 @@ def test_small_kernels(capability, rows):
 @pytest.mark.parametrize(("rows", "experts"), [(16, 128), (64, 128), (8, 1024)])
 @pytest.mark.parametrize("capability", SHARED)
 def test_an_admission_that_leaves_some_to_the_cpu(capability, rows, experts):
-    """On sm_90 its one program keeps two of 56 registers in 8 bytes of stack."""
+    """On sm_90 and sm_100 its one program keeps two of 56 registers in 8 bytes of stack."""
     call = record(lambda: admitting(*ids_of(rows), experts, divided=True))["admit"]
-    spilled = 8 if (capability, rows) == (90, 16) else 0
+    spilled = 8 if rows == 16 and capability in (90, 100) else 0
     check(f"admit M={rows} N={experts}, divided", capability, compile_for(capability, call), spilled)
 
 
