@@ -1,12 +1,14 @@
 """Hits where the device decides which experts have slots, beside those where the host does, on recorded routing.
 
-Only steps without prompts count: a prompt selects nearly every expert. No time is simulated.
+Only steps without prompts count: a prompt selects nearly every expert. No time is simulated. ``--times`` compares the
+calculated tokens/s of ``one_pool.json`` with those that it had in an earlier commit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,9 +35,13 @@ app = Script(__doc__)
 def main(
     policy: Annotated[str, typer.Option(help="Policy, with its arguments.")] = "reuse",
     before: Annotated[bool, typer.Option(help="Write what this code's device plane has as that before.")] = False,
-    output: Annotated[Path, typer.Option(help="JSON; rows of times in it are kept.")] = RESULTS / "device_plane.json",
+    times: Annotated[str, typer.Option(help="Commit: write tokens/s over those of its one_pool.json, no hits.")] = "",
+    output: Annotated[Path, typer.Option(help="JSON; what is not made again is kept.")] = RESULTS / "device_plane.json",
 ) -> None:
     known = json.loads(output.read_text()) if output.exists() else {}
+    if times:
+        write_result(output, known | {"rows": list(over(times)), "times": provenance() | {"before": times}})
+        return
     made, result = provenance(), known | {"traces": {}}
     earlier = {(row["slots"], row["batch"]): row for row in known.get("hits", ())}
     rows = []
@@ -54,6 +60,25 @@ def main(
     result["before" if before else "provenance"] = made
     result.setdefault("provenance", made)
     write_result(output, result)
+
+
+def over(commit: str) -> Iterator[dict[str, Any]]:
+    """Yields the calculated tokens/s of models over pointers, and their ratio to those of ``commit``."""
+    where, command = "benchmarks/results/one_pool.json", ["git", "show"]
+    then = json.loads(subprocess.run([*command, f"{commit}:{where}"], check=True, capture_output=True).stdout)["rows"]
+    earlier = {(row["model"], row["memory_gib"]): row["tokens_per_s"] for row in then}
+    for row in json.loads((RESULTS / "one_pool.json").read_text(encoding="utf-8"))["rows"]:
+        if row["plane"] == "pointers":
+            before = earlier[row["model"], row["memory_gib"]]
+            yield {
+                "machine": f"{row['machine']}, {row['memory_gib']} GiB",
+                "model": row["model"],
+                "format": row["format"],
+                "slots": row["slots"],
+                "part": "policy on the device, hits computed while misses arrive",
+                "tokens_per_s": row["tokens_per_s"],
+                "over_before": row["tokens_per_s"] / before,
+            }
 
 
 def hit_rate(trace: Trace, slots: int, policy: str, *, on_host: bool) -> float:
