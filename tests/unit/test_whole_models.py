@@ -219,6 +219,7 @@ def test_a_device_whose_memory_is_unknown_is_the_plugins(args, monkeypatch) -> N
         (52, {}, "host"),  # 6 GiB too few, of 14 GiB of slots
         (42, {}, "disk"),  # 16 too few
         (52, {"slots": "10%"}, "disk"),  # 5.4 GiB of slots
+        (52, {"slots": "16"}, "disk"),  # of each layer: 6.75 GiB, where 8 are missing
         (52, {"plane": "slots"}, "disk"),  # no kernel reads host memory in place
     ],
 )

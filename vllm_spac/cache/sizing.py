@@ -62,6 +62,15 @@ def check_share(slots: SlotCount, total: int, top_k: int, fitting: int | None = 
     )
 
 
+def asked(slots: SlotCount, layers: int, experts: int, top_k: int) -> int | None:
+    """Returns the number of slots of so many ``layers`` together that the user requested; None: as many as fit."""
+    if slots.per_layer is not None:
+        return slots.per_layer * layers
+    if slots.tokens is not None:
+        return min(layers * experts, slots.tokens * top_k)
+    return None if slots.share is None else math.ceil(slots.share * layers * experts)
+
+
 def resolve(slots: SlotCount, shape: MoEShape, free_bytes: int) -> int:
     """Returns the number of slots for all layers of ``shape`` together.
 
@@ -73,14 +82,8 @@ def resolve(slots: SlotCount, shape: MoEShape, free_bytes: int) -> int:
     """
     check_per_layer(slots, shape.experts, shape.top_k)
     fitting = min(shape.total, max(0, free_bytes) // shape.expert_bytes)
-    if slots.per_layer is not None:
-        count = slots.per_layer * len(shape.layers)
-    elif slots.tokens is not None:
-        count = min(shape.total, slots.tokens * shape.top_k)
-    elif slots.share is not None:
-        count = math.ceil(slots.share * shape.total)
-    else:
-        count = fitting
+    count = asked(slots, len(shape.layers), shape.experts, shape.top_k)
+    count = fitting if count is None else count
     if fitting < shape.top_k:
         raise ConfigError(
             f"spac: one token needs {shape.top_k} experts at once ({gib(shape.top_k * shape.expert_bytes)}) whatever "
@@ -142,16 +145,11 @@ def slot_counts(text: str, facts: TraceFacts) -> list[int]:
             slots = SlotCount.parse(item)
         except ValueError as error:
             raise ConfigError(f"--slots: {error}") from error
-        if slots.per_layer is not None:
-            found.append(slots.per_layer * facts.layers)
-        elif slots.tokens is not None:
-            found.append(min(facts.total, slots.tokens * facts.top_k))
-        elif slots.share is not None:
-            found.append(math.ceil(slots.share * facts.total))
-        else:
+        if (count := asked(slots, facts.layers, facts.experts, facts.top_k)) is None:
             raise ConfigError(
                 "--slots: auto needs a machine; name percentages, numbers per layer or multiples of top-k (2k)"
             )
+        found.append(count)
     return found
 
 

@@ -7,11 +7,10 @@ slots have room for the experts that host memory has none for: they have slots f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_spac.cache.sizing import settling
+from vllm_spac.cache.sizing import asked, settling
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import SlotCount
 from vllm_spac.integration import whole_models
@@ -77,5 +76,6 @@ def _settle(counted: Count, checkpoint: Checkpoint, slots: SlotCount, spare: int
     nbytes = experts // checkpoint.total
     room = counted.usable - counted.kv - counted.working - (counted.weights - experts // ranks)
     most = max(0, room) * ranks // nbytes
-    asked = most if slots.share is None else min(most, math.ceil(slots.share * checkpoint.total))
-    return settling(checkpoint.total, nbytes, spare, asked, checkpoint.experts) > 0
+    wanted = asked(slots, len(checkpoint.layer_bytes), checkpoint.experts, checkpoint.top_k)
+    count = most if wanted is None else min(most, wanted)
+    return settling(checkpoint.total, nbytes, spare, count, checkpoint.experts) > 0
