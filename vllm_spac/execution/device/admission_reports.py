@@ -33,7 +33,7 @@ def with_prompts(counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> 
     return np.where((counts > 0) & (sources == UNUSED), np.where(has_slot, HIT, STREAMED), sources)
 
 
-class Learned(NamedTuple):
+class StepCounts(NamedTuple):
     """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it."""
 
     streamed: int
@@ -82,7 +82,7 @@ class ReportAccount:
         places: np.ndarray | None = None,
         *,
         between: bool = False,
-    ) -> Learned:
+    ) -> StepCounts:
         """Applies the report of a finished step.
 
         Args:
@@ -118,7 +118,7 @@ class ReportAccount:
             judged = None if between else self.allowance.end_step()
         if self.depths is not None and guessed is not None and places is not None:
             self.depths.end_step(np.where(outside, places, -1), counts > 0)
-        return Learned(len(streamed), len(admitted), len(ahead), len(computed), late, judged)
+        return StepCounts(len(streamed), len(admitted), len(ahead), len(computed), late, judged)
 
     def _judge(
         self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: dict[int, int]
@@ -200,7 +200,7 @@ class AdmissionReports:
         self._under_way: deque[_Report] = deque()
         self._spare: list[Tensor] = []  # pinned, on the host, for reports to come
         self.pauses: PauseNotice | None = None
-        self.on_report: Callable[[Learned], None] | None = None
+        self.on_report: Callable[[StepCounts], None] | None = None
 
     def __len__(self) -> int:
         """Number of reports on their way."""
@@ -284,15 +284,15 @@ class AdmissionReports:
         activity = self._account.residency.activity
         if activity is not None and generating is not None and generating.any():
             activity.observe(generating)
-        learned = self._account.add(counts, sources, owner, *guessed, between=report.step is None)
+        counted = self._account.add(counts, sources, owner, *guessed, between=report.step is None)
         nbytes = self._shape.expert_bytes
-        self._counters.count_bytes(self._path, learned.admitted * nbytes)
+        self._counters.count_bytes(self._path, counted.admitted * nbytes)
         if self.on_report is not None:
-            self.on_report(learned)
+            self.on_report(counted)
         if self.pauses is not None:
-            self.pauses.report(learned.judged)
-            self._counters.count_bytes(f"{self._path} ahead", learned.ahead * nbytes)
-        return learned.streamed
+            self.pauses.report(counted.judged)
+            self._counters.count_bytes(f"{self._path} ahead", counted.ahead * nbytes)
+        return counted.streamed
 
 
 def _pinned(like: Tensor) -> Tensor:

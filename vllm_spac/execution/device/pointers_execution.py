@@ -129,7 +129,7 @@ class PointerExecution(Execution):
         check = CpuCheck(self.counters, time.monotonic) if checked else None
         cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
         self.balancer, self.launches.cpu = balancer, cpu
-        self.admission.reports.on_report = lambda learned: cpu.observe_step(learned.computed, learned.late)
+        self.admission.reports.on_report = lambda counted: cpu.observe_step(counted.computed, counted.late)
         self._compiled.clear()
 
     # -- between steps -------------------------------------------------------------------------------------
