@@ -4,7 +4,7 @@
 
 The serving code runs on a virtual clock (``vllm_spac/tools/traces``), with recorded routing of the carved model,
 experts of Qwen3-30B-A3B in bf16, and the costs of a profile, in proportion to the model's layers
-(``moe_spac_tables.scaled``). Reads ahead are limited as in serving (``extra``).
+(``scaled``). Reads ahead are limited as in serving (``extra``).
 Each recipe is a preset as far as a replay knows it:
 
 - MoE-SpAc: the preset, with 8 drafts of the dense parent per step.
@@ -20,26 +20,31 @@ Each recipe is a preset as far as a replay knows it:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 
 from benchmarks.common import RESULTS, TRACES, PlanError, Script, progress, show, write_result
 from benchmarks.pages import result
 from benchmarks.papers import recorded
-from benchmarks.papers.moe_spac_tables import EXPERT_BYTES, RECIPE, scaled
 from benchmarks.papers.simulated_workers import LayerTimes, Network, cacheless
-from benchmarks.papers.sp_moe import replayed
+from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.predictors.base import START, PredictorInputs
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace
-from vllm_spac.tools.traces.replayed import Outcome
-from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.replayed import Outcome, filling, rows_of_records
+from vllm_spac.tools.traces.simulated_slots import SlotsReplay
+from vllm_spac.tools.traces.simulation import build_policy, simulate
 
+EXPERT_BYTES = 2 * EXPERT_PARAMETERS
 BUDGETS = (24, 16)
 NETWORK = Network(latency=45e-6, bandwidth=1.17e9)  # 10 Gbit/s, with its software: assumed
 app = Script(__doc__)
@@ -60,6 +65,7 @@ class Recipe:
 
 def recipes() -> dict[str, Recipe]:
     known = {paper: PRESETS[paper].knobs for paper in PRESETS}
+    spac = known["moe-spac"]
     recall = result("real_predictors")["models"]["real"]["quasi_hidden"]["recall_at_k"]
     gate = result("real_sp_moe")["texts"]["by_input"]["served"]["recall"]["8"]
     shadow = shadow_recall()
@@ -68,7 +74,9 @@ def recipes() -> dict[str, Recipe]:
         "LRU": Recipe("", "none1", "layer_lru"),
         "LRU, CPU experts": Recipe("", "none1", "layer_lru", "waterfill"),
         "LRU, drafts": Recipe("", "draft4_1", "layer_lru"),
-        "MoE-SpAc": Recipe("moe-spac", "draft8_1", RECIPE.policy, RECIPE.balancer, RECIPE.prefetch),
+        "MoE-SpAc": Recipe(
+            "moe-spac", "draft8_1", spac["policy"], spac["cpu_experts"], f"{spac['prefetch']}@extra={EXTRA}"
+        ),
         "SP-MoE's drafts, on demand": Recipe("", "draft4_1", known["sp-moe"]["policy"]),
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
         "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
@@ -125,10 +133,41 @@ def named(trace: Trace, recall: float) -> list[np.ndarray | None]:
     return found
 
 
+class Drafted(SlotsReplay):
+    """A replay in whose draft phases each forward of the draft model names experts; ``named``: as ``named`` returns."""
+
+    named: list[np.ndarray | None]
+
+    def begin_step(self, step: int, drafting: float, layers: int) -> None:
+        names, self._now = self.named[step], None
+        if names is not None and not self.has_prompts(step) and drafting:
+            ids = torch.from_numpy(names.astype(np.int64))
+            read = int((ids[:, 0, 0] >= 0).sum())
+            for row in range(read):
+                self.link.run(drafting / read)
+                self.layers.loader.prefetcher.draft(PredictorInputs(START, draft_ids=ids[: row + 1].clone()))
+            self._now, drafting = ids, 0.0
+        super().begin_step(step, drafting, layers)
+
+    def _inputs(self) -> PredictorInputs | None:
+        return None if self._now is None else PredictorInputs(START, draft_ids=self._now)
+
+
+def replay_drafted(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> Outcome:
+    """Replays a recipe whose draft model names experts."""
+    assert recipe.names is not None
+    slots = math.ceil(share * trace.facts.total)
+    outcome = Outcome(recipe.policy, "none", slots, share, prefetch=recipe.prefetch)
+    policy = build_policy(recipe.policy, trace, slots, prefetch=recipe.prefetch)
+    replay = Drafted(trace, costs, EXPERT_BYTES, outcome, policy, None, PrefetchSettings.of(recipe.prefetch))
+    replay.named = named(trace, recipe.names)
+    replay.fill(filling(trace, slots))
+    return replay.run(rows_of_records(trace))
+
+
 def run(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> Outcome:
     if recipe.names is not None:
-        said = named(trace, recipe.names)
-        return replayed(trace, said, costs, share, recipe.prefetch, recipe.policy, nbytes=EXPERT_BYTES)
+        return replay_drafted(recipe, trace, costs, share)
     slots = round(share * trace.facts.total)
     return simulate(
         budgeted(trace, recipe.budget) if recipe.budget else trace,
@@ -139,6 +178,12 @@ def run(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> Outcome:
         prefetch=recipe.prefetch,
         expert_bytes=EXPERT_BYTES,
     )
+
+
+def scaled(costs: Costs, layers: int) -> Costs:
+    """Returns ``costs`` of a model with ``layers`` layers whose other parts are in proportion."""
+    part = layers / LAYERS
+    return costs.model_copy(update={"other": costs.other * part, "draft": costs.draft * part})
 
 
 def facts(name: str, recipe: Recipe, share: float, found: Outcome, tokens: int) -> dict[str, Any]:

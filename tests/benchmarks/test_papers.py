@@ -8,46 +8,25 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.papers import five_papers, moe_spac_tables, recorded
+from benchmarks.papers import five_papers, recorded
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 
-def test_the_tables_read_ahead_within_the_limit_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit reaches the simulator, with the knobs of the preset."""
-    rows = [system for systems in moe_spac_tables.TABLES.values() for system in systems.values()]
-    assert all(f"@extra={EXTRA}" in system.prefetch for system in rows if system.prefetch != "off")
+def test_every_recipe_replays_with_the_knobs_of_its_preset(caplog: pytest.LogCaptureFixture) -> None:
+    """Reads ahead within the limit of serving, and none that fails: a draft model's names reach the prefetcher."""
+    trace, costs = synthetic_trace(layers=3, experts=16, top_k=4, steps=30, drafts=2), Costs.read("rtx4090")
     assert SpacConfig.parse({"prefetch": "utility"}).prefetch_share == EXTRA
-    asked, real = [], moe_spac_tables.simulate
-    monkeypatch.setattr(moe_spac_tables, "simulate", lambda *a, **k: asked.append(k) or real(*a, **k))
-    trace, costs = synthetic_trace(layers=2, experts=16, top_k=4, steps=30, drafts=2), Costs.read("rtx4090")
-    moe_spac_tables.measured([trace], moe_spac_tables.RECIPE, costs, 25.0)
-    [given], knobs = asked, PRESETS["moe-spac"].knobs
-    assert (given["policy"], given["balancer"]) == (knobs["policy"], knobs["cpu_experts"])
-    assert given["prefetch"] == f"{knobs['prefetch']}@extra={EXTRA}"
-
-
-def test_a_part_of_a_trace_has_the_choices_of_the_whole() -> None:
-    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=30, drafts=2)
-    assert moe_spac_tables.cut(trace, 3, 4, None) is trace
-    tokens = int(trace.step_tokens[:10].sum())
-    part = moe_spac_tables.cut(trace, 2, 3, tokens)
-    assert (part.steps, part.facts.layers, part.facts.top_k) == (10, 2, 3) and part.step_tokens.sum() == tokens
-    whole = trace.ids.reshape(30, 3, 3, 4)  # steps, layers, rows, choices
-    assert (part.ids == whole[:10, :2, :, :3].reshape(-1, 3)).all()
-
-
-def test_time_outside_of_experts_is_that_of_the_replay() -> None:
-    """It is what steps take less where only experts cost anything."""
-    trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=30, drafts=2)
-    costs = Costs.read("rtx4090")
-    free = costs.model_copy(update={"other": 0.0, "draft": 0.0})
-    took, less = (simulate(trace, trace.facts.total, each).tpot for each in (costs, free))
-    assert took - less == pytest.approx(moe_spac_tables.outside(trace, costs), rel=1e-9)
+    chosen, knobs = five_papers.recipes(), PRESETS["moe-spac"].knobs
+    assert (chosen["MoE-SpAc"].policy, chosen["MoE-SpAc"].balancer) == (knobs["policy"], knobs["cpu_experts"])
+    for name, recipe in chosen.items():
+        found = five_papers.run(recipe, trace, costs, 0.5)
+        assert f"@extra={EXTRA}" in recipe.prefetch or recipe.prefetch in ("off", "draft_gate"), name
+        assert found.prefetches or recipe.prefetch == "off", name
+    assert "failed" not in caplog.text
 
 
 def test_traces_of_two_models_are_refused(tmp_path: Path) -> None:
