@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.decisions.balancers.base import Balancer, LayerState, Plan, split
-from vllm_spac.decisions.policies.base import Formula, Policy, Standing
+from vllm_spac.decisions.policies.base import Formula, Policy
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, PredictorInputs
 from vllm_spac.errors import StoreError
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
@@ -65,11 +65,6 @@ class Fifo(Policy):
         for key in victims:
             del self._order[key]
         return victims
-
-    def standing(self, keys: int) -> Standing:
-        CALLS["policy"] += 1
-        order = np.array(list(self._order), dtype=np.int64)
-        return Standing(order, np.arange(len(order), dtype=np.float64), np.full(keys, np.inf))
 
     def __len__(self) -> int:
         return len(self._order)

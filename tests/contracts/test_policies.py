@@ -6,6 +6,7 @@ A new file in ``policies/`` is tested without a change here.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from copy import deepcopy
 from itertools import combinations
 
 import numpy as np
@@ -24,6 +25,7 @@ from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.policies.belady import Belady
 from vllm_spac.decisions.policies.lfu import LFU
 from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.decisions.policies.reuse import Reuse
 from vllm_spac.methods.moe_spac.utility_policy import Utility
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 
@@ -117,59 +119,20 @@ def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
     assert policy.evict(len(held), Pins(())) == plain.evict(len(held), Pins(()))
 
 
-@every_policy
-@given(ops)
-@settings(max_examples=examples(100), **BUSY)
-def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
-    policy, held = components.build("policies", name), set()
-    for op in ops:
-        if op[0] == "use":
-            use(policy, op[1])
-            held.add(op[1])
-        elif op[0] in ("observe", "observe_prompt"):
-            getattr(policy, op[0])(op[1])
-        standing = policy.standing(KEYS)
-        assert set(standing.order.tolist()) == held and len(standing.order) == len(held) == len(standing.kept)
-        assert (np.diff(standing.kept) >= 0).all() and standing.used.shape == (KEYS,)
-    expected = policy.standing(KEYS).order.tolist()
-    assert policy.evict(len(held), ()) == expected, "it changed something, or is no order of eviction"
-
-
-@pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu", "utility"])
-@given(ops, keys)
-@settings(max_examples=examples(200), **BUSY)
-def test_standing_says_who_would_come(name: str, ops: list[tuple], newcomer: int) -> None:
-    """As ``Residency.exchange`` finds out by trying."""
-    policy, held = components.build("policies", name), set()
-    for op in ops:
-        if op[0] == "use" and op[1] != newcomer:
-            use(policy, op[1])
-            held.add(op[1])
-        elif op[0] in ("observe", "observe_prompt"):
-            getattr(policy, op[0])(op[1])
-    if not held:
-        return
-    standing = policy.standing(KEYS)
-    comes = standing.used[newcomer] >= standing.kept[0]
-    policy.insert(newcomer)
-    assert (policy.evict(1, ()) != [newcomer]) == comes
-
-
 @given(st.lists(row_counts, max_size=30), keys)
 def test_reuse_knows_what_a_use_would_make_of_it(steps: list[np.ndarray], key: int) -> None:
     """By what it has learnt so far: the step itself would teach it more."""
-    policy = components.build("policies", "reuse")
-    policy.insert(key)
+    formula = Reuse().formula(1, KEYS, torch.device("cpu"))
     for counts in steps:
-        policy.observe(counts)
-    expected = policy.standing(KEYS).used[key]
-    alone = np.zeros(KEYS, dtype=np.int64)
+        formula.observe_counts(torch.from_numpy(counts))
+    expected = float(formula.used[key])
+    alone = torch.zeros(KEYS, dtype=torch.int64)
     alone[key] = 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NextUse, "_fit", lambda *_: None)
-        policy.observe(alone)
+        formula.observe_counts(alone)
     if steps:
-        assert policy.standing(KEYS).kept[0] - 0.5 == expected, "half a step later than one that may be ahead"
+        assert formula.kept[key] - 0.5 == expected, "half a step later than one that may be ahead"
     else:
         assert expected == 0, "before the first step all are alike"
 
@@ -219,7 +182,7 @@ def test_drop_evicts_past_layers_before_later_ones() -> None:
     policy.insert(6)  # on demand
     for key in (13, 12, 2):
         policy.insert(key)
-    assert policy.standing(16).order.tolist() == [1, 0, 4, 5, 6, 2, 13, 12]
+    assert deepcopy(policy).evict(8, ()) == [1, 0, 4, 5, 6, 2, 13, 12]
     assert policy.evict(3, {0, 5}) == [1, 4, 6] and policy.evict(2, ()) == [0, 5]
     policy.begin_layer(range(0, 4))
     assert policy.evict(1, ()) == [2], "of the running layer"

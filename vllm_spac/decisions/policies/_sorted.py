@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Container
 from itertools import islice
 
-import numpy as np
 from sortedcontainers import SortedSet
 
 from vllm_spac.decisions.policies.base import Policy
@@ -50,12 +49,6 @@ class SortedPolicy(Policy):
             self._order.remove(self._rank[key])
         self._rank[key] = rank
         self._order.add(rank)
-
-    def _held(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ``Standing.order`` and ``Standing.kept``."""
-        ranks = list(self._order)
-        order = np.array([rank[-1] for rank in ranks], dtype=np.int64)
-        return order, np.array([rank[0] for rank in ranks], dtype=np.float64)
 
     def __len__(self) -> int:
         return len(self._rank)

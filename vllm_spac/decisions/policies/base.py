@@ -13,20 +13,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Eviction order and values of all experts, for a decision without further calls of the policy, e.g. in a kernel.
-
-    Attributes:
-        used: float64 [keys]: the value of a slot to an expert that a step now uses. An expert that is not held should
-            take the slot of one that is, if its ``used`` is at least the other's ``kept``.
-    """
-
-    order: np.ndarray  # int64 [held], the keys that are held, the next victim first
-    kept: np.ndarray  # float64 [held], ascending: the value of a slot to each of them
-    used: np.ndarray
-
-
-@dataclass(frozen=True)
 class PolicyContext:
     """What is known before serving, for a policy that depends on it.
 
@@ -139,10 +125,6 @@ class Policy(ABC):
         return np.zeros(0)
 
     @abstractmethod
-    def standing(self, keys: int) -> Standing:
-        """Returns the order and values of the experts below ``keys``; changes nothing."""
-
-    @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
@@ -153,11 +135,13 @@ class Formula:
     """An eviction policy over tensors of all experts, updated between two steps on the device that runs the layers.
 
     Nothing waits for the device, no shape depends on data, and all memory stays where it is: an update may be captured
-    into a CUDA graph. The same input gives the same order: on a CPU that of the policy's ``standing`` after ``touch``
+    into a CUDA graph. The same input gives the same order: on a CPU that in which the policy evicts after ``touch``
     and ``insert`` for what each layer used, its hits before what it got slots for, and then ``Policy.observe``.
 
     Attributes:
-        kept, used: float64 [keys], as in ``Standing``, of all experts; overwritten in place.
+        kept: float64 [keys], the value of a slot to each expert that is held; overwritten in place.
+        used: float64 [keys], that to an expert which a step uses now. One that is not held should take the slot of one
+            that is, if its ``used`` is at least the other's ``kept``.
         held: bool [keys], experts that had a slot when it was updated last.
     """
 

@@ -6,10 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
-
 from vllm_spac.decisions.policies._sorted import SortedPolicy
-from vllm_spac.decisions.policies.base import Standing
 
 _NEVER = 1 << 62
 
@@ -33,13 +30,6 @@ class Belady(SortedPolicy):
             self._uses[int(key)].append(moment)
         for moments in self._uses.values():
             moments.reverse()
-
-    def standing(self, keys: int) -> Standing:
-        used = np.full(keys, -float(_NEVER))
-        for key, moments in self._uses.items():
-            if len(moments) > 1:
-                used[key] = -moments[-2]
-        return Standing(*self._held(), used)
 
     def _rank_of_use(self, key: int) -> tuple:
         moments = self._uses[key]

@@ -6,9 +6,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator
 from itertools import islice
 
-import numpy as np
-
-from vllm_spac.decisions.policies.base import Policy, Standing
+from vllm_spac.decisions.policies.base import Policy
 
 
 class Drop(Policy):
@@ -57,10 +55,6 @@ class Drop(Policy):
         for key in victims:
             self.remove(key)
         return victims
-
-    def standing(self, keys: int) -> Standing:
-        order = np.fromiter(self._order(), dtype=np.int64, count=len(self))
-        return Standing(order, np.arange(len(order), dtype=np.float64), np.full(keys, np.inf))
 
     def __len__(self) -> int:
         return len(self._past) + len(self._running) + len(self._waiting)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterator
 
-import numpy as np
-
-from vllm_spac.decisions.policies.base import Policy, Standing
+from vllm_spac.decisions.policies.base import Policy
 
 
 class LayerLRU(Policy):
@@ -48,7 +46,7 @@ class LayerLRU(Policy):
     def evict(self, count: int, pinned: Container[int]) -> list[int]:
         victims: list[int] = []
         if count:
-            for key in self._victims(pinned, self._asks):
+            for key in self._victims(pinned):
                 victims.append(key)
                 if len(victims) == count:
                     break
@@ -57,11 +55,6 @@ class LayerLRU(Policy):
         for key in victims:
             self.remove(key)
         return victims
-
-    def standing(self, keys: int) -> Standing:
-        """As in ``Policy``; without a current layer, victims are taken from the layer that holds most."""
-        order = np.fromiter(self._victims((), None), dtype=np.int64, count=len(self))
-        return Standing(order, np.arange(len(order), dtype=np.float64), np.full(keys, np.inf))
 
     def __len__(self) -> int:
         return sum(map(len, self._layers.values()))
@@ -81,8 +74,9 @@ class LayerLRU(Policy):
         held[key] = self._clock
         held.move_to_end(key)
 
-    def _victims(self, pinned: Container[int], asks: int | None) -> Iterator[int]:
-        """Yields all possible victims in order of eviction; each victim's slot is counted for the layer ``asks``."""
+    def _victims(self, pinned: Container[int]) -> Iterator[int]:
+        """Yields all possible victims in order of eviction; each victim's slot is counted for the layer that asks."""
+        asks = self._asks
         free = {number: (key for key in held if key not in pinned) for number, held in self._layers.items()}
         first = {number: key for number, keys in free.items() if (key := next(keys, None)) is not None}
         sizes = {number: len(held) for number, held in self._layers.items()}
@@ -91,7 +85,6 @@ class LayerLRU(Policy):
             giver = asks if asks in first and sizes[most] <= sizes[asks] + 1 else most
             yield first.pop(giver)
             sizes[giver] -= 1
-            if asks is not None:
-                sizes[asks] = sizes.get(asks, 0) + 1
+
             if (key := next(free[giver], None)) is not None:
                 first[giver] = key

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 import torch
 from sortedcontainers import SortedSet
 from torch import Tensor
 
 from vllm_spac.decisions.policies._sorted import SortedPolicy
-from vllm_spac.decisions.policies.base import Formula, Standing
+from vllm_spac.decisions.policies.base import Formula
 
 
 class LFUFormula(Formula):
@@ -58,12 +57,6 @@ class LFU(SortedPolicy):
 
     def formula(self, layers: int, experts: int, device: torch.device) -> Formula:
         return LFUFormula(self._half_life, layers, experts, device)
-
-    def standing(self, keys: int) -> Standing:
-        used = np.ones(keys)
-        for key, uses in self._uses.items():
-            used[key] += uses
-        return Standing(*self._held(), used)
 
     def _rank_of_use(self, key: int) -> tuple:
         self._clock += 1

@@ -7,10 +7,9 @@ from collections.abc import Container
 from itertools import islice
 from typing import ClassVar
 
-import numpy as np
 import torch
 
-from vllm_spac.decisions.policies.base import Formula, Policy, Standing
+from vllm_spac.decisions.policies.base import Formula, Policy
 
 
 class LRUFormula(Formula):
@@ -49,11 +48,6 @@ class LRU(Policy):
         for key in victims:
             del self._order[key]
         return victims
-
-    def standing(self, keys: int) -> Standing:
-        held = len(self._order)
-        order = np.fromiter(self._order, dtype=np.int64, count=held)
-        return Standing(order, np.arange(held, dtype=np.float64), np.full(keys, np.inf))
 
     def __len__(self) -> int:
         return len(self._order)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.decisions.policies._next_use import NextUse
-from vllm_spac.decisions.policies.base import Formula, Policy, Standing
+from vllm_spac.decisions.policies.base import Formula, Policy
 
 LATER = 0.5  # steps, by which an expert that is used now is due later than its probability says
 
@@ -126,20 +126,6 @@ class Reuse(Policy):
     def observe_prompt(self, rows: np.ndarray) -> None:
         self._learn(rows.shape[1]).observe_prompt(torch.from_numpy(rows))
         self._expect()
-
-    def standing(self, keys: int) -> Standing:
-        """As in ``Policy``; the value of a slot is the negative number of steps until the expert's expected next use.
-
-        An expert that is used now is needed again in the next step at the earliest. Of the held experts half are, on
-        average, in layers that have not run yet and may be needed in this step. On the same scale an expert that is
-        used now is therefore due half a step later.
-        """
-        held = np.flatnonzero(self._held)
-        order = held[np.lexsort((self._used[held], -self._due[held]))]
-        used = np.zeros(keys)
-        if self._next_use is not None:
-            used = -self._expected(self._next_use.if_used().numpy()) - LATER
-        return Standing(order, -self._due[order], used)
 
     def __len__(self) -> int:
         return self._size

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.decisions.policies._sorted import SortedPolicy
-from vllm_spac.decisions.policies.base import Formula, PolicyContext, Standing
+from vllm_spac.decisions.policies.base import Formula, PolicyContext
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator, Variant
 
 
@@ -108,12 +108,6 @@ class Utility(SortedPolicy):
             if key in self._rank:
                 self._place(key, (self._score(key), self._rank[key][1], key))
         self._recycled.clear()
-
-    def standing(self, keys: int) -> Standing:
-        used = np.zeros(keys)
-        if not self._recycle:
-            used[: len(self._scores)] = self._scores
-        return Standing(*self._held(), used)
 
     def _rank_of_use(self, key: int) -> tuple:
         self._clock += 1
