@@ -185,8 +185,9 @@ def _attend(
     block_table: torch.Tensor,
     **others: Any,
 ) -> None:
-    """In place of vLLM's ``unified_attention``, of causal attention without a window."""
+    """In place of vLLM's ``unified_attention``, of causal attention, in a window or with sinks."""
     starts, size, groups = cu_seqlens_q.tolist(), k.shape[1], q.shape[1] // k.shape[2]
+    behind, sinks = others.get("window_size", (-1, -1))[0], others.get("sinks")
     for at, length in enumerate(seqused_k.tolist()):
         first, last = starts[at], starts[at + 1]
         if last == first:
@@ -194,9 +195,13 @@ def _attend(
         blocks = block_table[at, : -(-length // size)].long()
         keys, values = (part[blocks].flatten(0, 1)[:length].repeat_interleave(groups, 1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys.float()) * softmax_scale
-        ends = length - (last - first) + torch.arange(last - first)
-        scores.masked_fill_(torch.arange(length) > ends[:, None], -torch.inf)
-        out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.float()).to(out.dtype)
+        ends, places = length - (last - first) + torch.arange(last - first)[:, None], torch.arange(length)
+        hidden = places > ends if behind < 0 else (places > ends) | (places < ends - behind)
+        scores.masked_fill_(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, last - first, 1)], 2)
+        weights = scores.softmax(-1)[:, :, :length]
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, values.float()).to(out.dtype)
 
 
 def _write(
