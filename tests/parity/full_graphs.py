@@ -157,7 +157,7 @@ def _worker() -> None:
 def _plugin() -> None:
     from vllm_spac import runtime
     from vllm_spac.execution import rerouting
-    from vllm_spac.execution.device import pointers_execution
+    from vllm_spac.execution.device import cpu_share, pointers_execution
     from vllm_spac.execution.exchange import CallerStream
     from vllm_spac.methods.trees.growth import Growth
 
@@ -171,6 +171,8 @@ def _plugin() -> None:
         return found._replace(**{name: kernel(getattr(found, name)) for name in ("grouped_gemm", "admit", "fetch")})
 
     pointers_execution.kernels_for = kernels
+    mail_kernels_for = cpu_share.mail_kernels_for
+    cpu_share.mail_kernels_for = lambda device: cpu_share.MailKernels(*map(kernel, mail_kernels_for(device)))
     pointers_execution.streams = lambda device: (CallerStream(), CallerStream())  # a capture sees its own thread
 
 
