@@ -24,6 +24,9 @@ _OF_EXECUTION = {
         "what it chose",
     ),
 }
+# Why the device does not have these parts of papers, by simulation.
+_FEWER_HITS = "and fewer hits than reuse (benchmarks/results/device_plane.md)"
+_SLOWER = "and took 1.2 to 1.3 times as long as waterfill (benchmarks/results/moe_spac_tables.md)"
 _PREDICTED = add(prefetch="gate")
 WITHOUT_WORKERS = drop("executor")
 _refused = ConfigError.refused
@@ -58,9 +61,11 @@ def _check_execution(config: Any) -> None:
         _check_device_prefetch(config, named)
     if not kind.needs_host and config.balancer is not None:
         _check_device_balancer(config, named)
-    if not kind.needs_host and not components.find("policies", config.policy).on_device:
+    policy = components.find("policies", config.policy)
+    if not kind.needs_host and not policy.on_device:
+        less = f", {_FEWER_HITS}" if policy.__module__.startswith("vllm_spac.") else ""
         raise _refused(
-            f"policy={config.policy} (--spac-policy) has no formula that the device could compute with {named}",
+            f"policy={config.policy} (--spac-policy) has no formula that the device could compute with {named}{less}",
             use(plane="slots"),
             use(policy="reuse"),
         )
@@ -70,9 +75,10 @@ def _check_device_balancer(config: Any, device: str) -> None:
     """Refuses a balancer that must see which experts a layer misses."""
     balancer = components.find("balancers", config.balancer)
     if balancer.uses_cpu and not balancer.by_number:
+        slower = f", {_SLOWER}" if balancer.__module__.startswith("vllm_spac.") else ""
         raise _refused(
             f"cpu_experts={config.cpu_experts} (--spac-cpu-experts) divides a layer by which experts it misses, of "
-            f"which no layer tells the host with {device}",
+            f"which no layer tells the host with {device}{slower}",
             use(cpu_experts=AUTO),
             use(plane="slots"),
         )

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac import components
+from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
@@ -75,7 +76,8 @@ def apply(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | Non
         config = _with(engine_args, **knobs)
     if config.plane == AUTO and not config.has_workers:
         plane, why = _plane(engine_args, config, model, entry, facts)
-        choices.append(f"plane={plane}: {why}")
+        host = config.preset is not None and plane != "pointers"
+        choices.append(f"preset={config.preset} is served by plane={plane}: {why}" if host else f"plane={plane}: {why}")
         config = _with(engine_args, plane=plane)
     choices += _set_kernels(engine_args, config, model, entry, facts)
     if engine_args.speculative_config is None and (layers := first_number(model.hf_config.to_dict(), _HEAD)):
@@ -149,16 +151,39 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     if config.parsed_budget.alpha is not None:
         return "with plane=pointers, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"
     given = engine_args.additional_config["spac"]
-    try:
+    refused = dict(refused_of(given))
+    if not refused:
         other = SpacConfig.parse({**given, "plane": "pointers"})
-    except ConfigError as error:
-        return str(error).removeprefix("spac: ")
-    if other.store_on("cuda") != config.store_on("cuda"):
-        return f"experts are in store={config.store_on('cuda')}"
+        if other.store_on("cuda") != config.store_on("cuda"):
+            return f"experts are in store={config.store_on('cuda')}"
     # Others gave stock's tokens on no GPU where the device decides, in CUDA graphs.
-    if config.prefetch != "off" and not components.find("predictors", config.prefetch).on_device:
-        return f"prefetch={config.prefetch} (--spac-prefetch) ran on no GPU with plane=pointers"
-    return None
+    unseen = config.prefetch != "off" and not components.find("predictors", config.prefetch).on_device
+    if unseen and "prefetch" not in refused:
+        named = f"prefetch={config.prefetch} (--spac-prefetch)"
+        refused["prefetch"] = f"{named} ran on no GPU with plane=pointers; --spac-plane pointers tries it"
+    return "; ".join(refused.values()) or None
+
+
+def refused_of(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what the device cannot decide: each knob with the reason, as if those before it were not set.
+
+    Knobs of a preset are among them. ``plane``: no knob alone is the reason.
+    """
+    left = {**presets.filled(given), "plane": "pointers"}
+    left.pop("preset", None)
+    for _ in range(len(left)):
+        try:
+            SpacConfig.parse(left)
+            return
+        except ConfigError as error:
+            problem = error.problem.removeprefix("spac: ")
+            other = next((each for each in error.remedies if left.keys() & each.changes.keys() - {"plane"}), None)
+            if other is None:
+                yield "plane", problem
+                return
+            yield " and ".join(sorted(left.keys() & other.changes.keys())), f"{problem} (or {other.text})"
+            left |= other.changes
+            left = {name: value for name, value in left.items() if value is not None}
 
 
 def reason_for_host(model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None) -> str | None:
