@@ -5,8 +5,8 @@ its experts, slots, a policy, a predictor, a budget of all experts, drafts, a gu
 Tokens are those of stock vLLM, eager and without drafts: of quantised experts, with the weights that their codes mean.
 Of MXFP4, whose biases vLLM rounds, they are those of the plugin with a slot for each expert.
 
-In float32, but that scales of INT4 have the 16 bits of rows. There a near-tie of the two best tokens may turn: an answer
-is compared up to the first token whose two best were closer than ``CLOSE``.
+In float32, but that scales of INT4 have the 16 bits of rows. There a near-tie of the two best tokens may turn: an
+answer is compared up to the first token whose two best were closer than ``CLOSE``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import json
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ DRAFTS: dict[str, dict[str, Any] | None] = {
 }
 TREES = ("16", "7@depth=3@width=3", "12@depth=2")
 POLICIES = ("reuse", "reuse@half_lives=(2, 8, 32)", "lru", "lfu", "utility", "utility@recycle=True")
-PREDICTORS = ("gate", "gate@extra=4", f"quasi_hidden@file={FILE}", f"neural@file={FILE}", f"hybrid@file={FILE}")
+PREDICTORS = ("gate", "gate@extra=1.0", f"quasi_hidden@file={FILE}", f"neural@file={FILE}", f"hybrid@file={FILE}")
 BUDGETS = ("64", "64@when=all", "64@ranking=router", "64@coverage=truncation", "1.0@when=all")
 HALVES = ("int4", "gptq", "awq")  # in float16
 CLOSE = 30 * 2**-11  # in log-probability: 30 times the rounding of a logit
@@ -214,7 +215,8 @@ def sizes(setting: Setting) -> list[int]:
     return sorted({requests * rows for requests in range(1, setting.requests + 1) for rows in (1, 1 + drafts)})
 
 
-def main(asked: dict[str, Any]) -> dict[str, Any]:
+def main(asked: dict[str, Any], look: Callable[[Any], Any] = lambda llm: None) -> dict[str, Any]:
+    """``look`` is called with the engine when it has answered."""
     setting = Setting(**asked["setting"])
     quantised.allow_float32()
     dtype = "float16" if setting.form in HALVES else "float32"
@@ -238,10 +240,10 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
         with engines.engine(asked["model"], asked["spac"], **options) as llm:
             said, gaps = answers(llm, [texts[number] for number in setting.asked], setting.tokens, not asked["spac"])
-            stats = vllm_spac.stats(llm)["workers"][0] if asked["spac"] is not None else {}
+            stats, looked = vllm_spac.stats(llm)["workers"][0] if asked["spac"] is not None else {}, look(llm)
     except SpacError as error:
         return {"refused": str(error)}
-    return {"said": said, "gaps": gaps, "stats": stats, "replays": full_graphs.CudaGraph.replays}
+    return {"said": said, "gaps": gaps, "stats": stats, "replays": full_graphs.CudaGraph.replays, "looked": looked}
 
 
 def leave_out_warm_up() -> None:
