@@ -85,6 +85,7 @@ class LayerLRU(Policy):
             giver = asks if asks in first and sizes[most] <= sizes[asks] + 1 else most
             yield first.pop(giver)
             sizes[giver] -= 1
-
+            if asks is not None:
+                sizes[asks] = sizes.get(asks, 0) + 1
             if (key := next(free[giver], None)) is not None:
                 first[giver] = key
