@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -107,14 +108,12 @@ def be_rank(number: int, ranks: int, monkeypatch) -> None:
     monkeypatch.setattr("vllm.distributed.parallel_state._TP", rank)
 
 
-def build(
-    quantisation: dict | None,
-    managed: bool = True,
-    ranks: int = 1,
-    experts: bool = False,
-    on_cpu: bool | None = None,
-    **knobs,
-):
+def sizes(ranks: int = 1) -> dict:
+    size = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER, "tp_size": ranks}
+    return size | {"dp_size": 1, "pcp_size": 1, "params_dtype": torch.bfloat16, "prefix": "layers.0.experts"}
+
+
+def build(quantisation: dict | None, managed=True, ranks: int = 1, experts=False, on_cpu: bool | None = None, **knobs):
     """A layer as vLLM builds it for a checkpoint with ``quantisation``, or with none.
 
     ``ranks``: number of ranks, each of which holds a part of every expert or, with ``experts``, some of the experts.
@@ -127,15 +126,7 @@ def build(
     config = VllmConfig()
     config.parallel_config.enable_expert_parallel = experts
     with set_current_vllm_config(config):
-        size = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
-        size |= {
-            "tp_size": ranks,
-            "dp_size": 1,
-            "pcp_size": 1,
-            "params_dtype": torch.bfloat16,
-            "prefix": "layers.0.experts",
-        }
-        quant = None
+        size, quant = sizes(ranks), None
         if quantisation is not None:
             method = quantised.loader(quantisation) or quantisation["quant_method"]
             method = "modelopt_fp4" if method == "modelopt" else method  # as vLLM reads its algorithm
@@ -219,6 +210,14 @@ def stand_in(layer) -> list[int]:
     return packed
 
 
+def waiting(quantisation: dict | None, **options) -> tuple[Any, list[int]]:
+    """A layer that waits for its tensors, and the list that grows when it is packed."""
+    layer = build(quantisation, **options)
+    packed = stand_in(layer)
+    layer.probe()
+    return layer, packed
+
+
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Whether all bits are the same: NaNs are."""
     return found.keys() == expected.keys() and all(
@@ -269,9 +268,7 @@ def test_a_rank_packs_its_part_when_its_last_tensor_has_come(name, number, monke
 def test_a_rank_with_some_of_the_experts_waits_for_those_alone(number, monkeypatch):
     tensors = checkpoint(UNQUANTISED)
     be_rank(number, 2, monkeypatch)
-    layer = build(None, ranks=2, experts=True)
-    packed = stand_in(layer)
-    layer.probe()
+    layer, packed = waiting(None, ranks=2, experts=True)
     mine = [n for n in tensors if int(n.split(".")[0]) // (EXPERTS // 2) == number]
     assert layer.local_of[layer.local_of >= 0].tolist() == list(range(EXPERTS // 2))
     shards = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "down_proj": ("w2_weight", "w2")}
@@ -290,9 +287,7 @@ def test_a_rank_with_some_of_the_experts_waits_for_those_alone(number, monkeypat
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_weight_that_comes_twice_before_its_layer_is_packed(name):
-    layer, tensors = build(METHODS[name]), checkpoint(METHODS[name])
-    packed = stand_in(layer)
-    layer.probe()
+    (layer, packed), tensors = waiting(METHODS[name]), checkpoint(METHODS[name])
     first, *_ = (n for n in tensors if not is_unread(n, name))
     load(layer, tensors, [first])
     with pytest.raises(SpacError, match="of expert 0 of layers.0.experts came twice; use a checkpoint that has each"):
@@ -302,9 +297,7 @@ def test_a_weight_that_comes_twice_before_its_layer_is_packed(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_stored_layer_takes_nothing(name):
-    layer = build(METHODS[name])
-    packed = stand_in(layer)
-    layer.probe()
+    layer, packed = waiting(METHODS[name])
     layer.spac.is_stored = lambda _: True
     load(layer, {n: t.to("meta") for n, t in checkpoint(METHODS[name]).items()})  # which nobody can read
     assert packed == []
@@ -313,9 +306,7 @@ def test_a_stored_layer_takes_nothing(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_weight_that_comes_after_its_layer_was_packed(name):
     """Of a running engine whose weights are changed, or of a checkpoint that has it twice."""
-    layer, tensors = build(METHODS[name]), checkpoint(METHODS[name])
-    stand_in(layer)
-    layer.probe()
+    (layer, _), tensors = waiting(METHODS[name]), checkpoint(METHODS[name])
     layer.spac.is_stored = lambda _: layer._packed
     layer.spac.pack = lambda _: layer.drop()
     load(layer, tensors)
@@ -404,16 +395,9 @@ def test_scales_of_whole_tensors_are_refused(quantisation):
         build(quantisation)
 
 
-@pytest.mark.parametrize(
-    ("knobs", "named"),
-    [
-        ({"cpu_experts": 2, "store": "host"}, "--spac-cpu-experts off"),
-    ],
-    ids=["CPU experts"],
-)
-def test_what_quantised_experts_cannot_do(knobs, named):
-    with pytest.raises(UnsupportedError, match=f"quantised experts.*{named}"):
-        build(METHODS["fp8, blocks"], **knobs)
+def test_quantised_experts_have_no_cpu_experts():
+    with pytest.raises(UnsupportedError, match="quantised experts.*--spac-cpu-experts off"):
+        build(METHODS["fp8, blocks"], cpu_experts=2, store="host")
 
 
 @pytest.mark.parametrize(
@@ -465,9 +449,7 @@ def unquantised(monkeypatch):
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
     choose(TritonExperts, monkeypatch)
-    layer = build(None)
-    stand_in(layer)
-    layer.probe()
+    layer, _ = waiting(None)
     plain = {n: t for n, t in checkpoint(METHODS["fp8, blocks"]).items() if n.endswith("weight")}
     load(layer, {n: t.to(torch.bfloat16) for n, t in plain.items()})
     return layer, {n: p.data.clone() for n, p in layer._staged.items()}
@@ -686,8 +668,7 @@ def build_packed(name: str):
     }
     if name not in made:
         return build(PACKED[name], **POINTERS)
-    size = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
-    size |= {"tp_size": 1, "dp_size": 1, "pcp_size": 1, "params_dtype": torch.bfloat16, "prefix": "layers.0.experts"}
+    size = sizes()
     if name == "gpt-oss":
         from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
@@ -804,6 +785,23 @@ def given(layer, name: str, tensors: dict[str, Tensor]) -> None:
         assert param.weight_loader(param, tensor, target, f"gpt_oss_{parts[part]}", int(expert), return_success=True)
 
 
+def taken(name: str) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a checkpoint, and a layer that has taken all of them, and was packed once."""
+    tensors, layer = published(name), build_packed(name)
+    packed = stand_in(layer)
+    layer.probe()
+    given(layer, name, tensors)
+    assert packed == [0]
+    return tensors, layer
+
+
+def rows() -> tuple[Tensor, Tensor, Tensor]:
+    """(x, weights, ids) of four rows."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(4, HIDDEN, generator=generator) / 16).bfloat16()
+    return x, torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+
+
 def tables_of(name: str, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     """The dequantised weights of each expert: w13, w2 and biases."""
     found: dict[str, list[Tensor]] = {"w13": [], "w2": [], "b13": [], "b2": []}
@@ -845,15 +843,9 @@ def served(layer, slots: int, kind: type[PointerExecution | TableExecution] = Po
 @pytest.mark.parametrize("name", PACKED)
 def test_a_layer_over_pointers_computes_what_the_checkpoint_means(backends, name):
     """vLLM's own parameters, loaders and method; what is stored are the packed bytes, and nothing is dequantised."""
-    tensors, layer = published(name), build_packed(name)
-    packed = stand_in(layer)
-    layer.probe()
-    given(layer, name, tensors)
-    assert packed == [0]
+    tensors, layer = taken(name)
     execution = served(layer, 3)
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(4, HIDDEN, generator=generator) / 16).bfloat16()
-    weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+    x, weights, ids = rows()
     out = layer.forward_modular(x, weights, ids)
     plain = tables_of(name, tensors)
     tables = {kind: torch.tensor([part.data_ptr() for part in parts]) for kind, parts in plain.items()}
@@ -876,15 +868,10 @@ def test_rows_are_rounded_where_vllms_kernel_rounds_them(backends, monkeypatch, 
     answers = {}
     for backend in ("MARLIN", "TRITON"):
         fp8_backend(backend, monkeypatch)
-        tensors, layer = published(name), build_packed(name)
-        stand_in(layer)
-        layer.probe()
-        given(layer, name, tensors)
+        tensors, layer = taken(name)
         assert layer.spac_packed.activations == (columns if backend == "TRITON" else None)
         served(layer, 3)
-        generator = torch.Generator().manual_seed(0)
-        x = (torch.randn(4, HIDDEN, generator=generator) / 16).bfloat16()
-        weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+        x, weights, ids = rows()
         answers[backend] = layer.forward_modular(x, weights, ids)
         layer.spac.runtime.close()
     off = (answers["TRITON"] - answers["MARLIN"]).abs().max() / answers["MARLIN"].abs().max()
@@ -896,14 +883,9 @@ def test_a_layer_over_slots_of_our_kernel_computes_what_pointers_do(backends, mo
     """Formats that vLLM's kernels do not read from slots; three slots for six experts, so that rows come in waves."""
     answers = {}
     for kind in (PointerExecution, TableExecution):
-        tensors, layer = published(name), build_packed(name)
-        stand_in(layer)
-        layer.probe()
-        given(layer, name, tensors)
+        tensors, layer = taken(name)
         execution = served(layer, 3, kind)
-        generator = torch.Generator().manual_seed(0)
-        x = (torch.randn(4, HIDDEN, generator=generator) / 16).bfloat16()
-        weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+        x, weights, ids = rows()
         answers[kind] = layer.forward_modular(x, weights, ids)
         if kind is TableExecution:  # what the CPU computes of them
             act = "swigluoai" if name == "gpt-oss" else "silu"
@@ -978,16 +960,11 @@ def test_sizes_that_vllm_rounds_up(backends, monkeypatch):
     """As Marlin does: a layer is packed when the real part has arrived, and the rest is zero."""
     monkeypatch.setitem(globals(), "HIDDEN", 192)
     monkeypatch.setitem(globals(), "INNER", 96)
-    tensors, layer = published("gpt-oss"), build_packed("gpt-oss")
-    packed = stand_in(layer)
+    tensors, layer = taken("gpt-oss")
     assert layer._staged["w13_weight"].shape == (EXPERTS, 256, 128), "192 became 256, and 96 128"
-    layer.probe()
-    given(layer, "gpt-oss", tensors)
-    assert packed == [0]
     execution = served(layer, 3)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.nn.functional.pad((torch.randn(4, 192, generator=generator) / 16).bfloat16(), (0, 64))
-    weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+    x, weights, ids = rows()
+    x = torch.nn.functional.pad(x, (0, 64))
     out = layer.forward_modular(x, weights, ids)
     plain = tables_of("gpt-oss", tensors)
     tables = {kind: torch.tensor([part.data_ptr() for part in parts]) for kind, parts in plain.items()}

@@ -29,8 +29,8 @@ from vllm_spac.core import MoEShape
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError, StoreError, UnsupportedError
-from vllm_spac.integration import preflight
-from vllm_spac.integration.hooks import patches
+from vllm_spac.integration import compatibility, preflight
+from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint import headers
 
@@ -91,18 +91,14 @@ def engine_config(model: Path, spac, **options):
     ("spac", "named"),
     [
         ({"slot": "25%"}, ["'slot'", "did you mean 'slots'"]),
+        ({"plane": "magic"}, ["plane='magic'", "slots", "pointers"]),
         ({"slots": 3}, ["slots=3", "needs 4", "--spac-slots 4"]),
         ({"slots": 17}, ["slots=17", "16 experts", "--spac-slots 16"]),
         ({"store": "host", "disk_dir": "/tmp"}, ["disk_dir", "--spac-store disk"]),
         ({"disk_dir": "/etc/hostname/x"}, ["disk_dir=", "is not a folder"]),
         ({"budget": 17}, ["budget=17", "a layer has 16 experts"]),
         ({"budget": 3}, ["budget=3", "every token 4 experts", "truncation"]),
-        ({"plane": "magic"}, ["plane='magic'", "slots", "pointers"]),
-        ({"plane": "pointers", "store": "disk"}, ["--spac-plane", "--spac-store host"]),
-        ({"budget": "8@coverage=none"}, ["coverage='none'", "substitution"]),
-        ({"budget": "/not/there"}, ["budget='/not/there'", "use a number of experts (16)", "0.98"]),
         ({"cpu_experts": "auto"}, ["cpu_experts=auto", "--spac-cpu-experts", "add --spac-store host"]),
-        ({"cpu_experts": 2, "store": "disk"}, ["cpu_experts=2", "add --spac-store host"]),
     ],
     ids=str,
 )
@@ -210,7 +206,6 @@ def outside(tmp_path, monkeypatch) -> Path:
         (AUTO | {"profile": "pipe"}, "--spac-profile.*not a regular file"),
         (AUTO | {"profile": "nosuch"}, "--spac-profile.*there is no profile.*rtx4090"),
         (AUTO | {"profile": "."}, "--spac-profile"),
-        ({"prefetch": "neural"}, "prefetch=neural.*needs its file.*vllm-spac predictors train"),
         ({"prefetch": "neural@file=/not/there"}, "prefetch=/not/there.*no such file.*predictors train"),
         ({"prefetch": "neural@file=text"}, "text cannot be read as a file of predictors"),
         (
@@ -264,8 +259,6 @@ def test_what_the_user_wrote_is_checked_before_a_worker_starts(moe, outside, spa
 
 def test_predictors_that_look_at_layers_are_asked_on_a_device_too(moe, outside, tmp_path, monkeypatch):
     """With the V2 runner. What they read of a drafter must be there, as with V1's."""
-    from vllm_spac.integration import compatibility
-
     monkeypatch.setattr(compatibility.drafts, "plans_drafts", lambda vllm_config: True)
     folder = write_config(tmp_path / "copy", QWEN)
     copy = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
@@ -358,7 +351,6 @@ def test_what_may_be_served(moe, outside, caplog):
 
 def test_a_packed_folder_may_be_read_only(moe, tmp_path, monkeypatch):
     """Whether it holds all experts is known when they are loaded."""
-    from vllm_spac.integration import preflight
 
     def refuse(**options):
         raise OSError(30, "Read-only file system")
@@ -483,8 +475,6 @@ def test_a_dense_model(tmp_path):
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> None:
     """The checks of quantised experts take this machine for one with a GPU."""
-    from vllm_spac.integration.hooks import device
-
     monkeypatch.setattr(device, "is_cpu", lambda: False)
 
 
@@ -550,8 +540,6 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 )
 def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
     """Before anything is loaded, and with what works here."""
-    from vllm_spac.integration.hooks import device
-
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: amx)
     with contextlib.nullcontext() if named is None else pytest.raises(ValueError, match=named):
@@ -580,8 +568,6 @@ def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
     ids=["FP8 by other blocks", "FP8 by tensors", "GPTQ of 8 bits", "GPTQ for a GPU", "NVFP4"],
 )
 def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, quantisation, options, named):
-    from vllm_spac.integration.hooks import device
-
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: True)
     with pytest.raises(ValueError, match=named):
@@ -592,11 +578,12 @@ def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, qu
         )
 
 
-def guarded(v2, executor, asynchronous, ranks):
-    """vLLM's configuration, as far as the guard looks at it."""
+def guarded(v2, executor, asynchronous, ranks, method="eagle3"):
+    """vLLM's configuration, as far as the guard and checks of drafts look at it."""
+    plain = dict.fromkeys(("parallel_drafting", "use_local_argmax_reduction", "use_heterogeneous_vocab"), False)
     return SimpleNamespace(
         use_v2_model_runner=v2,
-        speculative_config=SimpleNamespace(method="eagle3"),
+        speculative_config=None if method is None else SimpleNamespace(method=method, **plain),
         parallel_config=SimpleNamespace(
             distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
         ),
@@ -616,9 +603,6 @@ def guarded(v2, executor, asynchronous, ranks):
     ],
 )
 def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ranks, remedy):
-    from vllm_spac.config.config import SpacConfig
-    from vllm_spac.integration import compatibility
-
     config = guarded(v2, executor, asynchronous, ranks)
     for config_of in (SpacConfig(), SpacConfig(guard="off")):  # on by itself, it is left out with a line in the log
         compatibility.check(config_of, config, gpu=False)
@@ -630,10 +614,8 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
 
 
 def test_on_a_gpu_drafts_can_be_planned_in_the_engine_s_process(monkeypatch):
-    from vllm_spac.integration.hooks import device, drafts
-
     monkeypatch.setattr(device, "is_cpu", lambda: False)
-    reason = drafts.unguarded(guarded(True, "mp", False, 1))
+    reason = compatibility.drafts.unguarded(guarded(True, "mp", False, 1))
     assert reason.remedy.text == "add --distributed-executor-backend uni"
 
 
@@ -650,19 +632,8 @@ def test_on_a_gpu_drafts_can_be_planned_in_the_engine_s_process(monkeypatch):
     ],
 )
 def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
-    from vllm_spac.config.config import SpacConfig
-    from vllm_spac.integration import compatibility
-
-    drafts = SimpleNamespace(
-        method=method, parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
-    )
-    config = SimpleNamespace(
-        use_v2_model_runner=v2,
-        speculative_config=None if method is None else drafts,
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False),
-        compilation_config=SimpleNamespace(cudagraph_mode=None),
-    )
+    config = guarded(v2, None, False, 1, method)
+    config.compilation_config = SimpleNamespace(cudagraph_mode=None)
     compatibility.check(SpacConfig(**knobs), config, gpu=False)
     if remedy is None:
         compatibility.check(SpacConfig(**knobs, budget="16@votes=path"), config, gpu=False)
@@ -673,14 +644,7 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
 
 def test_nodes_of_trees_have_no_routing():
     """Of an EAGLE head, which has no experts; a shadow would have to be the draft model in its place."""
-    from vllm_spac.config.config import SpacConfig
-    from vllm_spac.integration import compatibility
-
-    head = SimpleNamespace(
-        method="eagle3", parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
-    )
-    parallel = SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False)
-    config = SimpleNamespace(speculative_config=head, parallel_config=parallel)
+    config = guarded(False, None, False, 1)
     for name, lacks in (("shadow", "drafts without experts"), ("draft_gate", "has no layers that stand")):
         with pytest.raises(ValueError, match=f"{name}.*here: eagle3 {lacks}.*, or drop --spac-prefetch"):
             compatibility.check(SpacConfig(prefetch=name, tree=8), config, gpu=False)
@@ -700,7 +664,6 @@ def test_nodes_of_trees_have_no_routing():
 )
 def test_pinned_memory_is_asked_for_only_where_experts_lie_in_it(spac, needed):
     from vllm_spac.config.config import SpacConfig
-    from vllm_spac.integration import preflight
 
     assert preflight.keeps_on_the_host(SpacConfig(**spac), experts=16) == needed
 
@@ -745,7 +708,6 @@ def test_layers_that_our_kernels_do_not_compute(facts, named):
 
 def test_a_worker_extension_built_on_ours_is_kept(moe):
     name = f"{__name__}.OwnExtension"
-    from vllm_spac.integration import preflight
     from vllm_spac.integration.serving import worker_extension
 
     class OwnExtension(worker_extension.SpacWorker):
@@ -989,8 +951,6 @@ def test_a_cpu_kernel_that_cannot_read_these_experts(moe, knobs, named):
 @pytest.mark.parametrize("plane", ["slots", "table", "pointers"])
 def test_cpu_experts_where_nothing_was_compiled(moe, monkeypatch, plane):
     """vLLM's kernel needs none of ours; a kernel that answers no device serves where the host decides."""
-    from vllm_spac.integration import compatibility
-
     monkeypatch.setattr(compatibility, "missing", lambda: "no compiler")
     knobs = AUTO | {"plane": plane}
     if plane == "slots":
@@ -1153,8 +1113,6 @@ def test_a_server_ends_with_the_sentence_of_a_kv_cache_without_room_for_a_tree(t
 def test_an_offline_llm_raises_one_line(moe):
     from vllm import LLM
 
-    from vllm_spac.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"policy='spac_nowhere:X' \(--spac-policy\)") as caught:
         LLM(str(moe), skip_tokenizer_init=True, additional_config={"spac": {"policy": "spac_nowhere:X"}})
     assert str(caught.value).isprintable()
@@ -1165,8 +1123,6 @@ def test_an_offline_llm_raises_one_line(moe):
     [(True, 0, True, True), (True, 16, True, False), (True, 0, False, False), (False, 0, True, False)],
 )
 def test_chains_of_drafts_warn_of_sampling_on_a_cpu(monkeypatch, caplog, cpu, tree, drafts, warned) -> None:
-    from vllm_spac.integration import preflight
-
     monkeypatch.setattr(preflight.device, "is_cpu", lambda: cpu)
     config = SimpleNamespace(speculative_config=SimpleNamespace() if drafts else None)
     preflight.warn_of_sampling(SpacConfig(tree=tree), config)
@@ -1187,8 +1143,6 @@ def test_chains_of_drafts_warn_of_sampling_on_a_cpu(monkeypatch, caplog, cpu, tr
     ],
 )
 def test_idle_threads_that_spin_are_warned_of(caplog, name, value, warned) -> None:
-    from vllm_spac.integration import preflight
-
     preflight.warn_of_spinning({name: value})
     assert (f"{name}={value}: idle OpenMP threads" in caplog.text) == warned
 
@@ -1203,7 +1157,5 @@ def test_idle_threads_that_spin_are_warned_of(caplog, name, value, warned) -> No
     ],
 )
 def test_n_grams_that_take_more_threads_than_were_asked_for_are_warned_of(caplog, environment, warned) -> None:
-    from vllm_spac.integration import preflight
-
     preflight.warn_of_numba(environment)
     assert ("set NUMBA_NUM_THREADS=1 too" in caplog.text) == warned
