@@ -39,6 +39,8 @@ from rich.table import Table
 
 from benchmarks.peers.process_memory import taken
 from vllm_spac.decisions.comparison import Ratio, orders
+from vllm_spac.recording.metrics import summary
+from vllm_spac.system.host_memory import gib
 from vllm_spac.tools.machine.server_stats import RequestNumbers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,7 +236,7 @@ def common_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
 
 
 def spac_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
-    plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk", "--spac-tuned", "off"]
+    plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk"]
     drafts = ["--speculative-config", json.dumps(speculation(what.draft))] if what.draft else []
     return [*plugin, *drafts]
 
@@ -370,7 +372,7 @@ def comparison(what: Subject, ours: Run, stock: Run, rows: list[tuple[str, str]]
     for number, (reply, found) in enumerate(zip(stock.replies, parted, strict=True), 1):
         verdict = "[green]equal" if found is None else f"[red]differs {found}"
         table.add_row(f"answer {number}", verdict, f"{len(reply.tokens)} tokens")
-    table.add_row("RAM of the server", size(ours.memory), size(stock.memory))
+    table.add_row("RAM of the server", gib(ours.memory), gib(stock.memory))
     for title, value in rows:
         table.add_row(title, value, "")
     return table, not any(parted)
@@ -391,33 +393,9 @@ def counters(server: Server) -> list[tuple[str, str]]:
         found = json.loads(server.get("/spac/stats"))
         requests = RequestNumbers().add(found["requests"])
         rows = [(name, requests[name]) for name in ("time to first token", "time per token of a request")]
-        return rows + worker_rows(found["workers"][0])  # one GPU or CPU: one worker
+        return rows + list(summary(found["workers"][0]).items())  # one GPU or CPU: one worker
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise DemoError(f"GET /spac/stats: {error!r}; did the plugin load? See {server.log}") from error
-
-
-def worker_rows(worker: dict[str, Any]) -> list[tuple[str, str]]:
-    needed = worker["hits"] + worker["misses"]
-    share = f" ({worker['hits'] / needed:.0%})" if needed else ""
-    moved = ", ".join(f"{size(count)} from {path}" for path, count in worker["bytes"].items() if count)
-    steps = ", ".join(f"{count} {kind}" for kind, count in worker["steps"].items() if count)
-    return [
-        ("mode, store, policy", f"{worker['mode']}, {worker['store']}, {worker['policy']}"),
-        ("experts in fast memory", f"{worker['slots']} of {worker['experts']} ({size(worker['slot_bytes'])})"),
-        ("hits", f"{worker['hits']:,} of {needed:,}{share}"),
-        ("misses", f"{worker['misses']:,}, {worker['loads']:,} loads"),
-        ("bytes moved", moved or "none"),
-        ("layers waited for loads", f"{worker['stall_seconds']:.2f} s"),
-        ("forwards", f"{steps or 'none'}; {worker['waves']:,} waves"),
-    ]
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def own_command(what: Subject, options: argparse.Namespace) -> str:
@@ -465,35 +443,37 @@ def serve(what: Subject, options: argparse.Namespace) -> int:
                 time.sleep(0.5)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", action="store_true", help="leave the server running in the foreground")
-    parser.add_argument("--toy", action="store_true", help="serve the toy model, without a download")
-    parser.add_argument("--slots", default="25%", help="experts in fast memory (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, help="tokens per prompt (default: 64; of the toy 48)")
-    parser.add_argument("--dtype", default="float32", help="of both servers (default: %(default)s, see above)")
-    parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")
-    return parser.parse_args(arguments)
+def parser(text: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of what all demos take; ``text``: its help."""
+    found = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--toy", action="store_true", help="serve the toy model, without a download")
+    found.add_argument("--slots", default="25%", help="experts in fast memory (default: %(default)s)")
+    found.add_argument("--tokens", type=int, help="tokens per prompt (default: 64; of the toy 48)")
+    found.add_argument("--dtype", default="float32", help="of both servers (default: %(default)s, see above)")
+    found.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
+    found.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")
+    return found
 
 
-def on_signal(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
+def run(name: str, act: Callable[[Subject, argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Returns the exit code of a demo, whose servers end with it, also by a signal."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end through the context managers, so that no server stays behind
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        return act(subject(options), options)
+    except DemoError as error:
+        console.print(f"[red]{name}:[/] {escape(str(error))}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print(f"\n{name}: stopped")
+        return 130
 
 
 def main() -> int:
-    options = parse()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end through the context managers, so that no server stays behind
-        signal.signal(number, on_signal)
-    try:
-        what = subject(options)
-        return serve(what, options) if options.serve else compare(what, options)
-    except DemoError as error:
-        console.print(f"[red]demo:[/] {escape(str(error))}", soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        console.print("\ndemo: stopped")
-        return 130
+    asked = parser(__doc__)
+    asked.add_argument("--serve", action="store_true", help="leave the server running in the foreground")
+    options = asked.parse_args()
+    return run("demo", serve if options.serve else compare, options)
 
 
 if __name__ == "__main__":

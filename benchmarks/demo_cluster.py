@@ -17,7 +17,6 @@ import sys
 import time
 
 import psutil
-from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import demo
@@ -26,19 +25,6 @@ from vllm_spac.methods.od_moe.places import MODULE
 
 _BACK = 180.0  # seconds for a worker to be started again and tested
 _PAUSE = 0.5
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=3, help="expert workers (default: %(default)s)")
-    parser.add_argument("--slots", default="25%", help="experts in each worker's memory (default: %(default)s)")
-    parser.add_argument("--toy", action="store_true", help="serve the toy model, without a download")
-    parser.add_argument("--tokens", type=int, help="tokens per prompt (default: 96; of the toy 48)")
-    parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")
-    options = parser.parse_args(arguments)
-    options.dtype = "float32"
-    return options
 
 
 def worker_server(what: demo.Subject, options: argparse.Namespace) -> demo.Server:
@@ -122,17 +108,9 @@ def compare(what: demo.Subject, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    options = parse()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, demo.on_signal)
-    try:
-        return compare(demo.subject(options), options)
-    except demo.DemoError as error:
-        demo.console.print(f"[red]demo-cluster:[/] {escape(str(error))}", soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        demo.console.print("\ndemo-cluster: stopped")
-        return 130
+    asked = demo.parser(__doc__)
+    asked.add_argument("--workers", type=int, default=3, help="expert workers (default: %(default)s)")
+    return demo.run("demo-cluster", compare, asked.parse_args())
 
 
 if __name__ == "__main__":
