@@ -104,7 +104,6 @@ IDLE: list[dict] = [
     {"prefetch": "gate"},
     {"cpu_experts": "auto", "cpu_kernel": "simd"},
     {"guard": "off", "io_threads": 2},
-    {"tuned": "off"},
 ]
 
 
