@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_configs import qwen3_moe
 
 from vllm_spac.decisions.costs import Capacity, Costs, names
 from vllm_spac.errors import ConfigError, UnsupportedError
@@ -38,26 +39,19 @@ from vllm_spac.tools.planning.predict import Prediction
 
 GIB, MIB = 1 << 30, 1 << 20
 LAYERS = 16
-QWEN = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 4096,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+QWEN = qwen3_moe(
+    hidden_size=4096,
+    intermediate_size=4096,
+    moe_intermediate_size=1536,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    vocab_size=1024,
+    max_position_embeddings=8192,
+)
 OSS = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
+from model_configs import qwen3_moe
 from openai import InternalServerError
 from safetensors.torch import save_file
 
@@ -34,26 +35,7 @@ from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint import headers
 
-QWEN = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+QWEN = qwen3_moe()
 
 AUTO = {"cpu_experts": "auto", "store": "host"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}

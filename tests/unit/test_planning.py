@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_configs import qwen3_moe
 from typer.testing import CliRunner
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.grouped_gemm import tile_for
@@ -43,23 +44,17 @@ from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 GIB, MIB = 1 << 30, 1 << 20
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "num_hidden_layers": 8,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "max_position_embeddings": 8192,
-    "vocab_size": 1000,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
+CONFIG = qwen3_moe(
+    hidden_size=1024,
+    intermediate_size=2048,
+    moe_intermediate_size=512,
+    num_attention_heads=8,
+    head_dim=128,
+    num_hidden_layers=8,
+    num_experts=32,
+    max_position_embeddings=8192,
+    vocab_size=1000,
+)
 W_E = 3 * 1024 * 512 * 2
 ALL = 8 * 32 * W_E  # 0.75 GiB
 
@@ -555,7 +550,7 @@ def test_bad_models(tmp_path: Path) -> None:
 
 
 def test_float32_is_served_as_16_bits(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float32"}))
     found = ServedModel.of(find_model(str(tmp_path)))
     assert found.halved and found.expert_bytes == W_E
     with pytest.raises(UnsupportedError):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_configs import qwen3_moe
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.integration.hooks import patches
@@ -18,22 +19,18 @@ from vllm_spac.integration.stepping.prompt_pacing import PromptPacer
 
 CHUNK, SEATS, BLOCK = 64, 8, 16
 STREAMS, LONG = 4, 8 * CHUNK
-MODEL = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 4096,
-    "dtype": "float32",
-}
+MODEL = qwen3_moe(
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_experts=8,
+    num_experts_per_tok=2,
+    vocab_size=128,
+    max_position_embeddings=4096,
+    dtype="float32",
+)
 
 
 class Served:

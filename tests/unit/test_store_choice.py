@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_configs import qwen3_moe
 
 from vllm_spac import components
 from vllm_spac.cache import sizing
@@ -150,23 +151,15 @@ def test_a_model_whose_experts_all_get_slots_needs_no_disk(arguments, monkeypatc
 
 # -- the accounts: what a plan says host memory holds, and what is allocated -------------------------------------------
 
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "num_hidden_layers": 24,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "vocab_size": 1000,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+CONFIG = qwen3_moe(
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    num_hidden_layers=24,
+    num_experts=32,
+    vocab_size=1000,
+    max_position_embeddings=2048,
+)
 LAYERS, EXPERTS = 24, 32
 SPECS = {
     "w13_weight": TensorSpec((128, 128), torch.bfloat16),  # eight pages
