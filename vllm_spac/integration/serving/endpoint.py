@@ -11,7 +11,7 @@ import ipaddress
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -81,6 +81,7 @@ _CUTS = {
     "drafts": "Draft tokens of steps whose drafts may be cut on the device.",
     "cut_drafts": "Draft tokens that were cut on the device: they ran no expert, and were not accepted.",
 }
+_PARTS = {"budget": ("budget", _BUDGET), "device_chooser": ("device", _CUTS), "trees": ("tree", _TREES)}
 _EXPERT_WORKERS = {
     "calls": "Requests to expert workers whose answer counted.",
     "rows": "Rows of layers that expert workers computed.",
@@ -143,35 +144,36 @@ class WorkerCollector:
             yield self._family(GaugeMetricFamily, name, text)
         for name, text in _COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text)
-        for name, text in _BUDGET.items():
-            values = [worker["budget"][name] for worker in self._counting("budget")]
-            yield _metric(CounterMetricFamily, f"budget_{name}", text, values)
+        for part, (prefix, texts) in _PARTS.items():
+            for name, text in texts.items() if self._have(part) else ():
+                values = [worker[part][name] for worker in self._counting(part)]
+                yield _metric(CounterMetricFamily, f"{prefix}_{name}", text, values)
         lossy = [float(worker["mode"] == "lossy") for worker in self._counting("mode")]
         yield _metric(
             GaugeMetricFamily, "lossy", "1 while a budget or speculated execution is in force, 0 in exact mode.", lossy
         )
-        if all("guard" in worker for worker in self.workers):
+        if self._have("guard"):
             lengths = [worker["guard"]["draft_length"] for worker in self._counting("guard")]
             yield _metric(GaugeMetricFamily, "draft_length", "Draft tokens per request that the guard allows.", lengths)
-        if all("device_chooser" in worker for worker in self.workers):
-            for name, text in _CUTS.items():
-                values = [worker["device_chooser"][name] for worker in self._counting("device_chooser")]
-                yield _metric(CounterMetricFamily, f"device_{name}", text, values)
-        if all("trees" in worker for worker in self.workers):
-            for name, text in _TREES.items():
-                values = [worker["trees"][name] for worker in self._counting("trees")]
-                yield _metric(CounterMetricFamily, f"tree_{name}", text, values)
+        if self._have("trees"):
             yield self._labelled("tree_accepted", "tokens", "Verified drafts, by their accepted tokens.")
-        if all("expert_workers" in worker for worker in self.workers):
+        if self._have("expert_workers"):
             for name, text in _EXPERT_WORKERS.items():
                 yield self._each(CounterMetricFamily, name, text)
             for name, text in _EXPERT_WORKER_GAUGES.items():
                 yield self._each(GaugeMetricFamily, name, text)
-        yield self._stopped()
-        if all("host_bytes" in worker for worker in self.workers):
-            yield self._held()
+        text = "1 for a recording (trace, timeline) that could not be written and stopped; the log has the reason."
+        stopped = [dict.fromkeys(worker["stopped"], 1) for worker in self._counting("stopped")]
+        yield _by_label(GaugeMetricFamily, "recording_stopped", "recording", text, stopped)
+        if self._have("host_bytes"):
+            text = "Bytes of host memory that holds experts, by whether its pages are pinned."
+            held = [worker["host_bytes"] for worker in self._counting("host_bytes")]
+            yield _by_label(GaugeMetricFamily, "host_bytes", "kind", text, held)
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
+
+    def _have(self, part: str) -> bool:
+        return all(part in worker for worker in self.workers)
 
     def _counting(self, name: str) -> list[dict]:
         """The statistics to export ``name`` of, so that the sum over workers is the engine's.
@@ -193,28 +195,18 @@ class WorkerCollector:
                 metric.add_metric([str(index), called], counts[name])
         return metric
 
-    def _held(self) -> Family:
-        text = "Bytes of host memory that holds experts, by whether its pages are pinned."
-        metric = GaugeMetricFamily("vllm:spac_host_bytes", text, labels=["worker", "kind"])
-        for index, worker in enumerate(self._counting("host_bytes")):
-            for kind, count in worker["host_bytes"].items():
-                metric.add_metric([str(index), kind], count)
-        return metric
+    def _labelled(self, name: str, label: str, text: str) -> Family:
+        counts = [worker[name] for worker in self._counting(name)]
+        return _by_label(CounterMetricFamily, name, label, text, counts)
 
-    def _stopped(self) -> Family:
-        text = "1 for a recording (trace, timeline) that could not be written and stopped; the log has the reason."
-        metric = GaugeMetricFamily("vllm:spac_recording_stopped", text, labels=["worker", "recording"])
-        for index, worker in enumerate(self._counting("stopped")):
-            for name in worker["stopped"]:
-                metric.add_metric([str(index), name], 1)
-        return metric
 
-    def _labelled(self, name: str, label: str, text: str) -> CounterMetricFamily:
-        metric = CounterMetricFamily(f"vllm:spac_{name}", text, labels=["worker", label])
-        for index, worker in enumerate(self._counting(name)):
-            for value, count in worker[name].items():
-                metric.add_metric([str(index), value], count)
-        return metric
+def _by_label(family: type[Family], name: str, label: str, text: str, workers: Sequence[Mapping[str, float]]) -> Family:
+    """Counts of each worker by a label's value."""
+    metric = family(f"vllm:spac_{name}", text, labels=["worker", label])
+    for index, counts in enumerate(workers):
+        for value, count in counts.items():
+            metric.add_metric([str(index), value], count)
+    return metric
 
 
 def _metric(family: type[Family], name: str, text: str, values: list) -> Family:
