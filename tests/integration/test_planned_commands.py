@@ -132,7 +132,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def here(folder: Path) -> None:
     """Writes the profile of this machine as one without a GPU that was measured."""
     known = Costs.read("rtx4090")
-    origin = {"how": "measured", "machine": Machine.here(folder, gpus=()), "store": "disk"}
+    origin = {"how": "measured", "machine": Machine.here(folder), "store": "disk"}
     changes = {"load": known.disk, "host": known.load, "disk": None, "capacity": Capacity(host=64 * GIB)}
     profile = known.model_copy(update=changes | {"provenance": known.provenance.model_copy(update=origin)})
     (folder / machines.PROFILE).write_text(profile.model_dump_json())

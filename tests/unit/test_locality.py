@@ -110,10 +110,11 @@ MIXED = Step((RequestRows(0, 4, RowKind.VERIFY, 3, parents=(0, 0, 1)), RequestRo
 )
 def test_accepted_drafts_of_several_requests_are_text(tmp_path: Path, steps, expected) -> None:
     rows = np.cumsum([0] + [step.rows for step, *_ in steps])
-    writer = TraceWriter(tmp_path / "t", TraceFacts(1, 16, 1), weights=False)
+    writer = TraceWriter(tmp_path / "t", TraceFacts(1, 16, 1))
     for first, (step, tokens, paths) in zip(rows, steps, strict=False):
         writer.begin_step(step)
-        writer.observe([0], np.arange(first, first + step.rows)[None, :, None])
+        ids = np.arange(first, first + step.rows)[None, :, None]
+        writer.observe([0], ids, np.ones(ids.shape))
         writer.end_step(tokens, paths)
     text = Text.of(Trace.load(writer.finish()))
     assert [text.ids[a:b, 0, 0].tolist() for a, b in zip(text.start[:-1], text.start[1:], strict=True)] == expected

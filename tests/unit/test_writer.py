@@ -37,8 +37,8 @@ def chosen(rows: int, seed: int = 0, facts: TraceFacts = FACTS) -> tuple[np.ndar
     return ids, rng.random((rows, facts.top_k), dtype=np.float32)
 
 
-def observe(writer: TraceWriter, layer: int, ids: np.ndarray, weights: np.ndarray | None = None) -> None:
-    writer.observe([layer], ids[None], None if weights is None else weights[None])
+def observe(writer: TraceWriter, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
+    writer.observe([layer], ids[None], weights[None])
 
 
 def same(a: Trace, b: Trace) -> bool:
@@ -236,21 +236,21 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert Trace.load(writer.finish()).records == 900
 
 
-def test_without_weights_and_with_many_experts(tmp_path: Path) -> None:
+def test_many_experts(tmp_path: Path) -> None:
     facts = TraceFacts(layers=1, experts=300, top_k=2)
-    writer = TraceWriter(tmp_path / "t", facts, weights=False)
+    writer = TraceWriter(tmp_path / "t", facts)
     writer.begin_step(decode())
-    writer.observe([0], np.array([[[299, 7]]]))
+    writer.observe([0], np.array([[[299, 7]]]), np.ones((1, 1, 2)))
     writer.end_step()
     trace = Trace.load(writer.finish())
-    assert trace.weights is None and trace.ids.tolist() == [[299, 7]] and trace.ids.dtype == np.uint16
+    assert trace.ids.tolist() == [[299, 7]] and trace.ids.dtype == np.uint16
 
 
 def test_misuse_is_an_error(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t", FACTS)
     writer.begin_step(decode(2))
     ids, weights = chosen(2)
-    for arguments in ((0, ids[:1], weights[:1]), (3, ids, weights), (0, ids[:, :1], weights), (0, ids)):
+    for arguments in ((0, ids[:1], weights[:1]), (3, ids, weights), (0, ids[:, :1], weights), (0, ids, weights[:1])):
         with pytest.raises(AssertionError):
             observe(writer, *arguments)
     writer.cancel()

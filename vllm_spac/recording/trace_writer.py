@@ -64,17 +64,16 @@ class TraceWriter:
 
     Args:
         path: the file; an existing one is replaced at ``save``. A symbolic link is followed.
-        weights: also record the routers' weights, which makes the file three times as large.
 
     Raises:
         ConfigError: ``path`` cannot be written. Also raised by ``end_step`` and ``save``; call ``cancel`` then.
     """
 
-    def __init__(self, path: str | Path, facts: TraceFacts, *, weights: bool = True) -> None:
+    def __init__(self, path: str | Path, facts: TraceFacts) -> None:
         self.path = Path(os.path.realpath(path))
         self.facts = facts
         facts.check()
-        self._columns, self._weights = columns_of(facts, weights), weights
+        self._columns = columns_of(facts, weights=True)
         self._recorded: list[_Recorded] = []
         self._pending: _Recorded | None = None
         self._held = self._steps = 0
@@ -87,12 +86,12 @@ class TraceWriter:
         """Starts recording a forward of the target model."""
         self._pending = _Recorded(step, step.rows) if step.requests else None
 
-    def observe(self, layers: Sequence[int], ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+    def observe(self, layers: Sequence[int], ids: np.ndarray, weights: np.ndarray) -> None:
         """Records the routers' choices in some layers.
 
         Args:
             ids: int [layers, rows, top_k]; rows beyond those of the step's requests are padding and left out.
-            weights: float of the same shape; not needed if the writer records none.
+            weights: float of the same shape.
         """
         pending = self._pending
         if pending is None:
@@ -103,9 +102,8 @@ class TraceWriter:
         assert min(layers) >= 0 and max(layers) < facts.layers
         pending.layers += layers
         pending.ids.append(ids[:, :rows].astype(np.int32, copy=False).tobytes())
-        if self._weights:
-            assert weights is not None and weights.shape == ids.shape, "one weight for each expert"
-            pending.weights.append(weights[:, :rows].astype(np.float32, copy=False).tobytes())
+        assert weights.shape == ids.shape, "one weight for each expert"
+        pending.weights.append(weights[:, :rows].astype(np.float32, copy=False).tobytes())
 
     def end_step(self, tokens: Sequence[int] | None = None, paths: Sequence[Sequence[int]] | None = None) -> None:
         """Ends the step.
@@ -120,7 +118,7 @@ class TraceWriter:
             return
         pending.tokens, pending.paths = tokens, paths
         self._recorded.append(pending)
-        self._held += (1 + self._weights) * sum(map(len, pending.ids))
+        self._held += 2 * sum(map(len, pending.ids))
         if self._held >= _FLUSH_BYTES:
             self._flush()
 
@@ -176,10 +174,8 @@ class TraceWriter:
             "record_step": np.repeat(self._steps + np.arange(len(recorded)), records),
             "record_layer": [layer for item in recorded for layer in item.layers],
             "ids": np.frombuffer(b"".join(part for item in recorded for part in item.ids), dtype=np.int32),
+            "weights": np.frombuffer(b"".join(part for item in recorded for part in item.weights), dtype=np.float32),
         }
-        if self._weights:
-            parts = b"".join(part for item in recorded for part in item.weights)
-            flat["weights"] = np.frombuffer(parts, dtype=np.float32)
         return {name: np.asarray(column) for name, column in flat.items()}
 
 
