@@ -86,25 +86,21 @@ _TILES = (
 _PREFILL = Tile(block_m=128, gate_up_n=64, down_n=128, k_bytes=128, num_warps=8, num_stages=3, group_m=8)
 
 # Of quantised weights. A tile is 128 columns deep: a word of four exponents, 64 or 128 bytes of codes. Dequantised
-# weights take registers: wider tiles of 64 rows, or more stages of them, spill on sm_80 or sm_120. INT4 by 32 with zero
-# points still spills 8 bytes on sm_80 there, and INT4 by 32 without them 16 on sm_120 at M = 32; with 8 warps it is
-# sm_100 that spills.
+# weights take registers: wider tiles of 64 rows, or more stages of them, spill on sm_80 or sm_120.
 _QUANTISED = (
     (16, Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=4)),
     (32, Tile(block_m=32, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=3)),
     (64, Tile(block_m=64, gate_up_n=32, down_n=32, k_bytes=256, num_warps=4, num_stages=2)),
 )
-# Of INT4, MXFP4 and few rows: 256 columns deep, so that a row of a tile is 128 bytes of codes. A GPU reads pinned
-# memory in lines of as many: an H100 reached 87 to 91 % of a copy of INT4 by 128 columns, and 72 with rows of 64 bytes.
-# In HBM it took 4 to 20 % longer. INT4 by 32 columns with zero points spills so on sm_89, and so do such tiles of more
-# rows, which read as much faster there. NVFP4 spills 8 bytes: with three stages on sm_80, with two on sm_86 and sm_89.
+# Of 4 bits and few rows: 256 columns deep, so that a row of a tile is 128 bytes of codes. A GPU reads pinned memory in
+# lines of as many: an H100 reached 87 to 91 % of a copy of INT4 by 128 columns, and 72 with rows of 64 bytes.
 _LINES = Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=512, num_warps=4, num_stages=3)
 _QUANTISED_PREFILL = Tile(block_m=64, gate_up_n=32, down_n=32, k_bytes=256, num_warps=4, num_stages=2, group_m=8)
 
 # Bytes of shared memory that a block may have, at least, on sm_80, sm_90 and sm_100. With the 99 KB of sm_86, sm_89 and
-# sm_120 one program of the first tile or INT4's fits a multiprocessor, and two with a stage less, with the same bits.
-# INT4's stage is 8 KB of codes: of down a multiprocessor has 16 KB in flight as before, of gate_up 16 in place of 32,
-# where HBM needs 6 to 9 and the link 1. Reasoned and compiled, not measured.
+# sm_120 one program of the first tile, or of 4 bits, fits a multiprocessor, and two with a stage less, with the same
+# bits. A stage of 4 bits is 8 KB of codes: a multiprocessor has 16 KB in flight, where HBM needs 6 to 9 and the link 1.
+# Of NVFP4, whose scales take more, three programs of half the columns fit. Reasoned and compiled, not measured.
 _AMPLE = 160 << 10
 _FEW_ROWS = 16
 ACROSS = 64  # rows of weights that the instruction of sm_90 multiplies at once
@@ -120,19 +116,13 @@ def tile_for(rows: int, kind: Format | None = None, shared: int | None = None, a
         across: a tile of few rows is multiplied the other way round, 64 rows of weights at once.
     """
     small = rows <= _FEW_ROWS and shared is not None and shared < _AMPLE
-    if kind is not None and rows <= _FEW_ROWS and _reads_lines(kind):
-        return replace(_LINES, num_stages=2) if small and kind.codes == "int4" else _LINES
+    if kind is not None and rows <= _FEW_ROWS and kind.per_byte == 2:
+        return replace(_LINES, num_stages=2, down_n=32 if kind.row_scales else 64) if small else _LINES
     tiles, prefill = (_TILES, _PREFILL) if kind is None else (_QUANTISED, _QUANTISED_PREFILL)
     tile = next((tile for most, tile in tiles if rows <= most), prefill)
     if across and tile.block_m < ACROSS:
         tile = replace(tile, gate_up_n=ACROSS, num_stages=3)
     return replace(tile, num_stages=3) if small else tile
-
-
-def _reads_lines(kind: Format) -> bool:
-    """Returns whether a tile of ``_LINES`` spills no registers."""
-    wide = kind.group == 0 or kind.group >= 128 or (kind.group == 32 and not kind.zeros)
-    return kind.exponents or (kind.codes == "int4" and wide)
 
 
 def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
@@ -193,7 +183,7 @@ def _activate(
 @triton.constexpr_function
 def _type(plain: tl.dtype, codes: str, native: bool):
     """Returns the type by which weights are loaded."""
-    return plain if codes == "" else tl.float8e4nv if native else tl.uint8
+    return plain if codes == "" else tl.float8e4nv if native and codes == "e4m3" else tl.uint8
 
 
 @triton.constexpr_function
@@ -337,11 +327,11 @@ def _gate_up_kernel(
         else:
             gate = multiply(
                 a, gate, weights, scales, gate_row, wanted, start, 2 * ff, d, of_a,
-                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
+                CODES, GROUP, ROWS, ZEROS, NATIVE, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
             )  # fmt: skip
             up = multiply(
                 a, up, weights, scales, up_row, wanted, start, 2 * ff, d, of_a,
-                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
+                CODES, GROUP, ROWS, ZEROS, NATIVE, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
             )  # fmt: skip
     if SWAP:
         gate, up = tl.trans(gate), tl.trans(up)
@@ -420,7 +410,7 @@ def _down_kernel(
         else:
             y = multiply(
                 a, y, weights, scales, n, wanted, start, d, ff, of_a,
-                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
+                CODES, GROUP, ROWS, ZEROS, NATIVE, BLOCK_K, EVEN_K, WIDE, SWAP, UPCAST,
             )  # fmt: skip
     if SWAP:
         y = tl.trans(y)
@@ -557,7 +547,8 @@ def _constants(quantised: Quantised | None, x: Tensor, activation: str) -> dict:
         plain = {"CODES": "", "GROUP": 0, "ROWS": 1, "ZEROS": False, "NATIVE": False, "ACTS": -1}
         return plain | {"FUSED": False, "SWAP": False}
     kind = quantised.format
-    native, acts = kind.codes == "e4m3" and has_e4m3(x.device), -1 if kind.activations is None else kind.activations
+    native = has_e4m3(x.device) if kind.codes == "e4m3" else kind.codes == "e2m1" and has_e2m1(x.device)
+    acts = -1 if kind.activations is None else kind.activations
     stored = {"CODES": kind.codes, "GROUP": kind.group, "ROWS": kind.rows, "ZEROS": kind.zeros}
     swap = acts >= 0 and multiplies_across(x.device)
     return stored | {"NATIVE": native, "ACTS": acts, "FUSED": kind.fused and activation == "silu", "SWAP": swap}
@@ -571,6 +562,11 @@ def multiplies_across(device: torch.device) -> bool:
 def has_e4m3(device: torch.device) -> bool:
     """Returns whether kernels on ``device`` can convert e4m3: from sm_89 on, and not in the interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def has_e2m1(device: torch.device) -> bool:
+    """Returns whether kernels on ``device`` can convert e2m1: from sm_100 on, and not in the interpreter."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def _is_wide(quantised: Quantised | None, x: Tensor, columns: int) -> bool:

@@ -56,7 +56,7 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
     torch.float64: "*fp64", torch.bool: "*i1",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 GEMMS = ("gate_up", "down")
 SIZES = {"d": 2048, "ff": 768, "k": 8, "count": 128}  # Qwen3-30B-A3B's experts
 ROWS = (1, 16)
@@ -263,6 +263,7 @@ def on(capability: int) -> Iterator[None]:
     with (
         patch.object(grouped_gemm, "_shared_memory", lambda device: CARDS[capability].block),
         patch.object(grouped_gemm, "has_e4m3", lambda device: capability >= 89),
+        patch.object(grouped_gemm, "has_e2m1", lambda device: capability >= 100),
         patch.object(grouped_gemm, "multiplies_across", lambda device: capability == 90),
     ):
         yield

@@ -13,7 +13,7 @@ from moe_layers import EMPTY, bound, truth
 from quantised_layers import FORMATS, QuantisedLayer, make, matrix
 from vllm_spac.kernels.dequantise import multiply, quantise, row_scale
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.grouped_gemm import grouped_gemm, has_e4m3, tile_for
+from vllm_spac.kernels.grouped_gemm import grouped_gemm, has_e2m1, has_e4m3, tile_for
 from vllm_spac.kernels.reference import grouped_gemm as reference
 from vllm_spac.kernels.reference.dequantise import dequantise
 
@@ -31,11 +31,11 @@ def _tile_kernel(
     one = tl.where((column[:, None] == column[None, :]) & (start + column < columns)[None, :], 1.0, 0.0).to(T)
     row = tl.program_id(0) * 32 + tl.arange(0, 32)
     wanted = row < rows
-    if NATIVE:
+    if NATIVE and CODES == "e4m3":
         codes = codes.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     acc = multiply(
         one, tl.zeros((BLOCK_K, 32), tl.float32), codes, scales, row, wanted, start, rows, columns, None,
-        CODES, GROUP, ROWS, ZEROS, BLOCK_K, BLOCK_K, EVEN_K, WIDE, False, UPCAST,
+        CODES, GROUP, ROWS, ZEROS, NATIVE, BLOCK_K, EVEN_K, WIDE, False, UPCAST,
     )  # fmt: skip
     tl.store(out + column[:, None] * rows + row[None, :], acc, mask=wanted[None, :])
 
@@ -49,7 +49,7 @@ def tiles(kind: Format, codes, scales, rows: int, columns: int, dtype, device: s
         _tile_kernel[(triton.cdiv(rows, 32),)](
             codes, scales, out, rows, columns, start,
             T={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype],
-            NATIVE=kind.codes == "e4m3" and has_e4m3(out.device), CODES=kind.codes, GROUP=kind.group, ROWS=kind.rows,
+            NATIVE=(has_e4m3 if kind.codes == "e4m3" else has_e2m1)(out.device), CODES=kind.codes, GROUP=kind.group, ROWS=kind.rows,
             ZEROS=kind.zeros, EVEN_K=columns % BLOCK == 0, WIDE=columns % (16 * kind.per_byte) == 0,
             UPCAST=device == "cpu", BLOCK_K=BLOCK,
         )  # fmt: skip
@@ -171,12 +171,12 @@ def check(layer: QuantisedLayer, device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_a_layer_is_that_of_dequantised_weights(device, kind, dtype):
-    """Of the plain kernel, with the same tile; int4 sums even and odd columns apart."""
+    """Of the plain kernel, with the same tile: bit by bit, the order of sums too. A GPU's plain tile may be another."""
     ff = 64 if kind.rows == 1 and kind.group <= 64 else 128
     layer = make(kind, 2, 160, ff, dtype)
     answer, plain = check(layer, device), layer.plain.to(device)
     expected = plain.call(grouped_gemm, tile=tile_for(len(plain.x), kind)).cpu()
-    share = FEW if kind.codes == "int4" or device != "cpu" else 0.0
+    share = FEW if device != "cpu" else 0.0
     assert (answer != expected).double().mean() <= share
 
 
