@@ -1,8 +1,12 @@
 """Multiplies a tile of x by a tile of quantised weights: one step of the K loop of ``grouped_gemm``, by format.
 
 Weights become what ``formats`` says, rounded to x's dtype T before they are multiplied: a kernel over quantised experts
-computes what it computes over dequantised ones. Codes become float32 without the conversion instruction, which a GPU
-issues at a quarter of its rate: the bits 0x4B000000 | c are 2**23 + c, and subtracting 2**23 + zero is exact.
+computes what it computes over dequantised ones, in the same order: by tensor cores, which pad to 16 rows for a quarter
+of an instruction a weight. Sums by plain multiply-add would take one for each row, and other bits than 5 rows have.
+
+Codes of 8 bits become float32 without the conversion instruction, which a GPU issues at a quarter of its rate: the bits
+0x4B000000 | c are 2**23 + c, and subtracting 2**23 + zero is exact. Codes of 4 bits become pairs of T in one register
+in the same way, by 2**7 or 2**10.
 """
 
 from __future__ import annotations
@@ -184,7 +188,7 @@ def _int4_pairs(codes: tl.tensor, T: tl.constexpr, PLAIN: tl.constexpr):
     """[...] bytes -> uint32: both nibbles as T(2**7 + nibble), or 2**10 of float16, the low nibble in the low half."""
     if PLAIN:
         wide = codes.to(tl.uint32)
-        pairs = (wide & 15) | ((wide >> 4) << 16) | (0x43004300 if T == tl.bfloat16 else 0x64006400)
+        pairs = (wide & 15) | ((wide >> 4) << 16) | (0x43004300 if tl.bfloat16 == T else 0x64006400)
     else:
         pairs = tl.inline_asm_elementwise(_assembly("int4", T), "=r,=r,=r,=r,r", [codes], tl.uint32, True, 4)
     return pairs
@@ -216,7 +220,11 @@ def _pair(low: tl.tensor, high: tl.tensor, T: tl.constexpr):
 
 @triton.jit
 def _scaled_pairs(pairs: tl.tensor, scales: tl.tensor, less: tl.tensor, T: tl.constexpr, PLAIN: tl.constexpr):
-    """Pairs of T, plus ``less``, which is exact, times ``scales``, rounded to T; all are pairs of T, ``less`` or None."""
+    """Pairs of T, plus ``less``, which is exact, or None, times ``scales``, rounded to T; all are pairs of T.
+
+    Not marked as pure: else the compiler plans the product by the width of what this is made of, and moves single
+    numbers in each turn. Nor is ``_rounded_pairs``.
+    """
     if PLAIN:
         low, high = _half(pairs, False, T).to(tl.float32), _half(pairs, True, T).to(tl.float32)
         if less is not None:
@@ -294,7 +302,7 @@ def _int4(
 ):  # fmt: skip
     T: tl.constexpr = a.dtype
     word = _int4_scales(scales, row, wanted, inside, byte, start, stride, columns, GROUP, ZEROS, BLOCK_K)
-    LESS: tl.constexpr = 0xC300C300 if T == tl.bfloat16 else 0xE400E400  # -2**7, or -2**10
+    LESS: tl.constexpr = 0xC300C300 if tl.bfloat16 == T else 0xE400E400  # -2**7, or -2**10
     if ZEROS:
         less = tl.broadcast_to((word >> 16) | (word & 0xFFFF0000) | LESS, codes.shape)
     else:
@@ -321,7 +329,8 @@ def _words_of_bytes(
 @triton.jit
 def _nvfp4(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
-    start: tl.tensor, stride: tl.tensor, columns: tl.tensor, NATIVE: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
+    NATIVE: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Scales become float32 once for each group of 16 columns, 8 bytes of codes."""
     T: tl.constexpr = a.dtype
@@ -334,7 +343,8 @@ def _nvfp4(
 @triton.jit
 def _mxfp4(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
-    start: tl.tensor, stride: tl.tensor, columns: tl.tensor, NATIVE: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
+    NATIVE: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Scales are powers of two from 2**-127 on, 255 is NaN; bfloat16 has each, the least as a subnormal number."""
     parts = _words_of_bytes(scales, row, wanted, start, stride, columns, 32, BLOCK_K)

@@ -6,10 +6,14 @@ assembled by its ``ptxas``. Registers, stack and shared memory are the assembler
 - programs that fit one multiprocessor, by registers, threads and shared memory, and those that a launch has;
 - bytes in flight: of the grouped GEMM all stages of its pipeline but one, of ``fetch`` one chunk in each program;
 - the bytes that must be in flight for a rate: rate times latency (Little's law);
+- instructions in the loop of a GEMM, all and those that only integer units take, of each weight that it multiplies, and
+  the bytes per second that a GPU has issued them for;
 - the share of HBM and of the link that a layer's two GEMMs then reach, launches included.
 
 Rates are the data sheets', the latencies assumptions, and what does not depend on bytes is taken from the H100 on which
 ``run.py`` has run: the line through its times at 1 and 2 rows. The result shows this model beside that GPU's times.
+No loop issues an instruction in each cycle. What share INT4 reached is from the line through its times at 1 and 8 rows
+on that H100, with the instructions of ``--before``, an earlier commit's result.
 """
 
 from __future__ import annotations
@@ -61,6 +65,8 @@ GEMMS = ("gate_up", "down")
 SIZES = {"d": 2048, "ff": 768, "k": 8, "count": 128}  # Qwen3-30B-A3B's experts
 ROWS = (1, 16)
 REGISTERS = 65536  # of a multiprocessor
+LANES, INTEGER_LANES = 128, 64  # of a multiprocessor, in a cycle: CUDA's programming guide; sm_120 may have more
+INTEGER = ("F2FP", "IADD", "IMNMX", "ISETP", "LEA", "LOP3", "PRMT", "SEL", "SHF", "VIADD", "VIMNMX")
 LATENCY = {"hbm": 0.8e-6, "link": 2e-6}  # seconds, loaded; assumed: published measurements of HBM are 0.5 to 0.9 us
 
 
@@ -70,6 +76,7 @@ class Card:
 
     Attributes:
         processors: multiprocessors. hbm, link: bytes per second, the link's as a pinned copy reaches it.
+        clock: cycles per second, by the data sheet's rate of float32.
         shared: bytes of shared memory of a multiprocessor, 1 KB less for each program. block: most that one may have.
     """
 
@@ -80,15 +87,16 @@ class Card:
     shared: int
     block: int
     threads: int  # of a multiprocessor
+    clock: float
 
 
 CARDS = {
-    80: Card("A100", 108, 2.04e12, 25e9, 164 << 10, 163 << 10, 2048),
-    86: Card("RTX 3090", 82, 0.936e12, 25e9, 100 << 10, 99 << 10, 1536),
-    89: Card("RTX 4090", 128, 1.008e12, 25e9, 100 << 10, 99 << 10, 1536),
-    90: Card("H100", 132, 3.35e12, 55e9, 228 << 10, 227 << 10, 2048),
-    100: Card("B200", 148, 8e12, 55e9, 228 << 10, 227 << 10, 2048),
-    120: Card("RTX 5090", 170, 1.792e12, 55e9, 100 << 10, 99 << 10, 1536),
+    80: Card("A100", 108, 2.04e12, 25e9, 164 << 10, 163 << 10, 2048, 1.41e9),
+    86: Card("RTX 3090", 82, 0.936e12, 25e9, 100 << 10, 99 << 10, 1536, 1.7e9),
+    89: Card("RTX 4090", 128, 1.008e12, 25e9, 100 << 10, 99 << 10, 1536, 2.52e9),
+    90: Card("H100", 132, 3.35e12, 55e9, 228 << 10, 227 << 10, 2048, 1.98e9),
+    100: Card("B200", 148, 8e12, 55e9, 228 << 10, 227 << 10, 2048, 1.98e9),
+    120: Card("RTX 5090", 170, 1.792e12, 55e9, 100 << 10, 99 << 10, 1536, 2.41e9),
 }
 
 app = Script()
@@ -118,6 +126,7 @@ class Compiled(NamedTuple):
     stack: int
     shared: int
     ptx: str
+    loop: tuple[int, int]  # instructions in the longest loop that multiplies, and those that only integer units take
 
 
 class Launch(NamedTuple):
@@ -173,12 +182,35 @@ def compile_for(capability: int, call: Launch) -> Compiled:
     """Compiles a launch; ``TRITON_CACHE_DIR`` is a folder that may be written."""
     code, options = source(call.kernel, call.arguments, dict(call.named))
     made = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
     cubin.write_bytes(made.asm["cubin"])
-    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    said = _ask("cuobjdump", "--dump-resource-usage", cubin)
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", said)}
-    return Compiled(used["REG"], used["STACK"], made.metadata.shared, made.asm["ptx"])
+    loop = loop_of(_ask("nvdisasm", "-c", cubin))
+    return Compiled(used["REG"], used["STACK"], made.metadata.shared, made.asm["ptx"], loop)
+
+
+def _ask(tool: str, *arguments: str | Path) -> str:
+    """What a program that comes with Triton prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def loop_of(listing: str) -> tuple[int, int]:
+    """``Compiled.loop`` of a disassembled kernel; zeros if no loop multiplies matrices."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    longest: list[str] = []
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.+?)\s*;", line):
+            lines.append(found[1])
+            back = re.match(r"BRA\b.*?(\.L_\w+)", found[1])
+            body = lines[labels[back[1]] :] if back and back[1] in labels else []
+            if len(body) > len(longest) and any("MMA" in each.partition(" ")[0] for each in body):
+                longest = body
+    return len(longest), sum(each.startswith(INTEGER) for each in longest)
 
 
 def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, kind=None, fills=True):
@@ -327,6 +359,11 @@ def _row(kind: str, name: str, rows: int, capability: int, call: Launch) -> dict
         "programs": call.programs,
         "programs_at_once": min(call.programs, card.processors * _fitting(card, made, threads)),
     }  # fmt: skip
+    if name in GEMMS:
+        values = _values(call)
+        weights = values["BLOCK_N"] * (2 if name == "gate_up" else 1) * values["BLOCK_K"]
+        for what, count in zip(("instructions", "integer_instructions"), made.loop, strict=True):
+            row[f"{what}_per_weight"] = round(count * threads / weights, 2)
     flying = _in_flight(kind, name, call)
     if flying is not None:
         row["row_bytes"] = _row_bytes(kind, call) if name in GEMMS else flying
@@ -356,28 +393,74 @@ def _measured_h100() -> dict[str, Any]:
     }
 
 
-def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
-    """The share of HBM and of the link that a layer's two GEMMs reach, *calculated*."""
-    made = []
-    names = "capability", "format", "rows"
+def _issued(layer_format: str, gemms: dict[str, dict], card: Card) -> float:
+    """Bytes of experts per second for which a GPU can issue what the loops take; down is a third of the weights."""
+    seconds = 0.0
+    if any("instructions_per_weight" not in gemms[name] for name in GEMMS):
+        return math.inf  # of an earlier commit's result
+    for name, part in (("gate_up", 2 / 3), ("down", 1 / 3)):
+        row = gemms[name]
+        cycles = max(row["instructions_per_weight"] / LANES, row["integer_instructions_per_weight"] / INTEGER_LANES)
+        seconds += part * 3 * SIZES["d"] * SIZES["ff"] * cycles / (card.processors * card.clock)
+    return _expert_bytes(layer_format) / seconds
+
+
+def _gemms_of(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
+    """The rows of a layer's two GEMMs, by capability, format and rows."""
     gemms: dict[tuple, dict[str, dict]] = {}
     for row in rows:
-        if row["kernel"] in GEMMS and row["rows"] in known["bytes"]:
-            gemms.setdefault(tuple(row[name] for name in names), {})[row["kernel"]] = row
+        if row["kernel"] in GEMMS:
+            gemms.setdefault((row["capability"], row["format"], row["rows"]), {})[row["kernel"]] = row
+    return gemms
+
+
+def _issue_share(before: list[dict]) -> float:
+    """The share of what an H100 can issue that INT4 reached there, by its times at 1 and 8 rows."""
+    whole = json.loads((RESULTS / "gpu_h100.json").read_text(encoding="utf-8"))
+    times = {row["rows"]: 1e-6 * row["hbm_us"] for row in whole["chosen_int4"] if row["format"] == "int4"}
+    needed = {row["rows"]: row["bytes"]["needed"] for row in whole["kernels"]["packed"] if row["format"] == "int4"}
+    rate = (needed[8] - needed[1]) / (times[8] - times[1])
+    return rate / _issued("int4", _gemms_of(before)[90, "int4", 16], CARDS[90])
+
+
+def _loops(kind: str, gemms: dict[str, dict], card: Card, known: dict[str, Any], issue_share: float) -> dict:
+    """What the loops of a layer reach without its launches: of HBM, by issue alone, and by the least of all."""
+    flying = min(row["bytes_in_flight"] for row in gemms.values())
+    most = min(known["hbm_share_of_data_sheet"], flying / (card.hbm * LATENCY["hbm"]))
+    issued = _issued(kind, gemms, card) / card.hbm
+    return {
+        "instructions_per_weight": [gemms[name]["instructions_per_weight"] for name in GEMMS],
+        "hbm_share_issued": issued,
+        "hbm_share": min(most, issued),
+        "hbm_share_as_int4_issued": min(most, issue_share * issued),
+    }
+
+
+def _layers(rows: list[dict], known: dict[str, Any], before: list[dict]) -> list[dict]:
+    """The share of HBM and of the link that a layer's two GEMMs reach, *calculated*; by bytes in flight and issue."""
+    made = []
+    gemms, earlier, issue_share = _gemms_of(rows), _gemms_of(before), _issue_share(before)
     for key, both in gemms.items():
-        layer: dict[str, Any] = dict(zip(names, key, strict=True))
-        card, count = CARDS[layer["capability"]], layer["rows"]
-        nbytes = known["bytes"][count] * _expert_bytes(layer["format"]) / _expert_bytes("bf16")
+        capability, kind, count = key
+        if count not in known["bytes"]:
+            continue
+        layer: dict[str, Any] = {"capability": capability, "format": kind, "rows": count}
+        card = CARDS[capability]
+        nbytes = known["bytes"][count] * _expert_bytes(kind) / _expert_bytes("bf16")
         flying = min(row["bytes_in_flight"] for row in both.values())
         whole = min(row["row_bytes"] for row in both.values()) >= _LINE
         layer["card"] = card.name
+        issued = _issued(kind, both, card)
         for path, rate, most in (
             ("hbm", card.hbm, known["hbm_share_of_data_sheet"]),
             ("link", card.link, known["link_share_of_a_copy" if whole else "link_share_of_short_rows"]),
         ):
-            reached = rate * min(most, flying / (rate * LATENCY[path]))
+            reached = rate * min(most, flying / (rate * LATENCY[path]), issued / rate)
             seconds = known["seconds_without_bytes"] + nbytes / reached
             layer[path] = {"seconds": seconds, "share": nbytes / seconds / rate}
+        now = {"now": both} | ({"before": earlier[key]} if key in earlier else {})
+        if key in earlier:
+            layer["loops"] = {when: _loops(kind, each, card, known, issue_share) for when, each in now.items()}
         if key == (90, "bf16", count):
             layer["measured_seconds"] = known["seconds"][count]
         made.append(layer)
@@ -387,25 +470,37 @@ def _layers(rows: list[dict], known: dict[str, Any]) -> list[dict]:
 @app.main
 def main(
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels_compiled.json",
+    before: Annotated[
+        Path, typer.Option(help="A result of an earlier commit, beside which loops are shown; by default OUTPUT's.")
+    ] = Path(),
+    formats: Annotated[
+        str, typer.Option(help=f"Of {','.join(FORMATS)}; the rest is kept as OUTPUT has it. Empty: all kernels.")
+    ] = "",
 ) -> None:
     """Compile every kernel for six GPUs and write what each takes. Ten minutes of one core."""
     known = provenance()
+    chosen = formats.split(",") if formats else list(FORMATS)
+    old = json.loads(output.read_text(encoding="utf-8")) if formats else {"rows": []}
+    earlier = json.loads((before if before.is_file() else output).read_text(encoding="utf-8"))
+    earlier = earlier.get("before", earlier)
     work: list[tuple] = []
     for capability in CARDS:
-        for kind, count in product(FORMATS, ROWS):
+        for kind, count in product(chosen, ROWS):
             if kind != "bf16" and count != max(ROWS):
                 continue
             with on(capability):
                 calls = record(partial(experts, count, **SIZES, kind=FORMATS[kind]))
             work += [(kind, name, count, capability, calls[name]) for name in GEMMS]
-        work += [("any", name, 16, capability, call) for name, call in record(partial(small, 16)).items()]
-    rows: list[dict] = []
+        if not formats:
+            work += [("any", name, 16, capability, call) for name, call in record(partial(small, 16)).items()]
+    rows = [row for row in old["rows"] if row["format"] not in chosen]
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
         os.environ["TRITON_CACHE_DIR"] = folder
         for each in bar.track(work, description="compiling"):
             rows.append(_row(*each))
     found = _measured_h100()
-    layers = _layers(rows, found)
+    before_rows = [row for row in earlier["rows"] if row["kernel"] in GEMMS] or rows
+    layers = _layers(rows, found, before_rows)
     payload = {
         "provenance": known,
         "model": "Qwen3-30B-A3B's experts",
@@ -423,6 +518,9 @@ def main(
                 "link_share_of_short_rows",
             )
         },
+        "kept_from": old["provenance"]["git"]["commit"] if formats else None,
+        "issue_share_of_int4": _issue_share(before_rows),
+        "before": {"commit": earlier["commit"], "rows": before_rows},
         "rows": rows,
         "layers": layers,
     }

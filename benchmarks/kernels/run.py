@@ -8,8 +8,9 @@ Needs a CUDA device. Results of an H100 are in ``benchmarks/results/gpu.md``.
 3. A share of the experts in HBM, the rest in pinned memory: hits and misses in one launch.
 4. The cost of in-layer admission: deciding when nothing is admitted, and copying admitted experts, as a share of a
    plain pinned copy. The simulator assumes 5 us for the first and the bus rate for the second.
-5. Quantised experts (random ones) in HBM and in pinned memory, in bytes as they are stored; compared with the same
-   kernel over dequantised weights. ``--dry-run`` computes these, tiny, in Triton's interpreter: it times nothing.
+5. Experts that the GEMM itself copies into their slots, beside hits: plain ones and quantised ones (random).
+6. Quantised experts (random ones) in HBM and in pinned memory, in bytes as they are stored; compared with the same
+   kernel over dequantised weights. ``--dry-run`` computes 5 and 6, tiny, in Triton's interpreter: it times nothing.
 
 Each time is that of one replay of a CUDA graph, with L2 overwritten before; results are compared before anything is
 timed. Measurements are written at once: a run that is stopped keeps what it has.
@@ -34,7 +35,7 @@ REPEATS = 30
 FLUSH_BYTES = 512 << 20  # more than any L2
 COPY_BYTES = 1 << 30
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SHORT_ROWS = (1, 8, 64)
+SHORT_ROWS = (1, 4, 64)
 # As a share of the greatest element: both kernels round bfloat16 values (2**-8) six times, in different order.
 TOLERANCE = 2.0**-5
 
@@ -251,16 +252,78 @@ def measure_packed(shape: Shape, rows: int, packed: RandomExperts, pinned: tuple
     }
 
 
+def filling(
+    shape: Shape, rows: int, packed: RandomExperts, hosts: tuple[Tensor, ...], resident: float, what: str, device: str
+) -> tuple[Callable[[], Tensor], int, int]:
+    """Returns a GEMM that copies its misses into slots, their number, and that of selected experts, once it is right.
+
+    Raises:
+        typer.Exit: answers differ from those of experts in place, or slots from their experts; not timed.
+    """
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm
+
+    given = make_rows(rows, shape, device)
+    hits = torch.arange(shape.experts, device=device) < round(resident * shape.experts)
+    ours, slots = packed.call_filling(grouped_gemm, given, hosts, hits)
+    if not torch.equal(ours(), packed.call(grouped_gemm, given)()):
+        fail(
+            f"M={rows}, {what}: experts that are copied first give other bits than the same experts in place; not timed"
+        )
+    used = given.ids.unique().long()
+    filled = hits.clone()
+    filled[used] = True
+    for slot, tensor in zip(slots, packed.stored, strict=True):
+        if not torch.equal(slot[filled], tensor[filled]) or slot[~filled].any():
+            fail(f"M={rows}, {what}: slots hold other experts than the missed ones; not timed")
+    return ours, int((~hits[used]).sum()), len(used)
+
+
+def measure_fills(
+    shape: Shape, rows: int, packed: RandomExperts, hosts: tuple[Tensor, ...], resident: float, what: str
+) -> dict:
+    """Measures the GEMM that copies its misses, at one M with a share ``resident`` in slots; each replay copies all."""
+    ours, missed, selected = filling(shape, rows, packed, hosts, resident, what, "cuda")
+    time = seconds(ours)
+    return {
+        "format": what,
+        "rows": rows,
+        "experts_copied": missed,
+        "experts_selected": selected,
+        "seconds": {"filled": asdict(time)},
+        "copied_bytes_per_second": missed * packed.expert_bytes / time.median,
+    }
+
+
 def dry_run(names: Sequence[str]) -> None:
-    """Computes a tiny layer of each format in Triton's interpreter, as ``measure_packed`` calls it, and compares."""
+    """Computes a tiny layer of each format in Triton's interpreter, as it is measured, and compares."""
     from vllm_spac.kernels.grouped_gemm import grouped_gemm
 
     shape = Shape(256, 128, 6, 2)
     given = make_rows(3, shape, "cpu")
-    for name in names:
-        packed = RandomExperts.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cpu")
+    for name in ("bfloat16", *names):
+        packed = RandomExperts.make(FORMATS.get(name), shape.hidden, shape.intermediate, shape.experts, "cpu")
+        _, missed, selected = filling(shape, 3, packed, packed.stored, 0.25, name, "cpu")
+        typer.echo(f"{name:10} {missed} of {selected} experts are copied into slots, with the bits of those in place")
+        if packed.kind is None:
+            continue
         share = compare(packed.call(grouped_gemm, given)(), expected(packed, given), name)
         typer.echo(f"{name:10} {packed.expert_bytes} B per expert, differs by {share:.2g} of the greatest element")
+
+
+def measure_all_fills(
+    payload: dict[str, Any], output: Path, shape: Shape, sizes: Sequence[int], packed: RandomExperts,
+    hosts: tuple[Tensor, ...], resident: float, what: str,
+) -> None:  # fmt: skip
+    """Measures fills at each M, and writes each at once."""
+    pinned = payload["copy_bytes_per_second"]["pinned"]
+    for rows in sizes:
+        row = measure_fills(shape, rows, packed, hosts, resident, what)
+        payload["fills"].append(row)
+        write_result(output, payload)
+        typer.echo(
+            f"M={rows:<4} {what:10} {row['experts_copied']} of {row['experts_selected']} copied by the GEMM at "
+            f"{row['copied_bytes_per_second'] / pinned:4.0%} of pinned copy"
+        )
 
 
 def line(row: dict, rates: dict[str, float]) -> str:
@@ -325,10 +388,13 @@ def main(
             f"M={row['rows']:<4} nothing admitted {row['seconds']['nothing admitted']['median'] * 1e6:6.1f} us  "
             f"{row['experts_fetched']} fetched at {row['bytes_per_second'] / rates['pinned']:4.0%} of pinned copy"
         )
-    payload["packed"] = []
+    payload |= {"fills": [], "packed": []}
+    plain = RandomExperts.make(None, shape.hidden, shape.intermediate, shape.experts, "cuda")
+    measure_all_fills(payload, output, shape, sizes, plain, tuple(map(_pinned, plain.stored)), resident, "bfloat16")
     for name in chosen:
         packed = RandomExperts.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cuda")
         on_host = tuple(map(_pinned, packed.stored))
+        measure_all_fills(payload, output, shape, sizes, packed, on_host, resident, name)
         for rows in sizes:
             row = measure_packed(shape, rows, packed, on_host, name)
             payload["packed"].append(row)

@@ -30,8 +30,11 @@ def test_quantised_formats_run_dry(tmp_path):
     """The calls that a GPU would time, tiny and in the interpreter."""
     done = run(tmp_path, "--dry-run", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
-    said = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    filled, said = ([words for words in lines if (words[2] == "of") is is_fill] for is_fill in (True, False))
     assert [words[0] for words in said] == ["mxfp4", "nvfp4", "int4", "int4-zeros", "int8", "fp8", "fp8-rows"]
+    assert [words[0] for words in filled] == ["bfloat16", *(words[0] for words in said)]
+    assert all(0 < int(words[1]) < int(words[3]) for words in filled), "hits beside misses"
     assert {words[0]: int(words[1]) for words in said}["nvfp4"] == 3 * 128 * 128 + 256 * 4 * (5 + 3)
     assert all(float(words[7]) <= 2**-5 for words in said)
     assert "needs TRITON_INTERPRET=1" in run(tmp_path, "--dry-run").stderr
@@ -60,6 +63,44 @@ def test_a_wrong_format_is_not_timed(wrong):
         changed = (codes.roll(1, 0), scales) if wrong == "codes" else (codes, scales.roll(1, -1).roll(1, 0))
         with pytest.raises(script.typer.Exit):
             script.compare(dequantise(kind, *changed, 128, 256, torch.bfloat16), plain, name)
+
+
+@pytest.mark.parametrize("wrong", [None, "nothing copied", "all copied", "a row left out"])
+def test_a_gemm_that_fills_wrong_is_not_timed(monkeypatch, wrong):
+    """The comparison that ``measure_fills`` makes, by the kernel's twin."""
+    from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm as twin
+
+    from vllm_spac.tools.selftest.random_experts import RandomExperts
+
+    kernels, shape = types.ModuleType("kernels"), script.Shape(256, 128, 8, 2)
+    packed, slots = RandomExperts.make(script.FORMATS["int4"], 256, 128, 8, "cpu"), []
+
+    def gemm(x, w13, w2, weights, ids, ff, quantised, fills=None):
+        if fills is not None and wrong == "nothing copied":
+            fills = fills._replace(sources=torch.zeros_like(fills.sources))
+        if fills is not None and wrong == "all copied":
+            twin(x[:1], w13, w2, torch.ones(1, 8), torch.arange(8)[None], ff, quantised=quantised, fills=fills)
+        found = twin(x, w13, w2, weights, ids, ff, quantised=quantised, fills=fills)
+        if fills is not None and wrong == "a row left out":
+            slots[0][int(ids[ids >= 2][0]), -1] = 0
+        return found
+
+    kernels.grouped_gemm = gemm
+    monkeypatch.setitem(sys.modules, "vllm_spac.kernels.grouped_gemm", kernels)
+    call = RandomExperts.call_filling
+
+    def kept(*given):
+        found = call(*given)
+        slots[:] = found[1]
+        return found
+
+    monkeypatch.setattr(RandomExperts, "call_filling", kept)
+    if wrong is None:
+        _, missed, selected = script.filling(shape, 3, packed, packed.stored, 0.25, "int4", "cpu")
+        assert 0 < missed < selected <= 6
+        return
+    with pytest.raises(script.typer.Exit):
+        script.filling(shape, 3, packed, packed.stored, 0.25, "int4", "cpu")
 
 
 def test_counts_each_expert_once():
@@ -106,5 +147,5 @@ def test_what_was_measured_is_kept_when_a_later_size_fails(tmp_path, monkeypatch
     with pytest.raises(RuntimeError, match="stopped"):
         script.main(short=True, output=tmp_path / "kernels.json")
     kept = json.loads((tmp_path / "kernels.json").read_text())
-    assert kept["rows"] == [{"rows": 1}] and asked == [1, 8]
+    assert kept["rows"] == [{"rows": 1}] and asked == [1, 4]
     assert kept["provenance"]["git"]["commit"]

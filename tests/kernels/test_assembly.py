@@ -172,7 +172,9 @@ def test_mxfp4_is_its_twin():
 @pytest.mark.parametrize("kind", DTYPES)
 def test_nvfp4(kind):
     """All bytes and many scales of float32: rounded to float32, then to T."""
-    scale = torch.cat([torch.rand(500, generator=torch.Generator().manual_seed(1)), torch.tensor([0.0, 2.0**-140, 3e38])])
+    scale = torch.cat(
+        [torch.rand(500, generator=torch.Generator().manual_seed(1)), torch.tensor([0.0, 2.0**-140, 3e38])]
+    )
     every = of_every_byte("e2m1", "bf16")[:, None]
     every, scale = torch.broadcast_tensors(every, scale[None, :])
     machine = Machine(dequantise.ASSEMBLY["rounded", kind], _1=every.contiguous(), _2=scale.contiguous())

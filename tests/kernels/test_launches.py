@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,6 +231,62 @@ def test_launches_of_a_layer_with_a_slot_for_each(device):
     made.close()
 
 
+def graph_of_a_layer(device: Device, made: PointerExecution, rows: int, layer: int = 0) -> list[str]:
+    """The nodes of a captured graph that a layer adds, in order, in a step in which each row is of a request."""
+    dtype = torch.float32 if made.shape.packed is None else torch.bfloat16
+    x, ids = torch.zeros(rows, D, dtype=dtype), torch.zeros(rows, made.shape.top_k, dtype=torch.int32)
+    weights, out = torch.ones(ids.shape), torch.empty_like(x)
+    made.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
+    for device.capturing in (False, True):
+        device.launched.clear()
+        with device:
+            made.run(layer, x, weights, ids, "silu", out)
+    made.end_forward()
+    device.capturing = False
+    return [name.removeprefix("aten::") for name in device.launched]
+
+
+# Nodes of a layer of 128 experts, top-8, at 1 or 16 rows, and at 17 or 32; as ``execution/README.md`` has them.
+NODES = {
+    "slots and host memory": (4, 5),
+    "slots and host memory, INT4": (4, 5),
+    "slots and host memory, MXFP4": (4, 5),
+    "each expert has its slot": (3, 4),
+    "the CPU takes a share": (7, 9),
+    "reads a layer ahead by `gate`": (28, 29),
+    "reads a layer ahead by `quasi_hidden`": (31, 32),
+}
+BUDGET_NODES = {"number": 17, "router": 13, "selected mass": 21, "mass of scores": 18}  # before the layer's
+
+
+@pytest.mark.parametrize("case", NODES)
+def test_nodes_of_a_captured_graph(device, case):
+    formats = {"INT4": Format("int4", 16), "MXFP4": Format("e2m1", 32)}
+    more = {"packed": formats.get(case.split()[-1]), "slots": 1.0 if case.startswith("each") else 0.25}
+    if case.startswith("reads"):
+        more["ahead"] = ahead_by(predictor(case.split("`")[1], 128, 8), 0.1)
+    made = pool(128, 8, 64, **more)
+    if case == "the CPU takes a share":
+        share(made)
+    forward(made, 64)
+    found = [[graph_of_a_layer(device, made, rows) for rows in pair] for pair in ((1, 16), (17, 32))]
+    made.close()
+    assert all(first == second for first, second in found), "as many for all rows"
+    assert tuple(len(first) for first, _ in found) == NODES[case], found
+
+
+def test_the_document_has_these_numbers_of_nodes():
+    text = (Path(__file__).parents[2] / "vllm_spac" / "execution" / "README.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^\| (.+?) \| ([\d, ]+ \| [\d, ]+) \|$", text[text.index("Launches of a layer") :], re.M))
+    budgets = " | ".join([", ".join(str(count) for count in BUDGET_NODES.values())] * 2)
+    expected = {
+        case: f"{few} | {more}"
+        for case, (few, more) in NODES.items()
+        if not case.endswith("FP4") and "INT4" not in case
+    }
+    assert found == expected | {"before it, a budget of each kind": budgets}
+
+
 CHOICE = ["masked_fill", "_to_copy", "zeros", "index_fill_", "clamp_"]  # who is selected
 OWN = ["gather", "zeros", "index_add_", "sum", "stack"]  # the scores of the ranking
 HELD = ["masked_fill", "mul", "zeros", "index_add_"]
@@ -236,17 +294,16 @@ HELD = ["masked_fill", "mul", "zeros", "index_add_"]
 
 @pytest.mark.parametrize("coverage", ["substitution", "truncation"])
 @pytest.mark.parametrize(
-    ("bound", "before"),
+    ("kind", "bound", "before"),
     [
-        ({"budget": 8}, OWN),
-        ({"budget": 8, "ranking": "router"}, ["sum"]),
-        ({"mass": 0.9}, [*OWN, *HELD]),
-        ({"mass": 0.9, "mass_of": "scores"}, [*OWN, "sum"]),
+        ("number", {"budget": 8}, OWN),
+        ("router", {"budget": 8, "ranking": "router"}, ["sum"]),
+        ("selected mass", {"mass": 0.9}, [*OWN, *HELD]),
+        ("mass of scores", {"mass": 0.9, "mass_of": "scores"}, [*OWN, "sum"]),
     ],
-    ids=["number", "router", "selected mass", "mass of scores"],
 )
 @pytest.mark.parametrize("model", ["Mixtral", "GPT-OSS-120b", "Qwen3-30B-A3B", "DeepSeek-V3"])
-def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverage):
+def test_launches_of_a_budget(device, monkeypatch, model, kind, bound, before, coverage):
     """As few in a graph, whatever its size; and nothing compiles in a capture."""
     experts, top_k = MODELS[model]
     monkeypatch.setattr(replay.BudgetKernels, "on", lambda where: replay.BudgetKernels(shortlist, cover, tally))
@@ -272,6 +329,7 @@ def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverag
                 budget.capture(layer, *given)
             device.capturing = False
             names = [name.removeprefix("aten::") for name in device.launched]
+            assert len(names) == BUDGET_NODES[kind]
             assert names == ["eq", "_softmax", "masked_fill_", "mul", *CHOICE, *before, "shortlist", "cover", "tally"]
     assert device.keys == compiled and {of_any_size(key) for key in device.cold} <= before_captures
     assert sorted(name for name, *_ in compiled) == ["cover", "shortlist", "tally"]

@@ -46,10 +46,11 @@ def tiles(kind: Format, codes, scales, rows: int, columns: int, dtype, device: s
     scales = scales.view(torch.uint32) if kind.per_byte == 2 else scales
     for start in range(0, columns, BLOCK):
         out = torch.full((BLOCK, rows), float("nan"), device=device)
+        native = has_e4m3(out.device) if kind.codes == "e4m3" else kind.codes == "e2m1" and has_e2m1(out.device)
         _tile_kernel[(triton.cdiv(rows, 32),)](
             codes, scales, out, rows, columns, start,
-            T={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype],
-            NATIVE=(has_e4m3 if kind.codes == "e4m3" else has_e2m1)(out.device), CODES=kind.codes, GROUP=kind.group, ROWS=kind.rows,
+            T={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype], NATIVE=native, CODES=kind.codes,
+            GROUP=kind.group, ROWS=kind.rows,
             ZEROS=kind.zeros, EVEN_K=columns % BLOCK == 0, WIDE=columns % (16 * kind.per_byte) == 0,
             UPCAST=device == "cpu", BLOCK_K=BLOCK,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference.dequantise import dequantise
 from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm as twin
-from vllm_spac.kernels.types import Quantised
+from vllm_spac.kernels.types import ADMITTED, HIT, Fills, Quantised
 
 FORMATS = {
     "mxfp4": Format("e2m1", 32),
@@ -120,6 +120,29 @@ class RandomExperts:
         w13, s13, w2, s2 = tables
         quantised = Quantised(self.kind, s13, s2)
         return lambda: kernel(rows.x, w13, w2, rows.weights, rows.ids, self.plain[1].shape[2], quantised=quantised)
+
+    def call_filling(
+        self, kernel: GroupedGemm, rows: RoutedRows, hosts: tuple[Tensor, ...], hits: Tensor
+    ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
+        """Returns a call of ``kernel`` that copies what it selects into slots first, and the slots, as ``stored``.
+
+        Args:
+            hosts: copies of the experts in memory that the device addresses.
+            hits: [experts] bool, which slots have their expert; the others hold zeros.
+        """
+        device = rows.x.device
+        slots = tuple(torch.zeros_like(tensor) for tensor in self.stored)
+        for slot, tensor in zip(slots, self.stored, strict=True):
+            slot[hits] = tensor[hits]
+        sources = torch.where(hits, HIT, ADMITTED).to(device, torch.int32)
+        ours, theirs = ([addresses(tensor, device) for tensor in tensors] for tensors in (slots, hosts))
+        ff = self.plain[1].shape[2]
+        if self.kind is None:
+            fills = Fills(sources, *theirs)
+            return lambda: kernel(rows.x, *ours, rows.weights, rows.ids, ff, fills=fills), slots
+        (w13, s13, w2, s2), (from13, from_s13, from2, from_s2) = ours, theirs
+        fills, quantised = Fills(sources, from13, from2, None, None, from_s13, from_s2), Quantised(self.kind, s13, s2)
+        return lambda: kernel(rows.x, w13, w2, rows.weights, rows.ids, ff, quantised=quantised, fills=fills), slots
 
     def call_plain(self, kernel: GroupedGemm, rows: RoutedRows, **options: Any) -> Callable[[], Tensor]:
         """Returns a call of ``kernel`` over dequantised weights."""
