@@ -128,6 +128,7 @@ SPILLED = {
     ("gate_up", "fp8 by channel, rows too", 120, 32): 8,
     # of 72 to 168 registers, with the code that copies what was admitted
     ("gate_up", "fp8 by block", 80, 4096): 8,
+    ("gate_up", "int4", 80, 4096): 16,
     ("gate_up", "fp8 by channel, rows too", 80, 16): 8,
     ("down", "fp8 by block", 90, 16): 8,
     ("down", "fp8 by block", 100, 16): 8,
