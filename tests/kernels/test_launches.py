@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from vllm_spac.methods.moe_spec.settings import (
     BudgetSettings,  # noqa: E402
     RoutingRule,  # noqa: E402
 )
+from vllm_spac.tools.traces import simulated_pointers  # noqa: E402
 
 
 def ahead_by(named, extra: float) -> PrefetchSettings:
@@ -273,6 +276,16 @@ def test_nodes_of_a_captured_graph(device, case):
     made.close()
     assert all(first == second for first, second in found), "as many for all rows"
     assert tuple(len(first) for first, _ in found) == NODES[case], found
+
+
+def test_the_simulator_counts_what_a_layer_launches_to_admit():
+    """At what a launch took on an H100, where two of them were measured."""
+    more, fewest = NODES["slots and host memory"], NODES["each expert has its slot"]
+    assert {a - b for a, b in zip(more, fewest, strict=True)} == {simulated_pointers.ADMISSIONS}
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_h100.json"
+    rows = json.loads(results.read_text(encoding="utf-8"))["kernels"]["admission"]
+    two = median(row["seconds"]["nothing admitted"]["median"] for row in rows)
+    assert two == pytest.approx(2 * simulated_pointers.LAUNCH, rel=0.03)
 
 
 def test_the_document_has_these_numbers_of_nodes():

@@ -35,7 +35,9 @@ from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, D
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
-LAUNCHES = 5e-6  # seconds per layer: one program that decides, measured with a launch more than there is now
+ADMISSIONS = 1  # launches of a layer beside those of a layer whose experts all have a slot
+LAUNCH = 5e-6  # seconds: on an H100 two took 9.9 us, the replay of their graph included
+LAUNCHES = ADMISSIONS * LAUNCH  # seconds per layer
 
 
 class PointersReplay(Replay[list[Part]]):
