@@ -302,7 +302,7 @@ def dry_run(names: Sequence[str]) -> None:
     given = make_rows(3, shape, "cpu")
     for name in ("bfloat16", *names):
         packed = RandomExperts.make(FORMATS.get(name), shape.hidden, shape.intermediate, shape.experts, "cpu")
-        _, missed, selected = filling(shape, 3, packed, packed.stored, 0.25, name, "cpu")
+        _, missed, selected = filling(shape, 3, packed, packed.stored, 0.5, name, "cpu")
         typer.echo(f"{name:10} {missed} of {selected} experts are copied into slots, with the bits of those in place")
         if packed.kind is None:
             continue
