@@ -17,6 +17,20 @@ request, and the device ignores its results.
 Requests, answers and numbers are in pinned memory that both sides address. Each thread of the one program of ``admit``
 fences its stores for the whole system, and all have done so before the number is stored. A launch that waits may be
 part of a CUDA graph. In Triton's interpreter, which has no clock, a poll counts as ``POLL`` nanoseconds.
+
+**Experts that the device cannot address** are on a disk, or in memory that the driver has not pinned. Between ``admit``
+and the GEMM one program orders those that the layer needs and that have no place in pinned memory, and waits::
+
+    order    keys, their number;  asked <- n = number + 1
+    ...      threads of the host read each expert to a place;  places;  answered <- n
+    go on    once answered == n: the addresses of the i-th expert are those of places[i], for this layer
+
+A place is the layer's until the next order, which the same stream makes after the GEMM. One that the host keeps for the
+expert (not negative) is the expert's from then on; of others (-1 - place) nothing is remembered, so that the next layer
+that needs the expert orders it again. The wait has no limit: nothing else has the expert. What cannot be read any more,
+after a failed read or while the engine ends, ``ended`` says. The kernels then go on with what is in the first place, so
+with no address but pinned ones. The host has raised its flag before, and gives no token of that step to anyone. Each
+number is asked once, and the host answers the last one, so no answer can be of another order.
 """
 
 from __future__ import annotations
@@ -27,14 +41,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from .route import routed
-from .types import COMPUTED, LATE, UNUSED, Division, Mail, lanes
+from .route import chunk_for, count, counted_pairs, routed
+from .types import ADMITTED, COMPUTED, LATE, UNUSED, Division, Experts, Mail, Orders, Reach, lanes
 
 POLL = 10_000  # nanoseconds
 
 
 @triton.jit
-def _fence(COMPILED: tl.constexpr):
+def fence(COMPILED: tl.constexpr):
     """Stores before it are visible to the whole system before those behind it; loads behind it are not moved before."""
     if COMPILED:
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -84,7 +98,7 @@ def post(
     request = tl.load(number) + 1
     tl.debug_barrier()
     tl.store(number, request)
-    _fence(COMPILED)
+    fence(COMPILED)
     tl.debug_barrier()
     tl.store(asked, request)
 
@@ -112,7 +126,7 @@ def _await_kernel(
             else:
                 spent += POLL
         arrived = (seen == wanted).to(tl.int32)
-        _fence(COMPILED)
+        fence(COMPILED)
         if arrived == 0:
             lane = tl.arange(0, BINS)
             at = sources + layer * n_experts + lane
@@ -159,3 +173,111 @@ def check_request(topk_ids: Tensor, x: Tensor, counts: Tensor, division: Divisio
         assert tensor.dtype == torch.int64 and tensor.shape == (1,)
     for tensor in (division.kept, division.left, mail.weights, mail.results):
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+@triton.jit(
+    do_not_specialize=["n_pairs", "first"],
+    do_not_specialize_on_alignment=["ids", "weights"],
+)
+def _order_kernel(
+    ids: tl.tensor, weights: tl.tensor, live: tl.tensor, sources: tl.tensor, slot_of: tl.tensor, table: tl.tensor,
+    hosts: tl.tensor, place_of: tl.tensor, at: tl.tensor, number: tl.tensor, asked: tl.tensor, answered: tl.tensor,
+    ended: tl.tensor, ordered: tl.tensor, keys: tl.tensor, places: tl.tensor,
+    n_pairs: tl.tensor, n_experts: tl.tensor, n_keys: tl.tensor, n_places: tl.tensor, first: tl.tensor,
+    NAMES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, ADMITTED: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BINS)
+    mine = lane < n_experts
+    key = first + lane
+    uses = count(ids, weights, counted_pairs(live, n_pairs), n_experts, BINS, CHUNK)
+    admitted = mine & (tl.load(sources + key, mask=mine, other=0) == ADMITTED)
+    outside = mine & (uses > 0) & (tl.load(slot_of + key, mask=mine, other=0) < 0)
+    wanted = (outside | (admitted & (uses > 0))) & (tl.load(place_of + key, mask=mine, other=0) < 0)
+    total = tl.sum(wanted.to(tl.int32), 0)
+    if total == 0:
+        return
+    turn = tl.cumsum(wanted.to(tl.int32), 0) - 1
+    tl.store(keys + turn, key, mask=wanted)
+    tl.store(ordered, total)
+    order = tl.load(number) + 1
+    tl.debug_barrier()
+    tl.store(number, order)
+    fence(COMPILED)
+    tl.debug_barrier()
+    tl.store(asked, order)
+    fence(COMPILED)
+
+    seen = tl.load(answered, volatile=True)
+    over = tl.load(ended, volatile=True)
+    while (seen != order) & (over == 0):
+        seen = tl.load(answered, volatile=True)
+        over = tl.load(ended, volatile=True)
+    fence(COMPILED)
+    tl.debug_barrier()
+    given = tl.load(places + turn, mask=wanted, other=0, volatile=True)
+    given = tl.where(seen == order, given, -1)
+    place = tl.where(given < 0, -1 - given, given)
+    tl.store(place_of + key, tl.where(given < 0, -1, given), mask=wanted)
+    for name in tl.static_range(NAMES):
+        address = tl.load(at + name * n_places + place, mask=wanted, other=0)
+        tl.store(hosts + name * n_keys + key, address, mask=wanted)
+        tl.store(table + name * n_keys + key, address, mask=wanted & outside)
+
+
+def wait_for_experts(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    experts: Experts,
+    sources: Tensor,
+    orders: Orders,
+    reach: Reach,
+    live: Tensor | None = None,
+) -> None:
+    """Orders the experts of a layer that the device cannot address, and waits for them. May be captured.
+
+    Args:
+        topk_ids: [M, k] int32 or int64, contiguous, as of ``admit``: what the launch behind this one computes.
+        topk_weights: [M, k] float32; pairs with weight 0 are left out.
+        first: key of the layer's expert 0.
+        experts: ``table`` and ``hosts`` of what is delivered are written.
+        sources: [keys] int32, as ``admit`` wrote it: what is ``ADMITTED`` is copied from its host copy, too.
+        orders: is written, but for ``answered``, ``ended`` and ``places``.
+        reach: ``number`` and ``place_of`` are written.
+        live: [1] int32, pairs from this one on are padding; default: none.
+
+    Raises:
+        AssertionError: a shape, dtype or layout is not as above.
+    """
+    (names, keys), n_experts = experts.table.shape, len(orders.keys)
+    check_orders(topk_ids, topk_weights, first, experts, sources, orders, reach)
+    _order_kernel[(1,)](
+        topk_ids, topk_weights, live, sources, experts.slot_of, experts.table, experts.hosts, reach.place_of,
+        reach.at, reach.number, *orders, topk_ids.numel(), n_experts, keys, reach.at.shape[1], first,
+        NAMES=names, BINS=lanes(n_experts), CHUNK=chunk_for(topk_ids.numel()), ADMITTED=ADMITTED, COMPILED=COMPILED,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def check_orders(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    experts: Experts,
+    sources: Tensor,
+    orders: Orders,
+    reach: Reach,
+) -> None:
+    """Raises ``AssertionError`` for what is not as ``wait_for_experts`` has it."""
+    (names, keys), n_experts = experts.table.shape, len(orders.keys)
+    assert topk_ids.shape == topk_weights.shape and topk_weights.dtype == torch.float32
+    assert topk_ids.is_contiguous() and topk_weights.is_contiguous(), "ids and weights must be contiguous"
+    assert 0 <= first <= keys - n_experts and len(reach.at) == names
+    assert reach.at.shape[1] >= n_experts, "a layer may order all of its experts"
+    assert sources.shape == reach.place_of.shape == experts.slot_of.shape == (keys,)
+    assert orders.places.shape == (n_experts,)
+    for tensor in (sources, reach.place_of, orders.ended, orders.ordered, orders.keys, orders.places):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+    for tensor in (reach.number, orders.asked, orders.answered):
+        assert tensor.dtype == torch.int64 and tensor.shape == (1,)
+    assert reach.at.dtype == torch.int64 and reach.at.is_contiguous()

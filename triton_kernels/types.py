@@ -115,6 +115,29 @@ class Request(NamedTuple):
     mail: Mail  # is written, but for ``results``
 
 
+class Orders(NamedTuple):
+    """Orders of layers for experts that the device cannot address, in host memory that both sides do; see ``mailbox``.
+
+    Attributes:
+        asked: [1] int64, the number of the last order; the device writes it after all that belongs to the order.
+    """
+
+    asked: Tensor
+    answered: Tensor  # [1] int64, the number of the last answer; the host writes it after the places
+    ended: Tensor  # [1] int32, not 0: the host answers no more
+    ordered: Tensor  # [1] int32, experts of the order
+    keys: Tensor  # [experts] int32, which; ascending
+    places: Tensor  # [experts] int32, by the host: where each is; -1 - place where it does not stay
+
+
+class Reach(NamedTuple):
+    """What the device can address of experts without a slot, on the device."""
+
+    number: Tensor  # [1] int64, the number of the last order
+    place_of: Tensor  # [keys] int32, -1: the host must be asked; of others the address in ``Experts.hosts`` holds
+    at: Tensor  # [names, places] int64, the addresses of places in pinned memory
+
+
 def block_bound(pairs: int, experts: int, block_m: int) -> int:
     """Returns the most blocks any routing needs, >= 1: sum of ceil(c / m) <= E + (pairs - E) / m, E experts busy."""
     busy = min(pairs, experts)

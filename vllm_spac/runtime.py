@@ -167,6 +167,11 @@ class Runtime:
             for execution in self.executions:
                 execution.end_forward()
 
+    def check_results(self) -> None:
+        """As ``Execution.check_results``."""
+        for execution in self.executions:
+            execution.check_results()
+
     @property
     def in_step(self) -> bool:
         """Whether a step has begun and not ended: its layers run, or drafts are made of its tokens."""

@@ -40,7 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import Division, Experts, Fills, Mail, Offers, Quantised, Request
+from vllm_spac.kernels.types import Division, Experts, Fills, Mail, Offers, Orders, Quantised, Reach, Request
 
 from benchmarks.common import RESULTS, Script, progress, provenance, show, write_result
 
@@ -52,6 +52,7 @@ KERNELS = {
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
     "await": (mailbox, "_await_kernel"),
+    "order": (mailbox, "_order_kernel"),
     "shortlist": (shortlist, "_shortlist_kernel"),
     "cover": (cover, "_cover_kernel"),
     "tally": (tally, "_tally_kernel"),
@@ -239,6 +240,7 @@ def small(rows: int = 64) -> None:
     combine.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
     admitting(ids, weights, count)
     mailing(ids[:32], weights[:32], count)
+    ordering(ids, weights, count)
     budgeted(ids, weights, count, substitute=True)
 
 
@@ -278,6 +280,16 @@ def mailing(ids, weights, count, d: int = 2048) -> None:
     mailbox.wait_for_answer(ids, 1, sources, division, mail, 1000)
     y, out = torch.empty(rows, k, d, dtype=torch.bfloat16), torch.empty(rows, d, dtype=torch.bfloat16)
     combine.combine(y, weights, ids, count, out, live, division, mail)
+
+
+def ordering(ids, weights, count, names: int = 4) -> None:
+    """What a layer launches after its admission, where the device cannot address all experts."""
+    integers, addresses = torch.zeros(2 * count, dtype=torch.int32), torch.zeros(names, 2 * count, dtype=torch.int64)
+    number, each = torch.zeros(1, dtype=torch.int64), torch.zeros(count, dtype=torch.int32)
+    experts = Experts(integers, integers[:3], addresses, addresses, addresses[:, :3].contiguous())
+    orders = Orders(number, number, each[:1], each[:1], each, each)
+    reach = Reach(number, integers, torch.zeros(names, count, dtype=torch.int64))
+    mailbox.wait_for_experts(ids, weights, count, experts, integers, orders, reach, torch.zeros(1, dtype=torch.int32))
 
 
 def mailbox_of(ids, count: int, d: int) -> tuple[Division, Mail]:

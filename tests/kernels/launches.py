@@ -58,7 +58,13 @@ class Device(TorchDispatchMode):
             kernel = getattr(module, attribute)
             self._binders[name] = create_function_from_signature(kernel.signature, kernel.params, backend)
             patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
-        launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
+        launchers = (
+            grouped_gemm.grouped_gemm,
+            admit.admit,
+            fetch.fetch,
+            mailbox.wait_for_experts,
+            grouped_gemm.rows_to_compile,
+        )
         patch.setattr(pointers_execution, "kernels_for", lambda device: Kernels(*launchers))
         mail = MailKernels(mailbox.wait_for_answer, combine.combine)
         patch.setattr(cpu_share, "mail_kernels_for", lambda device: mail)

@@ -28,6 +28,7 @@ from benchmarks.kernels.compiled import (
     compile_for,
     experts,
     mailing,
+    ordering,
     record,
     small,
 )
@@ -191,6 +192,20 @@ def test_a_request_is_whole_before_its_number_and_a_wait_looks_at_memory_and_clo
     assert wait.index("fence.acq_rel.sys") > wait.rindex("globaltimer") and "ld.volatile" in add
 
 
+@pytest.mark.parametrize("capability", SHARED)
+def test_an_order_is_whole_before_its_number_and_its_wait_reads_memory(capability):
+    """As a request; the wait looks at the answer and at the end in each turn, and at the places behind a fence."""
+    ptx = compile_for(capability, record(lambda: ordering(*ids_of(8), 128))["order"]).ptx
+    fences = [at.start() for at in re.finditer(r"fence\.acq_rel\.sys", ptx)]
+    assert len(fences) == 3
+    between = ptx[fences[0] : fences[1]]
+    assert between.index("bar.sync") < between.index("st.global")
+    assert len(re.findall(r"\bst\.global", between)) == 1, "the number, and nothing but it"
+    loop = ptx[fences[1] : fences[2]]
+    assert len(re.findall(r"ld\.volatile\.global[.\w]*\.b64", loop)) >= 2 and "ld.volatile.global.b32" in loop
+    assert "ld.volatile" in ptx[fences[2] :] and not re.search(r"\bst\.global", loop)
+
+
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_experts_are_fetched_16_bytes_at_a_time(capability):
     """Though neither addresses nor sizes are known to the compiler: both were promised."""
@@ -243,10 +258,10 @@ def test_an_admission_that_leaves_some_to_the_cpu(capability, rows, experts):
 def test_a_row_of_1024_experts_fits():
     """The most that is allowed."""
     ids, weights = ids_of(8)
-    ops = route.align, admitting, mailing, budgeted
-    more = (16,), (), (), (False,)
+    ops = route.align, admitting, mailing, ordering, budgeted
+    more = (16,), (), (), (), (False,)
     calls = record(lambda: [op(ids, weights, 1024, *given) for op, given in zip(ops, more, strict=True)])
-    for name in ("align", "admit", "await", "shortlist", "cover", "tally"):
+    for name in ("align", "admit", "await", "order", "shortlist", "cover", "tally"):
         check(f"{name} N=1024", 90, compile_for(90, calls[name]))
 
 

@@ -155,7 +155,7 @@ def test_what_is_compiled_decides_and_moves_nothing(device):
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission
     assert made.ahead.layers._votes.any()
-    state = [*admission._experts, *admission.offers, admission.counts, made._live, made.ahead.layers._step_words]
+    state = [*admission.experts, *admission.offers, admission.counts, made._live, made.ahead.layers._step_words]
     before = [tensor.clone() for tensor in state]
     ids = torch.zeros(4, 2, dtype=torch.int32)
     rows = LayerRows.of(torch.zeros(4, D), torch.zeros(4, 2), ids, made._live, None, False, None)

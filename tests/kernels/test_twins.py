@@ -13,7 +13,7 @@ from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbo
 OPS = [
     *(grouped_gemm.grouped_gemm, route.align, admit.admit, fetch.fetch),
     *(shortlist.shortlist, cover.cover, tally.tally),
-    *(mailbox.wait_for_answer, combine.combine),
+    *(mailbox.wait_for_answer, mailbox.wait_for_experts, combine.combine),
 ]
 
 

@@ -98,6 +98,25 @@ class FirstLaunches:
         return sorted(map(str, self.served - self.warm))
 
 
+def unpin() -> None:
+    """Of every other layer, nothing has an address."""
+    from vllm_spac.storage.base import allocate
+    from vllm_spac.storage.host import HostStore
+
+    view = HostStore.view
+
+    def viewed(self: Any, key: int) -> Any:
+        assert self.in_reach(key) or sys._getframe(1).f_code.co_name in ("put", "read"), "nobody may address it"
+        return view(self, key)
+
+    def staging(self: Any) -> Any:
+        self._test_staging = vars(self).get("_test_staging") or allocate(self.shape.tensors, self.shape.experts, "cpu")
+        return self._test_staging
+
+    HostStore.in_reach = lambda self, key: key // self.shape.experts % 2 == 0
+    HostStore.view, HostStore.staging = viewed, staging
+
+
 def tamper(bug: str) -> None:
     """Plants a bug that the emulation must show."""
     import torch
@@ -143,7 +162,7 @@ def main(asked: dict) -> dict:
         launches.install()
         asked["options"] |= full_graphs.options()
     for trick in asked["tricks"]:
-        {"plan": plan_by_turns, "cut": cut_by_turns}.get(trick, lambda trick=trick: tamper(trick))()
+        {"plan": plan_by_turns, "cut": cut_by_turns, "unpin": unpin}.get(trick, lambda trick=trick: tamper(trick))()
     with engines.engine(str(TOY / "target"), asked["spac"], **SETTINGS | asked["options"]) as llm:
         texts = prompts()
         alone = engines.say(llm, texts[-1:], asked["tokens"])

@@ -87,6 +87,13 @@ def test_a_budget_with_path_votes_holds_in_graphs_of_trees(budget: str, exact: b
     assert found["stats"]["budget"]["experts"] > 0 or exact
 
 
+def test_graphs_wait_for_what_is_not_pinned() -> None:
+    """Beside drafts, a share of the CPU, a budget that cuts nothing and what a predictor reads ahead."""
+    spac = CUT | {"cpu_experts": "1", "budget": "64", "prefetch": "gate"}
+    found = graph_runs.run(spac, ("plan", "cut", "unpin"), **CHAIN)
+    assert found["said"] == stock() and found["replays"] > 30 and found["stats"]["stall_seconds"] > 0
+
+
 @pytest.mark.parametrize("bug", ["not warmed up", "new memory", "padding writes"])
 def test_the_emulation_shows_bugs(bug: str) -> None:
     spac, drafts = (CUT, CHAIN) if bug == "not warmed up" else (POINTERS | {"tree": "16", "guard": "off"}, TREE)

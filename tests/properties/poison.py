@@ -30,7 +30,7 @@ def poison_slots(execution: SlotExecution) -> None:
 
 def poison_borrowed(prompts: LongPrompts) -> None:
     """From now on, borrowed slots from when their experts are evicted until they are filled."""
-    moves, slot_of = prompts._borrowed._moves, prompts._admission._experts.slot_of
+    moves, slot_of = prompts._borrowed._moves, prompts._admission.experts.slot_of
     evict = moves.evict
 
     def poisoned(keys: np.ndarray) -> None:

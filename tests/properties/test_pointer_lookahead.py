@@ -219,7 +219,7 @@ def test_what_warms_up_moves_nothing(made) -> None:
     """Before any step, and in the middle of one that may read ahead: slots, offers and guesses stay what they were."""
     pool = made(10, ahead=ahead_by(predictor(), 1.0))
     admission, ahead, rng = pool.admission, pool.ahead.layers, torch.Generator().manual_seed(0)
-    state = [*admission._experts, *admission.offers, admission.reports.guesses, ahead._step_words]
+    state = [*admission.experts, *admission.offers, admission.reports.guesses, ahead._step_words]
 
     def warm_up() -> None:
         before = [tensor.clone() for tensor in state]

@@ -148,6 +148,42 @@ def test_what_is_read_in_place_is_pinned_before_any_expert_is_packed(cudart) -> 
     other.close()
 
 
+def test_of_what_is_read_in_place_a_part_may_be_pinned(cudart, caplog) -> None:
+    """Beside as much as a layer takes, to which the others are read: in place of the last layer, here."""
+    cudart.limit = 2 * 22 * PAGE
+    store = HostStore(SHAPE, "")
+    store.pin(partly=True)
+    fill(store)
+    assert [store.in_reach(key) for key in range(SHAPE.total)] == [key < EXPERTS for key in range(SHAPE.total)]
+    assert store.host_bytes == {"pinned": 2 * 22 * PAGE, "pageable": 2 * 22 * PAGE}
+    (there,) = (a for a, _ in cudart.registered.items() if a != store.layer(0)["w13_weight"].data_ptr())
+    assert all(there <= tensor.data_ptr() < there + 22 * PAGE for tensor in store.staging().values())
+    (line,) = (line for line in caplog.messages if "are pinned" in line)
+    assert "are pinned" in line
+    slot = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in SPECS.items()}
+    store.read(SHAPE.total - 1, slot)
+    assert all((tensor.view(-1).view(torch.uint8) == SHAPE.total - 1).all() for tensor in slot.values())
+    store.close()
+    assert not cudart.registered
+
+
+def test_a_driver_that_pins_not_even_a_layer_is_an_error(cudart) -> None:
+    cudart.limit, store = 21 * PAGE, HostStore(SHAPE, "")
+    with pytest.raises(PinError, match="--spac-plane slots"):
+        store.pin(partly=True)
+    store.close()
+    assert not cudart.registered
+
+
+def test_where_all_is_pinned_there_is_no_staging(cudart) -> None:
+    store = HostStore(SHAPE, "")
+    store.pin(partly=True)
+    assert len(cudart.registered) == 3 and store.in_reach(0)
+    with pytest.raises(StoreError, match="in reach"):
+        store.staging()
+    store.close()
+
+
 def test_what_is_copied_is_pinned_as_far_as_the_driver_allows(cudart, caplog) -> None:
     """Layers in their order; after the first refusal no other is tried, and the runtime's error is forgotten."""
     cudart.limit = 22 * PAGE

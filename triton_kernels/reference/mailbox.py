@@ -1,4 +1,4 @@
-"""Torch twins of ``mailbox``: the thread is the same one, and the wait lets it run."""
+"""Torch twins of ``mailbox``: the threads are the same, and a wait lets them run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from ..types import COMPUTED, LATE, Division, Mail, Request
+from ..types import ADMITTED, COMPUTED, LATE, Division, Experts, Mail, Orders, Reach, Request
 from .route import routed
 
 _NAP = 20e-6  # seconds
@@ -54,3 +54,43 @@ def wait_for_answer(
             division.pairs[0] = 0
     division.state[1] = arrived
     division.late[0] = topk_ids.numel() if division.state[0] and not arrived else 0
+
+
+def wait_for_experts(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    experts: Experts,
+    sources: Tensor,
+    orders: Orders,
+    reach: Reach,
+    live: Tensor | None = None,
+) -> None:
+    """Twin of ``mailbox.wait_for_experts``."""
+    n = len(orders.keys)
+    used = {int(expert) for expert in routed(topk_ids, topk_weights, n, live) if expert >= 0}
+    wanted, outside = [], []
+    for expert in sorted(used):
+        key = first + expert
+        missed = int(experts.slot_of[key]) < 0
+        if (missed or int(sources[key]) == ADMITTED) and int(reach.place_of[key]) < 0:
+            wanted.append(key)
+            outside.append(missed)
+    if not wanted:
+        return
+    for turn, key in enumerate(wanted):
+        orders.keys[turn] = key
+    orders.ordered[0] = len(wanted)
+    reach.number.add_(1)
+    order = int(reach.number)
+    orders.asked[0] = order
+    while int(orders.answered) != order and not int(orders.ended):
+        time.sleep(_NAP)
+    arrived = int(orders.answered) == order
+    for turn, (key, missed) in enumerate(zip(wanted, outside, strict=True)):
+        given = int(orders.places[turn]) if arrived else -1
+        reach.place_of[key] = max(-1, given)
+        addresses = reach.at[:, given if given >= 0 else -1 - given]
+        experts.hosts[:, key] = addresses
+        if missed:
+            experts.table[:, key] = addresses

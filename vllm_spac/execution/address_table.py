@@ -34,7 +34,7 @@ class AddressTable:
     """Slots, host copies, and the table of their addresses.
 
     Args:
-        store: stores every expert in memory that the device can address.
+        store: stores experts in memory that the device can address; of others there is no address.
         slots: name -> tensor of shape [slots, ...].
         keys: number of experts.
 
@@ -42,7 +42,8 @@ class AddressTable:
         device: device of the slots.
         sizes: bytes of each tensor of an expert.
         addresses: int64 [names, keys] on the device: addresses at which kernels read each expert's tensors.
-        hosts: int64 [names, keys] on the device: addresses of their host copies; of settled experts, of their slots.
+        hosts: int64 [names, keys] on the device: addresses of their host copies; of settled experts, of their slots; of
+            experts that are not in reach what ``expert_delivery`` has written last, 0 at first.
         table, host_table: the rows of ``addresses`` and of ``hosts``, by name.
         slot_addresses: int64 [names, slots], on the host.
     """
@@ -50,11 +51,10 @@ class AddressTable:
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], keys: int) -> None:
         self.sizes = [tensor[0].nbytes for tensor in slots.values()]
         self.device = next(iter(slots.values())).device
-        first = store.view(0)
-        assert all(first[name].nbytes % ALIGNMENT == 0 for name in slots), "experts must keep the alignment"
+        assert all(size % ALIGNMENT == 0 for size in self.sizes), "experts must keep the alignment"
         self.slot_addresses = np.array([[slot.data_ptr() for slot in slots[name]] for name in slots])
-        views = [store.view(key) for key in range(keys)]
-        hosts = np.array([[_address(view[name], self.device) for view in views] for name in slots])
+        views = [store.view(key) if store.in_reach(key) else None for key in range(keys)]
+        hosts = np.array([[address_of(view[name], self.device) if view else 0 for view in views] for name in slots])
         assert not (hosts % ALIGNMENT).any() and not (self.slot_addresses % ALIGNMENT).any()
         self.addresses = torch.from_numpy(hosts).to(self.device, copy=True)
         self.hosts = self.addresses.clone()
@@ -85,7 +85,7 @@ class AddressTable:
         return tensor.pin_memory().to(self.device, non_blocking=True)  # torch keeps it until it has been read
 
 
-def _address(tensor: Tensor, device: torch.device) -> int:
+def address_of(tensor: Tensor, device: torch.device) -> int:
     """Returns the address at which kernels on ``device`` read a tensor, which may be in pinned host memory.
 
     Raises:
@@ -115,6 +115,7 @@ class Kernels(NamedTuple):
     grouped_gemm: Callable[..., Tensor]
     admit: Callable[..., None]
     fetch: Callable[..., None]
+    wait_for_experts: Callable[..., None]
     rows_to_compile: Callable[[int, int, int, Format | None], Sequence[int]]
 
 
@@ -220,13 +221,15 @@ def _twins() -> Kernels:
     from vllm_spac.kernels.reference.admit import admit
     from vllm_spac.kernels.reference.fetch import fetch
     from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
+    from vllm_spac.kernels.reference.mailbox import wait_for_experts
 
-    return Kernels(grouped_gemm, admit, fetch, lambda *_: ())
+    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, lambda *_: ())
 
 
 def _launches() -> Kernels:
     from vllm_spac.kernels.admit import admit
     from vllm_spac.kernels.fetch import fetch
     from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile
+    from vllm_spac.kernels.mailbox import wait_for_experts
 
-    return Kernels(grouped_gemm, admit, fetch, rows_to_compile)
+    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, rows_to_compile)

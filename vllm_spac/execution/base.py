@@ -245,6 +245,13 @@ class Execution(ABC):
     def end_forward(self) -> None:
         """Called when the layers have finished or failed; what runs until the next step is not counted."""
 
+    def check_results(self) -> None:
+        """Called after a step has run on the device, before its tokens are given to anyone.
+
+        Raises:
+            SpacError: some layer did not have its experts, so that they are wrong.
+        """
+
     @abstractmethod
     def snapshot(self) -> dict:
         """Returns the counters as plain data, up to the last step."""

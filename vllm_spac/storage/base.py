@@ -66,11 +66,14 @@ class ExpertStore(ABC):
         """
         raise StoreError(f"spac: {self.describe()} keeps every expert itself")
 
-    def pin(self) -> None:
+    def pin(self, *, partly: bool = False) -> None:
         """Pins the memory of all experts, if kernels read them in place; once it is reserved, before any ``put``.
 
+        Args:
+            partly: as much of it as the driver pins; the other experts are not ``in_reach``.
+
         Raises:
-            PinError: the driver refuses.
+            PinError: the driver refuses; ``partly``, what ``staging`` has.
         """
 
     @property
@@ -127,6 +130,21 @@ class ExpertStore(ABC):
             StoreError: this store is not addressable, or the expert was never packed.
         """
         raise StoreError(f"spac: experts in {self.describe()} have no address")
+
+    def in_reach(self, key: int) -> bool:
+        """Whether kernels read expert ``key`` where it is, which ``view`` returns; all are packed or have room."""
+        return self.addressable
+
+    def staging(self) -> Mapping[str, Tensor]:
+        """Returns memory that kernels read in place, for the experts of a layer that are not ``in_reach``.
+
+        Name -> CPU tensor [experts, ...]; the same in every call, owned by the store.
+
+        Raises:
+            PinError: the driver refuses.
+            StoreError: all experts are in reach.
+        """
+        raise StoreError(f"spac: all experts in {self.describe()} are in reach")
 
     def layer(self, number: int) -> Mapping[str, Tensor]:
         """Returns the stored tensors of a layer, without a copy: name -> CPU tensor [experts, ...].

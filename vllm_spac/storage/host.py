@@ -1,9 +1,10 @@
 """Store in host memory, pinned if there is a GPU: one block per layer, in the layout of the kernel.
 
 Where kernels read experts in place, all layers are pinned before any is packed, so that a driver that refuses is known
-before weights are read. Where experts are only copied, layers are pinned in the order in which they are packed, until
-the driver refuses one. That one and those after it are pageable: the driver copies through a buffer of its own. All
-layers are read as often, so no order is better.
+before weights are read. Then as many layers as it does are pinned, beside a block for the experts of one: threads read
+what a layer needs of the others to it (``execution.expert_delivery``). Where experts are only copied, layers are pinned
+in the order in which they are packed, until the driver refuses one. That one and those after it are pageable: the
+driver copies through a buffer of its own. All layers are read as often, so no order is better.
 
 Where it has no room for all experts that kernels read in place, some *settle*: they have slots for good, and no copy in
 host memory. They are the last ones of each layer, whose part of its block is never written, and so takes no memory.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape, settled_experts
-from vllm_spac.errors import StoreError
+from vllm_spac.errors import PinError, StoreError
 from vllm_spac.storage.base import ExpertStore, Slot, rows_of
 from vllm_spac.system.host_blocks import HostBlock, block_bytes
 from vllm_spac.system.host_memory import available_host_bytes, gib, pin_remedy
@@ -42,7 +43,9 @@ class HostStore(ExpertStore):
         self._memory: dict[int, dict[str, np.ndarray]] = {}  # the same as bytes, [experts, bytes]
         self._packed: set[int] = set()
         self._pin = torch.cuda.is_available()
-        self._refused = False  # the driver has pinned as much as it does
+        self._refused = ""  # why the driver pins no more
+        self._partly = False  # what it does not pin is staged for kernels that read in place
+        self._staging: HostBlock | None = None
         self._held = [shape.experts] * len(shape.layers)  # experts of each layer in host memory: the first ones
         self._slot_of: dict[int, int] = {}  # of those that have settled
 
@@ -66,16 +69,36 @@ class HostStore(ExpertStore):
                 "use --spac-store disk --spac-disk-dir DIR, or a machine with more memory"
             )
 
-    def pin(self) -> None:
-        if self._pin and self.in_place:
-            for layer in range(len(self.shape.layers)):
-                self._add(layer)
+    def pin(self, *, partly: bool = False) -> None:
+        if not (self._pin and self.in_place):
+            return
+        self._partly = partly
+        for layer in range(len(self.shape.layers)):
+            self._add(layer)
+        if not self._refused:
+            return
+        pinned = [layer for layer, block in self._layers.items() if block.pinned]
+        while self._staging is None:
+            try:
+                self._staging = HostBlock(self.shape.tensors, self.shape.experts, pin=True)
+            except PinError:
+                if not pinned:
+                    raise
+                self._layers[pinned.pop()].close()  # in its place
+        self._warn()
+
+    def in_reach(self, key: int) -> bool:
+        return self._staging is None or key in self._slot_of or self._layers[key // self.shape.experts].pinned
+
+    def staging(self) -> Mapping[str, Tensor]:
+        return super().staging() if self._staging is None else self._staging.tensors
 
     @property
     def host_bytes(self) -> dict[str, int]:
         blocks = self._layers.values()
         pinned = sum(block.nbytes for block in blocks if block.pinned)
-        return {"pinned": pinned, "pageable": sum(block.nbytes for block in blocks) - pinned}
+        pageable = sum(block.nbytes for block in blocks) - pinned
+        return {"pinned": pinned + (0 if self._staging is None else self._staging.nbytes), "pageable": pageable}
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         layer, expert = self.shape.split(key)
@@ -87,17 +110,20 @@ class HostStore(ExpertStore):
 
     def _add(self, layer: int) -> None:
         """Allocates a layer, pinned unless the driver has refused one."""
-        pin = self._pin and not self._refused
-        block = HostBlock(self.shape.tensors, self.shape.experts, pin, self.in_place, self._held[layer])
-        if block.refused:
-            pinned, total = sum(each.nbytes for each in self._layers.values()), self._bytes
-            logger.warning(
-                "spac: %s of %s of experts in host memory are pinned (%s), the first layers; the others are copied "
-                "from pageable memory, which is slower; %s",
-                *(gib(pinned), gib(total), block.refused, pin_remedy()),
-            )
-        self._refused |= bool(block.refused)
+        pin, in_place = self._pin and not self._refused, self.in_place and not self._partly
+        block = HostBlock(self.shape.tensors, self.shape.experts, pin, in_place, self._held[layer])
+        self._refused = self._refused or block.refused
         self._layers[layer], self._memory[layer] = block, rows_of(block.tensors)
+        if block.refused and not self.in_place:
+            self._warn()
+
+    def _warn(self) -> None:
+        pinned = sum(block.nbytes for block in self._layers.values() if block.pinned)
+        logger.warning(
+            "spac: %s of %s of experts in host memory are pinned (%s), the first layers; the others are copied from "
+            "pageable memory, which is slower; %s",
+            *(gib(pinned), gib(self._bytes), self._refused, pin_remedy()),
+        )
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         layer, expert = self._place(key)
@@ -134,6 +160,7 @@ class HostStore(ExpertStore):
 
     def close(self) -> None:
         blocks = [block for _, block in sorted(self._layers.items())]
+        blocks += [] if self._staging is None else [self._staging]
         self._layers.clear()
         self._memory.clear()
         self._packed.clear()

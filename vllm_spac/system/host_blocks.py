@@ -128,6 +128,7 @@ class HostBlock:
         """
         for unpin in self._unpin:
             unpin()
+        self.pinned = False
 
 
 def _unregister(address: int) -> None:

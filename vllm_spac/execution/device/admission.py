@@ -21,6 +21,7 @@ from vllm_spac.execution.base import ExecutionContext
 from vllm_spac.execution.device.admission_reports import AdmissionReports, ReportAccount
 from vllm_spac.execution.device.slot_offers import OfferUpdates
 from vllm_spac.execution.exchange import Stream
+from vllm_spac.execution.expert_delivery import ExpertDelivery
 from vllm_spac.kernels.types import ADMITTED, UNUSED, Experts, Offers, Request
 from vllm_spac.recording.metrics import Counters
 
@@ -49,6 +50,7 @@ class Admission:
             for experts that are not named.
         residency: which expert has which slot, as last reported to the host.
         reports: what the layers of a step tell the host; ``account``: what they amount to.
+        experts: where all are; delivery: has those read that the device cannot address; None: it can address all.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Admission:
         made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
         reports = AdmissionReports(shape, slots, self.account, counters, compute, context.path, memory.device)
         self.reports, self.counts, self.places = reports, reports.counts, reports.places.view(-1, shape.experts)
-        self._experts = Experts(
+        self.experts = Experts(
             torch.full((shape.total,), NOWHERE, **made),
             reports.owner.fill_(NOWHERE),
             memory.addresses,
@@ -84,6 +86,7 @@ class Admission:
         self._served_pairs = 0  # in ``_served``
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
+        self.delivery: ExpertDelivery | None = None
         self._draft_sources = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
         self._most = 0  # reads ahead while drafts are made
 
@@ -95,14 +98,14 @@ class Admission:
         """Writes ``keys`` to the table, int64 [n], which are in ``slots``; called on the compute stream."""
         self.memory.write(keys.tolist(), slots.tolist())
         there = self.memory.sent(torch.from_numpy(np.stack([keys, slots])))
-        self._experts.slot_of.index_copy_(0, there[0], there[1].int())
-        self._experts.owner.index_copy_(0, there[1], there[0].int())
+        self.experts.slot_of.index_copy_(0, there[0], there[1].int())
+        self.experts.owner.index_copy_(0, there[1], there[0].int())
 
     def evict(self, keys: np.ndarray) -> None:
         """Writes that ``keys``, int64 [n], have no slots; as ``write``, which must name new owners of their slots."""
         there = self.memory.sent(torch.from_numpy(keys))
         self.memory.write_home(there)
-        self._experts.slot_of.index_fill_(0, there, NOWHERE)
+        self.experts.slot_of.index_fill_(0, there, NOWHERE)
 
     def compile(self) -> None:
         """Launches what may be launched between steps, which changes nothing that a step reads."""
@@ -135,8 +138,8 @@ class Admission:
 
     def fill(self, layer: int) -> None:
         """Copies what a layer has admitted, whose kernel could not be launched; waits for the device."""
-        copies = _copies_of(self.reports.sources, self._experts.slot_of, layer, self.shape.experts)
-        self._kernels.fetch(copies, self._experts, self._words)
+        copies = _copies_of(self.reports.sources, self.experts.slot_of, layer, self.shape.experts)
+        self._kernels.fetch(copies, self.experts, self._words)
 
     @property
     def offers(self) -> Offers:
@@ -166,8 +169,9 @@ class Admission:
 
         ``ids``: int32 [1, N], the experts of ``layer``; ``named``: float32 [1, N], 0 for those that are not expected.
         """
+        named = named if self.delivery is None else named * self.delivery.near(layer)[: self.shape.experts]
         self._admit(layer, ids, named, self.reports.guesses, None)
-        self._kernels.fetch(self._copies, self._experts, self._words)
+        self._kernels.fetch(self._copies, self.experts, self._words)
 
     def admit_drafts(self, first: int, ids: Tensor, live: Tensor, copies: Tensor) -> None:
         """Launches what gives slots to the experts of some layers that drafts name, between steps, as ``admit_ahead``.
@@ -179,11 +183,12 @@ class Admission:
         """
         assert self._updates is not None and self._updates.between is not None
         weights, key = ids.new_ones(ids.shape, dtype=torch.float32), first * self.shape.experts
-        state = self._experts, self._updates.between, self.reports.decided, self._draft_sources, copies
+        weights = weights if self.delivery is None else weights * self.delivery.near(first)[ids.clamp(0).long()]
+        state = self.experts, self._updates.between, self.reports.decided, self._draft_sources, copies
         self._kernels.admit(ids, weights, key, *state, live)
         here, guesses = slice(key, key + len(copies) // 2), self.reports.guesses
         torch.maximum(guesses[here], self._draft_sources[here], out=guesses[here])  # ADMITTED is the greatest
-        self._kernels.fetch(copies, self._experts, self._words)
+        self._kernels.fetch(copies, self.experts, self._words)
 
     def _admit(
         self,
@@ -194,7 +199,7 @@ class Admission:
         live: Tensor | None,
         request: Request | None = None,
     ) -> None:
-        state = self._experts, self.offers, self.reports.decided, sources, self._copies
+        state = self.experts, self.offers, self.reports.decided, sources, self._copies
         asks = () if request is None else (request,)
         self._kernels.admit(ids, weights, layer * self.shape.experts, *state, live, *asks)
 
@@ -219,7 +224,7 @@ class Admission:
         """Checks every invariant, on the host and on the device, for which it waits; raises ``AssertionError``."""
         slot_of, residency = self.slots(), self.residency
         residency.check_integrity()
-        slot_there, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
+        slot_there, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self.experts)
         assert (slot_there == slot_of).all() and (owner == residency.owner).all()
         expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
         assert (table == expected).all(), "a pointer is not where its expert is"

@@ -214,6 +214,7 @@ class CpuShare:
         sources: Tensor,
         gemm: Callable[[Tensor, Tensor, Tensor, Pieces], Any],
         out: Tensor,
+        wait: Callable[[Tensor, Tensor], Any] = lambda weights, live: None,
     ) -> Tensor:
         """Launches a layer's kernels after its admission; returns ``out``.
 
@@ -223,12 +224,15 @@ class CpuShare:
             sources: int32 [keys], as the admission wrote it.
             gemm: launches the grouped GEMM over the pairs of these weights that are live, counts them, and writes
                 their results into these pieces; called twice.
+            wait: launches what waits for the experts of the same weights and live pairs, before it.
         """
         assert self._box is not None
         division, (rows, top_k) = self.division, ids.shape
         pieces = Pieces(out.new_empty(rows * top_k, out.shape[1]), None)
+        wait(division.kept[:rows], live)
         gemm(division.kept[:rows], live, self._unread, pieces)
         self._kernels.wait_for_answer(ids, layer, sources, division, self._box.mail, PATIENCE)
+        wait(division.left[:rows], division.late)
         gemm(division.left[:rows], division.late, self._unread, pieces)
         y = pieces.y.view(rows, top_k, -1)
         self._kernels.combine(y, weights, ids, self._shape.experts, out, live, division, self._box.mail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -124,9 +125,24 @@ class LayerLaunches:
             self.counts[layer].add_(mine)
             return out
         cpu = None if whole else self._share(rows)
+        wait = partial(self._wait_for_experts, layer, rows.ids)
         if cpu is None:
+            if not whole:
+                wait(rows.weights, rows.live)
             return gemm(rows.weights, rows.live, self.counts[layer])
-        return cpu.finish(layer, rows.ids, rows.weights, rows.live, self._admission.reports.sources, gemm, out)
+        sources = self._admission.reports.sources
+        return cpu.finish(layer, rows.ids, rows.weights, rows.live, sources, gemm, out, wait)
+
+    def _wait_for_experts(self, layer: int, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+        """Launches what waits for the experts of these pairs that the device cannot address, if there are any."""
+        if (delivery := self._admission.delivery) is not None:
+            where = self._admission.experts, self._admission.reports.sources
+            self.kernels.wait_for_experts(ids, weights, layer * self._shape.experts, *where, *delivery.mail, live)
+
+    def fill(self, layer: int, rows: LayerRows) -> None:
+        """Copies what a layer has admitted, whose kernel could not be launched; waits for the device."""
+        self._wait_for_experts(layer, rows.ids, rows.weights, rows.live)
+        self._admission.fill(layer)
 
     def compile(
         self,

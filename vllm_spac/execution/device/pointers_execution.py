@@ -38,6 +38,7 @@ from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.layer_launches import LayerLaunches, LayerRows
 from vllm_spac.execution.device.reads_ahead import ReadsAhead
 from vllm_spac.execution.exchange import capturing, streams
+from vllm_spac.execution.expert_delivery import ExpertDelivery
 from vllm_spac.execution.row_shares import local_numbers
 from vllm_spac.execution.waves import filled_experts
 
@@ -55,8 +56,8 @@ class PointerExecution(Execution):
     """Runs layers by kernels that read a table of pointers; the slots are shared by all layers of one shape.
 
     The experts' tensors are ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or none, as in the
-    checkpoint; with ``shape.packed`` the weights' codes, and ``w13_scale`` and ``w2_scale``. The store keeps every
-    expert in memory that the device can address. The kernels are compiled for up to ``rows`` rows, and skip experts
+    checkpoint; with ``shape.packed`` the weights' codes, and ``w13_scale`` and ``w2_scale``. Experts that the device
+    cannot address are ordered (``expert_delivery``). The kernels are compiled for up to ``rows`` rows, and skip experts
     that are not ``local_of`` this process, like padding. A predictor that is ``built`` from a file is asked in layers,
     one that looks at the drafter while drafts are made.
     """
@@ -81,6 +82,8 @@ class PointerExecution(Execution):
         kernels = kernels_for(device)
         self._memory = memory = AddressTable(store, tensors, shape.total)
         self.admission = Admission(context, memory, self.counters, self._compute, self._copy, kernels)
+        if not self.holds_all and not all(map(store.in_reach, range(shape.total))):
+            self.admission.delivery = ExpertDelivery(store, context.io_threads, device)
         self.residency = self.admission.residency
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
         self.prompts: LongPrompts | None = None  # None: each expert has its slot
@@ -101,6 +104,7 @@ class PointerExecution(Execution):
 
     def describe(self) -> str:
         parts = [] if self.holds_all else ["long prompts borrow slots"]
+        parts += [] if self.admission.delivery is None else ["layers wait for experts that are not pinned"]
         if self.shape.packed is not None:
             rows = "" if self.shape.packed.activations is not None else ", activations not quantised"
             parts.append(f"weights {self.shape.packed.describe()}{rows}")
@@ -140,6 +144,7 @@ class PointerExecution(Execution):
 
     def begin_step(self, step: Step) -> None:
         """Starts a forward of the target model for real requests; the admission offers slots."""
+        self.check_results()
         self._step = step
         self._prompt = None if self.holds_all else step.prompt_end
         if step.rows != self._rows:  # rows from there on are padding, until the next step
@@ -164,7 +169,13 @@ class PointerExecution(Execution):
 
     def snapshot(self) -> dict:
         self.admission.reports.count()
+        if self.admission.delivery is not None:
+            self.counters.stall_seconds = self.admission.delivery.seconds
         return self.counters.snapshot()
+
+    def check_results(self) -> None:
+        if self.admission.delivery is not None:
+            self.admission.delivery.check()
 
     # -- a layer -------------------------------------------------------------------------------------------
 
@@ -213,7 +224,7 @@ class PointerExecution(Execution):
             return self.launches.compute(layer, rows, activation, out)
         except BaseException:  # no memory, for one: later steps must not read slots that nobody has filled
             if not captured and not self.holds_all:
-                self._compute.submit(self.admission.fill, layer)
+                self._compute.submit(self.launches.fill, layer, rows)
             raise
 
     def _compile(self, layer: int, like: LayerRows, activation: str) -> None:
@@ -232,22 +243,30 @@ class PointerExecution(Execution):
     # -- start and end -------------------------------------------------------------------------------------
 
     def fill(self) -> Iterator[int]:
-        if settled := self.store.settled:
-            slots = [self.admission.residency.assign(key) for key in settled]
-            assert slots == list(range(len(settled))), "they are in other slots"
-            self.admission.finish_fill(settled)
-            yield len(settled)
-        for share in filled_experts(len(self.shape.layers), self.shape.experts, self.residency.slots, settled):
-            for start in range(0, len(share), _FILL_BATCH):
-                keys = share[start : start + _FILL_BATCH]
-                for key in keys:
-                    slot = self.admission.residency.assign(key)
-                    self.store.read(key, {name: tensor[slot] for name, tensor in self.tensors.items()})
-                self.admission.finish_fill(keys)
-                yield len(keys)
+        return _filled(self)
 
     def close(self) -> None:
+        if self.admission.delivery is not None:
+            self.admission.delivery.close()
         self._copy.close()
         if self.launches.cpu is not None:
             self.launches.cpu.close()
         self.store.close()
+
+
+def _filled(pool: PointerExecution) -> Iterator[int]:
+    """As ``Execution.fill``."""
+    admission, shape, store = pool.admission, pool.shape, pool.store
+    if settled := store.settled:
+        slots = [admission.residency.assign(key) for key in settled]
+        assert slots == list(range(len(settled))), "they are in other slots"
+        admission.finish_fill(settled)
+        yield len(settled)
+    for share in filled_experts(len(shape.layers), shape.experts, admission.residency.slots, settled):
+        for start in range(0, len(share), _FILL_BATCH):
+            keys = share[start : start + _FILL_BATCH]
+            for key in keys:
+                slot = admission.residency.assign(key)
+                store.read(key, {name: tensor[slot] for name, tensor in pool.tensors.items()})
+            admission.finish_fill(keys)
+            yield len(keys)

@@ -16,6 +16,8 @@ from vllm_spac.recording import last_words
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from vllm_spac.runtime import Runtime
+
 _BROKEN = "_spac_broken"  # attribute of a runner: the error that one of its steps ended in
 
 
@@ -71,6 +73,7 @@ def install_step_hooks(
                         runtime.end_step(tokens_of(output), paths_of(self))
                     else:
                         runtime.end_step(None)
+                    _check(runtime, output)
             except Exception as error:
                 _failed(self, error)
                 raise
@@ -95,6 +98,20 @@ def _failed(runner: Any, error: Exception) -> None:
         experts.runtime.recorder.notes.end("error")
         last_words.report(error)
         experts.ranks.end_process(error)
+
+
+def _check(runtime: Runtime, output: Any) -> None:
+    """Has the step's layers looked after once it has run: now, or where its tokens are still on the device, then."""
+    if (get_output := getattr(output, "get_output", None)) is None:
+        runtime.check_results()
+        return
+
+    def checked() -> Any:
+        found = get_output()
+        runtime.check_results()
+        return found
+
+    output.get_output = checked
 
 
 def tokens_of(output: Any) -> list[int] | None:

@@ -128,9 +128,12 @@ class Packing:
         store.reserve(missing if kind.persistent else missing * self._ranks.size)
 
     def pin(self) -> None:
-        """Pins experts that the GPU reads in place, once all ranks have room; ``PinError`` if the driver refuses."""
+        """Pins experts that the GPU reads in place, once all ranks have room; ``PinError`` if the driver refuses.
+
+        Of several ranks all or none wait for reads: another rank's tokens must not leave before one that failed ends.
+        """
         for store in {id(store): store for store in self._stores.values()}.values():
-            store.pin()
+            store.pin(partly=self._ranks.size == 1)
 
     def begin(self) -> None:
         """Called once all stores are open, before any weight is loaded."""
