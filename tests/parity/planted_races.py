@@ -71,8 +71,7 @@ def combine_before_the_late_rows() -> None:
     from vllm_spac.execution.device.cpu_share import CpuShare
 
     late = "    gemm(division.left[:rows], division.late, self._unread, pieces)\n"
-    without = rewritten(CpuShare.finish, late, "")
-    CpuShare.finish = without
+    CpuShare.finish = rewritten(CpuShare.finish, late, "    pieces.y.nan_to_num_()\n")  # memory may hold anything
 
 
 def divide_as_before() -> None:
@@ -211,9 +210,12 @@ LATE = ("combine_before_the_late_rows",)  # here the CPU is always late
 
 
 def late() -> None:
+    """The CPU is late in each step, and with four experts."""
     from vllm_spac.execution.device import cpu_share
 
     cpu_share.PATIENCE = 0
+    cpu_share.CpuShare.observe_step = lambda self, computed, late: None
+    SPAC["cpu_experts"] = "4"
 
 
 def settle() -> None:
@@ -244,11 +246,14 @@ def main(bug: str) -> dict[str, Any]:
     if bug in RACES | HARMLESS:
         (RACES | HARMLESS)[bug]()
     asked = {"model": str(drawn_device.TOY / "target"), "setting": asdict(SETTING), "spac": SPAC}
-    return drawn_device.main(asked, lambda llm: llm.collective_rpc(checked)[0])
+    try:
+        return drawn_device.main(asked, lambda llm: llm.collective_rpc(checked)[0])
+    except Exception as error:
+        return {"ended": str(error)[:300]}
 
 
 def run(bug: str) -> dict[str, Any]:
-    """What an engine with this bug said; ``none``: without."""
+    """What an engine with this bug said, or what ``ended`` it; ``none``: without."""
     return forked.answer(forked.run([__file__, bug], timeout=600))
 
 
