@@ -15,7 +15,8 @@ import functools
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ import full_graphs
 import graph_runs
 import quantised
 import torch
+from compare import copied
 from graph_runs import TOY
 from safetensors.torch import load_file, save_file
 
+COUNT = 200  # of seeds
 FILE = "FILE"  # stands for the file of trained predictors
 TOYS = {
     "bf16": None,
@@ -47,6 +50,7 @@ DRAFTS: dict[str, dict[str, Any] | None] = {
     "chain": graph_runs.EAGLE3 | {"num_speculative_tokens": 4},
     "chain of 2": graph_runs.EAGLE3 | {"num_speculative_tokens": 2},
     "tree": graph_runs.EAGLE3,
+    "copy": {"method": "draft_model", "model": copied(TOY / "target"), "num_speculative_tokens": 3},
     "draft model": {"method": "draft_model", "model": str(TOY / "draft"), "num_speculative_tokens": 3},
 }
 TREES = ("16", "7@depth=3@width=3", "12@depth=2")
@@ -90,19 +94,19 @@ def drawn(seed: int) -> Setting:
     rng = random.Random(seed)
     form = rng.choice(("bf16",) * 5 + FORMATS[1:])
     toy, graphs = form in TOYS, rng.random() < 0.7
-    drafts = rng.choice(tuple(DRAFTS) if toy else ("none", "ngram"))
+    drafts = rng.choice([name for name in DRAFTS if name != "copy"] if toy else ("none", "ngram"))
     spac = {"plane": "pointers", "slots": rng.choice(("2.1%", "9", "10%", "25%", "25%", "50%", "80%", "100%"))}
     spac["policy"] = rng.choice(POLICIES)
     if rng.random() < 0.4:
         files = toy and form == "bf16"
         spac["prefetch"] = rng.choice(PREDICTORS if files else PREDICTORS[:2])
     if drafts == "draft model" and rng.random() < 0.5:
-        spac["prefetch"] = rng.choice(("draft_gate", "draft_gate@k=4", "draft_gate@cutoff=3"))
+        spac["prefetch"], drafts = rng.choice(("draft_gate", "draft_gate@k=4", "draft_gate@cutoff=3")), "copy"
     if drafts == "tree":
         spac["tree"] = rng.choice(TREES)
     if rng.random() < 0.4:
         spac["budget"] = rng.choice(BUDGETS)
-        if rng.random() < 0.5 and drafts in ("chain", "chain of 2", "tree", "draft model"):
+        if rng.random() < 0.5 and drafts not in ("none", "ngram"):
             spac["budget"] += rng.choice(("@votes=path", "@votes=path@alpha=1.0"))
     spac["guard"] = rng.choice(("off", "on", "on@cut=always", "on@cut=always"))
     if rng.random() < 0.4:
@@ -267,6 +271,27 @@ def answers(llm: Any, texts: list[list[int]], tokens: int, gaps: bool) -> tuple[
         best = [sorted((found.logprob for found in place.values()), reverse=True) for place in answer.logprobs or ()]
         apart.append([first - second for first, second, *_ in best])
     return said, apart
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What came of settings, as lines of ``outcome``: numbers of them by what they had."""
+    ran = [line for line in lines if "refused" not in line]
+
+    def count(values: Iterable[str]) -> dict[str, int]:
+        return dict(sorted(Counter(values).items()))
+
+    return {
+        "of": COUNT,
+        "ran": len(ran),
+        "wrong": sum(line["wrong"] is not None for line in ran),
+        "tokens_compared": sum(line["tokens_compared"] for line in ran),
+        "replays": sum(line["replays"] for line in ran),
+        "refused": count(line["refused"] for line in lines if "refused" in line),
+        "formats": count(line["form"] for line in ran),
+        "drafts": count(line["drafts"] for line in ran),
+        "graphs": count("full" if line["graphs"] else "none" for line in ran),
+        "knobs": count(knob for line in ran for knob in line["spac"]),
+    }
 
 
 if __name__ == "__main__":

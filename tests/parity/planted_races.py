@@ -142,28 +142,28 @@ def read_addresses_early() -> None:
 LAUNCHES: list[Any] = []
 
 
-def lend_slots_that_are_read() -> None:
-    """Slots are lent to a prompt, and their owners are still read from them."""
+def fill_lent_slots_that_are_read() -> None:
+    """A lent slot is filled again, and what was there before is still read from it."""
     from vllm_spac.execution.device.borrowed_slots import BorrowedSlots
 
-    BorrowedSlots.begin = rewritten(BorrowedSlots.begin, "self._compute.submit(self._moves.evict, loan.owners)", "pass")
+    BorrowedSlots._fill = rewritten(BorrowedSlots._fill, "self._compute.submit(self._moves.evict, gone)", "pass")
 
 
 def keep_lent_slots() -> None:
-    """When a prompt ends, nobody is informed who has the slots that it borrowed."""
-    from vllm_spac.execution.device.borrowed_slots import LongPrompts
+    """When a prompt ends, the slots that it borrowed are not returned."""
+    from vllm_spac.execution.device.borrowed_slots import BorrowedSlots
 
-    LongPrompts._give_back = rewritten(
-        LongPrompts._give_back, "residency.update_owners(slots[changed], keys[changed])", "pass"
-    )
+    BorrowedSlots.end = rewritten(BorrowedSlots.end, "self._point(self._filled)", "pass")
 
 
 def leave_the_last_step_s_rows() -> None:
-    """Where padding begins is that of the first step."""
+    """Where padding begins is that of the step before, if that had fewer rows."""
     from vllm_spac.execution.device.pointers_execution import PointerExecution
 
     PointerExecution.begin_step = rewritten(
-        PointerExecution.begin_step, "if step.rows != self._rows:", "if self._rows is None:"
+        PointerExecution.begin_step,
+        "if step.rows != self._rows:",
+        "if self._rows is None or step.rows < self._rows:",
     )
 
 
@@ -198,7 +198,7 @@ RACES = {
         take_offers_twice,
         leave_the_victim_s_address,
         read_ahead_into_slots_in_use,
-        lend_slots_that_are_read,
+        fill_lent_slots_that_are_read,
         keep_lent_slots,
         leave_the_last_step_s_rows,
         offer_settled_slots,

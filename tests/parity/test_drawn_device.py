@@ -12,7 +12,7 @@ from pathlib import Path
 import drawn_device
 import engines
 import pytest
-from drawn_device import FILE, drawn
+from drawn_device import COUNT, FILE, drawn
 from test_matrix import trained
 
 __all__ = ["trained"]  # a fixture
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.v2,
     pytest.mark.skipif(not engines.V2, reason="vLLM's V2 runner has these graphs; `make test-v2` runs them"),
 ]
-COUNT, FEW = 200, 4
+FEW = 4
 
 
 def check(seeds: list[int], trained: Path | None, folder: Path) -> None:

@@ -25,7 +25,7 @@ _OF_EXECUTION = {
     ),
 }
 # Why the device does not have these parts of papers, by simulation.
-_FEWER_HITS = "and fewer hits than reuse (benchmarks/results/device_plane.md)"
+_FEWER_HITS = "and on average fewer hits than reuse (benchmarks/results/policies.md)"
 _SLOWER = "and took 1.2 to 1.3 times as long as waterfill (benchmarks/results/moe_spac_tables.md)"
 _PREDICTED = add(prefetch="gate")
 WITHOUT_WORKERS = drop("executor")
@@ -63,7 +63,7 @@ def _check_execution(config: Any) -> None:
         _check_device_balancer(config, named)
     policy = components.find("policies", config.policy)
     if not kind.needs_host and not policy.on_device:
-        less = f", {_FEWER_HITS}" if policy.__module__.startswith("vllm_spac.") else ""
+        less = f", {_FEWER_HITS}" if policy.__module__.startswith("vllm_spac.") and policy.keeps else ""
         raise _refused(
             f"policy={config.policy} (--spac-policy) has no formula that the device could compute with {named}{less}",
             use(plane="slots"),
