@@ -74,29 +74,6 @@ def combine_before_the_late_rows() -> None:
     CpuShare.finish = rewritten(CpuShare.finish, late, "    pieces.y.nan_to_num_()\n")  # memory may hold anything
 
 
-def divide_as_before() -> None:
-    """A layer that asks nothing of the CPU leaves the last one's division where it is."""
-    from vllm_spac.kernels.reference import admit, mailbox
-
-    old = "    division.kept[:rows] = topk_weights.masked_fill(cpu, 0)\n"
-    admit.post = rewritten(mailbox.post, old, f"    if not cpu.any():\n        return\n{old}")
-
-
-def take_offers_twice() -> None:
-    """Offers are not marked as taken, and nobody looks at whose slots they are now."""
-    from vllm_spac.kernels.reference import admit
-
-    admit._decide = rewritten(admit._decide, "(experts.owner[slots] == old) & unused", "unused")
-    decide = admit._decide
-
-    def decided(*args: Any) -> None:
-        state = args[4].state.clone()
-        decide(*args)
-        args[4].state.copy_(state)
-
-    admit._decide = decided
-
-
 def leave_the_victim_s_address() -> None:
     """Who has lost a slot is read from it."""
     from vllm_spac.kernels.reference import admit
@@ -142,20 +119,6 @@ def read_addresses_early() -> None:
 LAUNCHES: list[Any] = []
 
 
-def fill_lent_slots_that_are_read() -> None:
-    """A lent slot is filled again, and what was there before is still read from it."""
-    from vllm_spac.execution.device.borrowed_slots import BorrowedSlots
-
-    BorrowedSlots._fill = rewritten(BorrowedSlots._fill, "self._compute.submit(self._moves.evict, gone)", "pass")
-
-
-def keep_lent_slots() -> None:
-    """When a prompt ends, the slots that it borrowed are not returned."""
-    from vllm_spac.execution.device.borrowed_slots import BorrowedSlots
-
-    BorrowedSlots.end = rewritten(BorrowedSlots.end, "self._point(self._filled)", "pass")
-
-
 def leave_the_last_step_s_rows() -> None:
     """Where padding begins is that of the step before, if that had fewer rows."""
     from vllm_spac.execution.device.pointers_execution import PointerExecution
@@ -194,12 +157,8 @@ RACES = {
         publish_before_the_fill,
         take_the_answer_before,
         combine_before_the_late_rows,
-        divide_as_before,
-        take_offers_twice,
         leave_the_victim_s_address,
         read_ahead_into_slots_in_use,
-        fill_lent_slots_that_are_read,
-        keep_lent_slots,
         leave_the_last_step_s_rows,
         offer_settled_slots,
         read_reports_early,

@@ -1,6 +1,6 @@
-"""Twelve races in an engine that has all that moves experts: each is found by its tokens, or by who has which slot.
+"""Races in an engine that has all that moves experts: each is found by its tokens, or by who has which slot.
 
-With the V2 runner alone, see ``planted_races``.
+With the V2 runner alone, see ``planted_races``; three more are in ``test_full_graphs.py``.
 """
 
 from __future__ import annotations
