@@ -10,11 +10,10 @@ in proportion to the layers. A draft takes its drafter's weights once over fast 
 
 Drafters: n-grams; the head as it is; *a strong head*, ASSUMED: it drafts what the dense parent does, up to ``STRONG``
 drafts, which is what published heads bring, at a head's cost; the parent at its own cost. Ways: always 4 drafts; those
-that the chooser of serving keeps, knowing nothing in advance; n-grams where the head's first draft says the same,
-or where the last ones fared better than the head is sure of its own; that first draft is always made, since the head's
-keys have to go on. A budget cuts each layer of a
-step to the B experts that most rows selected, and replaces the others: LOSSY, and the drafts that the budgeted model
-would accept are taken for the exact model's.
+that the chooser of serving keeps, knowing nothing in advance; n-grams or the head's as ``lookups`` of serving decides.
+Then the head's first draft is always made, since its own keys have to go on. A budget cuts each layer of a step to the
+B experts that most rows selected, and replaces the others: LOSSY, and the drafts that the budgeted model would accept
+are taken for the exact model's.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ POINTS = (  # formats of experts, their share in slots, whether rates are those 
     ("int4", 0.25, False),
 )
 PLACES = 64  # of each text, behind which chains are served
-RECENT = 0.7  # weight of earlier n-grams in how a request's last ones fared, from 0 to 1
 app = Script(__doc__)
 
 
@@ -169,59 +167,63 @@ class Steps:
 
     def __init__(self, drafter: Drafter, slots: int, seconds: tuple[float, float, float, float]) -> None:
         self._drafter, self._slots, self._seconds = drafter, slots, seconds
-        self._chooser = Chooser(drafter.most) if drafter.chosen else None
-        self._fared = 0.0
+        self._chooser = Chooser(drafter.most)
 
     def of(self, known: dict[str, list[Text]]) -> Iterator[Step]:
         """Yields the steps; ``known``: the chains of each drafter, by text."""
         behind = known[self._drafter.chains]
         first = known[self._drafter.before] if self._drafter.before else behind
-        for each in zip(first, behind, strict=True):
-            yield from self._of(*each)
+        for number, each in enumerate(zip(first, behind, strict=True)):
+            yield from self._of(number, *each)
 
-    def _of(self, before: Text, behind: Text) -> Iterator[Step]:
-        place, self._fared = 0, 0.5
-        held = _Slots(behind.experts.shape[2], self._slots)
+    def _of(self, number: int, before: Text, behind: Text) -> Iterator[Step]:
+        place, request = 0, str(number)
+        held, chooser = _Slots(behind.experts.shape[2], self._slots), self._chooser
         while place < len(behind.right):
-            looked = before is not behind and before.length(place) > 0
-            if looked:
-                agreed = before.drafts[place, 0] == behind.drafts[place, 0]
-                looked = bool(agreed or self._fared >= behind.chances[place, 0])
-                self._fared = RECENT * self._fared + (1 - RECENT) * float(before.right[place, 0])
+            found = [] if before is behind else before.drafts[place, : before.length(place)].tolist()
+            looked = chooser.lookups.chooses(request, found, int(behind.drafts[place, 0]))
             text = before if looked else behind
-            length = min(self._drafter.most if text is behind else text.drafts.shape[1], text.length(place))
-            kept, made = self._kept(text, place, length, looked)
+            length = min(len(found) if looked else self._drafter.most, text.length(place))
+            kept, made = self._kept(text, place, length, request, looked)
             accepted = int(text.right[place, :kept].cumprod().sum())
-            if self._chooser is not None:
-                self._learn(held, Step(text, place, kept, accepted, made), looked)
-            yield Step(text, place, kept, accepted, made)
+            step = Step(text, place, kept, accepted, made)
+            chooser.observe_tokens(request, said(step, (before, behind)))
+            if self._drafter.chosen:
+                self._learn(held, step)
+            yield step
             place += 1 + accepted
+        chooser.remove([request])
 
-    def _kept(self, text: Text, place: int, length: int, looked: bool) -> tuple[int, int]:
+    def _kept(self, text: Text, place: int, length: int, request: str, looked: bool) -> tuple[int, int]:
         """Returns how many drafts are verified, and how many the drafter made."""
-        chooser, request = self._chooser, ("behind", "before")[looked]
-        if chooser is None:
+        chooser = self._chooser
+        if not self._drafter.chosen:
             return length, 1 if looked else length
         if not chooser.allows(1):
             return 0, 0
         chances, made = text.chances[place, :length].tolist(), length
         if length and not np.isnan(chances).any():
             made = next((n for n in range(1, length) if not chooser.goes_on([(request, chances[:n])])), length)
-        return chooser.keep(request, Drafted(text.drafts[place, :made].tolist(), chances[:made])), 1 if looked else made
+        kept = chooser.keep(request, Drafted(text.drafts[place, :made].tolist(), chances[:made]), looked)
+        return kept, 1 if looked else made
 
-    def _learn(self, held: _Slots, taken: Step, looked: bool) -> None:
+    def _learn(self, held: _Slots, taken: Step) -> None:
         chooser, (step, row, miss, draft) = self._chooser, self._seconds
-        assert chooser is not None
         text, place, kept, accepted, made = taken
-        most = min(text.drafts.shape[1], accepted + 1)
-        chooser.observe_tokens(
-            ("behind", "before")[looked],
-            [int(text.drafts[place, n]) if text.right[place, n] else -7 for n in range(most)],
-        )
         misses, drafting = held.take(text.experts[place, : 1 + kept]), made * draft
         if made:
             chooser.observe_drafter(made, max(drafting, 1e-9))
         chooser.end_step([kept], [1 + accepted], 1, step + kept * row + misses * miss + drafting, drafting, misses)
+
+
+def said(step: Step, texts: Sequence[Text]) -> list[int]:
+    """Returns the tokens that a step emits, as far as any of these chains has them right; else -7."""
+
+    def token(depth: int) -> int:
+        known = (text.drafts[step.place, depth] for text in texts if text.right[step.place, depth])
+        return int(next(known, -7))
+
+    return [token(depth) for depth in range(min(1 + step.accepted, step.text.drafts.shape[1]))]
 
 
 def traced(steps: Sequence[Step], facts: TraceFacts) -> Trace:

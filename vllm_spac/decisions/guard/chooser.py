@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from vllm_spac.decisions.guard.lookups import Lookups
 from vllm_spac.decisions.guard.odds import UNKNOWN, Odds
 from vllm_spac.decisions.guard.payback import Payback, Verdict
 from vllm_spac.decisions.guard.step_cost import StepCost
@@ -85,11 +86,13 @@ class Chooser:
 
     Attributes:
         ignored: steps that nothing was learned from.
+        lookups: n-grams beside the drafter.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.ignored = 0
+        self.lookups = Lookups()
         self._payback = Payback()
         self._odds = Odds()
         self._costs = defaultdict[int, StepCost](StepCost)  # by batch size, one for each power of two
@@ -110,6 +113,8 @@ class Chooser:
         drafts = self._drafted.pop(request, None)
         if drafts is not None:
             observe_answer(self._odds, request, drafts, emitted)
+        if found := self.lookups.observe_tokens(request, emitted):
+            observe_answer(self.lookups.odds, request, Drafted.unknown(found), emitted)
 
     def end_step(
         self, drafts: Sequence[int], tokens: Sequence[int], requests: int, seconds: float, drafting: float, misses: int
@@ -144,6 +149,7 @@ class Chooser:
         for request in requests:
             self._drafted.pop(request, None)
             self._odds.remove(request)
+            self.lookups.remove(request)
 
     def facts(self) -> dict:
         """Statistics to report.
@@ -176,19 +182,23 @@ class Chooser:
         self._worths.clear()
         return self._length
 
-    def keep(self, request: str, drafts: Drafted) -> int:
+    def keep(self, request: str, drafts: Drafted, looked: bool = False) -> int:
         """Returns how many of a request's drafts are to be verified, and waits for the answer to all of them.
+
+        ``looked``: they are n-grams, whose answer ``lookups`` waits for.
 
         The most worth, of the first n for some n: what comes later may make up for one that is not worth it. Only half
         of them now and then, while all steps have as many and nothing tells what a draft costs.
         """
-        self._drafted[request] = drafts
+        odds = self.lookups.odds if looked else self._odds
+        if not looked:
+            self._drafted[request] = drafts
         stakes, worth, best = self._stakes, 0.0, 0.0
         count, reached, depths = 0, [1.0], [0]
         for number, chance in enumerate(drafts.chances):
             parent = drafts.parent(number)
             depth = depths[parent]
-            reached.append(reached[parent] * self._odds.chance(request, depth, chance))
+            reached.append(reached[parent] * odds.chance(request, depth, chance))
             depths.append(depth + 1)
             worth += stakes.worth(reached[-1])
             if worth >= best:
