@@ -37,6 +37,7 @@ from benchmarks.real.fit import chains
 from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.guard.chooser import Chooser, Drafted
+from vllm_spac.decisions.guard.lookups import Lookups
 from vllm_spac.recording.trace_file import ACCEPTED, DRAFT, REJECTED, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.tools.traces.simulation import simulate
 
@@ -167,7 +168,7 @@ class Steps:
 
     def __init__(self, drafter: Drafter, slots: int, seconds: tuple[float, float, float, float]) -> None:
         self._drafter, self._slots, self._seconds = drafter, slots, seconds
-        self._chooser = Chooser(drafter.most)
+        self._chooser = Chooser(drafter.most, Lookups())
 
     def of(self, known: dict[str, list[Text]]) -> Iterator[Step]:
         """Yields the steps; ``known``: the chains of each drafter, by text."""
@@ -179,9 +180,11 @@ class Steps:
     def _of(self, number: int, before: Text, behind: Text) -> Iterator[Step]:
         place, request = 0, str(number)
         held, chooser = _Slots(behind.experts.shape[2], self._slots), self._chooser
+        lookups = chooser.lookups
+        assert lookups is not None
         while place < len(behind.right):
             found = [] if before is behind else before.drafts[place, : before.length(place)].tolist()
-            looked = chooser.lookups.chooses(request, found, int(behind.drafts[place, 0]))
+            looked = lookups.chooses(request, found, int(behind.drafts[place, 0]))
             text = before if looked else behind
             length = min(len(found) if looked else self._drafter.most, text.length(place))
             kept, made = self._kept(text, place, length, request, looked)

@@ -109,6 +109,11 @@ class SpacConfig(Knobs):
         """Whether the drafter's probabilities are also read where full CUDA graphs hold its steps."""
         return types.GUARD.split(self.guard)[1].get("cut") == "always"
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether n-grams of a request's text may be its drafts beside a drafter's."""
+        return types.GUARD.split(self.guard)[1].get("lookups") != "off"
+
     @cached_property
     def parsed_budget(self) -> BudgetKnob:
         """What ``budget`` says."""

@@ -69,7 +69,8 @@ class Knobs(BaseModel):
         "on",
         description="Shorten or skip drafts when the experts they need cost more time than their tokens save (on); on "
         "a GPU, cut says whether single drafts are cut in full CUDA graphs too (always), in which no GPU has run it "
-        "since an H100 stood still, or in other steps alone (eager).",
+        "since an H100 stood still, or in other steps alone (eager); with V1's runner, lookups says whether n-grams of "
+        "a request's text are its drafts where a drafter agrees or fared worse (on).",
     )
     tree: Annotated[str, TreeText()] = Field(
         tree_shape.CHAINS,

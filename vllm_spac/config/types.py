@@ -157,7 +157,9 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
     FILE: Argument(None, ()),
 }
 OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
-GUARD = WithArguments({"on": {"cut": Argument("eager", ("eager", "always"))}, "off": {}})
+GUARD = WithArguments(
+    {"on": {"cut": Argument("eager", ("eager", "always")), "lookups": Argument("on", ("on", "off"))}, "off": {}}
+)
 PLANE = WithArguments({AUTO: {}, "slots": {}, "table": {}, "pointers": {}})
 SPECULATE = WithArguments(
     {"off": {}, **dict.fromkeys(("restricted", "predicted"), {"when": Argument("decode", ("decode", "all"))})}

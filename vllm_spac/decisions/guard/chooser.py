@@ -83,16 +83,15 @@ class Chooser:
 
     Args:
         most: drafts of a request that a step can have.
+        lookups: decides between n-grams and the drafter; None: no n-grams are looked up beside it.
 
     Attributes:
         ignored: steps that nothing was learned from.
-        lookups: n-grams beside the drafter.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, lookups: Lookups | None = None) -> None:
+        self.most, self.lookups = most, lookups
         self.ignored = 0
-        self.lookups = Lookups()
         self._payback = Payback()
         self._odds = Odds()
         self._costs = defaultdict[int, StepCost](StepCost)  # by batch size, one for each power of two
@@ -113,7 +112,7 @@ class Chooser:
         drafts = self._drafted.pop(request, None)
         if drafts is not None:
             observe_answer(self._odds, request, drafts, emitted)
-        if found := self.lookups.observe_tokens(request, emitted):
+        if self.lookups is not None and (found := self.lookups.observe_tokens(request, emitted)):
             observe_answer(self.lookups.odds, request, Drafted.unknown(found), emitted)
 
     def end_step(
@@ -149,14 +148,15 @@ class Chooser:
         for request in requests:
             self._drafted.pop(request, None)
             self._odds.remove(request)
-            self.lookups.remove(request)
+            if self.lookups is not None:
+                self.lookups.remove(request)
 
     def facts(self) -> dict:
         """Statistics to report.
 
         Drafts that a request of the next step may have at most; steps by drafts of a request; drafts that were made,
-        and those of them that were worth verifying; of the last steps tokens per second, over those without drafts,
-        and tokens per request.
+        and those of them that were worth verifying; how often n-grams were a request's drafts; of the last steps
+        tokens per second, over those without drafts, and tokens per request.
         """
         now = self._now
         return {
@@ -165,6 +165,7 @@ class Chooser:
             "ignored_steps": self.ignored,
             "drafted": self._made,
             "verified": self._kept,
+            "looked_up": 0 if self.lookups is None else self.lookups.taken,
             "speedup": now.plain / now.token if now.known else 1.0,
             "tokens_per_step": now.tokens if now.known else 1.0,
         }
@@ -190,9 +191,9 @@ class Chooser:
         The most worth, of the first n for some n: what comes later may make up for one that is not worth it. Only half
         of them now and then, while all steps have as many and nothing tells what a draft costs.
         """
-        odds = self.lookups.odds if looked else self._odds
         if not looked:
             self._drafted[request] = drafts
+        odds = self._odds if self.lookups is None or not looked else self.lookups.odds
         stakes, worth, best = self._stakes, 0.0, 0.0
         count, reached, depths = 0, [1.0], [0]
         for number, chance in enumerate(drafts.chances):

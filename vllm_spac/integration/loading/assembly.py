@@ -192,7 +192,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Choose
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
     most = config.tree_nodes or speculation.num_speculative_tokens
-    return adapter_of(vllm_config).guard(most, config.tree_nodes > 0)
+    return adapter_of(vllm_config).guard(most, config)
 
 
 def cuts(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> DeviceChooser | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.lengths import LengthChooser
@@ -23,12 +24,12 @@ class RunnerAdapter(ABC):
         """Wraps the methods of the runner and of what drafts for it; a second call does nothing."""
 
     @abstractmethod
-    def guard(self, most: int, trees: bool) -> LengthChooser | Chooser | None:
+    def guard(self, most: int, config: SpacConfig) -> LengthChooser | Chooser | None:
         """Builds what chooses the number of drafts; None if nothing on the host does.
 
         Args:
             most: drafts of a request.
-            trees: whether they branch.
+            config: says whether they branch, and whether n-grams are looked up beside them.
         """
 
     @abstractmethod

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.chooser import Chooser
+from vllm_spac.decisions.guard.lookups import Lookups
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.stepping.runner_adapter import RunnerAdapter
 from vllm_spac.integration.stepping.v1 import draft_handover, draft_loading_v1, runner_v1
@@ -24,8 +26,8 @@ class AdapterV1(RunnerAdapter):
         draft_loading_v1.install()
         draft_handover.install_in_worker()
 
-    def guard(self, most: int, trees: bool) -> Chooser:
-        return Chooser(most)
+    def guard(self, most: int, config: SpacConfig) -> Chooser:
+        return Chooser(most, Lookups() if config.looks_up and not config.tree_nodes else None)
 
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecoding:
         runtime = experts.runtime

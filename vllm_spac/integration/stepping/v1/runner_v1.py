@@ -22,6 +22,7 @@ from vllm_spac.integration.hooks.drafts import shows_logits
 from vllm_spac.integration.hooks.runner_hooks import install_step_hooks, managed_experts, request_rows
 from vllm_spac.integration.stepping.tree_install import trees_of
 from vllm_spac.integration.stepping.v1 import draft_loading_v1, self_drafting
+from vllm_spac.integration.stepping.v1.text_lookup_v1 import StepLookups, find_drafts
 from vllm_spac.recording.timeline_recorder import Kind, now
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_spac.runtime import Runtime
 
 
 class DraftLogits:
@@ -124,12 +127,12 @@ def _proposing(propose: Callable):
         if length is not None:
             planned = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
-        drafts, chances = _observed(propose, self, scheduler_output, *args, **kwargs)
+        drafts, chances, lookups = _observed(propose, self, scheduler_output, *args, **kwargs)
         if length is not None:
             drafts = [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
         most, seconds = max(map(len, drafts), default=0), (now() - start) / 1e9
         if chooser is not None and trees is None:
-            drafts = _kept(chooser, requests, drafts, chances)
+            drafts = _kept(chooser, requests, drafts, chances, lookups)
         runtime.end_drafts(most, seconds, None if trees is None else trees.drafting.forwards)
         if runtime.recorder.timeline is not None:
             runtime.recorder.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
@@ -146,12 +149,19 @@ def _emitted(sampled: Tensor | list[list[int]]) -> list[list[int]]:
 
 
 def _kept(
-    chooser: Chooser, requests: Sequence[str], drafts: list[list[int]], chances: Tensor | None
+    chooser: Chooser,
+    requests: Sequence[str],
+    drafts: list[list[int]],
+    chances: Tensor | None,
+    lookups: StepLookups | None,
 ) -> list[list[int]]:
-    """The drafts of each request that are worth verifying; ``chances`` as of ``_observed``."""
+    """The drafts of each request that are worth verifying; ``chances`` and ``lookups`` as of ``_observed``."""
     known = None if chances is None else chances.tolist()
-    kept = []
+    kept, looked_up = list[list[int]](), {} if lookups is None else lookups.taken
     for number, (request, tokens) in enumerate(zip(requests, drafts, strict=True)):
+        if (found := looked_up.get(request)) is not None:
+            kept.append([*found[: chooser.keep(request, Drafted.unknown(found), looked=True)]])
+            continue
         drafted = Drafted.unknown(tokens) if known is None else Drafted(tokens, known[number][: len(tokens)])
         kept.append(tokens[: chooser.keep(request, drafted)])
     return kept
@@ -160,10 +170,11 @@ def _kept(
 def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
     """Drafts, and keeps what the drafter computes and does not return, for votes, for a predictor and for the chooser.
 
-    Returns what vLLM's own method returns, and the drafter's probability of each draft given those before it, float32
-    [requests, drafts]; None where it has none or nothing asks for it.
+    Returns what vLLM's own method returns; the drafter's probability of each draft given those before it, float32
+    [requests, drafts], None where it has none or nothing asks for it; and n-grams beside them, None where none are
+    looked up.
     """
-    experts, logits = managed_experts(self), None
+    experts, logits, lookups = managed_experts(self), None, None
     routing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     chooser = experts.runtime.drafts.chooser
     observers: list[Callable[[Tensor, Tensor], None]] = []
@@ -175,7 +186,10 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
             observers.append(_reading(self, experts, sampled=args[0]))
             routing = draft_loading_v1.reading(experts.draft_routing, self.drafter)
         if chooser is not None and logits is not None:
-            observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule))
+            if chooser.lookups is not None and _can_look_up(self, experts.runtime):
+                found = find_drafts(self, args[0], _emitted(args[0]))
+                lookups = StepLookups(chooser.lookups, self.input_batch.req_ids, found)
+            observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule, lookups))
     try:
         seen = observed(self.drafter, observers) if observers else contextlib.nullcontext()
         with self_drafting.drafting(self.drafter), routing, seen:
@@ -185,11 +199,21 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
     chances = None if logits is None else logits.of(drafts)
     if chances is not None and experts.runtime.budget.weighs:
         experts.drafted.save(self.input_batch.req_ids, drafts.tolist(), chances.tolist())
-    return drafts, chances
+    return drafts, chances, lookups
+
+
+def _can_look_up(runner: GPUModelRunner, runtime: Runtime) -> bool:
+    """Whether n-grams can be drafts of this step, in place of the drafter's.
+
+    Not where a budget or a predictor goes by what the drafter computes for each draft, and not where drafts are
+    sampled, which are verified by their probabilities.
+    """
+    reads = runtime.budget.weighs or runtime.observes_drafts
+    return not (reads or runtime.drafts.in_prompt) and runner.input_batch.sampling_metadata.all_greedy
 
 
 def _stopping(
-    runner: GPUModelRunner, chooser: Chooser, logits: DraftLogits, most: int
+    runner: GPUModelRunner, chooser: Chooser, logits: DraftLogits, most: int, lookups: StepLookups | None
 ) -> Callable[[Tensor, Tensor], None]:
     """Returns what ends drafting, by raising ``_Enough``, when no further draft is worth making.
 
@@ -200,10 +224,14 @@ def _stopping(
     def checked(states: Tensor, computed: Tensor) -> None:
         if logits.best[1:]:  # this forward has read the last one's draft
             read.append(inputs[: len(states)].clone())
+        requests = runner.input_batch.req_ids
+        if lookups is not None and not logits.best[1:]:
+            lookups.choose(requests, computed)
         if len(logits.best) == most or not runner.input_batch.sampling_metadata.all_greedy:
             return
-        so_far = torch.stack(logits.best, 1).tolist()
-        if not chooser.goes_on(zip(runner.input_batch.req_ids, so_far, strict=True)):
+        so_far, places = torch.stack(logits.best, 1).tolist(), range(len(requests))
+        places = places if lookups is None else lookups.others(requests)
+        if not places or not chooser.goes_on((requests[place], so_far[place]) for place in places):
             raise _Enough(torch.stack([*(ids.long() for ids in read), computed.argmax(-1)], 1))
 
     return checked

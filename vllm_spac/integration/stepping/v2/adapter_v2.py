@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.integration.hooks import patches
@@ -24,8 +25,8 @@ class AdapterV2(RunnerAdapter):
     def install(self) -> None:
         runner_v2.install()
 
-    def guard(self, most: int, trees: bool) -> LengthChooser:
-        return LengthChooser(most, (0, most) if trees else None)
+    def guard(self, most: int, config: SpacConfig) -> LengthChooser:
+        return LengthChooser(most, (0, most) if config.tree_nodes else None)
 
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecodingV2:
         return TreeDecodingV2(runner, shape, scratch)

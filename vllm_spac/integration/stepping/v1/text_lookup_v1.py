@@ -1,0 +1,58 @@
+"""N-grams of the requests of a V1 batch beside its drafter: one step's, by vLLM's own search for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from vllm_spac.decisions.guard.lookups import Lookups
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
+
+
+def find_drafts(runner: GPUModelRunner, sampled: Tensor | list[list[int]], emitted: list[list[int]]) -> list[list[int]]:
+    """Returns the tokens behind where each request's text had its last tokens before; empty where it had not.
+
+    Args:
+        sampled: as vLLM passes it to its drafter: a tensor before the batch has these tokens, a list after that.
+        emitted: tokens of each request.
+    """
+    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as search
+
+    batch, most = runner.input_batch, runner.speculative_config.num_speculative_tokens
+    found: list[list[int]] = []
+    for row, tokens in enumerate(emitted):
+        text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
+        if isinstance(sampled, Tensor):
+            text = np.concatenate((text, np.array(tokens, dtype=text.dtype)))
+        known = tokens and search(text, SHORTEST, LONGEST, runner.max_model_len, most).tolist()
+        found.append(list(known))
+    return found
+
+
+class StepLookups:
+    """The n-grams of one step, and for which requests they are taken in place of what the drafter drafts.
+
+    Args:
+        found: of each request of the batch, in its order.
+    """
+
+    def __init__(self, lookups: Lookups, requests: Sequence[str], found: Sequence[Sequence[int]]) -> None:
+        self._lookups, self._found = lookups, dict(zip(requests, found, strict=True))
+        self.taken: Mapping[str, Sequence[int]] = {}
+
+    def choose(self, requests: Sequence[str], computed: Tensor) -> None:
+        """Decides by the drafter's first forward; ``computed``: its logits, float [requests, V]."""
+        firsts = zip(requests, computed.argmax(-1).tolist(), strict=True)
+        chooses = self._lookups.chooses
+        self.taken = {id: self._found[id] for id, first in firsts if chooses(id, self._found[id], first)}
+
+    def others(self, requests: Sequence[str]) -> list[int]:
+        """Returns the places of the requests that the drafter goes on drafting for."""
+        return [place for place, request in enumerate(requests) if request not in self.taken]
