@@ -229,8 +229,8 @@ def _stopping(
             lookups.choose(requests, computed)
         if len(logits.best) == most or not runner.input_batch.sampling_metadata.all_greedy:
             return
-        so_far, places = torch.stack(logits.best, 1).tolist(), range(len(requests))
-        places = places if lookups is None else lookups.others(requests)
+        so_far = torch.stack(logits.best, 1).tolist()
+        places = [*range(len(requests))] if lookups is None else lookups.others(requests)
         if not places or not chooser.goes_on((requests[place], so_far[place]) for place in places):
             raise _Enough(torch.stack([*(ids.long() for ids in read), computed.argmax(-1)], 1))
 
