@@ -67,6 +67,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
         "off@votes=path@ranking=router",
     ),
     "speculate": ("predicted", "restricted@when=all"),
+    "tuned": ("off",),
     "http": ("page", "control", "page,control"),
 }
 EAGLE = {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4}

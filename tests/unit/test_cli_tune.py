@@ -1,4 +1,4 @@
-"""``vllm-spac tune`` with engines that take no time: what it prints and refuses, and what it says if stopped."""
+"""``vllm-spac tune`` with engines that take no time: what it keeps, writes and refuses, and what it says if stopped."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from imagined_engines import START, Imagined
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
+from vllm_spac.config.tuned_profile import TunedProfile
 from vllm_spac.decisions.comparison import NEAR
 from vllm_spac.tools.tuning import measurer
 from vllm_spac.tools.tuning.session import MOST
@@ -41,10 +42,9 @@ def run(folder: Path, *options: object, code: int = 0, model: Path = TOY) -> str
     return " ".join(result.output.split())
 
 
-def kept(text: str) -> str:
-    """The command that it says to run; empty for the default."""
-    found = re.search(r"run: (vllm serve .*)", text)
-    return found[1] if found else ""
+def profile(folder: Path) -> TunedProfile:
+    [path] = folder.iterdir()
+    return TunedProfile.read(path)
 
 
 def faster(**speeds: float) -> Callable[[Variant], float]:
@@ -62,9 +62,12 @@ def faster(**speeds: float) -> Callable[[Variant], float]:
 def test_the_fastest_is_kept_with_its_flags(tmp_path: Path) -> None:
     Imagined.rate = staticmethod(faster(io_threads=1.2, policy=1.5, prefetch=0.9))
     text = run(tmp_path)
-    plain = f"vllm serve {TOY} --plugin spac --spac-slots 25% --spac-policy layer_lru --spac-disk-dir {tmp_path}"
-    assert kept(text) == plain and "once more in turns, policy=layer_lru over the default" in text
-    assert "tokens per second: 1.50 (95 % interval 1.50" in text and list(tmp_path.iterdir()) == []
+    found = profile(tmp_path)
+    assert found.choice == "policy=layer_lru" and found.knobs == {"slots": "25%", "policy": "layer_lru"}
+    assert found.speculative_config is None
+    assert found.ratio is not None and found.ratio.median == pytest.approx(1.5) and found.ratio.is_faster
+    assert f"run: vllm serve {TOY} --plugin spac --spac-disk-dir {tmp_path}" in text
+    assert "--spac-slots 25% --spac-policy layer_lru" in text and "once more in turns, policy=layer_lru" in text
 
 
 def test_drafts_are_kept_as_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +75,7 @@ def test_drafts_are_kept_as_they_were_given(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(TOY.parent)
     Imagined.rate = staticmethod(lambda v: 20.0 if v.drafts and v.drafts["method"] == "eagle3" else 10.0)
     text = run(tmp_path, "--speculative-config", json.dumps(json.loads(EAGLE) | {"model": "eagle3"}))
-    assert kept(text).endswith(f"--speculative-config '{EAGLE}'")
+    assert profile(tmp_path).speculative_config == json.loads(EAGLE) and "--speculative-config" in text
 
 
 def test_what_is_not_faster_once_more_is_not_kept(tmp_path: Path) -> None:
@@ -80,7 +83,10 @@ def test_what_is_not_faster_once_more_is_not_kept(tmp_path: Path) -> None:
     lucky = lambda v: 10.0 if Imagined.started.count(v.name) > 1 else faster(io_threads=1.3)(v)  # noqa: E731
     Imagined.rate = staticmethod(lucky)
     text = run(tmp_path)
-    assert "the interval includes 1, so the default is kept" in text and not kept(text)
+    found = profile(tmp_path)
+    assert found.choice == "default" and found.keeps_default
+    assert found.ratio is not None and not found.ratio.is_faster
+    assert "the interval includes 1, so the default is kept" in text and "run:" not in text
 
 
 def test_what_is_slower_gives_its_time_to_the_others(tmp_path: Path) -> None:
@@ -99,14 +105,14 @@ def test_wrong_tokens_are_an_error_and_never_kept(tmp_path: Path) -> None:
     Imagined.change = staticmethod(lambda v, ids: [0] + ids[1:] if "io_threads" in v.knobs else ids)
     text = run(tmp_path, code=1)
     assert "error: io_threads=8: tokens are WRONG: 1 of 1 answers differ" in text and "is never kept" in text
-    assert "--spac-policy layer_lru" in kept(text)
+    assert profile(tmp_path).choice == "policy=layer_lru"
 
 
 def test_wrong_tokens_once_more_keep_the_default(tmp_path: Path) -> None:
     Imagined.rate = staticmethod(faster(io_threads=1.3))
     Imagined.change = staticmethod(lambda v, ids: [0] + ids[1:] if Imagined.started.count("io_threads=8") > 1 else ids)
-    text = run(tmp_path, code=1)
-    assert "error: io_threads=8: tokens are WRONG" in text and not kept(text)
+    assert "error: io_threads=8: tokens are WRONG" in run(tmp_path, code=1)
+    assert profile(tmp_path).keeps_default
 
 
 def test_near_ties_are_named(tmp_path: Path) -> None:
@@ -117,7 +123,7 @@ def test_near_ties_are_named(tmp_path: Path) -> None:
         Imagined.rate = staticmethod(faster(drafts=1.5))
         Imagined.change = staticmethod(lambda v, ids: [ids[0] + 1] + ids[1:] if v.drafts else ids)
         text = run(tmp_path, code=0 if near_ties else 1)
-        assert ("--speculative-config" in kept(text)) is near_ties
+        assert (profile(tmp_path).speculative_config is not None) is near_ties
         if near_ties:
             assert re.search(r"near-ties: (\d+) of \1 answers differ, at a gap of 0.10", text) and NEAR > 0.1
         else:  # float32
@@ -135,15 +141,16 @@ def test_two_engines_take_turns_or_follow_each_other(tmp_path: Path, on_cpu: boo
     Imagined.rate = staticmethod(faster(policy=1.3))
     together, beside = on_cpu and free > 1 << 30, []
     Imagined.interrupt = staticmethod(lambda: beside.append(len(Imagined.running)))
-    text, chosen = run(tmp_path, "--minutes", 3 * MINUTES), "policy=layer_lru"
-    assert re.search(rf"once more in turns, {chosen} over .*: 1.30 .* {MOST} turns", text) and kept(text)
+    run(tmp_path, "--minutes", 3 * MINUTES)
+    kept = profile(tmp_path)
+    assert kept.ratio is not None and kept.ratio.is_faster and kept.ratio.turns == MOST
     assert max(beside) == together
     if together:
-        assert Imagined.started.count("default") == 1 and Imagined.started[-1] == chosen
+        assert Imagined.started.count("default") == 1 and Imagined.started[-1] == kept.choice
     else:
         last = Imagined.started[-16:]
         pairs = list(zip(last[::2], last[1::2], strict=True))
-        assert all({a, b} == {"default", chosen} for a, b in pairs)
+        assert all({a, b} == {"default", kept.choice} for a, b in pairs)
         assert [a for a, _ in pairs].count("default") == len(pairs) / 2, "each is first equally often"
 
 
@@ -164,14 +171,15 @@ def test_the_time_is_kept(tmp_path: Path) -> None:
         assert ("no time was left for: " in text) == (minutes < MINUTES)
 
 
-def test_too_little_time_is_said(tmp_path: Path) -> None:
+def test_too_little_time_writes_no_profile(tmp_path: Path) -> None:
     for minutes, rate, says in (
         (1.5, faster(), "nothing was faster than the default, as far as it came"),
         (2.2, faster(drafts=1.3), "was the fastest; it could not be compared with the default once more"),
     ):
         Imagined.rate = staticmethod(rate)
         text = run(tmp_path, "--minutes", minutes)
-        assert says in text and "the time was too short; give it more --minutes" in text and not kept(text)
+        assert says in text and "no profile was written: the time was too short; give it more --minutes" in text
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_what_each_comparison_found_is_said_while_it_runs(tmp_path: Path) -> None:
@@ -199,9 +207,9 @@ def sigterm() -> None:
 @pytest.mark.parametrize(
     ("start", "says"),
     [
-        (0, "stopped: nothing was compared so far"),
-        (1, "stopped: nothing was compared so far"),
-        (2, "stopped: the default is the fastest so far"),
+        (0, "stopped: nothing was compared so far; nothing was written"),
+        (1, "stopped: nothing was compared so far; nothing was written"),
+        (2, "stopped: the default is the fastest so far; nothing was written"),
         (4, "stopped: the fastest so far is io_threads=8: 1.20 (95 % interval 1.20 - 1.20, "),
         (5, "stopped: the fastest so far is io_threads=8: 1.20 (95 % interval 1.20 - 1.20, "),  # once more
     ],
@@ -213,7 +221,7 @@ def test_a_run_that_is_stopped_names_the_best_so_far(
     Imagined.interrupt = staticmethod(lambda: stop() if len(Imagined.started) == start else None)
     handler = signal.getsignal(signal.SIGTERM)
     text = run(tmp_path, code=code)
-    assert says in text
+    assert says in text and list(tmp_path.iterdir()) == []
     assert ("to serve so: vllm serve" in text and "--spac-io-threads 8" in text) == (start > 2)
     assert signal.getsignal(signal.SIGTERM) == handler
 
@@ -223,7 +231,7 @@ def test_a_variant_that_does_not_start_is_reported_and_left_out(tmp_path: Path) 
     Imagined.rate = staticmethod(faster(policy=1.2))
     text = run(tmp_path)
     assert "prefetch=gate: failed: no room for the KV cache; at most" in text
-    assert "--spac-policy layer_lru" in kept(text)
+    assert profile(tmp_path).choice == "policy=layer_lru"
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -232,21 +240,25 @@ def test_a_default_that_does_not_start_is_an_error(tmp_path: Path, on_cpu: bool)
     Imagined.interrupt = staticmethod(lambda: Imagined.fails.add("default") if on_cpu or Imagined.started else None)
     text = run(tmp_path, code=1)
     assert "error: the default's engine failed: no room for the KV cache" in text
-    assert "Traceback" in text
+    assert "Traceback" in text and list(tmp_path.iterdir()) == []
 
 
 def test_on_a_gpu_rounding_needs_no_consent_and_can_be_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("vllm_spac.system.machine.gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
     Imagined.rate = staticmethod(lambda v: 30.0 if v.rounds else 10.0)
-    assert "--spac-cpu-experts waterfill" in kept(run(tmp_path))
-    assert not kept(run(tmp_path, "--exact"))
+    text = run(tmp_path)
+    assert profile(tmp_path).knobs["cpu_experts"] == "waterfill" and "@allow=" not in text
+    run(tmp_path, "--exact")
+    assert profile(tmp_path).keeps_default
 
 
-def test_rounding_needs_consent(tmp_path: Path) -> None:
+def test_rounding_needs_consent_and_the_server_s_too(tmp_path: Path) -> None:
     Imagined.rate = staticmethod(lambda v: 30.0 if v.rounds else 10.0)
-    assert not kept(run(tmp_path))
+    assert "@allow=" not in run(tmp_path)
+    assert profile(tmp_path).keeps_default
     text = run(tmp_path, "--allow-rounding")
-    assert "--plugin spac --spac-slots 25% --spac-store host --spac-cpu-experts waterfill" in kept(text)
+    assert profile(tmp_path).knobs == {"slots": "25%", "store": "host", "cpu_experts": "waterfill"}
+    assert "--plugin spac --spac-disk-dir" in text and "--spac-tuned auto@allow=rounding" in text
 
 
 @pytest.mark.parametrize(
@@ -255,6 +267,14 @@ def test_rounding_needs_consent(tmp_path: Path) -> None:
         (("--slots", "many"), "--slots 'many' is not understood"),
         (("--engine", "[1]"), "use a JSON object"),
         (("--speculative-config", "{"), "use a JSON object"),
+        (
+            ("--speculative-config", '{"method": "custom_class", "model": "m:C"}'),
+            "--speculative-config has what a profile may not set (method: ",
+        ),
+        (
+            ("--speculative-config", '{"method": "ngram", "rejection_sample_method": "synthetic"}'),
+            "rejection_sample_method",
+        ),
         (("--prompts", "/none"), "cannot be read"),
     ],
 )

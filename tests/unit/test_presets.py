@@ -12,7 +12,7 @@ from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.presets import PRESETS
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration import compatibility
+from vllm_spac.integration import compatibility, tuned_start
 
 NEEDS = {"speculating-experts": {"prefetch": "quasi_hidden@file=FILE"}}
 
@@ -78,3 +78,27 @@ def test_what_a_preset_sets_is_refused_with_the_preset_as_a_way_out() -> None:
     with pytest.raises(ConfigError, match=r"cpu_experts=threshold .*; use --spac-cpu-experts auto, or use --spac-pl"):
         SpacConfig.parse(device)
     SpacConfig.parse({**device, "cpu_experts": "auto"})
+
+
+def test_a_tuned_profile_beside_the_experts_is_not_mixed_with_a_preset(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tuned_start, "_identity", lambda _: "x")
+    (tmp_path / "tuned-x.json").write_text("no profile")
+    for preset, tuned, found in ((None, None, True), ("moe-spac", None, False), ("moe-spac", "auto", True)):
+        given = {"disk_dir": str(tmp_path), "preset": preset, "tuned": tuned}
+        config = SpacConfig.parse({name: value for name, value in given.items() if value is not None})
+        assert (tuned_start._beside(SimpleNamespace(spac_command=True, model="m"), config) is not None) is found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("auto@allow=rounding", ("auto", "rounding")),
+        ("off", ("off", None)),
+        ("/a@b.json@allow=rounding", ("/a@b.json", "rounding")),
+    ],
+)
+def test_what_a_tuned_profile_may_set_is_an_argument(text: str, found: tuple[str, str | None]) -> None:
+    config = SpacConfig.parse({"tuned": text})
+    assert (config.tuned_profile, config.tuned_allow) == found
+    with pytest.raises(ConfigError, match="allow='all': use allow=exact or rounding"):
+        SpacConfig.parse({"tuned": "auto@allow=all"})

@@ -24,6 +24,7 @@ from vllm_spac.integration.serving import endpoint
 from vllm_spac.integration.serving import live_page
 from vllm_spac.integration.serving import worker_extension
 from vllm_spac.integration.stepping import tree_arguments
+from vllm_spac.integration import tuned_start
 for family in ("policies", "stores", "balancers", "cpu_kernels", "predictors", "executions", "rankings"):
     for name in components.names(family):
         components.find(family, name)

@@ -104,6 +104,7 @@ IDLE: list[dict] = [
     {"prefetch": "gate"},
     {"cpu_experts": "auto", "cpu_kernel": "simd"},
     {"guard": "off", "io_threads": 2},
+    {"tuned": "off"},
 ]
 
 

@@ -1,4 +1,4 @@
-"""``vllm-spac tune``: measures a few ways to serve a model here, and prints one that is faster than the default."""
+"""``vllm-spac tune``: measures a few ways to serve a model here, and keeps one that is faster than the default."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_spac.cli.tables import compact, examples, print_table, print_text, shown
 from vllm_spac.errors import ConfigError, flag
+from vllm_spac.system.untrusted import path_named
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.comparison import Ratio
@@ -56,23 +58,25 @@ def tune(
     ] = None,
     engine: Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = None,
     disk_dir: Annotated[
-        Path | None, typer.Option(help="As --spac-disk-dir.", show_default="~/.cache/vllm_spac")
+        Path | None,
+        typer.Option(help="As --spac-disk-dir; the profile is put there.", show_default="~/.cache/vllm_spac"),
     ] = None,
 ) -> None:
-    """Measure a few ways to serve a model here, in turns with the default, and print one that is faster."""
+    """Measure a few ways to serve a model here, in turns with the default, and keep one that is faster."""
+    from vllm_spac.config.tuned_profile import TunedProfile, identity, path_of, relevant_versions
+    from vllm_spac.integration.hooks import device
+    from vllm_spac.storage.checkpoint.headers import find_folder
     from vllm_spac.storage.checkpoint.published import find_model
-    from vllm_spac.system.machine import gpu_names
+    from vllm_spac.system.machine import DISK_DIR, Machine, gpu_names, now
     from vllm_spac.tools.evaluation.engine import options_of
     from vllm_spac.tools.evaluation.prompts import read
     from vllm_spac.tools.planning.planned_model import ServedModel
     from vllm_spac.tools.tuning import measurer
     from vllm_spac.tools.tuning.session import Session
-    from vllm_spac.tools.tuning.variants import DEFAULT, variants
+    from vllm_spac.tools.tuning.variants import variants
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
-    options, drafts = options_of(engine, "--engine"), options_of(speculative_config, "--speculative-config")
-    if Path(named := str(drafts.get("model", ""))).is_dir() and named:  # vllm serve may be started elsewhere
-        drafts["model"] = str(Path(named).absolute())
+    options, drafts = options_of(engine, "--engine"), _drafts(options_of(speculative_config, "--speculative-config"))
     gpu = bool(gpu_names())
     rounding = gpu if allow_rounding is None else allow_rounding
     served = ServedModel.of(find_model(model), "slots", on_cpu=not gpu)
@@ -81,13 +85,15 @@ def tune(
             raise ConfigError(f"{model} has no weights to measure; name a folder with *.safetensors")
         raise ConfigError(f"the weights of {model} are not here to measure; run: hf download {model}")
     _check_slots(slots)
+    folder = path_named(disk_dir or DISK_DIR, "--disk-dir").absolute()
     texts = read(prompts or Path(str(files("vllm_spac.tools.tuning").joinpath("prompts.jsonl"))))
+    model_identity, here = identity(find_folder(model)), Machine.here(folder, device.names())
     console, errors = Console(), Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%")
     with Progress(*columns, TimeElapsedColumn(), console=errors, transient=True) as progress:
         task = progress.add_task("", total=60 * minutes)
         one = Session(
-            lambda resident: variants(slots, drafts or None, rounding=rounding, gpu=gpu, resident=resident),
+            lambda resident: variants(slots, drafts, rounding=rounding, gpu=gpu, resident=resident),
             texts,
             output_tokens,
             60 * minutes,
@@ -104,9 +110,29 @@ def tune(
     for problem in (problems := list(one.errors())):
         print_text(errors, f"[bold red]error:[/] {shown(problem)}")
     if one.undecided and not problems:
-        print_text(console, "the time was too short; give it more --minutes")
-    elif one.choice.name != DEFAULT:
-        print_text(console, f"[green]run:[/] {shown(_command(model, one.choice, disk_dir))}")
+        print_text(console, "no profile was written: the time was too short; give it more --minutes")
+        return
+    choice, kept = one.choice, one.choice.name != "default"
+    profile = TunedProfile(
+        model=model,
+        identity=model_identity,
+        machine=here,
+        versions=relevant_versions(),
+        choice=choice.name,
+        knobs=dict(choice.knobs or {}) if kept else {},
+        speculative_config=dict(choice.drafts) if kept and choice.drafts else None,
+        ratio=None if one.last is None else one.last.ratio,
+        engine=options,
+        command=shlex.join(["vllm-spac", *sys.argv[1:]]),
+        date=now(),
+    )
+    profile.write(path := path_of(folder, model_identity))
+    print_text(console, f"written: {shown(path)}")
+    if kept:
+        where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
+        where += " --spac-tuned auto@allow=rounding" if choice.rounds and not gpu else ""
+        print_text(console, f"[green]run:[/] vllm serve {shown(model)} --plugin spac{shown(where)}")
+        print_text(console, f"[dim]the same by hand: {shown(_command(model, choice, disk_dir))}[/]")
     if options:
         print_text(console, f"[dim]measured with the engine arguments {shown(json.dumps(options))}[/]")
     if problems:
@@ -142,12 +168,12 @@ def _measure(one: Session, console: Console, command: Callable[[Variant], str]) 
     except KeyboardInterrupt as stop:
         best = one.best
         if best is not None:
-            print_text(console, f"stopped: the fastest so far is {shown(best)}")
+            print_text(console, f"stopped: the fastest so far is {shown(best)}; nothing was written")
             print_text(console, f"[green]to serve so:[/] {shown(command(best.variant))}")
         else:
             compared = any(comparison.speed is not None for comparison in one.compared)
             what = "the default is the fastest so far" if compared else "nothing was compared so far"
-            print_text(console, f"stopped: {what}")
+            print_text(console, f"stopped: {what}; nothing was written")
         raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
     except MeasuringError as error:
         for line in str(error).splitlines():
@@ -183,12 +209,28 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _command(model: str, variant: Variant, disk_dir: Path | None) -> str:
-    """Returns the command that serves so."""
+    """Returns the command that serves so without a profile."""
     given = dict(variant.knobs or {}) | ({} if disk_dir is None else {"disk_dir": disk_dir})
     options = [part for name, value in given.items() for part in (flag(name), str(value))]
     if variant.drafts is not None:
         options += ["--speculative-config", json.dumps(dict(variant.drafts))]
     return shlex.join(["vllm", "serve", model, "--plugin", "spac", *options])
+
+
+def _drafts(drafts: dict[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the user's drafts, whose model may be in a folder: ``vllm serve`` may be started elsewhere."""
+    from vllm_spac.config.tuned_profile import Drafts
+
+    if not drafts:
+        return None
+    try:
+        Drafts.check(drafts)
+    except ValueError as error:
+        raise ConfigError(
+            f"--speculative-config has what a profile may not set ({error}); tune without it, and serve with it"
+        ) from None
+    named = drafts.get("model")
+    return drafts | {"model": str(Path(named).absolute())} if named and Path(named).is_dir() else drafts
 
 
 def _check_slots(slots: str | None) -> None:

@@ -1,1 +1,1 @@
-"""Knobs: their types, and which go together."""
+"""Knobs: their types, which go together, and a tuned profile of them."""

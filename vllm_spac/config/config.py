@@ -184,6 +184,16 @@ class SpacConfig(Knobs):
         return self.parsed_budget.bounds or self.speculate != "off"
 
     @property
+    def tuned_profile(self) -> str:
+        """``tuned`` without its argument: ``off``, ``auto`` or a file."""
+        return types.split_tuned(self.tuned)[0]
+
+    @property
+    def tuned_allow(self) -> str | None:
+        """What a tuned profile may set: one of ``types.ALLOWED``; None: it is not named."""
+        return types.split_tuned(self.tuned)[1]
+
+    @property
     def folder(self) -> Path:
         """Folder of the packed experts; ``ConfigError`` if it is below a home folder that nobody knows."""
         return path_named(self.disk_dir or DISK_DIR, "--spac-disk-dir").absolute()

@@ -18,7 +18,6 @@ FORMER: dict[str, str] = {
     "timeline": "use --spac-record timeline=FILE",
     "page": "use --spac-http page",
     "control": "use --spac-http control",
-    "tuned": "leave it out: vllm-spac tune prints the command that serves as it measured",
 }
 
 FORMER_COMMANDS: dict[str, str] = {

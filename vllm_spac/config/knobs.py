@@ -132,6 +132,7 @@ class Knobs(BaseModel):
         "named one layer earlier: with predicted weights (predicted), or the router's choice among the first 2k of "
         "them and those in fast memory (restricted).",
     )
+    tuned: types.TunedText = "auto"
     http: types.HttpText = Field(
         None,
         description="What the server opens besides its counters: GET /spac/, which shows every expert and where the "

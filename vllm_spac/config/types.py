@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ByteSize
+from pydantic import BeforeValidator, ByteSize, Field
 
 from vllm_spac import components
 from vllm_spac.components import FILE, Argument, filled
@@ -164,6 +164,39 @@ PLANE = WithArguments({AUTO: {}, "slots": {}, "table": {}, "pointers": {}})
 SPECULATE = WithArguments(
     {"off": {}, **dict.fromkeys(("restricted", "predicted"), {"when": Argument("decode", ("decode", "all"))})}
 )
+
+
+ALLOWED = ("exact", "rounding")  # of a tuned profile; the latter allows both
+
+
+def split_tuned(text: str) -> tuple[str, str | None]:
+    """Returns the profile that ``tuned`` names, and what it may set, None: as the machine is.
+
+    Raises:
+        ValueError: that is none of ``ALLOWED``.
+    """
+    name, given, allow = text.rpartition("@allow=")
+    if not given:
+        return text, None
+    if allow not in ALLOWED:
+        raise ValueError(f"allow={brief(allow)}: use allow={' or '.join(ALLOWED)}")
+    return name, allow
+
+
+def _tuned_text(value: Any) -> str:
+    name, allow = split_tuned(str(path_of(value)))
+    return value if name in ("off", "auto") else str(path_of(name)) + (f"@allow={allow}" if allow else "")
+
+
+TunedText = Annotated[
+    str,
+    BeforeValidator(_tuned_text),
+    Field(
+        description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
+        "the one beside the packed experts; off; or a file; with @allow=exact it may set exact knobs alone, with "
+        "@allow=rounding also those that are exact up to rounding, which is the default on a GPU but with plane=slots."
+    ),
+]
 
 
 def _preset_name(value: Any) -> Any:

@@ -55,7 +55,7 @@ def _checked(create_engine_config: Callable):
             raise arguments.refused(error) from None
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
-        from vllm_spac.integration import gpu_defaults, preflight
+        from vllm_spac.integration import gpu_defaults, preflight, tuned_start
         from vllm_spac.integration.hooks import device, graphs, plane_change
         from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
@@ -70,6 +70,7 @@ def _checked(create_engine_config: Callable):
         preflight.check_model(self.model)
         preflight.check_drafter(self.speculative_config)
         with preflight.naming_model(self.model):
+            config = tuned_start.apply(self, config)
             served = gpu_defaults.apply(self, config, usage)
             if served is None:
                 return create_engine_config(self, *args, **kwargs)

@@ -57,7 +57,7 @@ class Count(NamedTuple):
 _IDLE = frozenset(
     {
         "store", "disk_dir", "host_memory", "policy", "prefetch", "guard", "cpu_experts", "profile", "cpu_kernel",
-        "io_threads",
+        "io_threads", "tuned",
     }
 )  # fmt: skip
 

@@ -103,6 +103,15 @@ def total_memory() -> int | None:
     return current_platform.get_device_total_memory() if current_platform.is_cuda() else None
 
 
+def names() -> list[str]:
+    """Returns the name of each GPU, without initialising CUDA in this process; empty on a CPU."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return []
+    return [current_platform.get_device_name(index) for index in range(current_platform.device_count())]
+
+
 _DISK = use(store="disk")
 _WHOLE = use(slots="100%").but(" if all experts fit")
 _WSL = Remedy("on WSL `wsl --update` and VLLM_WSL2_ENABLE_PIN_MEMORY=1")

@@ -53,12 +53,13 @@ def _described(host: HostRows | None) -> str:
 
 
 def choices(config: SpacConfig, execution: Execution) -> str:
-    """Plane, policy and predictor, for the start-up line."""
+    """Plane, policy, predictor and tuned profile, for the start-up line."""
     details = execution.describe()
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
+    tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
     shown = f" ({details})" if details else ""
     plane = f"executor={config.executor}" if config.has_workers else f"plane={config.execution_name}"
-    return f"{plane}{shown}, policy={config.policy}{ahead}"
+    return f"{plane}{shown}, policy={config.policy}{ahead}{tuned}"
 
 
 def stats(

@@ -199,7 +199,7 @@ class Measurer:
         """Returns what ``measured_engine`` is told."""
         spac: dict[str, Any] | None = None
         if variant.knobs is not None:
-            spac = dict(variant.knobs)
+            spac = {**variant.knobs, "tuned": "off"}
             in_place = str(spac.get("plane")).startswith("pointers")
             if self._disk_dir is not None and spac.get("store", "disk") == "disk" and not in_place:
                 spac["disk_dir"] = str(self._disk_dir)

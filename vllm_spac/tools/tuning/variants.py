@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_spac.config.tuned_profile import DEFAULT, Knob, rounds
 from vllm_spac.tools.planning.planned_memory import NGRAM
-
-DEFAULT = "default"  # the name of the variant without changes
-Knob = str | int | float | bool
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Variant:
     @property
     def rounds(self) -> bool:
         """Whether its tokens are vLLM's up to rounding only."""
-        return str((self.knobs or {}).get("cpu_experts", "off")) != "off"
+        return rounds(self.knobs or {})
 
 
 def variants(
