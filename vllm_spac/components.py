@@ -137,6 +137,10 @@ class ComponentName:
             self.settings[argument].check(argument, given[argument])
         return value
 
+    def is_ours(self, value: Any) -> bool:
+        """Whether ``value`` imports nothing from outside: no component, or the name alone of one of this package."""
+        return self._names_none(value) or value in names(self.family)
+
     def _names_none(self, value: Any) -> bool:
         return value in self.others or (self.counts and re.fullmatch(_COUNT, str(value)) is not None)
 

@@ -17,7 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -120,15 +120,17 @@ class Machine(BaseModel):
     disk: str = ""
 
     @classmethod
-    def here(cls, folder: Path | None = None) -> Machine:
-        """Returns this machine, of whose GPUs torch is asked, which initialises CUDA in this process.
+    def here(cls, folder: Path | None = None, gpus: Iterable[str] | None = None) -> Machine:
+        """Returns this machine.
 
         Args:
             folder: may not exist yet; ``DISK_DIR`` unless given.
+            gpus: names of its GPUs; None: torch is asked, which initialises CUDA in this process.
         """
-        import torch
+        if gpus is None:
+            import torch
 
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+            gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return cls(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(gpus), disk=disk_of(folder or DISK_DIR))
 
     def differences(self, other: Machine) -> list[str]:
