@@ -92,9 +92,9 @@ def test_drafts_are_what_followed_the_same_tokens(texts: list[list[int]], new: i
 
 def test_the_drafter_goes_on_for_the_others() -> None:
     step = StepLookups(Lookups(), ["a", "b", "c"], [[2, 3], [5], []])
-    step.choose(["a", "b", "c"], torch.eye(8)[[2, 4, 1]])
+    step.observe_first(["a", "b", "c"], torch.eye(8)[[2, 4, 1]])
     assert step.taken == {"a": [2, 3]} and step.others(["a", "b", "c"]) == [1, 2]
 
 
 def test_lookups_can_be_switched_off() -> None:
-    assert SpacConfig.parse({}).looks_up and not SpacConfig.parse({"guard": "on@lookups=off"}).looks_up
+    assert SpacConfig.parse({}).uses_lookups and not SpacConfig.parse({"guard": "on@lookups=off"}).uses_lookups

@@ -110,7 +110,7 @@ class SpacConfig(Knobs):
         return types.GUARD.split(self.guard)[1].get("cut") == "always"
 
     @property
-    def looks_up(self) -> bool:
+    def uses_lookups(self) -> bool:
         """Whether n-grams of a request's text may be its drafts beside a drafter's."""
         return types.GUARD.split(self.guard)[1].get("lookups") != "off"
 

@@ -15,7 +15,7 @@ _MEMORY = 0.95  # weight of the earlier places in how often each was right
 
 
 class _Asked(NamedTuple):
-    found: Sequence[int]
+    ngrams: Sequence[int]
     first: int  # of the drafter
 
 
@@ -33,17 +33,17 @@ class Lookups:
         self._asked: dict[str, _Asked] = {}  # not answered yet
         self._right = [0.5, 0.5]  # n-grams, and the drafter, where they contradicted one another
 
-    def chooses(self, request: str, found: Sequence[int], first: int) -> bool:
+    def chooses(self, request: str, ngrams: Sequence[int], first: int) -> bool:
         """Returns whether a request's n-grams are its drafts, and waits for the answer.
 
         Args:
-            found: tokens that followed where the request's text had its last tokens before; may be empty.
+            ngrams: tokens that followed where the request's text had its last tokens before; may be empty.
             first: the drafter's first draft.
         """
-        if not found:
+        if not ngrams:
             return False
-        self._asked[request] = _Asked(found, first)
-        chosen = found[0] == first or self._right[0] > self._right[1]
+        self._asked[request] = _Asked(ngrams, first)
+        chosen = ngrams[0] == first or self._right[0] > self._right[1]
         self.taken += chosen
         return chosen
 
@@ -52,10 +52,10 @@ class Lookups:
         asked = self._asked.pop(request, None)
         if asked is None or not emitted:
             return ()
-        if asked.found[0] != asked.first:
-            for number, token in enumerate((asked.found[0], asked.first)):
+        if asked.ngrams[0] != asked.first:
+            for number, token in enumerate((asked.ngrams[0], asked.first)):
                 self._right[number] = _MEMORY * self._right[number] + (1 - _MEMORY) * (token == emitted[0])
-        return asked.found
+        return asked.ngrams
 
     def remove(self, request: str) -> None:
         """The request has finished."""

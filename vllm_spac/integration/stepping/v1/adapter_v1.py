@@ -27,7 +27,7 @@ class AdapterV1(RunnerAdapter):
         draft_handover.install_in_worker()
 
     def guard(self, most: int, config: SpacConfig) -> Chooser:
-        return Chooser(most, Lookups() if config.looks_up and not config.tree_nodes else None)
+        return Chooser(most, Lookups() if config.uses_lookups and not config.tree_nodes else None)
 
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecoding:
         runtime = experts.runtime

@@ -186,7 +186,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
             observers.append(_reading(self, experts, sampled=args[0]))
             routing = draft_loading_v1.reading(experts.draft_routing, self.drafter)
         if chooser is not None and logits is not None:
-            if chooser.lookups is not None and _can_look_up(self, experts.runtime):
+            if chooser.lookups is not None and _takes_ngrams(self, experts.runtime):
                 found = find_drafts(self, args[0], _emitted(args[0]))
                 lookups = StepLookups(chooser.lookups, self.input_batch.req_ids, found)
             observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule, lookups))
@@ -202,7 +202,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
     return drafts, chances, lookups
 
 
-def _can_look_up(runner: GPUModelRunner, runtime: Runtime) -> bool:
+def _takes_ngrams(runner: GPUModelRunner, runtime: Runtime) -> bool:
     """Whether n-grams can be drafts of this step, in place of the drafter's.
 
     Not where a budget or a predictor goes by what the drafter computes for each draft, and not where drafts are
@@ -226,7 +226,7 @@ def _stopping(
             read.append(inputs[: len(states)].clone())
         requests = runner.input_batch.req_ids
         if lookups is not None and not logits.best[1:]:
-            lookups.choose(requests, computed)
+            lookups.observe_first(requests, computed)
         if len(logits.best) == most or not runner.input_batch.sampling_metadata.all_greedy:
             return
         so_far = torch.stack(logits.best, 1).tolist()

@@ -26,32 +26,32 @@ def find_drafts(runner: GPUModelRunner, sampled: Tensor | list[list[int]], emitt
     from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as search
 
     batch, most = runner.input_batch, runner.speculative_config.num_speculative_tokens
-    found: list[list[int]] = []
+    ngrams: list[list[int]] = []
     for row, tokens in enumerate(emitted):
         text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
         if isinstance(sampled, Tensor):
             text = np.concatenate((text, np.array(tokens, dtype=text.dtype)))
         known = tokens and search(text, SHORTEST, LONGEST, runner.max_model_len, most).tolist()
-        found.append(list(known))
-    return found
+        ngrams.append(list(known))
+    return ngrams
 
 
 class StepLookups:
     """The n-grams of one step, and for which requests they are taken in place of what the drafter drafts.
 
     Args:
-        found: of each request of the batch, in its order.
+        ngrams: of each request of the batch, in its order.
     """
 
-    def __init__(self, lookups: Lookups, requests: Sequence[str], found: Sequence[Sequence[int]]) -> None:
-        self._lookups, self._found = lookups, dict(zip(requests, found, strict=True))
+    def __init__(self, lookups: Lookups, requests: Sequence[str], ngrams: Sequence[Sequence[int]]) -> None:
+        self._lookups, self._ngrams = lookups, dict(zip(requests, ngrams, strict=True))
         self.taken: Mapping[str, Sequence[int]] = {}
 
-    def choose(self, requests: Sequence[str], computed: Tensor) -> None:
-        """Decides by the drafter's first forward; ``computed``: its logits, float [requests, V]."""
+    def observe_first(self, requests: Sequence[str], computed: Tensor) -> None:
+        """The drafter has run its first forward, which decides; ``computed``: its logits, float [requests, V]."""
         firsts = zip(requests, computed.argmax(-1).tolist(), strict=True)
         chooses = self._lookups.chooses
-        self.taken = {id: self._found[id] for id, first in firsts if chooses(id, self._found[id], first)}
+        self.taken = {id: self._ngrams[id] for id, first in firsts if chooses(id, self._ngrams[id], first)}
 
     def others(self, requests: Sequence[str]) -> list[int]:
         """Returns the places of the requests that the drafter goes on drafting for."""
