@@ -23,6 +23,21 @@ def test_n_grams_go_on_where_the_drafter_says_the_same() -> None:
     assert lookups.taken == 1
 
 
+def test_where_both_say_the_same_the_one_goes_on_that_is_right_for_longer() -> None:
+    """What the drafter drafted counts, also where n-grams were taken before; what follows a wrong draft does not."""
+    lookups = Lookups()
+    lookups.chooses("a", [1, 2, 3], 1)
+    lookups.observe_tokens("a", [1, 5], drafts=[1, 5])
+    assert not lookups.chooses("a", [1, 2], 1)
+    lookups.observe_tokens("a", [1, 2], drafts=[1])
+    assert not lookups.chooses("a", [1, 2], 1)
+    for _ in range(3):
+        lookups.observe_tokens("a", [1, 2], drafts=[1, 4])
+        assert lookups.chooses("a", [1, 2], 1)
+    lookups.observe_tokens("a", [7, 2], drafts=[1, 4])
+    assert lookups.chooses("a", [1, 2], 1)
+
+
 def test_where_they_contradict_one_another_the_one_that_was_right_goes_on() -> None:
     """Of all requests; where both say the same, nothing is learned of who is right."""
     lookups = Lookups()

@@ -112,7 +112,10 @@ class Chooser:
         drafts = self._drafted.pop(request, None)
         if drafts is not None:
             observe_answer(self._odds, request, drafts, emitted)
-        if self.lookups is not None and (found := self.lookups.observe_tokens(request, emitted)):
+        if self.lookups is None:
+            return
+        chain = () if drafts is None or drafts.parents is not None else drafts.tokens
+        if found := self.lookups.observe_tokens(request, emitted, chain):
             observe_answer(self.lookups.odds, request, Drafted.unknown(found), emitted)
 
     def end_step(
