@@ -43,6 +43,8 @@ BUDGETS = """{% set sweep = result('real_6_quality') %}{% set points, saved = {}
  point.perplexity_change_error|pct ~ ' %'}) %}
 {% do saved.append((1 - point.distinct/sweep.natural.distinct)|pct(0)) %}{% endfor %}"""
 SCORES = "{% set flat, real = result('toy_moe_spac').spread, result('real_moe_spac').spread %}"
+ACCOUNT = """{% set at = {} %}{% for row in result('drafts_account').rows if row.machine == 'rtx4090, int4, attained' %}
+{% do at.update({(row.slots, row.cpu, row.drafter, row.budget): row.over_no_drafts|f}) %}{% endfor %}"""
 OWN = """{% set own = {} %}{% for row in result('real_drafts').rows if row.drafter == 'self25' %}
 {% do own.update({row.machine: row}) %}{% endfor %}"""
 TABLES = """{% set flat, real, at = result('toy_tables'), result('real_tables'), 1 %}
@@ -66,6 +68,10 @@ SENTENCES = (
     MATMULS + "[{{ found[0].launches }} launches per layer become {{ found[1].launches }}]"
     "(../../../benchmarks/results/moe_spec_matmuls.md), {{ (found[0].step_ms - found[1].step_ms)|f(0) }} to"
     " {{ (found[3].step_ms - found[4].step_ms)|f(0) }} ms less per step",
+    ACCOUNT
+    + "a head brings {{ at[0.25, true, 'head, chosen', none] }} to {{ at[0.25, true, 'strong head, chosen', none] }}"
+    " times the tokens/s of none with CPU experts, {{ at[0.25, false, 'head, chosen', none] }} to"
+    " {{ at[0.25, false, 'strong head, chosen', none] }} without",
     OWN + "*Calculated*, that is {{ own['rtx4090-int4'].gain['4']|f }} times the tokens/s on an RTX 4090 with 4-bit"
     " experts and a quarter of the slots, and {{ own['rtx4090-int4 + CPU experts'].gain['4']|f }} times where",
     TABLES + "{{ mean(real, 'table2')|trim }} / {{ mean(flat, 'table2')|trim }} times the mean of six caches",
