@@ -483,8 +483,13 @@ def _layers(rows: list[dict], known: dict[str, Any], before: list[dict]) -> list
 def main(
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels_compiled.json",
     before: Annotated[
-        Path, typer.Option(help="A result of an earlier commit, beside which loops are shown; by default OUTPUT's.")
-    ] = Path(),
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A result of an earlier commit, beside which loops are shown; else OUTPUT's.",
+        ),
+    ] = None,
     formats: Annotated[
         str, typer.Option(help=f"Of {','.join(FORMATS)}; the rest is kept as OUTPUT has it. Empty: all kernels.")
     ] = "",
@@ -493,7 +498,7 @@ def main(
     known = provenance()
     chosen = formats.split(",") if formats else list(FORMATS)
     old = json.loads(output.read_text(encoding="utf-8")) if formats else {"rows": []}
-    earlier = json.loads((before if before.is_file() else output).read_text(encoding="utf-8"))
+    earlier = json.loads((before or output).read_text(encoding="utf-8"))
     earlier = earlier.get("before", earlier)
     work: list[tuple] = []
     for capability in CARDS:
