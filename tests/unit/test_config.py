@@ -187,7 +187,7 @@ def test_arguments_of_a_budget() -> None:
         ({"tree": -3}, r"\(--spac-tree\): use a number of draft tokens"),
         ({"tree": "0@depth=6"}, "0 has no argument 'depth'; it has none"),
         ({"tree_shape": "static"}, "tree_shape .--spac-tree-shape. is gone; write --spac-tree 16@depth=6"),
-        ({"guard": "yes"}, r"\(--spac-guard\).* on@cut=\.\.\. or off"),
+        ({"guard": "yes"}, r"\(--spac-guard\).* on@cut=\.\.\.@lookups=\.\.\. or off"),
         ({"guard": "on@gap=2"}, r"\(--spac-guard\).* no argument 'gap'; it has cut"),
         ({"guard": "on@cut=never"}, r"\(--spac-guard\).* use cut=eager or cut=always"),
         ({"tree": "3@shape=static"}, r"\(--spac-tree\): 3 has no argument 'shape'; it has depth, width"),

@@ -103,12 +103,12 @@ def test_the_log_says_where_a_preset_lands(gpu, caplog, name: str) -> None:
 
 def test_figures_of_refusals_are_those_of_results() -> None:
     """A part that no device has is slower, or hits less, than what the device has in its place."""
-    with pytest.raises(ConfigError, match="took 1.2 to 1.3 times as long as waterfill"):
+    with pytest.raises(ConfigError, match="took 1.0 to 1.1 times as long as waterfill"):
         SpacConfig.parse({"plane": "pointers", "cpu_experts": "threshold"})
     found = json.loads((ROOT / "benchmarks" / "results" / "real_tables.json").read_text())
     theirs, ours = found["table2"]["MoE-SpAc"], found["table2"]["reuse, CPU experts, drafts"]
     over = [a["tpot_ms"] / b["tpot_ms"] for a, b in zip(theirs, ours, strict=True)]
-    assert (round(min(over), 1), round(max(over), 1)) == (1.2, 1.3)
+    assert (round(min(over), 1), round(max(over), 1)) == (1.0, 1.1)
     with pytest.raises(ConfigError, match="on average fewer hits than reuse"):
         SpacConfig.parse({"plane": "pointers", "policy": "layer_lru"})
     hits = json.loads((ROOT / "benchmarks" / "results" / "real_policies.json").read_text())["mean_hit_rates"]

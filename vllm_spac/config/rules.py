@@ -26,7 +26,7 @@ _OF_EXECUTION = {
 }
 # Why the device does not have these parts of papers, by simulation.
 _FEWER_HITS = "and on average fewer hits than reuse (benchmarks/results/policies.md)"
-_SLOWER = "and took 1.2 to 1.3 times as long as waterfill (benchmarks/results/moe_spac_tables.md)"
+_SLOWER = "and took 1.0 to 1.1 times as long as waterfill (benchmarks/results/moe_spac_tables.md)"
 _PREDICTED = add(prefetch="gate")
 WITHOUT_WORKERS = drop("executor")
 _refused = ConfigError.refused
