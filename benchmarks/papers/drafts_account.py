@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch
 import typer
 
 from benchmarks.common import RESULTS, Script, progress, provenance, sha256, show, write_result
+from benchmarks.papers.drafters import HEAD, PARENT, Drafter
 from benchmarks.papers.five_papers import BUDGETS, budgeted
 from benchmarks.real.fit import chains
 from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
@@ -54,31 +54,6 @@ PLACES = 64  # of each text, behind which chains are served
 app = Script(__doc__)
 
 
-@dataclass(frozen=True)
-class Drafter:
-    """What drafts.
-
-    Attributes:
-        chains: whose chains it drafts, one of ``chains.DRAFTERS``; ``before``: whose are taken before them, if any.
-        nbytes: weights that a draft reads; ``layers``: whose kernels it launches.
-        most: drafts of a step.
-        chosen: whether the chooser says how many of them are verified.
-    """
-
-    chains: str
-    nbytes: float
-    layers: int
-    most: int = 4
-    before: str = ""
-    chosen: bool = False
-
-    def seconds(self, costs: Costs) -> float:
-        """Returns the seconds of a draft on a machine."""
-        return self.nbytes / costs.fast.bytes_per_second + self.layers * costs.vllm.layer
-
-
-HEAD = 290e6, 1  # EAGLE-3 of Qwen3-30B-A3B: one layer, three of the target's streams in, 32,000 rows out
-PARENT = 4e9, 36  # Qwen3-4B in FP8
 DRAFTERS = {
     "n-grams": Drafter("ngram", 0, 0),
     "head": Drafter("eagle3", *HEAD),

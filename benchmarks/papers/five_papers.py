@@ -3,8 +3,8 @@
     python benchmarks/papers/five_papers.py
 
 The serving code runs on a virtual clock (``vllm_spac/tools/traces``), with recorded routing of the carved model,
-experts of Qwen3-30B-A3B in bf16, and the costs of a profile, in proportion to the model's layers
-(``scaled``). Reads ahead are limited as in serving (``extra``).
+experts of Qwen3-30B-A3B in bf16, and the costs of a profile, in proportion to the model's layers.
+Reads ahead are limited as in serving (``extra``).
 Each recipe is a preset as far as a replay knows it:
 
 - MoE-SpAc: the preset, with 8 drafts of the dense parent per step.
@@ -14,8 +14,12 @@ Each recipe is a preset as far as a replay knows it:
   (``real_predictors.json``).
 - OD-MoE: on one machine, a shadow that knows a step as well as an INT8 copy (``real_shadow.json``), slots that are
   given up after use; the shadow's own time and memory are not counted. Its workers are calculated besides.
+- SP-MoE's reserve is of each layer, as ``layer_lru`` is; the preset's one LRU of all layers is beside it.
 - MoE-Spec: drafts of the EAGLE-3 head, each layer's rows cut to a budget by how many rows selected an expert, and their
   other experts replaced by the best of the shortlist. A chain, because no trace has trees. LOSSY.
+
+A draft costs what ``drafters`` says, of a head or of a parent. ``drafts_account.py`` has more drafters, by their
+strength, where the device decides.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import typer
 from benchmarks.common import RESULTS, TRACES, PlanError, Script, progress, show, write_result
 from benchmarks.pages import result
 from benchmarks.papers import recorded
+from benchmarks.papers.drafters import HEAD, PARENT, Drafter
 from benchmarks.papers.simulated_workers import LayerTimes, Network, cacheless
 from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
@@ -62,6 +67,12 @@ class Recipe:
     names: float | None = None
     budget: int = 0
 
+    def costs(self, known: Costs, layers: int) -> Costs:
+        """Returns the costs of a model of ``layers`` layers with this recipe's drafter, in proportion."""
+        drafter = Drafter("", *(HEAD if self.trace.startswith("eagle") else PARENT))
+        part = layers / LAYERS
+        return known.model_copy(update={"other": known.other * part, "draft": drafter.seconds(known) * part})
+
 
 def recipes() -> dict[str, Recipe]:
     known = {paper: PRESETS[paper].knobs for paper in PRESETS}
@@ -79,6 +90,7 @@ def recipes() -> dict[str, Recipe]:
         ),
         "SP-MoE's drafts, on demand": Recipe("", "draft4_1", known["sp-moe"]["policy"]),
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
+        "SP-MoE, an LRU per layer": Recipe("sp-moe", "draft4_1", "layer_lru", prefetch="draft_gate", names=gate),
         "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
         "OD-MoE, one machine": Recipe(
             "od-moe", "none1", known["od-moe"]["policy"], prefetch=f"oracle@recall={shadow:.4f}@extra={EXTRA}"
@@ -91,6 +103,8 @@ def recipes() -> dict[str, Recipe]:
         "ours: reuse, CPU experts": Recipe("", "none1", "reuse", "waterfill"),
         "ours: reuse, CPU experts, one layer ahead": Recipe("", "none1", "reuse", "waterfill", ahead),
         "ours: reuse, CPU experts, 4 drafts": Recipe("", "draft4_1", "reuse", "waterfill"),
+        "ours: reuse, CPU experts, head": Recipe("", "eagle4_1", "reuse", "waterfill"),
+        "ours: reuse, CPU experts, head, B = 16": Recipe("", "eagle4_1", "reuse", "waterfill", budget=16),
     }
 
 
@@ -180,12 +194,6 @@ def run(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> Outcome:
     )
 
 
-def scaled(costs: Costs, layers: int) -> Costs:
-    """Returns ``costs`` of a model with ``layers`` layers whose other parts are in proportion."""
-    part = layers / LAYERS
-    return costs.model_copy(update={"other": costs.other * part, "draft": costs.draft * part})
-
-
 def facts(name: str, recipe: Recipe, share: float, found: Outcome, tokens: int) -> dict[str, Any]:
     return {
         "recipe": name,
@@ -214,7 +222,7 @@ def main(
             f"{TRACES / 'real'} has no trace {missing}; record it: benchmarks/replay/record.py --case {missing}"
         )
     known, layers = recorded.known(loaded), loaded["none1"].trace.facts.layers
-    costs, rows = scaled(Costs.read(machine), layers), []
+    profile, rows = Costs.read(machine), []
     sizes = [float(each) / 100 for each in shares.split(",")]
     with progress() as bar:
         task = bar.add_task("", total=len(sizes) * len(chosen))
@@ -223,10 +231,12 @@ def main(
             for name, recipe in chosen.items():
                 bar.update(task, description=f"{share:.0%}: {name}")
                 trace = loaded[recipe.trace].trace
-                row = facts(name, recipe, share, run(recipe, trace, costs, share), int(trace.step_tokens.sum()))
+                found = run(recipe, trace, recipe.costs(profile, layers), share)
+                row = facts(name, recipe, share, found, int(trace.step_tokens.sum()))
                 base = base or row["tokens_per_second"]
                 rows.append(row | {"gain": row["tokens_per_second"] / base})
                 bar.advance(task)
+    costs = chosen["LRU"].costs(profile, layers)
     times = LayerTimes.of(costs, loaded["none1"].trace.facts, EXPERT_BYTES)
     workers = {
         str(count): cacheless(layers, 8, count // 2, NETWORK, times, 2 * 2048, shadow_recall(), fan=2)

@@ -75,4 +75,4 @@ def test_on_the_gpu(compiled, name):
 def test_every_kernel_has_a_check():
     paths = (ROOT / "triton_kernels").glob("*.py")
     kernels = {path.stem for path in paths if "@triton.jit" in path.read_text(encoding="utf-8")}
-    assert {f"check_{name}" for name in kernels} == set(FILES)
+    assert {f"check_{name}" for name in kernels} | {"check_orders"} == set(FILES)  # those of ``mailbox``, by itself
