@@ -48,7 +48,7 @@ test: setup ## every unit, contract and property test and some engines, two at a
 
 test-rest: setup ## what `test` leaves out and CI runs too: more engines and kernels, both runners, all drawn examples
 	@SPAC_TESTS=thorough $(PYTEST) $(PARALLEL) -m "(rest or hypothesis) and not full and not gpu" -rs
-	@SPAC_TESTS=thorough $(V2) $(PYTEST) $(PARALLEL) -m v2 -rs tests/parity
+	@SPAC_TESTS=thorough $(V2) $(PYTEST) $(PARALLEL) -m "v2 and not full" -rs tests/parity
 
 test-full: setup ## all tests that need no GPU, also the slow ones
 	@SPAC_TESTS=thorough $(PYTEST) $(PARALLEL) -m "not gpu" -rs
