@@ -34,8 +34,10 @@ def test_where_both_say_the_same_the_one_goes_on_that_is_right_for_longer() -> N
     for _ in range(3):
         lookups.observe_tokens("a", [1, 2], drafts=[1, 4])
         assert lookups.chooses("a", [1, 2], 1)
-    lookups.observe_tokens("a", [7, 2], drafts=[1, 4])
-    assert lookups.chooses("a", [1, 2], 1)
+    fresh = Lookups()
+    for _ in range(3):
+        assert fresh.chooses("a", [1, 2], 1), "what was said behind a wrong draft says nothing of the next"
+        fresh.observe_tokens("a", [9, 3], drafts=[1])
 
 
 def test_where_they_contradict_one_another_the_one_that_was_right_goes_on() -> None:
@@ -71,6 +73,9 @@ def test_n_grams_have_odds_of_their_own() -> None:
         chooser.observe_tokens("a", [1, 2, 3])
     good, bad = lookups.odds.chance("a", 0, float("nan")), chooser._odds.chance("a", 0, 0.9)
     assert good > 0.9 > 0.2 > bad
+    chooser.keep("a", Drafted.unknown([1]), looked=True)
+    chooser.keep("a", Drafted([7], [0.9]))
+    assert chooser._worths[-2:] == [good, bad]  # while nothing is known of costs, a draft is worth its chance
     assert lookups.chooses("a", [1, 2], 7) and chooser.facts()["looked_up"] == lookups.taken
     chooser.remove(["a"])
     assert not lookups.odds.requests and not lookups._asked
