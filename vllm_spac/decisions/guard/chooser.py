@@ -196,7 +196,7 @@ class Chooser:
         """
         if not looked:
             self._drafted[request] = drafts
-        odds = self._odds if self.lookups is None or not looked else self.lookups.odds
+        odds = self.lookups.odds if looked and self.lookups is not None else self._odds
         stakes, worth, best = self._stakes, 0.0, 0.0
         count, reached, depths = 0, [1.0], [0]
         for number, chance in enumerate(drafts.chances):

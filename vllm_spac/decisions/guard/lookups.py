@@ -64,14 +64,14 @@ class Lookups:
         self._follow(0, asked.ngrams, emitted)
         if asked.ngrams[0] != asked.first:
             for number, token in enumerate((asked.ngrams[0], asked.first)):
-                self._right[number] = _MEMORY * self._right[number] + (1 - _MEMORY) * (token == emitted[0])
+                _add(self._right, number, token == emitted[0])
         return asked.ngrams
 
     def _follow(self, number: int, drafts: Sequence[int], emitted: Sequence[int]) -> None:
         """Learns how often a draft behind a right one is right, too; ``number``: whose."""
         for depth, (draft, token) in enumerate(zip(drafts, emitted, strict=False)):
             if depth:
-                self._behind[number] = _MEMORY * self._behind[number] + (1 - _MEMORY) * (draft == token)
+                _add(self._behind, number, draft == token)
             if draft != token:
                 return
 
@@ -79,3 +79,7 @@ class Lookups:
         """The request has finished."""
         self._asked.pop(request, None)
         self.odds.remove(request)
+
+
+def _add(rates: list[float], number: int, right: bool) -> None:
+    rates[number] = _MEMORY * rates[number] + (1 - _MEMORY) * right

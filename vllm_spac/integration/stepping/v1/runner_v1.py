@@ -118,8 +118,9 @@ def _proposing(propose: Callable):
         if experts is None:
             return propose(self, scheduler_output, *args, **kwargs)
         runtime, chooser, requests = experts.runtime, experts.runtime.drafts.chooser, self.input_batch.req_ids
+        emitted = [] if chooser is None else _emitted(args[0])
         if chooser is not None:
-            for request, tokens in zip(requests, _emitted(args[0]), strict=True):
+            for request, tokens in zip(requests, emitted, strict=True):
                 chooser.observe_tokens(request, tokens)
         length, start = runtime.drafts.length(), now()
         if length == 0 and not runtime.drafts.in_prompt:
@@ -127,7 +128,7 @@ def _proposing(propose: Callable):
         if length is not None:
             planned = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
-        drafts, chances, lookups = _observed(propose, self, scheduler_output, *args, **kwargs)
+        drafts, chances, lookups = _observed(propose, self, scheduler_output, *args, emitted=emitted, **kwargs)
         if length is not None:
             drafts = [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
         most, seconds = max(map(len, drafts), default=0), (now() - start) / 1e9
@@ -167,12 +168,19 @@ def _kept(
     return kept
 
 
-def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
+def _observed(
+    propose: Callable,
+    self: GPUModelRunner,
+    scheduler_output: SchedulerOutput,
+    *args: Any,
+    emitted: Sequence[list[int]] = (),
+    **kwargs: Any,
+):
     """Drafts, and keeps what the drafter computes and does not return, for votes, for a predictor and for the chooser.
 
     Returns what vLLM's own method returns; the drafter's probability of each draft given those before it, float32
     [requests, drafts], None where it has none or nothing asks for it; and n-grams beside them, None where none are
-    looked up.
+    looked up. ``emitted``: tokens of each request, where there is a chooser.
     """
     experts, logits, lookups = managed_experts(self), None, None
     routing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -187,7 +195,7 @@ def _observed(propose: Callable, self: GPUModelRunner, scheduler_output: Schedul
             routing = draft_loading_v1.reading(experts.draft_routing, self.drafter)
         if chooser is not None and logits is not None:
             if chooser.lookups is not None and _takes_ngrams(self, experts.runtime):
-                found = find_drafts(self, args[0], _emitted(args[0]))
+                found = find_drafts(self, args[0], emitted)
                 lookups = StepLookups(chooser.lookups, self.input_batch.req_ids, found)
             observers.append(_stopping(self, chooser, logits, scheduler_output.num_spec_tokens_to_schedule, lookups))
     try:

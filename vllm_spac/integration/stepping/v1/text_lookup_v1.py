@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
 
 
-def find_drafts(runner: GPUModelRunner, sampled: Tensor | list[list[int]], emitted: list[list[int]]) -> list[list[int]]:
+def find_drafts(
+    runner: GPUModelRunner, sampled: Tensor | list[list[int]], emitted: Sequence[list[int]]
+) -> list[list[int]]:
     """Returns the tokens behind where each request's text had its last tokens before; empty where it had not.
 
     Args:
