@@ -25,6 +25,7 @@ WATERFILL = {"cpu_experts": "waterfill", "cpu_kernel": "benchmarks.scaled.execut
 NODES = 16
 TREE = {"guard": "off", "tree": str(NODES), "budget": "16"}  # its drafts are verified in every step
 _SPAC = ("policy", "prefetch", "cpu_experts", "guard")  # of the preset moe-spac; slots and store are the ladder's
+BUDGET = {"budget": PRESETS["composed-lossy"].knobs["budget"]}
 MOE_SPAC = {name: PRESETS["moe-spac"].knobs[name] for name in _SPAC} | {"cpu_kernel": WATERFILL["cpu_kernel"]}
 
 
@@ -46,6 +47,8 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
 
     Two papers' arrangements are no steps of a ladder: ``moe_spac`` is that preset with 8 drafts of a draft model, and
     ``drop`` and ``executed`` with 2k slots are Speculating Experts' two buffers, on demand and with what was predicted.
+    ``cpu`` with ``drafts`` are the preset ``composed``. Beside that are its drafts without n-grams (``head``), and a
+    budget, of ``composed-lossy`` (``budget``), with votes by path, and over all drafts (``budget_all``).
 
     Args:
         predictor, file: that of the prefetcher, and the file that it is read from if it is trained.
@@ -62,7 +65,11 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
         Rung("executed", prefetch | {"speculate": "predicted"}, rounds=True, lossy=True, beside=True),
         Rung("cpu", WATERFILL, rounds=True),
         Rung("moe_spac", MOE_SPAC, speculation="draft", draft_tokens=8, rounds=True, beside=True),
+        Rung("head", {"guard": "on@lookups=off"}, speculation="eagle3", rounds=True, beside=True),
         Rung("drafts", {"guard": "on"}, speculation="eagle3", rounds=True),
+        Rung("budget", BUDGET, rounds=True, lossy=True, beside=True),
+        Rung("budget_path", {"budget": "16@votes=path"}, rounds=True, lossy=True, beside=True),
+        Rung("budget_all", BUDGET | {"guard": "off"}, rounds=True, lossy=True, beside=True),
         Rung("tree", TREE, speculation="eagle3", draft_tokens=NODES, rounds=True, lossy=True),
     ]
     known = [rung.name for rung in every]

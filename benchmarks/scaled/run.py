@@ -46,6 +46,8 @@ python benchmarks/scaled/run.py .cache/toy/mid --rungs reuse,prefetch --predicto
 
 python benchmarks/scaled/run.py MODEL --slots 17%,25% --rungs layer_lru,reuse,cpu,moe_spac --draft PARENT
 
+python benchmarks/scaled/run.py MODEL --slots 25% --rungs cpu,head,drafts,budget,budget_path --eagle3 HEAD
+
 python benchmarks/scaled/run.py MODEL --slots 2k --rungs drop,executed --predictor quasi_hidden --predictor-file FILE
 """
 app = Script(__doc__, _EPILOG)
@@ -95,7 +97,8 @@ def main(
         case.job(settings)  # refuses a missing drafter before anything is measured
     asked = prompts.load(model, warm + turns, prompt_tokens, seed)
     result = head(machine, asked, settings)
-    result |= {"warm_turns": warm, "draft_tokens": draft_tokens}
+    kinds = prompts.kinds(model, len(asked.ids))[warm:]
+    result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "kinds": kinds}
     output = output or RESULTS / f"scaled_{machine}_toy.json"
     _serve(_Run(steps, sizes, settings, asked.ids, real, cores), result, output)
     title = f"{result['label']}: {model.name}"

@@ -1,4 +1,4 @@
-"""The papers' recipes: the knobs that each ``preset`` stands for, wherever they are not given themselves."""
+"""Recipes: the knobs that each ``preset`` stands for, wherever they are not given themselves."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class Preset:
     """A recipe.
 
     Attributes:
+        paper: its number in arXiv; empty: a recipe of ours, of several papers' parts.
         drafts: an example of the ``speculative_config`` that it needs, without which it is nothing; None: none.
     """
 
-    paper: str  # its number in arXiv
+    paper: str
     knobs: Mapping[str, Any]
     drafts: Mapping[str, Any] | None = None
 
@@ -37,6 +38,8 @@ class Preset:
 
 _COPY = {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}
 _HEAD = {"method": "eagle3", "model": "HEAD"}
+# Of the papers' parts what wins together, with drafts that the guard chooses: benchmarks/results/drafts_account.md
+_COMPOSED = {"store": "host", "cpu_experts": "auto"}
 PRESETS: dict[str, Preset] = {
     "moe-spac": Preset(
         "2603.09983",
@@ -53,7 +56,7 @@ PRESETS: dict[str, Preset] = {
     "moe-spec": Preset(
         "2602.16052", {"slots": "100%", "tree": "63", "budget": "32@ranking=router", "guard": "off"}, _HEAD
     ),
-    "sp-moe": Preset("2510.10302", {"policy": "lru", "prefetch": "draft_gate"}, _COPY | {"model": "PARENT"}),
+    "sp-moe": Preset("2510.10302", {"policy": "layer_lru", "prefetch": "draft_gate"}, _COPY | {"model": "PARENT"}),
     "speculating-experts": Preset("2603.19289", {"prefetch": "quasi_hidden"}),
     "od-moe": Preset(
         "2512.03927",
@@ -66,6 +69,8 @@ PRESETS: dict[str, Preset] = {
         },
         _COPY,
     ),
+    "composed": Preset("", _COMPOSED, _HEAD | {"num_speculative_tokens": 4}),
+    "composed-lossy": Preset("", _COMPOSED | {"budget": "16"}, _HEAD | {"num_speculative_tokens": 4}),
 }
 
 
@@ -80,8 +85,8 @@ def report(name: str, explicit: Mapping[str, Any], lossy: bool) -> None:
     """Logs the flags that a preset stands for beside the knobs that are ``explicit``; ``lossy``: all together are."""
     knobs = {knob: value for knob, value in PRESETS[name].knobs.items() if knob not in explicit}
     flags = " ".join(f"{flag(knob)} {shlex.quote(str(value))}" for knob, value in knobs.items())
-    paper = PRESETS[name].paper + (", LOSSY" if lossy else "")
-    says = printable(f"spac: preset={name} (arXiv {paper}) is {flags}")
+    paper = f"arXiv {PRESETS[name].paper}" if PRESETS[name].paper else "of several papers' parts"
+    says = printable(f"spac: preset={name} ({paper}{', LOSSY' if lossy else ''}) is {flags}")
     (logger.warning if lossy else logger.info)("%s", says)
 
 
