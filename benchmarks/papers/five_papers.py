@@ -10,11 +10,12 @@ Each recipe is a preset as far as a replay knows it:
 - MoE-SpAc: the preset, with 8 drafts of the dense parent per step.
 - SP-MoE: the preset, with 4 drafts of the parent. Each forward of it names as much of what the routers will choose as
   the real predictor does (``real_sp_moe.json``), and reads begin then.
-- Speculating Experts: the preset; an oracle of the next layer that is right as often as ``quasi_hidden`` is
-  (``real_predictors.json``).
+- Speculating Experts: the preset, which executes what it names one layer ahead from the slots of two buffers (LOSSY):
+  each expert of a decoding row is the routers' as often as ``quasi_hidden`` is right (``real_predictors.json``), else
+  another. Beside it the same names are read ahead only, over a cache of the share.
 - OD-MoE: on one machine, a shadow that knows a step as well as an INT8 copy (``real_shadow.json``), slots that are
   given up after use; the shadow's own time and memory are not counted. Its workers are calculated besides.
-- SP-MoE's reserve is of each layer, as ``layer_lru`` is; the preset's one LRU of all layers is beside it.
+- SP-MoE's reserve is of each layer, as the preset's ``layer_lru`` is; one LRU of all layers is beside it.
 - MoE-Spec: drafts of the EAGLE-3 head, each layer's rows cut to a budget by how many rows selected an expert, and their
   other experts replaced by the best of the shortlist. A chain, because no trace has trees. LOSSY.
 
@@ -44,10 +45,12 @@ from vllm_spac.config.presets import PRESETS
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.predictors.base import START, PredictorInputs
+from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.trace_file import ROW_KINDS, Trace
 from vllm_spac.tools.traces.replayed import Outcome, filling, rows_of_records
 from vllm_spac.tools.traces.simulated_slots import SlotsReplay
 from vllm_spac.tools.traces.simulation import build_policy, simulate
+from vllm_spac.tools.traces.trace_statistics import draft_depths
 
 EXPERT_BYTES = 2 * EXPERT_PARAMETERS
 BUDGETS = (24, 16)
@@ -57,7 +60,14 @@ app = Script(__doc__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row: whose it is, the trace that it replays, and its knobs; ``names``: recall of a draft model's names."""
+    """A row: whose it is, the trace that it replays, and its knobs.
+
+    Attributes:
+        paper: the preset; empty: none's.
+        names: recall of a draft model's names.
+        executed: recall of the names that run in place of the routers' choice; None: the choice runs.
+        buffers: slots of all layers together, in top-ks, in place of the share; 0: the share.
+    """
 
     paper: str
     trace: str
@@ -66,6 +76,12 @@ class Recipe:
     prefetch: str = "off"
     names: float | None = None
     budget: int = 0
+    executed: float | None = None
+    buffers: int = 0
+
+    @property
+    def lossy(self) -> bool:
+        return bool(self.budget) or self.executed is not None
 
     def costs(self, known: Costs, layers: int) -> Costs:
         """Returns the costs of a model of ``layers`` layers with this recipe's drafter, in proportion."""
@@ -88,10 +104,18 @@ def recipes() -> dict[str, Recipe]:
         "MoE-SpAc": Recipe(
             "moe-spac", "draft8_1", spac["policy"], spac["cpu_experts"], f"{spac['prefetch']}@extra={EXTRA}"
         ),
-        "SP-MoE's drafts, on demand": Recipe("", "draft4_1", known["sp-moe"]["policy"]),
         "SP-MoE": Recipe("sp-moe", "draft4_1", known["sp-moe"]["policy"], prefetch="draft_gate", names=gate),
-        "SP-MoE, an LRU per layer": Recipe("sp-moe", "draft4_1", "layer_lru", prefetch="draft_gate", names=gate),
-        "Speculating Experts": Recipe("speculating-experts", "none1", "reuse", prefetch=ahead),
+        "SP-MoE, one LRU of all layers": Recipe("", "draft4_1", "lru", prefetch="draft_gate", names=gate),
+        "two buffers, on demand": Recipe("", "none1", known["speculating-experts"]["policy"], buffers=2),
+        "Speculating Experts, two buffers": Recipe(
+            "speculating-experts",
+            "none1",
+            known["speculating-experts"]["policy"],
+            prefetch=f"oracle@reach=1@extra={EXTRA}",
+            executed=recall,
+            buffers=2,
+        ),
+        "the same names, read ahead": Recipe("", "none1", "reuse", prefetch=ahead),
         "OD-MoE, one machine": Recipe(
             "od-moe", "none1", known["od-moe"]["policy"], prefetch=f"oracle@recall={shadow:.4f}@extra={EXTRA}"
         ),
@@ -103,8 +127,8 @@ def recipes() -> dict[str, Recipe]:
         "ours: reuse, CPU experts": Recipe("", "none1", "reuse", "waterfill"),
         "ours: reuse, CPU experts, one layer ahead": Recipe("", "none1", "reuse", "waterfill", ahead),
         "ours: reuse, CPU experts, 4 drafts": Recipe("", "draft4_1", "reuse", "waterfill"),
-        "ours: reuse, CPU experts, head": Recipe("", "eagle4_1", "reuse", "waterfill"),
-        "ours: reuse, CPU experts, head, B = 16": Recipe("", "eagle4_1", "reuse", "waterfill", budget=16),
+        "ours: reuse, CPU experts, head": Recipe("composed", "eagle4_1", "reuse", "waterfill"),
+        "ours: reuse, CPU experts, head, B = 16": Recipe("composed-lossy", "eagle4_1", "reuse", "waterfill", budget=16),
     }
 
 
@@ -120,6 +144,19 @@ def budgeted(trace: Trace, budget: int) -> Trace:
         for row in rows:
             kept = [each for each in ids[row] if each in order]
             ids[row] = kept + [each for each in order if each not in kept][: len(ids[row]) - len(kept)]
+    return replace(trace, ids=ids)
+
+
+def executed(trace: Trace, recall: float) -> Trace:
+    """The trace if decoding rows ran what a predictor names one layer ahead, of which ``recall`` is right."""
+    random, ids, decoding = np.random.default_rng(0), trace.ids.copy(), trace.counted()
+    for record, (first, last) in enumerate(zip(trace.record_start[:-1], trace.record_start[1:], strict=True)):
+        if not trace.record_layer[record]:
+            continue
+        for row in np.arange(first, last)[decoding[first:last]]:
+            wrong = random.random(len(ids[row])) >= recall
+            others = np.setdiff1d(np.arange(trace.facts.experts), ids[row])
+            ids[row][wrong] = random.choice(others, wrong.sum(), replace=False)
     return replace(trace, ids=ids)
 
 
@@ -182,9 +219,13 @@ def replay_drafted(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> 
 def run(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> Outcome:
     if recipe.names is not None:
         return replay_drafted(recipe, trace, costs, share)
-    slots = round(share * trace.facts.total)
+    slots = recipe.buffers * trace.facts.top_k or round(share * trace.facts.total)
+    if recipe.budget:
+        trace = budgeted(trace, recipe.budget)
+    if recipe.executed is not None:
+        trace = executed(trace, recipe.executed)
     return simulate(
-        budgeted(trace, recipe.budget) if recipe.budget else trace,
+        trace,
         slots,
         costs,
         policy=recipe.policy,
@@ -194,17 +235,39 @@ def run(recipe: Recipe, trace: Trace, costs: Costs, share: float) -> Outcome:
     )
 
 
+def thresholds(trace: Trace) -> dict[str, dict[str, float]]:
+    """What MoE-SpAc's thresholds divide (its figure 9a), by tau: means over layers and forwards.
+
+    ``cpu`` is r_c, the share of the selections whose expert scores less, ``gpu`` r_g, the share of the distinct
+    selected experts that do not; each with the standard deviation within a layer.
+    """
+    pairs, estimator = [], UtilityEstimator(trace.facts.total, gamma=int(draft_depths(trace).max()))
+    for counts in trace.step_counts():
+        if counts is None:
+            continue
+        rows, scores = (each.reshape(trace.facts.layers, -1) for each in (counts.clip(0), estimator.scores))
+        cold = scores[None] < np.arange(1, estimator.upper + 1)[:, None, None]
+        cpu, gpu = (rows * cold).sum(2) / rows.sum(1), ((rows > 0) & ~cold).sum(2) / (rows > 0).sum(1)
+        pairs.append((cpu, gpu))
+        estimator.observe_step(counts)
+    every = np.array(pairs)  # [steps, 2, K, layers]
+    mean, spread = every.mean(axis=(0, 3)), every.std(axis=0).mean(axis=2)
+    found = {"cpu": mean[0], "gpu": mean[1], "cpu_spread": spread[0], "gpu_spread": spread[1]}
+    return {str(tau + 1): {name: float(values[tau]) for name, values in found.items()} for tau in range(len(mean[0]))}
+
+
 def facts(name: str, recipe: Recipe, share: float, found: Outcome, tokens: int) -> dict[str, Any]:
     return {
         "recipe": name,
         "paper": recipe.paper,
-        "lossy": bool(recipe.budget),
+        "lossy": recipe.lossy,
         "drafts": recipe.trace,
         "share": share,
         "tokens_per_second": tokens / found.seconds,
         "hit_rate": found.hit_rate,
         "cpu_share": found.cpu / max(1, found.hits + found.misses + found.cpu),
         "read_per_token": (found.loads + found.prefetches) / tokens,
+        "waiting": found.stall_seconds / found.seconds,
     }
 
 
@@ -231,8 +294,11 @@ def main(
             for name, recipe in chosen.items():
                 bar.update(task, description=f"{share:.0%}: {name}")
                 trace = loaded[recipe.trace].trace
-                found = run(recipe, trace, recipe.costs(profile, layers), share)
+                costs = recipe.costs(profile, layers)
+                found = run(recipe, trace, costs, share)
                 row = facts(name, recipe, share, found, int(trace.step_tokens.sum()))
+                drafted = np.maximum.reduceat(draft_depths(trace), trace.row_start[:-1]).sum()
+                row["drafting"] = float(drafted * costs.draft / found.seconds)
                 base = base or row["tokens_per_second"]
                 rows.append(row | {"gain": row["tokens_per_second"] / base})
                 bar.advance(task)
@@ -243,7 +309,8 @@ def main(
         for count in (2, 4, 8, 16)
     }
     how = {"how": "simulated", "profile": costs.model_dump(mode="json"), "expert_bytes": EXPERT_BYTES}
-    write_result(output, recorded.nan_to_none(known | how | {"rows": rows, "workers": workers}))
+    parts = {"rows": rows, "workers": workers, "thresholds": thresholds(loaded[chosen["MoE-SpAc"].trace].trace)}
+    write_result(output, recorded.nan_to_none(known | how | parts))
     show(f"{machine}, simulated", rows, "recipe", "share", "tokens_per_second", "gain", "hit_rate", "read_per_token")
 
 

@@ -30,6 +30,7 @@ from benchmarks.scaled.scale import Cores, Scale, engines_at_once, head, on
 from benchmarks.serving import prompts
 from benchmarks.serving.cases import PACKED, STOCK, Case, Drafts, PackedFolder, Settings, slot_counts, split
 from benchmarks.serving.processes import LiveEngine
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 _DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
@@ -124,7 +125,8 @@ def _serve(run: _Run, result: dict, output: Path) -> None:
         task = bar.add_task("all experts resident", total=None)
         scale = Scale.derive(run.real, settings, ids, warm, run.cores)
         result["scale"] = scale.plain()
-        at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total)
+        share = max(float(SpacConfig.parse({"slots": size}).parsed_slots.share or 1) for size in run.sizes)
+        at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total, share)
         settings = stack.enter_context(on(scale.machine, settings))
         turns = len(ladders.groups(1 + len(run.rungs), at_once)) * len(ids)
         bar.update(task, total=len(run.sizes) * turns)

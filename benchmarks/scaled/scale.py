@@ -25,7 +25,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 RESIDENT = Case("resident", {"slots": "100%"})
-_ENGINE_BYTES = 2 << 30  # of an engine without its experts: vLLM, torch and the KV cache
+_ENGINE_BYTES = 1 << 30  # of an engine without its experts: vLLM, torch and the KV cache
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,12 @@ def on(machine: ScaledMachine, settings: Settings) -> Iterator[Settings]:
         yield dataclasses.replace(settings, environment=environment, counters="benchmarks.scaled.watch:counters")
 
 
-def engines_at_once(resident: Resident, total: int) -> int:
-    """Returns how many engines with ``total`` experts in slots and store fit into the free memory together."""
-    each = _ENGINE_BYTES + 2 * total * resident.expert_bytes
+def engines_at_once(resident: Resident, total: int, share: float) -> int:
+    """Returns how many engines with ``total`` experts stored, and ``share`` of them in slots, fit into free memory.
+
+    One of them, whose experts are all resident, has them twice while it starts; the others need the rest of it then.
+    """
+    each = _ENGINE_BYTES + (1 + share) * total * resident.expert_bytes
     return int(psutil.virtual_memory().available * 0.8 // each)
 
 

@@ -54,6 +54,29 @@ def test_a_budgeted_trace_has_at_most_so_many_experts_in_a_layer() -> None:
         assert all(set(a) >= set(b) & set(used.tolist()) for a, b in zip(ours.tolist(), theirs.tolist(), strict=True))
 
 
+def test_executed_names_are_the_routers_as_often_as_the_recall_says() -> None:
+    """In decoding rows behind the first layer; a row runs as many different experts as before."""
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=60, drafts=2)
+    assert (five_papers.executed(trace, 1.0).ids == trace.ids).all()
+    found = five_papers.executed(trace, 0.7)
+    right, layers = [], np.repeat(trace.record_layer, np.diff(trace.record_start))
+    for ours, theirs, layer, counted in zip(found.ids, trace.ids, layers, trace.counted(), strict=True):
+        assert len(set(ours.tolist())) == 4
+        if layer == 0 or not counted:
+            assert (ours == theirs).all()
+        else:
+            right += np.isin(ours, theirs).tolist()
+    assert 0.65 < np.mean(right) < 0.75
+
+
+def test_thresholds_divide_the_more_to_the_cpu_the_higher_they_are() -> None:
+    trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=60, drafts=3)
+    found = [*five_papers.thresholds(trace).values()]
+    assert len(found) == 4 and all(0 <= value <= 1 for each in found for value in each.values())
+    assert sorted(each["cpu"] for each in found) == [each["cpu"] for each in found]
+    assert sorted((each["gpu"] for each in found), reverse=True) == [each["gpu"] for each in found]
+
+
 def test_what_a_draft_model_names() -> None:
     """All of what is routed at recall 1, a part below it, and nothing of the last draft."""
     trace = synthetic_trace(layers=2, experts=64, top_k=4, steps=20, drafts=3)

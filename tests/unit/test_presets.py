@@ -14,7 +14,7 @@ from vllm_spac.config.presets import PRESETS
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration import compatibility, tuned_start
 
-LOSSY = ("moe-spec", "composed-lossy")
+LOSSY = ("moe-spec", "speculating-experts", "composed-lossy")
 NEEDS = {"speculating-experts": {"prefetch": "quasi_hidden@file=FILE"}}
 
 
@@ -42,8 +42,8 @@ def test_single_knobs_that_are_set_win(caplog: pytest.LogCaptureFixture) -> None
     assert "--spac-policy" in caplog.text and "--spac-slots" not in caplog.text
 
 
-def test_executing_predictions_makes_a_preset_lossy() -> None:
-    given = {"preset": "speculating-experts", "prefetch": "quasi_hidden@file=FILE", "speculate": "predicted"}
+def test_a_preset_that_executes_predictions_is_exact_without_it() -> None:
+    given = {"preset": "speculating-experts", "prefetch": "quasi_hidden@file=FILE"}
     assert SpacConfig.parse(given).lossy and not SpacConfig.parse(given | {"speculate": "off"}).lossy
 
 
@@ -59,7 +59,7 @@ def test_a_preset_without_its_predictors_says_what_to_add(name: str) -> None:
         ConfigError, match=f"preset={name} .*trained for a model; use --spac-prefetch quasi_hidden@file"
     ):
         SpacConfig.parse({"preset": name})
-    assert SpacConfig.parse({"preset": name, "prefetch": "off"}).predictor_file is None, "another recipe needs none"
+    assert SpacConfig.parse({"preset": name, "prefetch": "gate"}).predictor_file is None, "another recipe needs none"
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.drafts])

@@ -19,8 +19,8 @@ class Knobs(BaseModel):
 
     preset: types.PresetName = Field(
         None,
-        description="A recipe, a paper's or composed of several (moe-spec and composed-lossy are LOSSY): the knobs "
-        "that it stands for, which the log prints, where you do not set them.",
+        description="A recipe, a paper's or composed of several (moe-spec, speculating-experts and composed-lossy are "
+        "LOSSY): the knobs that it stands for, which the log prints, where you do not set them.",
     )
     slots: types.SlotsText = Field(
         "auto",

@@ -57,7 +57,9 @@ PRESETS: dict[str, Preset] = {
         "2602.16052", {"slots": "100%", "tree": "63", "budget": "32@ranking=router", "guard": "off"}, _HEAD
     ),
     "sp-moe": Preset("2510.10302", {"policy": "layer_lru", "prefetch": "draft_gate"}, _COPY | {"model": "PARENT"}),
-    "speculating-experts": Preset("2603.19289", {"prefetch": "quasi_hidden"}),
+    "speculating-experts": Preset(
+        "2603.19289", {"slots": "2k", "policy": "drop", "prefetch": "quasi_hidden", "speculate": "predicted"}
+    ),
     "od-moe": Preset(
         "2512.03927",
         {
