@@ -110,13 +110,6 @@ SENTENCES = (
     " {{ real.reuse[2]|pct }} % (carved model)",
     LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"
     "pays most on a scaled machine, {{ row.speedup|f }} ({{ row.speedup_interval|span(2, ' – ') }}) times",
-    "{% set row = result('speculation_real_own').rows[1] %}[was {{ row.ratio|f }} times]"
-    "(../benchmarks/results/speculation_real.md) ({{ row.low|f }} – {{ row.high|f }})",
-    "{% set rows = result('speculation_real_trees').rows %}and {{ rows[2].ratio|f }} to {{ rows[5].ratio|f }} on the"
-    " carved model",
-    "{% set rows = result('speculation_real_trees').rows %}tree reaches {{ rows[1].ratio|f }} ({{ rows[1].low|f }} –"
-    " {{ rows[1].high|f }}) with a quarter of the slots, and {{ rows[4].ratio|f }} ({{ rows[4].low|f }} –"
-    " {{ rows[4].high|f }}) with half of them",
     "{% set row = result('paired_tree_step_toy').rows[0] %}a step of a tree of 16 takes {{ row.step_ratio|f }} times",
     PEERS + "llama.cpp on a CPU machine: {{ peers[1]|ratio }} times its speed with as many bytes of weights in RAM",
     "{% set four = result('peers_int4_toy').rows %}"

@@ -414,6 +414,24 @@ def test_a_drafter_that_idles_is_tried_again() -> None:
     assert drafts > 200, "within a few probes, less the blocks without drafts of a comparison"
 
 
+@pytest.mark.parametrize("disturbed", [(0,), (100, 101), (0, 50, 150)])
+def test_a_drafter_that_was_disturbed_drafts_on(disturbed: tuple[int, ...]) -> None:
+    """A forward that once takes a thousand times as long, as one that compiles does, stops no drafts."""
+    chooser, without = Chooser(4), 0
+    found_out = 64 if 0 in disturbed else 0  # by a probe: that the first was no measure
+    for step in range(200):
+        length = chooser.allows(1)
+        without += length == 0
+        if length:
+            made = next((n for n in range(1, length) if not chooser.goes_on([("a", [0.9] * n)])), length)
+            chooser.keep("a", Drafted([7] * made, [0.9] * made))
+            chooser.observe_drafter(made, 0.01 * made * (1000 if step in disturbed else 1))
+            chooser.observe_tokens("a", [7] * made + [8])
+            assert made == 4 or step < 10 + found_out
+        chooser.end_step([length], [1 + length], 1, 1.0 + 0.02 * length, 0.01 * length, step % 20)
+    assert without <= 80 + found_out, "in the blocks without drafts of a comparison alone"
+
+
 def test_a_machine_that_is_not_as_assumed_is_found_out() -> None:
     """Steps with drafts take three times as long, whatever is verified: as if the drafter slowed the target down."""
     chooser = Chooser(4)

@@ -27,6 +27,7 @@ from vllm_spac.decisions.guard.step_cost import StepCost
 _PROBE = 64  # steps, while no drafts are made
 _LOOK = 8  # steps, while it is not known what drafts cost
 _FREE = 0.003  # of a step: drafts may lose this much, from which it is learned when they pay again
+_OUTLIER = 3  # times as long as a forward takes: one that takes longer is taken for disturbed
 _GAINS = 0.95, 0.7  # weight of what drafts gained before a step, of all steps and of the probes
 
 
@@ -140,9 +141,13 @@ class Chooser:
 
     def observe_drafter(self, forwards: int, seconds: float) -> None:
         """The drafter took ``seconds`` for so many forwards, one after another; ``keep`` was told of the drafts."""
-        each = seconds / forwards
-        self._making = each if not self._making else 0.9 * self._making + 0.1 * min(each, 3 * self._making)
-        gain = sum(self._worths) / max(1, len(self._worths)) - seconds
+        each, known = seconds / forwards, self._making
+        if not _OUTLIER * each > known > 0:  # the first, or those before it were disturbed
+            self._making, self._gain = each, 0.0
+        else:
+            each = min(each, _OUTLIER * known)
+            self._making = 0.9 * known + 0.1 * each
+        gain = sum(self._worths) / max(1, len(self._worths)) - forwards * each
         memory = _GAINS[self._idle > 0]
         self._gain = memory * self._gain + (1 - memory) * gain
 

@@ -10,7 +10,7 @@ from vllm_spac.decisions.guard.chooser import Chooser
 from vllm_spac.decisions.guard.lookups import Lookups
 from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.stepping.runner_adapter import RunnerAdapter
-from vllm_spac.integration.stepping.v1 import draft_handover, draft_loading_v1, runner_v1
+from vllm_spac.integration.stepping.v1 import draft_handover, draft_loading_v1, runner_v1, text_lookup_v1
 from vllm_spac.integration.stepping.v1.tree_decoding_v1 import TreeDecoding
 from vllm_spac.methods.trees.tensors import Scratch
 
@@ -27,7 +27,10 @@ class AdapterV1(RunnerAdapter):
         draft_handover.install_in_worker()
 
     def guard(self, most: int, config: SpacConfig) -> Chooser:
-        return Chooser(most, Lookups() if config.uses_lookups and not config.tree_nodes else None)
+        if not config.uses_lookups or config.tree_nodes:
+            return Chooser(most)
+        text_lookup_v1.compile_search()
+        return Chooser(most, Lookups())
 
     def plant(self, runner: Any, experts: Any, shape: TreeShape, scratch: Scratch) -> TreeDecoding:
         runtime = experts.runtime

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
 
 
+def compile_search() -> None:
+    """Compiles vLLM's search, which takes a second: later that would count as the time of a step's drafts."""
+    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as search
+
+    search(np.zeros(LONGEST, dtype=np.int32), SHORTEST, LONGEST, LONGEST + 1, 1)
+
+
 def find_drafts(
     runner: GPUModelRunner, sampled: Tensor | list[list[int]], emitted: Sequence[list[int]]
 ) -> list[list[int]]:
