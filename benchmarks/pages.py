@@ -24,7 +24,6 @@ import jinja2
 from benchmarks.common import RESULTS, ROOT, over_exact
 from benchmarks.replay.routing_locality import PUBLISHED
 from benchmarks.scaled.proportions import Proportions
-from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.integration.hooks.device import TESTED as SUPPORTED_VLLM
 
 SOURCES = ROOT / "benchmarks" / "pages"
@@ -166,7 +165,6 @@ def _environment() -> jinja2.Environment:
         zip,
         ran,
         architectures,
-        by_kind,
         over_exact,
         tokens_per_step,
         ceilings,
@@ -255,15 +253,6 @@ def architectures() -> dict[tuple[str, str, str], int]:
         version = content["vllm"].rpartition(".")[0]
         found[version, where[0], where[1]] = sum(verdict.startswith("served") for verdict in verdicts)
     return found
-
-
-def by_kind(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Returns kind of text -> the median of its ratios over the points ``rows``, and the 95 % interval."""
-    found = defaultdict(list)
-    for row in rows:
-        for kind, ratio in row["by_kind"].items():
-            found[kind].append(ratio)
-    return {kind: Ratio.of(ratios).model_dump() for kind, ratios in sorted(found.items())}
 
 
 def tokens_per_step(side: Row) -> float:

@@ -8,27 +8,34 @@ from vllm_spac.decisions.costs import Costs
 
 
 @dataclass(frozen=True)
-class Drafter:
-    """What drafts.
+class DraftCost:
+    """What a draft takes: ``nbytes`` of weights that it reads, and kernels of so many ``layers``."""
 
-    Attributes:
-        chains: whose chains it drafts, one of ``chains.DRAFTERS``; ``before``: whose are taken before them, if any.
-        nbytes: weights that a draft reads; ``layers``: whose kernels it launches.
-        most: drafts of a step.
-        chosen: whether the chooser says how many of them are verified.
-    """
-
-    chains: str
     nbytes: float
     layers: int
-    most: int = 4
-    before: str = ""
-    chosen: bool = False
 
     def seconds(self, costs: Costs) -> float:
         """Returns the seconds of a draft on a machine."""
         return self.nbytes / costs.fast.bytes_per_second + self.layers * costs.vllm.layer
 
 
-HEAD = 290e6, 1  # EAGLE-3 of Qwen3-30B-A3B: one layer, three of the target's streams in, 32,000 rows out
-PARENT = 4e9, 36  # Qwen3-4B in FP8
+@dataclass(frozen=True)
+class Drafter:
+    """What drafts.
+
+    Attributes:
+        chains: whose chains it drafts, one of ``chains.DRAFTERS``; ``before``: whose are taken before them, if any.
+        most: drafts of a step.
+        chosen: whether the chooser says how many of them are verified.
+    """
+
+    chains: str
+    cost: DraftCost
+    most: int = 4
+    before: str = ""
+    chosen: bool = False
+
+
+FREE = DraftCost(0, 0)
+HEAD = DraftCost(290e6, 1)  # EAGLE-3 of Qwen3-30B-A3B: one layer, three of the target's streams in, 32,000 rows out
+PARENT = DraftCost(4e9, 36)  # Qwen3-4B in FP8

@@ -31,8 +31,8 @@ import torch
 import typer
 
 from benchmarks.common import RESULTS, Script, progress, provenance, sha256, show, write_result
-from benchmarks.papers.drafters import HEAD, PARENT, Drafter
-from benchmarks.papers.five_papers import BUDGETS, budgeted
+from benchmarks.papers.drafters import FREE, HEAD, PARENT, Drafter
+from benchmarks.papers.five_papers import BUDGETS, budgeted, cut
 from benchmarks.real.fit import chains
 from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.decisions.costs import Costs
@@ -55,17 +55,25 @@ app = Script(__doc__)
 
 
 DRAFTERS = {
-    "n-grams": Drafter("ngram", 0, 0),
-    "head": Drafter("eagle3", *HEAD),
-    "head, chosen": Drafter("eagle3", *HEAD, chosen=True),
-    "n-grams, else head": Drafter("eagle3", *HEAD, before="ngram"),
-    "n-grams, else head, chosen": Drafter("eagle3", *HEAD, before="ngram", chosen=True),
-    "strong head": Drafter("dense", *HEAD, most=STRONG),
-    "strong head, chosen": Drafter("dense", *HEAD, most=STRONG, chosen=True),
-    "n-grams, else strong head, chosen": Drafter("dense", *HEAD, most=STRONG, before="ngram", chosen=True),
-    "parent": Drafter("dense", *PARENT),
+    "n-grams": Drafter("ngram", FREE),
+    "head": Drafter("eagle3", HEAD),
+    "head, chosen": Drafter("eagle3", HEAD, chosen=True),
+    "n-grams, else head": Drafter("eagle3", HEAD, before="ngram"),
+    "n-grams, else head, chosen": Drafter("eagle3", HEAD, before="ngram", chosen=True),
+    "strong head": Drafter("dense", HEAD, most=STRONG),
+    "strong head, chosen": Drafter("dense", HEAD, most=STRONG, chosen=True),
+    "n-grams, else strong head, chosen": Drafter("dense", HEAD, most=STRONG, before="ngram", chosen=True),
+    "parent": Drafter("dense", PARENT),
 }
-LOSSY = ("head", "strong head", "parent")  # that also run with budgets
+LOSSY = {  # that also run with budgets; B = 24 cuts next to nothing of as few rows as are chosen
+    "head": BUDGETS,
+    "head, chosen": BUDGETS[1:],
+    "n-grams, else head, chosen": BUDGETS[1:],
+    "strong head": BUDGETS,
+    "strong head, chosen": BUDGETS[1:],
+    "parent": BUDGETS,
+}
+EXPERTS = 64
 
 
 class Text(NamedTuple):
@@ -139,10 +147,13 @@ class Steps:
 
     Args:
         seconds: of a step without misses, of a row more, of a miss, and of a draft.
+        budget: experts of each layer; 0: exact.
     """
 
-    def __init__(self, drafter: Drafter, slots: int, seconds: tuple[float, float, float, float]) -> None:
-        self._drafter, self._slots, self._seconds = drafter, slots, seconds
+    def __init__(
+        self, drafter: Drafter, slots: int, seconds: tuple[float, float, float, float], budget: int = 0
+    ) -> None:
+        self._drafter, self._slots, self._seconds, self._budget = drafter, slots, seconds, budget
         self._chooser = Chooser(drafter.most, Lookups())
 
     def of(self, known: dict[str, list[Text]]) -> Iterator[Step]:
@@ -188,7 +199,11 @@ class Steps:
     def _learn(self, held: _Slots, taken: Step) -> None:
         chooser, (step, row, miss, draft) = self._chooser, self._seconds
         text, place, kept, accepted, made = taken
-        misses, drafting = held.take(text.experts[place, : 1 + kept]), made * draft
+        experts = text.experts[place, : 1 + kept]
+        if self._budget:
+            layers = range(experts.shape[1])
+            experts = np.stack([cut(experts[:, layer], EXPERTS, self._budget) for layer in layers], axis=1)
+        misses, drafting = held.take(experts), made * draft
         if made:
             chooser.observe_drafter(made, max(drafting, 1e-9))
         chooser.end_step([kept], [1 + accepted], 1, step + kept * row + misses * miss + drafting, drafting, misses)
@@ -240,16 +255,17 @@ def _load(path: Path) -> None:
 def rows_of(machine: Machine, share: float, cpu: bool, name: str, budgets: Sequence[int]) -> list[dict[str, Any]]:
     """Returns the rows of a drafter, or of none (``name`` is empty), for each budget; 0: exact."""
     experts = _known["eagle3"][0].experts
-    facts = TraceFacts(experts.shape[2], 64, experts.shape[3], machine.expert_bytes, "carved")
+    facts = TraceFacts(experts.shape[2], EXPERTS, experts.shape[3], machine.expert_bytes, "carved")
     costs, slots = machine.costs(facts.layers), round(share * facts.total)
-    drafter = DRAFTERS.get(name, Drafter("eagle3", 0, 0, most=0))
-    rates, drafting = costs.rates(machine.expert_bytes), drafter.seconds(costs) * facts.layers / LAYERS
+    drafter = DRAFTERS.get(name, Drafter("eagle3", FREE, most=0))
+    rates, drafting = costs.rates(machine.expert_bytes), drafter.cost.seconds(costs) * facts.layers / LAYERS
     miss = 1 / (1 / rates.stream + 1 / rates.cpu) if cpu else rates.stream
     seconds = costs.other + facts.layers * facts.top_k * rates.fast, facts.top_k * rates.fast, miss, drafting
-    steps = [*Steps(drafter, slots // facts.layers, seconds).of(_known)]
-    exact, found = traced(steps, facts), []
-    tokens, made = int(exact.step_tokens.sum()), sum(step.made for step in steps)
+    found = []
     for budget in budgets:
+        steps = [*Steps(drafter, slots // facts.layers, seconds, budget).of(_known)]
+        exact = traced(steps, facts)
+        tokens, made = int(exact.step_tokens.sum()), sum(step.made for step in steps)
         trace = budgeted(exact, budget) if budget else exact
         balancer = "waterfill" if cpu else "none"
         outcome = simulate(trace, slots, costs, execution="pointers", policy="reuse", balancer=balancer)
@@ -278,8 +294,7 @@ def main(
 ) -> None:
     known = [(Machine(profile, form, attained), share) for form, share, attained in POINTS]
     points = [(*each, cpu) for each, cpu in product(known, (False, True))]
-    exact = [0]
-    cases = [(*point, name, [0, *BUDGETS] if name in LOSSY else exact) for point in points for name in ("", *DRAFTERS)]
+    cases = [(*point, name, [0, *LOSSY.get(name, ())]) for point in points for name in ("", *DRAFTERS)]
     rows: list[dict[str, Any]] = []
     pool = ProcessPoolExecutor(2, get_context("spawn"), _load, (recorded,))
     with pool, progress() as bar:

@@ -37,7 +37,7 @@ import typer
 from benchmarks.common import RESULTS, TRACES, PlanError, Script, progress, show, write_result
 from benchmarks.pages import result
 from benchmarks.papers import recorded
-from benchmarks.papers.drafters import HEAD, PARENT, Drafter
+from benchmarks.papers.drafters import HEAD, PARENT
 from benchmarks.papers.simulated_workers import LayerTimes, Network, cacheless
 from benchmarks.scaled.proportions import EXPERT_PARAMETERS, LAYERS
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
@@ -85,8 +85,7 @@ class Recipe:
 
     def costs(self, known: Costs, layers: int) -> Costs:
         """Returns the costs of a model of ``layers`` layers with this recipe's drafter, in proportion."""
-        drafter = Drafter("", *(HEAD if self.trace.startswith("eagle") else PARENT))
-        part = layers / LAYERS
+        drafter, part = HEAD if self.trace.startswith("eagle") else PARENT, layers / LAYERS
         return known.model_copy(update={"other": known.other * part, "draft": drafter.seconds(known) * part})
 
 
@@ -132,18 +131,25 @@ def recipes() -> dict[str, Recipe]:
     }
 
 
+def cut(ids: np.ndarray, experts: int, budget: int) -> np.ndarray:
+    """What a layer's rows run that selected ``ids``, [rows, top_k], under a budget (``selected``, substitution)."""
+    counts = np.bincount(ids.ravel(), minlength=experts)
+    if np.count_nonzero(counts) <= budget:
+        return ids
+    order = np.argsort(-counts, kind="stable")[:budget]
+    found = []
+    for row in ids:
+        kept = [each for each in row if each in order]
+        found.append(kept + [each for each in order if each not in kept][: len(row) - len(kept)])
+    return np.array(found, dtype=ids.dtype)
+
+
 def budgeted(trace: Trace, budget: int) -> Trace:
-    """The trace as a budget of ``budget`` experts would have had it, prompts excepted (``selected``, substitution)."""
+    """The trace as a budget of ``budget`` experts would have had it, prompts excepted."""
     ids, decoding = trace.ids.copy(), trace.counted()
     for first, last in zip(trace.record_start[:-1], trace.record_start[1:], strict=True):
         rows = np.arange(first, last)[decoding[first:last]]
-        counts = np.bincount(ids[rows].ravel(), minlength=trace.facts.experts)
-        if np.count_nonzero(counts) <= budget:
-            continue
-        order = np.argsort(-counts, kind="stable")[:budget]
-        for row in rows:
-            kept = [each for each in ids[row] if each in order]
-            ids[row] = kept + [each for each in order if each not in kept][: len(ids[row]) - len(kept)]
+        ids[rows] = cut(ids[rows], trace.facts.experts, budget)
     return replace(trace, ids=ids)
 
 

@@ -47,8 +47,8 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
 
     Two papers' arrangements are no steps of a ladder: ``moe_spac`` is that preset with 8 drafts of a draft model, and
     ``drop`` and ``executed`` with 2k slots are Speculating Experts' two buffers, on demand and with what was predicted.
-    ``cpu`` with ``drafts`` are the preset ``composed``. Beside that are its drafts without n-grams (``head``), and a
-    budget, of ``composed-lossy`` (``budget``), with votes by path, and over all drafts (``budget_all``).
+    ``cpu`` with ``head`` are the preset ``composed``; ``drafts`` has n-grams beside these. To those ``budget`` adds the
+    budget of ``composed-lossy``, ``budget_all`` to all drafts.
 
     Args:
         predictor, file: that of the prefetcher, and the file that it is read from if it is trained.
@@ -66,9 +66,8 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
         Rung("cpu", WATERFILL, rounds=True),
         Rung("moe_spac", MOE_SPAC, speculation="draft", draft_tokens=8, rounds=True, beside=True),
         Rung("head", {"guard": "on@lookups=off"}, speculation="eagle3", rounds=True, beside=True),
-        Rung("drafts", {"guard": "on"}, speculation="eagle3", rounds=True),
+        Rung("drafts", {"guard": "on@lookups=on"}, speculation="eagle3", rounds=True),
         Rung("budget", BUDGET, rounds=True, lossy=True, beside=True),
-        Rung("budget_path", {"budget": "16@votes=path"}, rounds=True, lossy=True, beside=True),
         Rung("budget_all", BUDGET | {"guard": "off"}, rounds=True, lossy=True, beside=True),
         Rung("tree", TREE, speculation="eagle3", draft_tokens=NODES, rounds=True, lossy=True),
     ]

@@ -47,7 +47,7 @@ python benchmarks/scaled/run.py .cache/toy/mid --rungs reuse,prefetch --predicto
 
 python benchmarks/scaled/run.py MODEL --slots 17%,25% --rungs layer_lru,reuse,cpu,moe_spac --draft PARENT
 
-python benchmarks/scaled/run.py MODEL --slots 25% --rungs cpu,head,drafts,budget,budget_path --eagle3 HEAD
+python benchmarks/scaled/run.py MODEL --slots 25% --rungs cpu,head,drafts,budget --eagle3 HEAD
 
 python benchmarks/scaled/run.py MODEL --slots 2k --rungs drop,executed --predictor quasi_hidden --predictor-file FILE
 """

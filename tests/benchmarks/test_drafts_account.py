@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from benchmarks.papers import drafters
 from benchmarks.papers import drafts_account as account
 from benchmarks.papers.drafts_account import Drafter, Machine, Steps, Text
 from benchmarks.real.fit import carved, chains, eagle, llama
@@ -38,7 +39,7 @@ def text(seed: int, places: int = 40, right: float = 0.6, known: float = 1.0) ->
 @given(st.integers(0, 100), st.integers(0, MOST), st.booleans(), st.booleans())
 def test_steps_pass_every_place_once(seed: int, most: int, before: bool, chosen: bool) -> None:
     known = {"dense": [text(seed), text(seed + 1)], "ngram": [text(seed + 2, known=0.5), text(seed + 3, known=0.5)]}
-    drafter = Drafter("dense", 0, 0, most, "ngram" if before else "", chosen)
+    drafter = Drafter("dense", drafters.FREE, most, "ngram" if before else "", chosen)
     steps = [*Steps(drafter, 8, (1.0, 0.1, 0.01, 0.001)).of(known)]
     for step, after in pairwise(steps):
         right = step.text.right[step.place, : step.kept].tolist()
@@ -50,7 +51,7 @@ def test_steps_pass_every_place_once(seed: int, most: int, before: bool, chosen:
 
 def test_a_trace_of_steps_has_their_rows() -> None:
     known = {"dense": [text(0)]}
-    steps = [*Steps(Drafter("dense", 0, 0, MOST), 8, FREE).of(known)]
+    steps = [*Steps(Drafter("dense", drafters.FREE, MOST), 8, FREE).of(known)]
     facts = TraceFacts(LAYERS, EXPERTS, TOP_K, 1 << 20, "")
     trace = account.traced(steps, facts)
     assert trace.step_tokens.tolist() == [1 + step.accepted for step in steps]
@@ -64,7 +65,7 @@ def test_a_trace_of_steps_has_their_rows() -> None:
 def test_n_grams_go_first_where_the_head_says_the_same() -> None:
     """The head's first draft is made all the same."""
     good, head = text(0, right=1.0), text(1)
-    drafter = Drafter("dense", 0, 0, 2, before="ngram")
+    drafter = Drafter("dense", drafters.FREE, 2, before="ngram")
     for behind, own in ((head._replace(drafts=good.drafts), False), (head._replace(drafts=good.drafts + 1), True)):
         steps = [*Steps(drafter, 8, FREE).of({"ngram": [good], "dense": [behind]})]
         assert (steps[0].text is behind) == own  # where they contradict one another nothing is known yet
@@ -77,8 +78,8 @@ def test_a_draft_takes_what_its_drafter_costs(machine: Machine, monkeypatch: pyt
     """Nothing else depends on it; a budget saves loads and never adds tokens."""
     texts = {name: [text(seed, 60)] for seed, name in enumerate(chains.DRAFTERS)}
     monkeypatch.setattr(account, "_known", texts)
-    monkeypatch.setitem(account.DRAFTERS, "free", Drafter("dense", 0, 0, MOST))
-    monkeypatch.setitem(account.DRAFTERS, "dear", Drafter("dense", 4e9, 36, MOST))
+    monkeypatch.setitem(account.DRAFTERS, "free", Drafter("dense", drafters.FREE, MOST))
+    monkeypatch.setitem(account.DRAFTERS, "dear", Drafter("dense", drafters.PARENT, MOST))
     (free,), (dear,) = (account.rows_of(machine, 0.25, True, name, [0]) for name in ("free", "dear"))
     steps = [*Steps(account.DRAFTERS["dear"], 16, FREE).of(texts)]
     made, tokens = sum(step.made for step in steps), sum(1 + step.accepted for step in steps)
@@ -87,6 +88,14 @@ def test_a_draft_takes_what_its_drafter_costs(machine: Machine, monkeypatch: pyt
     assert dear["hit_rate"] == free["hit_rate"]
     exact, cut = account.rows_of(machine, 0.25, False, "free", [0, TOP_K])
     assert cut["tokens_per_s"] > exact["tokens_per_s"] and cut["tokens_per_step"] == exact["tokens_per_step"]
+
+
+def test_drafts_are_chosen_by_what_they_cost_under_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of one token's experts makes them cost no loads, so that more of them are worth it."""
+    monkeypatch.setattr(account, "_known", {name: [text(seed, 400)] for seed, name in enumerate(chains.DRAFTERS)})
+    monkeypatch.setitem(account.DRAFTERS, "chosen", Drafter("dense", drafters.HEAD, MOST, chosen=True))
+    exact, cut = account.rows_of(Machine("rtx4090", "bf16", True), 0.25, False, "chosen", [0, TOP_K])
+    assert cut["rows_per_step"] > exact["rows_per_step"] and cut["tokens_per_step"] > exact["tokens_per_step"]
 
 
 def test_chains_are_what_decoders_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

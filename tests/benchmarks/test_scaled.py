@@ -294,17 +294,15 @@ def test_the_papers_arrangements_stay_beside_the_ladder(tmp_path: Path) -> None:
 
 
 def test_composed_recipes_are_rungs_beside_one_another() -> None:
-    of = ladder.cases(ladder.rungs(["cpu", "head", "drafts", "budget", "budget_path", "budget_all"], "off"), "25%")
-    cpu, head, drafts, budget, path, every = (SpacConfig.parse(side.knobs) for side in of)
+    of = ladder.cases(ladder.rungs(["cpu", "head", "drafts", "budget", "budget_all"], "off"), "25%")
+    cpu, head, drafts, budget, every = (SpacConfig.parse(side.knobs) for side in of)
     composed, lossy = (SpacConfig.parse({"preset": name}) for name in ("composed", "composed-lossy"))
-    assert [side.speculation for side in of] == ["none"] + ["eagle3"] * 5
-    for rung, preset in ((drafts, composed), (budget, lossy)):
-        assert (rung.guard, rung.budget, rung.policy, rung.tree) == (
-            preset.guard, preset.budget, preset.policy, preset.tree,
-        )  # fmt: skip
-    assert (head.guard, head.budget, every.guard, every.budget) == ("on@lookups=off", "off", "off", budget.budget)
-    assert path.budget == f"{budget.budget}@votes=path"
-    assert {each.cpu_experts for each in (cpu, head, drafts, budget, path, every)} == {"waterfill"}
+    assert [side.speculation for side in of] == ["none"] + ["eagle3"] * 4
+    for rung, preset in ((head, composed), (budget, lossy)):
+        assert (rung.budget, rung.policy, rung.tree) == (preset.budget, preset.policy, preset.tree)
+    assert [side.uses_lookups for side in (head, composed, lossy, drafts, budget)] == [False] * 3 + [True] * 2
+    assert (every.guard, every.budget) == ("off", budget.budget)
+    assert {each.cpu_experts for each in (cpu, head, drafts, budget, every)} == {"waterfill"}
 
 
 def test_engines_take_turns_in_groups_with_the_first_two() -> None:

@@ -116,5 +116,5 @@ def test_the_drafter_goes_on_for_the_others() -> None:
     assert step.taken == {"a": [2, 3]} and step.others(["a", "b", "c"]) == [1, 2]
 
 
-def test_lookups_can_be_switched_off() -> None:
-    assert SpacConfig.parse({}).uses_lookups and not SpacConfig.parse({"guard": "on@lookups=off"}).uses_lookups
+def test_lookups_can_be_switched_on() -> None:
+    assert SpacConfig.parse({"guard": "on@lookups=on"}).uses_lookups and not SpacConfig.parse({}).uses_lookups

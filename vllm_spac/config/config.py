@@ -112,7 +112,7 @@ class SpacConfig(Knobs):
     @property
     def uses_lookups(self) -> bool:
         """Whether n-grams of a request's text may be its drafts beside a drafter's."""
-        return types.GUARD.split(self.guard)[1].get("lookups") != "off"
+        return types.GUARD.split(self.guard)[1].get("lookups") == "on"
 
     @cached_property
     def parsed_budget(self) -> BudgetKnob:

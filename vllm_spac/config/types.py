@@ -158,7 +158,7 @@ PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
 }
 OF_DRAFTS = ("k", "cutoff")  # of these, of predictors that look at drafts
 GUARD = WithArguments(
-    {"on": {"cut": Argument("eager", ("eager", "always")), "lookups": Argument("on", ("on", "off"))}, "off": {}}
+    {"on": {"cut": Argument("eager", ("eager", "always")), "lookups": Argument("off", ("off", "on"))}, "off": {}}
 )
 PLANE = WithArguments({AUTO: {}, "slots": {}, "table": {}, "pointers": {}})
 SPECULATE = WithArguments(

@@ -41,7 +41,7 @@ def variants(
         # scaled.md: 2.17 times a cache alone with the proportions of an RTX 4090, and drafts beside it add nothing;
         # gpu.md: never on an H100. Named, since ``auto`` would compare by itself meanwhile.
         ways.append(Variant("CPU experts", base | {"store": "host", "cpu_experts": "waterfill"}))
-    # speculation_real.md: an EAGLE-3 head 1.15 times no drafts, and n-grams 1.12, chosen in each step by the guard.
+    # speculation_real.md: an EAGLE-3 head 1.05 times no drafts, chosen in each step by the guard.
     if drafts is not None:
         name = f"drafts={drafts.get('method')} {drafts.get('num_speculative_tokens', '')}".strip()
         ways.append(Variant(name, base, drafts))
