@@ -41,8 +41,8 @@ from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 
 LLAMA = Path(__file__).with_name("llama.py")
 KINDS = ("all", "weights", "process")
-_QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive"}  # threads that spin would take the cores of the other side
-_SLACK = 8 << 20  # bytes of a control group that its kernel structures take
+QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive"}  # threads that spin would take the cores of the other side
+SLACK = 8 << 20  # bytes of a control group that its kernel structures take
 _EPILOG = """[bold]Examples[/]
 
 python benchmarks/peers/beside_llama.py .cache/toy/mid --slots 25%
@@ -94,7 +94,7 @@ class Measured:
 
 
 class Llama(LiveProcess):
-    """llama.cpp with a file of its own, in a control group if its memory is limited."""
+    """llama.cpp with a file of its own, in a control group if its memory is limited; ``slots``: requests at once."""
 
     def __init__(
         self,
@@ -105,9 +105,10 @@ class Llama(LiveProcess):
         limit: process_memory.MemoryLimit | None,
         timeout: float,
         repacks: bool = False,
+        slots: int = 1,
     ):
         job = {"model": str(file), "context": context, "threads": threads, "mapped": True, "exact": exact}
-        job["repacks"] = repacks  # a copy in a layout of its own takes as much memory as all weights
+        job |= {"slots": slots, "repacks": repacks}  # a copy in a layout of its own takes as much memory as all weights
         self._limit = limit
 
         def command(folder: Path) -> list[str]:
@@ -115,7 +116,7 @@ class Llama(LiveProcess):
             return [sys.executable, str(LLAMA), str(folder / "job.json")]
 
         process_memory.forget_file(file)
-        super().__init__(command, timeout, _QUIET_OPENMP, limit.join if limit else None)
+        super().__init__(command, timeout, QUIET_OPENMP, limit.join if limit else None)
 
     def turn(self, prompt: list[int], tokens: int) -> dict:
         return self.ask({"prompt": prompt, "tokens": tokens})
@@ -158,7 +159,7 @@ def main(
             int4.write(model, served)
     settings = Settings(
         served, Drafts(4, model, model), prompt_tokens, output_tokens, seed=seed, eager=eager, dtype=dtype.value,
-        disk_dir=disk_dir, timeout=timeout, environment=_QUIET_OPENMP,
+        disk_dir=disk_dir, timeout=timeout, environment=QUIET_OPENMP,
     )  # fmt: skip
     cases = {size: Case.parse(side, size) for size in split(slots)}
     checkpoint, gguf = read_checkpoint(served, FormatKernels.OURS if four_bits else None), work / f"{name}.gguf"
@@ -260,11 +261,7 @@ class Comparison:
         }
 
     def _weights(self) -> int:
-        """Bytes of weights that the plugin has in RAM."""
-        dense = self._checkpoint.other_bytes
-        experts = sum(self._checkpoint.layer_bytes.values())
-        resident = dense + round(experts * self.choices["slots"] / self._checkpoint.total)
-        return resident * Dtype(self._settings.dtype).element.itemsize // torch.bfloat16.itemsize
+        return resident_bytes(self._checkpoint, self.choices["slots"], Dtype(self._settings.dtype).element)
 
     def _start_peers(self, stack: ExitStack, prompt: list[int], taken: int) -> list[Llama]:
         """Starts llama.cpp once per kind of limit. Its needs beside weights are measured in a process without one."""
@@ -272,7 +269,7 @@ class Comparison:
         options = context, self._threads, self._settings.dtype == Dtype.float32
         with closing(Llama(self._gguf, *options, None, self._settings.timeout)) as mapped:
             mapped.turn(prompt, self._settings.output_tokens)
-            besides = process_memory.taken(mapped.pid)["anonymous"] + _SLACK
+            besides = process_memory.taken(mapped.pid)["anonymous"] + SLACK
         free = Llama(self._gguf, *options, None, self._settings.timeout, repacks=True)
         stack.enter_context(closing(free))
         free.turn(prompt, self._settings.output_tokens)
@@ -289,6 +286,13 @@ class Comparison:
             stack.callback(file.unlink)
             found.append(stack.enter_context(closing(Llama(file, *options, limit, self._settings.timeout))))
         return found
+
+
+def resident_bytes(checkpoint: Checkpoint, slots: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of weights that the plugin has in RAM with so many slots, as ``dtype``."""
+    experts = sum(checkpoint.layer_bytes.values())
+    resident = checkpoint.other_bytes + round(experts * slots / checkpoint.total)
+    return resident * dtype.itemsize // torch.bfloat16.itemsize
 
 
 def summary(measured: Measured) -> dict:

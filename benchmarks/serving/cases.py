@@ -213,7 +213,7 @@ def known_speculations(names: Sequence[str]) -> None:
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
 
 
-# The engines of ``on_gpu.py``, by part: those whose tokens are compared, and those that are timed.
+# The engines of ``on_gpu.py``, by part: those whose tokens are compared, that are timed, and that serve agents.
 DRAFTS = 4  # per step of a chain
 _NONE: dict[str, str] = {}
 _DEVICE, _HOST = {"plane": "pointers"}, {"plane": "slots"}
@@ -257,5 +257,11 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case("ptr, ngram", _NONE, "ngram"),
         Case("ptr resident", _DEVICE | {"slots": "100%"}),
         Case("table", {"plane": "table"}),
+    ),
+    "agents": (
+        Case(STOCK, None),
+        Case("stock uva", None, offload="uva", each_share=True),
+        Case("ptr", _NONE, each_share=True),
+        Case("ptr cpu", _DEVICE | _CPU),
     ),
 }

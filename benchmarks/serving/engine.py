@@ -3,8 +3,8 @@
 ``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
 JOB`` stays and answers each line of its input, ``{"prompts": [[ids]], "tokens": n}``, with a line about it. The prompts
 of a turn are served together. ``{"score": [ids], "first": n}`` is answered with ``scores``, ``{"beside": [[ids]],
-"long": [[ids]], "tokens": n}`` with ``beside``, ``{"profile": [[ids]], "steps": n}`` with ``profiled``. Counters cover
-the measured part alone.
+"long": [[ids]], "tokens": n}`` with ``beside``, ``{"profile": [[ids]], "steps": n}`` with ``profiled``, ``{"agents":
+[[request]], "first": [ids]}`` with ``together``. Counters cover the measured part alone.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def take_turns(job: dict) -> None:
             continue
         if "beside" in turn:
             print(json.dumps(beside(llm, turn["beside"], turn["long"], turn["tokens"])), file=answers)
+            continue
+        if "agents" in turn:
+            print(json.dumps(together(llm, job, turn["agents"], turn["first"])), file=answers)
             continue
         if "profile" in turn:
             print(json.dumps(profiled(llm, job, turn["profile"], turn["steps"])), file=answers)
@@ -136,28 +139,42 @@ class Stepped:
     """Requests that are served step by step.
 
     Attributes:
-        times: when each token of a request came, by its name.
+        times: when each token of a request came, by its name; ``asked``: when it was added; ``said``: its tokens.
     """
 
     def __init__(self, llm) -> None:
         self._engine = llm.llm_engine
+        self.asked: dict[str, float] = {}
         self.times: dict[str, list[float]] = {}
+        self.said: dict[str, list[int]] = {}
 
-    def add(self, name: str, ids: list[int], tokens: int) -> None:
+    def add(self, name: str, ids: list[int], tokens: int, schema: dict | None = None) -> None:
+        """Adds a request for so many tokens; one with a JSON schema ends where its document does."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         kind = RequestOutputKind.CUMULATIVE
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=kind)
-        self.times[name] = []
+        follows = None if schema is None else StructuredOutputsParams(json=schema)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=schema is None,
+            detokenize=False,
+            output_kind=kind,
+            structured_outputs=follows,
+        )
+        self.times[name], self.asked[name] = [], time.perf_counter()
         self._engine.add_request(name, {"prompt_token_ids": ids}, sampling)
 
-    def step(self) -> None:
+    def step(self) -> list[str]:
+        """Runs a step; returns the names of the requests that it ended."""
         outputs = self._engine.step()
         now = time.perf_counter()
         for output in outputs:
-            times = self.times[output.request_id]
-            times += [now] * (len(output.outputs[0].token_ids) - len(times))
+            times, said = self.times[output.request_id], list(output.outputs[0].token_ids)
+            times += [now] * (len(said) - len(times))
+            self.said[output.request_id] = said
+        return [output.request_id for output in outputs if output.finished]
 
     def until(self, names: Iterable[str], tokens: int) -> None:
         """Runs steps until each of these requests has so many tokens."""
@@ -213,6 +230,38 @@ def waited(streams: list[list[float]], began: float, ended: float) -> dict[str, 
     alone = statistics.median(before)
     kept = alone * len(gaps) / len(streams) / (ended - began)
     return {"longest_gap": max(gaps, default=ended - began), "kept": kept, "first_token": ended - began, "alone": alone}
+
+
+def together(llm, job: dict, agents: list[list[dict]], first: list[int]) -> dict:
+    """Serves agents at once: each asks its next request when the last one is answered.
+
+    Args:
+        agents: requests of each, as of ``agents.recorded.Request``.
+        first: a prompt that has been answered before.
+
+    Returns:
+        ``served``, as of ``agents.served.Served``, and increments of the ``counters``.
+    """
+    generate(llm, [first], 1, 1, job["seed"])
+    before, running, left = counters(llm, job), Stepped(llm), [list(enumerate(asked)) for asked in agents]
+    now: dict[str, tuple[int, int]] = {}  # name of a request that runs -> its agent and turn
+    served = []
+
+    def ask(agent: int) -> None:
+        if left[agent]:
+            turn, request = left[agent].pop(0)
+            now[name := f"{agent} {turn}"] = agent, turn
+            running.add(name, request["ids"], request["tokens"], request["schema"])
+
+    for agent in range(len(agents)):
+        ask(agent)
+    while now:
+        for name in running.step():
+            agent, turn = now.pop(name)
+            facts = {"asked": running.asked[name], "times": running.times[name], "tokens": running.said[name]}
+            served.append({"agent": agent, "turn": turn, **facts})
+            ask(agent)
+    return {"served": served, "counters": increments(llm, job, before)}
 
 
 def profiled(llm, job: dict, prompts: list[list[int]], steps: int) -> dict:

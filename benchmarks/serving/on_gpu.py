@@ -3,7 +3,8 @@
 [bold]tokens[/]: what the plugin answers to eight prompts, and how many tokens equal stock vLLM's until the first
 difference of each answer. [bold]serving[/]: ms per token of each request at each batch size, ms for long prompts, what
 requests wait for beside one, and the bytes that experts took over the link, beside stock vLLM with everything resident
-and its own offloaders; on a GPU also where the time of a step goes: link, the GPU's memory, idle.
+and its own offloaders; on a GPU also where the time of a step goes: link, the GPU's memory, idle. [bold]agents[/], if
+asked for: several agents with long shared prefixes, their tokens per second, and what each waits for.
 
 [bold]shape:NAME@argument=value,…[/] in place of a folder is a published model's shape with random weights, whose
 routers follow a stream: nothing is downloaded or written. Arguments: layers, experts, top_k, hidden, intermediate,
@@ -31,6 +32,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks.agents.recorded import Recording
 from benchmarks.common import ROOT, TOY, PlanError, Script, is_toy, progress, provenance, show, wide, write_result
 from benchmarks.serving.cases import (
     CASES,
@@ -51,6 +53,8 @@ from benchmarks.toy.stored import unpack
 LARGE = f"{PREFIX}qwen3-30b-a3b"  # whose times a GPU shows, if no model is given
 OUTPUT = ROOT / ".cache" / "serving" / "on_gpu.json"
 PARTS = tuple(CASES)
+ASKED = PARTS[:2]  # if none are
+_AGENT_CONTEXT = 8192  # tokens that an agent has at most
 _ON_CPU = "no GPU: everything ran on the CPU, and its times say nothing about a GPU"
 _EPILOG = """[bold]Examples[/]
 
@@ -63,6 +67,8 @@ python benchmarks/serving/on_gpu.py --part serving --only stock --only "stock uv
 python benchmarks/serving/on_gpu.py shape:qwen3-30b-a3b --minutes 9 --resume --output mine.json
 
 python benchmarks/serving/on_gpu.py shape:tiny@layers=4,stream=low --only ptr
+
+python benchmarks/serving/on_gpu.py shape:qwen3-30b-a3b --part agents --batch 1,4,8,16 --minutes 9
 
 python benchmarks/serving/on_gpu.py MODEL --eagle3 HEAD --output mine.json
 
@@ -268,6 +274,12 @@ def print_rows(console: Console, rows: Sequence[dict], asked: Asked) -> None:
             "graphs",
             *columns,
         )
+    together = [
+        {"name": row["name"], "slots": row.get("slots"), **each} for row in rows for each in row.get("agents", [])
+    ]
+    if together:
+        columns = ["agents", "tokens_per_s", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "longest_gap"]
+        show("several agents", together, "name", "slots", *columns, "bytes_per_token")
     for row in rows:
         for what, style in (("error", "red"), ("left_out", "yellow")):
             if what in row:
@@ -286,7 +298,7 @@ def main(
         typer.Argument(help=f"Folder, or {PREFIX}NAME@…. Default: the toy, and for times on a GPU {LARGE}."),
     ] = None,
     part: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(PARTS)}. Default: both; of a shape, {PARTS[1]}.")
+        str | None, typer.Option(help=f"Of {', '.join(PARTS)}. Default: {' and '.join(ASKED)}; of a shape, {ASKED[1]}.")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="These engines and stock's. Can be repeated.")] = None,
     side: Annotated[list[str] | None, typer.Option(help="An engine in place of the table's, as of paired.py.")] = None,
@@ -319,7 +331,7 @@ def main(
     if shape is None and model is not None and not Path(model).exists():
         raise PlanError(f"{model} is neither a folder nor a shape; a shape is {PREFIX}NAME, e.g. {LARGE}")
     given = DEFAULTS_OF_SHAPES if shape or (model is None and gpu) else DEFAULTS
-    chosen = split(part) if part else list(PARTS if shape is None else PARTS[1:])
+    chosen = split(part) if part else list(ASKED if shape is None else ASKED[1:])
     shares = slot_counts(slots or given.slots)
     todo = runs(chosen, only or (OF_SHAPES if shape and not side else []), shares, side or [])
     batches, options = sizes(batch or given.batch), parsed_options(option or [])
@@ -335,8 +347,8 @@ def main(
     if not gpu:
         console.print(f"[yellow]{_ON_CPU}[/]")
     shapes = {name: shape for name in PARTS} if shape else {}
-    if model is None and gpu and PARTS[1] in chosen:
-        shapes = {PARTS[1]: Shape.parse(LARGE)}
+    if model is None and gpu:
+        shapes = {name: Shape.parse(LARGE) for name in PARTS[1:] if name in chosen}
     for each in shapes.values():
         if max(lengths) + decode_tokens + SLACK > each.context:
             raise PlanError(f"--prompt-tokens {max(lengths)}: {each.text} takes {each.context} tokens in all")
@@ -347,9 +359,10 @@ def main(
     asked = Asked(
         models, heads, batches, decode_tokens, lengths, dtype, not gpu if eager is None else eager, gpu,
         at_once, seed, disk_dir, tuple(plugin or ()), options, shapes,
+        agents=Recording.fitting(min(_AGENT_CONTEXT, _context(models["agents"]) - SLACK)),
     ).with_prompts()  # fmt: skip
     about: dict[str, Any] = {
-        "label": "random weights" if PARTS[1] in shapes else "toy model" if is_toy(models["serving"]) else None,
+        "label": "random weights" if shapes else "toy model" if is_toy(models["serving"]) else None,
         "device": torch.cuda.get_device_name(0) if gpu else "cpu",
         "times": None if gpu else _ON_CPU,
         "models": {name: folder.name for name, folder in models.items() if name in chosen},
@@ -368,6 +381,8 @@ def main(
         "options": options,
         "provenance": origin,
     }
+    if PARTS[2] in chosen and asked.agents is not None:
+        about["agents_of"] = asked.agents.describe(models["agents"])
     done, origins = finished(output, about) if resume else ([], [])
     about |= {"resumed": origins} if origins else {}
     rows = execute(todo, asked, Clock(begin + 60 * minutes, timeout), about, output, done)
@@ -379,6 +394,11 @@ def main(
         console.print(f"{len(wrong) - len(decided)} exact engines differ in 16 bits, where a near-tie may")
     if any("error" in row for row in rows) or decided:
         raise typer.Exit(1)
+
+
+def _context(model: Path) -> int:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return int((config.get("text_config") or config)["max_position_embeddings"])
 
 
 def _toys() -> dict[str, Path]:

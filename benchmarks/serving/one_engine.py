@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.agents.recorded import AGENTS, Recording
+from benchmarks.agents.served import measures
 from benchmarks.common import PlanError
 from benchmarks.serving import prompts
 from benchmarks.serving.cases import DRAFTS, Case, Drafts, Settings
@@ -84,6 +86,7 @@ class Asked:
         prompt_tokens: lengths of the long prompts.
         compare: prompts whose answers are compared; ``short`` and ``long``, some of each length: those that are timed.
         options: of every engine, beyond what the parts need.
+        agents: what several agents ask; None: nobody asks.
     """
 
     models: Mapping[str, Path]
@@ -103,6 +106,7 @@ class Asked:
     compare: list[list[int]] = field(default_factory=list)
     short: list[list[int]] = field(default_factory=list)
     long: dict[int, list[list[int]]] = field(default_factory=dict)
+    agents: Recording | None = None
 
     def with_prompts(self) -> Asked:
         """Returns the same with prompts."""
@@ -125,12 +129,15 @@ class Asked:
             LeftOut: it needs a GPU, or a file that was not given.
             PlanError: its drafts come from a model that is not there.
         """
-        case, compared = run.case.at(run.share), run.part == "tokens"
+        case, compared, together = run.case.at(run.share), run.part == "tokens", run.part == "agents"
         if case.offload and not self.gpu:
             raise LeftOut("stock vLLM offloads from a GPU, and there is none here")
         batches = (len(LENGTHS),) if compared else self.batches
         timed = max(SHORT, *self.prompt_tokens), self.decode_tokens
         longest, output = (max(LENGTHS), ANSWER) if compared else timed
+        if together:
+            assert self.agents is not None, "the part has requests"
+            batches, longest, output = self.numbers, self.agents.context, 0
         model, shape = self.models[run.part], self.shapes.get(run.part)
         drafts = Drafts(DRAFTS, self.heads[run.part], model.parent / "draft")
         loaded = {"VLLM_PLUGINS": ",".join([*(["spac"] if case.knobs is not None else []), *self.plugins])}
@@ -141,18 +148,27 @@ class Asked:
         job = case.job(settings)
         context = longest + output + SLACK
         job["options"] |= {"max_model_len": context, "max_num_batched_tokens": min(max(1024, context), _ROWS)}
-        if not compared:
+        if together:
+            text = (model / "tokenizer.json").is_file()  # which a JSON schema needs
+            job["options"] |= {"enable_prefix_caching": True, "skip_tokenizer_init": not text}
+        elif not compared:
             job["options"]["max_num_seqs"] = max(*batches, BESIDE + 1)
         if shape is not None:
             job["options"]["load_format"] = "dummy"  # which engine.py replaces
         if self.gpu:
             job["options"] |= self._on_gpu(batches, job["speculative"], compared)
             if shape is not None:
-                held = shape.kv_bytes(context + 2 * max(*batches, BESIDE) * (SHORT + output + SLACK))
+                short = context if together else SHORT + output + SLACK
+                held = shape.kv_bytes(context + 2 * max(*batches, BESIDE) * short)
                 job["options"]["kv_cache_memory_bytes"] = max(2 << 30, held)
         job["options"] |= self.options
         job["spac"] = None if case.knobs is None else self.knobs(run)
         return job
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of agents: those of the batch sizes that are recorded."""
+        return tuple(size for size in self.batches if size <= AGENTS) or (AGENTS,)
 
     def _on_gpu(self, batches: Sequence[int], speculative: dict | None, compared: bool) -> dict:
         """Returns the share of the GPU, and only those graphs that are replayed: each takes a while to capture."""
@@ -192,6 +208,10 @@ def run_one(
             row |= {"start_seconds": time.monotonic() - begin, **engine.ready}
             if run.part == "tokens":
                 said = _compared(engine, asked, row, until)
+            elif run.part == "agents":
+                for answers in _together(engine, asked, row, until):
+                    said += answers
+                    note(row)
             else:
                 for answers in _timed(engine, asked, case, row, until):
                     said += answers
@@ -257,6 +277,21 @@ def _timed(engine: LiveEngine, asked: Asked, case: Case, row: dict, until: float
     yield []
     row["profile"] = _profile(engine, asked, case, until)
     yield []
+
+
+def _together(engine: LiveEngine, asked: Asked, row: dict, until: float) -> Iterator[list[list[int]]]:
+    """Adds what several agents got to ``row``, and yields their answers; the first run counts for nothing."""
+    model, recording, row["agents"] = asked.models["agents"], asked.agents, []
+    assert recording is not None, "the part has requests"
+    for run, count in enumerate((1, *asked.numbers)):
+        lines = [[request.line for request in turns] for turns in recording.agents(model, count, run)]
+        found = _turn(engine, until, {"agents": lines, "first": recording.prefix_of(model, run)})
+        if run:
+            served = sorted(found["served"], key=lambda answer: (answer["agent"], answer["turn"]))
+            measured = measures(served)
+            moved = sum(found["counters"].get("bytes", {}).values()) / measured["tokens"]
+            row["agents"].append({"agents": count, **measured, "bytes_per_token": moved})
+            yield [answer["tokens"] for answer in served]
 
 
 def _turn(engine: LiveEngine, until: float, turn: dict) -> dict:

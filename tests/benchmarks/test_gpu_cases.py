@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.agents.recorded import Recording
 from benchmarks.common import TOY, PlanError
 from benchmarks.serving import cases, on_gpu, one_engine, processes
 from benchmarks.serving.cases import STOCK
@@ -51,6 +52,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         compare=[[1, 2], [3]],
         short=[[1]] * 4,
         long={90: [[1] * 90, [2] * 90]},
+        agents=Recording.fitting(1024),
     )
 
 
@@ -136,7 +138,7 @@ def test_sides_take_the_place_of_the_table() -> None:
     assert [(run.part, run.name) for run in found[:3]] == [
         ("tokens", STOCK), ("tokens", "spac policy=lru"), ("tokens", "spac slots=10% budget=16@when=decode")
     ]  # fmt: skip
-    assert [run.case.knobs["slots"] for run in found[1:3]] == ["20%", "10%"] and len(found) == 6
+    assert [run.case.knobs["slots"] for run in found[1:3]] == ["20%", "10%"] and len(found) == 3 * len(on_gpu.PARTS)
     assert [run.case.exact for run in found[:3]] == [True, True, False]
     with pytest.raises(PlanError, match="use stock or spac"):
         on_gpu.runs(on_gpu.PARTS, [], ["20%"], ["vllm"])
@@ -176,6 +178,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Takes the place of ``engine.py``: it answers as often as its job's ``seed`` says, and then ends or sleeps."""
     answer = {"tokens": [[1, 2]], "ttft": [0.5], "tpot": [0.25], "choices": {"mode": "exact"}}
     answer["counters"] = {"bytes": {"host": 640}}
+    answer["served"] = [{"agent": 0, "turn": 0, "asked": 0.0, "times": [1.0, 2.0], "tokens": [1, 2]}]
     script = tmp_path / "engine.py"
     script.write_text(
         'import json, sys, time\njob = json.load(open(sys.argv[1]))\nprint(\'{"graphs": "NONE"}\', flush=True)\n'
@@ -208,6 +211,18 @@ def test_what_was_measured_before_an_error_stays(engine, asked) -> None:
     assert row["beside"]["requests"] == 4 and row["profile"]["ttft"] == [0.5]
     row, _ = one_engine.run_one(run, replace(asked, seed=4), clock())
     assert "out of luck" in row["error"] and [each["batch"] for each in row["decode"]] == [1]
+
+
+def test_agents_are_measured_at_each_number(engine, asked) -> None:
+    """The first run, with one agent, counts for nothing; what is read is divided by the tokens of all."""
+    (run,) = [run for run in RUNS if (run.part, run.name) == ("agents", "ptr 25%")]
+    model = asked.models | {"agents": TOY / "models" / "target"}
+    row, said = one_engine.run_one(run, replace(asked, models=model, seed=100), clock())
+    assert "error" not in row and said == [[1, 2], [1, 2]]
+    measured = [
+        (each["agents"], each["tokens_per_s"], each["longest_gap"], each["bytes_per_token"]) for each in row["agents"]
+    ]
+    assert measured == [(1, 1.0, 1.0, 320.0), (4, 1.0, 1.0, 320.0)]
 
 
 def test_a_profile_is_divided_by_what_moves(asked) -> None:
@@ -256,7 +271,7 @@ def test_the_result_is_written_after_each_measurement(engine, asked, tmp_path, m
         stopped.extend(row["name"] for row in payload["serving"] if row.get("error") == "stopped here")
 
     monkeypatch.setattr(on_gpu, "write_result", noted)
-    todo = [run for run in RUNS if run.name in ("stock", "host", "slots")]
+    todo = [run for run in RUNS if run.part in on_gpu.ASKED and run.name in ("stock", "host", "slots")]
     about = {"provenance": on_gpu.provenance()}
     rows = on_gpu.execute(todo, replace(asked, at_once=at_once, seed=100), clock(), about, tmp_path / "result.json")
     assert written == sorted(written) and set(written) == {1, 2, 3, 4}
@@ -269,7 +284,8 @@ def test_the_result_is_written_after_each_measurement(engine, asked, tmp_path, m
 
 def test_a_result_is_resumed(engine, asked, tmp_path) -> None:
     """Rows with an error, and what was left out, run again; a later row is compared with an earlier stock's answers."""
-    todo, output = [run for run in RUNS if run.name in ("stock", "slots")], tmp_path / "result.json"
+    todo = [run for run in RUNS if run.part in on_gpu.ASKED and run.name in ("stock", "slots")]
+    output = tmp_path / "result.json"
     about = {"provenance": on_gpu.provenance(), "seed": 0}
     assert on_gpu.finished(output, about) == ([], [])
     asked = replace(asked, seed=100)
