@@ -100,6 +100,8 @@ def test_measures_are_those_of_the_timestamps() -> None:
     assert (found["ttft_p50"], found["ttft_p95"]) == (1.0, 2.0)
     assert (found["tpot_p50"], found["tpot_p95"]) == (0.25, 1.0)
     assert found["longest_gap"] == 1.5, "the wait between two turns is no gap"
+    seldom = [answer(0, 0, 0.0, *range(1, 40)), answer(0, 1, 50.0, 51.0, 58.0)]
+    assert served.measures(seldom)["longest_gap"] == 7.0
 
 
 def test_percentiles_are_values() -> None:

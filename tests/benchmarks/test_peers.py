@@ -261,3 +261,8 @@ def test_llama_answers_as_the_deepseek_does(tmp_path: Path) -> None:
     said = llama.generate(prompt[None], max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None)
     with closing(beside_llama.Llama(tmp_path / "x.gguf", 64, 1, True, None, 120)) as process:
         assert process.turn(prompt.tolist(), count)["tokens"] == [said[0, len(prompt) :].tolist()]
+    asked = [[{"ids": prompt.tolist(), "tokens": count, "schema": None}]] * 2
+    with closing(beside_llama.Llama(tmp_path / "x.gguf", 128, 1, True, None, 120, slots=2)) as process:
+        served = process.ask({"agents": asked, "first": prompt[:8].tolist()})["served"]
+    assert [each["tokens"] for each in served] == [said[0, len(prompt) :].tolist()] * 2
+    assert [len(each["times"]) for each in served] == [count] * 2
