@@ -30,7 +30,7 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
 from vllm_spac.cpu_kernels._thread import ExecutorThread  # noqa: E402
 from vllm_spac.execution.device.layer_launches import LayerRows  # noqa: E402
-from vllm_spac.execution.device.pointers_execution import PointerExecution  # noqa: E402
+from vllm_spac.execution.device.pointers_execution import PointerExecution, _compile  # noqa: E402
 from vllm_spac.methods.moe_spec import replay  # noqa: E402
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer  # noqa: E402
 from vllm_spac.methods.moe_spec.settings import (
@@ -159,7 +159,7 @@ def test_what_is_compiled_decides_and_moves_nothing(device):
     before = [tensor.clone() for tensor in state]
     ids = torch.zeros(4, 2, dtype=torch.int32)
     rows = LayerRows.of(torch.zeros(4, D), torch.zeros(4, 2), ids, made._live, None, False, None)
-    made._compile(0, rows, "silu")
+    _compile(made, 0, rows, "silu")
     assert device.keys and all(map(torch.equal, state, before))
     made.close()
 

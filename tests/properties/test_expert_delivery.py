@@ -6,14 +6,18 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from looped_experts import Looped
 from memory_store import MemoryStore
-from test_execution import DECODE, EXPERTS, LAYERS, LONG, PROMPT, TOP_K, D, Pool, Replayed, packed
+from test_execution import DECODE, EXPERTS, LAYERS, LONG, PROMPT, TOP_K, D, Pool, Replayed, packed, shape
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.cache.host_tier import HostTier
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.cache.transfers import HostRows
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import check_same
@@ -21,6 +25,7 @@ from vllm_spac.errors import StoreError
 from vllm_spac.execution.device import cpu_share
 from vllm_spac.execution.expert_delivery import ExpertDelivery
 from vllm_spac.storage.base import allocate
+from vllm_spac.system.host_blocks import HostBlock
 
 SOME, ALL = (1,), tuple(range(LAYERS))  # layers whose experts are out of reach
 
@@ -34,14 +39,14 @@ class FarStore(MemoryStore):
         super().__init__(*args, **named)
         self.gate, self.error, self.reads = threading.Event(), None, 0
         self.gate.set()
-        self._staging: Mapping[str, Tensor] | None = None
+        self._far: Mapping[str, Tensor] | None = None
 
     def in_reach(self, key: int) -> bool:
         return key // self.shape.experts not in self.far
 
     def staging(self) -> Mapping[str, Tensor]:
-        self._staging = self._staging or allocate(self.shape.tensors, self.shape.experts, "cpu")
-        return self._staging
+        self._far = self._far or allocate(self.shape.tensors, self.shape.experts, "cpu")
+        return self._far
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         assert self.gate.wait(60)
@@ -56,12 +61,22 @@ class FarStore(MemoryStore):
         assert self.in_reach(key), "it has no address"
         return super().view(key)
 
+    def layer(self, number: int) -> Mapping[str, Tensor]:
+        assert self.addressable, "a disk has no layers in memory"
+        return super().layer(number)
+
 
 class FarPool(Pool):
     """A pool whose store has layers out of reach; what an earlier layer had staged is no longer there."""
 
-    def __init__(self, slots: int, far: tuple[int, ...] = ALL, layout=None, **options: Any) -> None:
-        build, store = components.build, type("Far", (FarStore,), {"far": far})
+    def __init__(
+        self, slots: int, far: tuple[int, ...] = ALL, layout=None, rows: int = 0, disk: bool = True, **options: Any
+    ) -> None:
+        if rows:
+            layout = layout or shape()
+            tier = HostTier(layout.total, rows, 0, components.build("policies", options.get("policy", "lru")))
+            options["host"] = HostRows(tier, HostBlock(layout.tensors, rows, pin=False))
+        build, store = components.build, type("Far", (FarStore,), {"far": far, "addressable": far != ALL or not disk})
         made = lambda family, name, **given: store(**given) if family == "stores" else build(family, name, **given)  # noqa: E731
         components.build = made
         try:
@@ -75,6 +90,10 @@ class FarPool(Pool):
         def poisoned(order: int) -> None:
             for tensor in self.store.staging().values():
                 tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 255)
+            if rows:  # free ones, too
+                self.admission.delivery._release()
+                for tensor in self.host.tensors.values():
+                    tensor[self.host.tier._free] = float("nan") if tensor.dtype.is_floating_point else 255
             answer(order)
 
         self.admission.delivery._answer = poisoned
@@ -130,7 +149,7 @@ def test_a_graph_waits_in_its_replays(far, monkeypatch, layers) -> None:
 def test_beside_a_share_of_the_CPU_and_where_that_is_late(far, monkeypatch, late: bool) -> None:
     """What the CPU does not answer is delivered, too, before the device computes it."""
     monkeypatch.setattr(cpu_share, "PATIENCE", 1_000_000 if late else 20_000_000_000)
-    pool, rng, gate = far(7, policy="reuse"), torch.Generator().manual_seed(0), threading.Event()
+    pool, rng, gate = far(7, policy="reuse", disk=False), torch.Generator().manual_seed(0), threading.Event()
 
     class Gated(Looped):
         def run(self, *given: Any) -> Tensor:
@@ -164,6 +183,60 @@ def test_what_is_out_of_reach_is_not_read_ahead(far) -> None:
     given = (pool.admission.reports.guesses == 2).view(LAYERS, -1).any(1).tolist()
     assert given[0] and not given[1] and offers.state[0] > 0 and pool.store.reads == 0
     pool.end_forward()
+
+
+# -- rows of host memory ------------------------------------------------------------------------------------------
+
+
+def check_rows(pool: FarPool) -> None:
+    """Host and device agree on what is in rows, between two steps; each row has one expert, or is free."""
+    delivery, tier = pool.admission.delivery, pool.host.tier
+    delivery._rows.insert()
+    delivery._release()
+    tier.check_integrity()
+    places = np.where(tier.row_of == NOWHERE, -1, EXPERTS + tier.row_of)
+    assert (delivery._place_of.numpy() == places).all()
+    for key in np.flatnonzero(tier.row_of != NOWHERE).tolist():
+        for name, tensor in pool.host.tensors.items():
+            assert torch.equal(tensor[tier.row_of[key]], pool.experts[key][name])
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
+@pytest.mark.parametrize("rows", [1, 5, LAYERS * EXPERTS // 2, LAYERS * EXPERTS])
+@pytest.mark.parametrize(("slots", "layout"), [(TOP_K, None), (7, packed())])
+def test_layers_give_their_bits_with_rows_of_any_number(far, rows: int, policy: str, slots: int, layout) -> None:
+    pool, rng = far(slots, ALL, layout, rows=rows, policy=policy), torch.Generator().manual_seed(0)
+    assert pool.host.tier.held == min(rows, LAYERS * EXPERTS - slots)
+    for number in range(30):
+        pool.check((DECODE, DECODE, PROMPT, DECODE, LONG)[number % 5], rng)
+        pool.admission.check_integrity()
+        check_rows(pool)
+    assert pool.store.reads > 0 and (pool.store.reads <= slots) == (rows == LAYERS * EXPERTS), "of all each once"
+
+
+def test_rows_keep_what_was_read(far) -> None:
+    """What a step ordered is read once: rows that nobody used give way to it."""
+    pool, ids = far(TOP_K, rows=3 * LAYERS * TOP_K, policy="lru"), torch.arange(EXPERTS - TOP_K, EXPERTS)[None]
+    one, rng = Step((RequestRows(0, 1, RowKind.DECODE),)), torch.Generator().manual_seed(0)
+    for _ in range(8):
+        pool.check(one, rng, ids=ids)
+    before = pool.store.reads
+    assert before > 0
+    for _ in range(3):
+        pool.check(one, rng, ids=ids)
+    assert pool.store.reads == before
+
+
+def test_a_graph_finds_its_experts_in_other_rows(far, monkeypatch) -> None:
+    pool, rng = far(7, rows=6, policy="reuse"), torch.Generator().manual_seed(0)
+    step, moved = Replayed(pool, 4, monkeypatch), 0
+    before = pool.host.tier.row_of.copy()
+    for number in range(30):
+        step.check(1 + number % 4, rng)
+        check_rows(pool)
+        moved += int((pool.host.tier.row_of != before).sum())
+        before = pool.host.tier.row_of.copy()
+    assert moved > 10 and pool.store.reads > 0
 
 
 # -- failures ---------------------------------------------------------------------------------------------------

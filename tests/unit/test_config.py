@@ -259,8 +259,8 @@ def test_a_plane_has_no_arguments() -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"store": "disk"}, r"a disk has no addresses; use --spac-store host"),
-        ({"disk_dir": "/x"}, r"a disk has no addresses; .*without --spac-disk-dir"),
+        ({"store": "disk"}, r"store=disk .* keeps none there; add --spac-host-memory 8GiB, or use --spac-store host"),
+        ({"disk_dir": "/x"}, r"disk_dir=/x .*means nothing with store=host .*; drop --spac-disk-dir"),
         ({"store": "host", "disk_dir": "/x"}, r"disk_dir=/x .*means nothing with store=host .*; drop --spac-disk-dir"),
         ({"cpu_experts": "threshold"}, r"no layer tells the host .*use --spac-cpu-experts auto, or use .*slots"),
         (
@@ -510,7 +510,6 @@ def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
         ({"host_memory": 0}, r"host_memory=0 \(--spac-host-memory\)"),
         ({"host_memory": True}, "use a number"),
         ({"host_memory": "1GiB", "store": "host"}, "store=host .* holds all of them in memory; use --spac-store disk"),
-        ({"host_memory": "1GiB", "plane": "pointers"}, "none is read from a disk; drop --spac-host-memory"),
     ],
     ids=str,
 )
@@ -521,5 +520,6 @@ def test_host_memory_that_cannot_be(raw: dict, match: str) -> None:
 
 def test_host_memory_makes_a_disk_the_store_everywhere() -> None:
     config = SpacConfig.parse({"host_memory": "1.5GiB"})
+    assert SpacConfig.parse({"host_memory": "1GiB", "plane": "pointers"}).store_on("cuda") == "disk"
     assert config.host_memory == 3 << 29 and config.store_on("cuda") == config.store_on("cpu") == "disk"
     assert SpacConfig.parse({}).store_on("cuda") == "host"

@@ -57,7 +57,7 @@ def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tup
 
 def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
     usual = {"enable_expert_parallel": False, "moe_backend": "auto", "quantization": None, "speculative_config": None}
-    usual |= {"enable_lora": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    usual |= {"tensor_parallel_size": 1, "enable_lora": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     return SimpleNamespace(
         additional_config={"spac": knobs, "other": 1},
         create_model_config=lambda: of,
@@ -74,6 +74,8 @@ def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
         {"budget": 16},
         {"prefetch": "gate"},
         {"cpu_experts": "auto"},
+        {"host_memory": "8GiB"},
+        {"store": "disk", "host_memory": "8GiB", "prefetch": "gate"},
     ],
     ids=str,
 )
@@ -87,8 +89,7 @@ def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
     ("knobs", "reason"),
     [
         ({"slots": "100%"}, "each expert has a slot"),
-        ({"store": "disk"}, "reads missing experts in place"),
-        ({"host_memory": "8GiB"}, "--spac-host-memory"),
+        ({"store": "disk"}, "reads missing experts in host memory, and store=disk"),
         ({"prefetch": "shadow@k=8"}, "--spac-prefetch"),
         ({"prefetch": "utility@extra=0.2"}, "no host moves them"),
         ({"policy": "layer_lru"}, "--spac-policy"),

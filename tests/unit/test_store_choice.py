@@ -86,8 +86,8 @@ def model(tmp_path: Path):
         (QWEN, 96, "host", "pointers"),
         (QWEN, 48, "host", "pointers"),  # 1,494 experts have slots for good
         (OSS, 64, "host", "pointers"),  # 31
-        (QWEN, 40, "disk", "slots"),
-        (OSS, 48, "disk", "table"),
+        (QWEN, 40, "disk", "pointers"),
+        (OSS, 48, "disk", "pointers"),
         (OSS, 96, "host", "pointers"),
     ],
 )
@@ -99,11 +99,12 @@ def test_what_is_planned_is_what_starts(arguments, model, caplog, name: str, hos
     assert (config.store_on("cuda"), config.execution_name) == (store, plane)
     machine, whole = PlannedMachine.of("rtx4090", 24 * GIB, host * GIB), model(name, plane)
     planned = {choice.store for choice in plans.choices(whole, machine, ONE)}
-    assert planned == ({"host"} if plane == "pointers" else {"disk", "tiers"})
+    assert planned == ({"host"} if store == "host" else {"tiers"})
     said = [each.message for each in caplog.records if "store=disk" in each.message]
     assert len(said) == (store == "disk")
     if store == "disk":
-        assert config.host_memory == machine.spare >> 20 << 20 and "host memory are free" in said[0]
+        through = max(whole.checkpoint.layer_bytes.values())
+        assert config.host_memory == (machine.spare - through) >> 20 << 20 and "host memory are free" in said[0]
         (best,) = (
             choice for choice in plans.choices(whole, machine, ONE) if choice.store == "tiers" and not choice.drafts
         )
@@ -118,7 +119,6 @@ def test_what_is_planned_is_what_starts(arguments, model, caplog, name: str, hos
     "knobs",
     [
         {"store": "host"},
-        {"plane": "pointers"},
         {"slots": "100%"},
         {"cpu_experts": "auto"},
         {"executor": "processes"},
@@ -130,6 +130,13 @@ def test_what_leaves_no_other_store_is_the_users(arguments, knobs: dict) -> None
     assert store_choice.choose(asked, SpacConfig.parse(knobs), asked.create_model_config(), None, False) is None
     config = started(asked)
     assert "host_memory" not in config.model_fields_set and config.store == knobs.get("store")
+
+
+@pytest.mark.parametrize(("host", "store"), [(32 * GIB, "disk"), (SYSTEM_RESERVE, "host")])
+def test_layers_that_read_in_place_have_host_memory_before_a_disk(arguments, host: int, store: str) -> None:
+    config = started(arguments(OSS, host, {"plane": "pointers"}))
+    assert config.plane == "pointers" and config.store_on("cuda") == store
+    assert (config.host_memory is not None) == (store == "disk")
 
 
 def test_host_memory_that_the_user_gives_stays(arguments) -> None:

@@ -1,12 +1,13 @@
 """Which experts host memory holds between the slots and the store: bookkeeping. No tensors, no threads, no I/O.
 
 Called by the forward thread only. ``plan`` decides what a load does besides reading, ``finish`` completes it; in
-between, its rows of host memory belong to it.
+between, its rows of host memory belong to it. Where the device decides, nothing is planned: ``OrderedRows``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.policies.base import Policy
 
+_MOST_EVICTED = 8  # one of so many rows between two steps of ``OrderedRows``
 INCLUSIVE_FROM = 4  # rows per slot from which an expert in a slot keeps its row
 
 
@@ -136,9 +138,13 @@ class HostTier:
     def admit(self, key: int) -> int:
         """Returns a free row for ``key``, which the caller fills before anything is planned."""
         row = self._free.pop()
+        self.put(key, row)
+        return row
+
+    def put(self, key: int, row: int) -> None:
+        """``key`` is in a ``row`` that is not free."""
         self.policy.insert(key)
         self.row_of[key] = row
-        return row
 
     def check_integrity(self) -> None:
         """Checks every invariant of a tier without moves in flight; raises ``AssertionError``."""
@@ -170,3 +176,58 @@ class HostTier:
     def _vacate(self, key: int) -> None:
         self._free.append(int(self.row_of[key]))
         self.row_of[key] = NOWHERE
+
+
+class OrderedRows:
+    """Rows of a tier where the device decides: what layers order takes those that are free, and keeps them.
+
+    Between steps the policy's victims give up as many rows as the last step has ordered experts: how many it had to
+    pass on without one is known only then. One thread calls ``place`` and ``release``, the forward thread the others.
+
+    Args:
+        tier: inclusive; nothing is planned with it.
+    """
+
+    def __init__(self, tier: HostTier) -> None:
+        self.tier, self.row_of = tier, tier.row_of
+        self._kept: deque[tuple[int, int]] = deque()  # experts and their rows, of which the tier does not know yet
+        self._ordered = self._known = 0  # experts, and those of which ``begin_step`` knows
+        self._released = self._evicted = 0  # rows
+
+    def place(self, key: int) -> int | None:
+        """Returns the row that an expert will be read to, and have from then on; None if none is free."""
+        self._ordered += 1
+        if not self.tier._free:
+            return None
+        self._kept.append((key, row := self.tier._free.pop()))
+        return row
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Nobody reads these any more, which ``begin_step`` has returned."""
+        self.tier._free.extend(rows)
+        self._released += len(rows)
+
+    def begin_step(self) -> dict[int, int]:
+        """Returns the experts that lose their rows, and these: they may be read until they are given to ``release``."""
+        self.insert()
+        ordered, self._known = self._ordered - self._known, self._ordered
+        held, free = len(self.tier.policy), len(self.tier._free) + self._evicted - self._released
+        # a short prompt orders nearly all experts
+        wanted = min(ordered, -(-self.tier.rows // _MOST_EVICTED), len(self.row_of) - held)
+        if (count := min(wanted - free, held)) <= 0:
+            return {}
+        victims = self.tier.policy.evict(count, ())
+        rows = dict(zip(victims, self.row_of[victims].tolist(), strict=True))
+        self.row_of[victims] = NOWHERE
+        self._evicted += count
+        return rows
+
+    def insert(self) -> None:
+        """The tier knows what has been read."""
+        while self._kept:
+            self.tier.put(*self._kept.popleft())
+
+    def observe(self, counts: np.ndarray, read: np.ndarray) -> None:
+        """What a step used: int [keys], rows that generate, as ``Policy.observe``; bool [keys], what had no slot."""
+        self.tier.policy.observe(counts)
+        self.tier.policy.touch_all(np.flatnonzero(read & (self.row_of != NOWHERE)))

@@ -47,8 +47,7 @@ class HostRows:
     @property
     def host_bytes(self) -> dict[str, int]:
         """Bytes of the rows, as ``ExpertStore.host_bytes``."""
-        pinned = self.block.nbytes if self.block.pinned else 0
-        return {"pinned": pinned, "pageable": self.block.nbytes - pinned}
+        return self.block.host_bytes
 
 
 class Mover:

@@ -121,9 +121,10 @@ class SpacConfig(Knobs):
 
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""
-        kept = device != "cpu" and self.host_memory is None and not self.has_workers  # which have disks
-        in_memory = self.execution_class.needs_addressable_store or kept
-        return self.store or ("host" if in_memory else "disk")
+        in_memory = (
+            self.execution_class.reads_in_place or device != "cpu"
+        ) and not self.has_workers  # which have disks
+        return self.store or ("host" if in_memory and self.host_memory is None else "disk")
 
     def store_class_on(self, device: str) -> type[ExpertStore]:
         """Class of the store that ``store_on`` names."""

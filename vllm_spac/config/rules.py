@@ -40,20 +40,8 @@ def plane(config: Any) -> str:
 
 def _check_execution(config: Any) -> None:
     kind, named = config.execution_class, plane(config)
-    if kind.needs_addressable_store:
-        store = None if config.store is None else components.find("stores", config.store)
-        if store is not None and store.addressable and config.disk_dir is not None:
-            raise _refused(
-                f"disk_dir={config.disk_dir} (--spac-disk-dir) means nothing with store={config.store} (--spac-store)",
-                drop("disk_dir"),
-            )
-        if config.disk_dir is not None or (store is not None and not store.addressable):
-            where = f"store={config.store}" if store is not None and not store.persistent else "a disk"
-            raise _refused(
-                f"{named} reads missing experts in place, and {where} has no addresses",
-                use(store="host", disk_dir=None),
-                use(plane="slots"),
-            )
+    if kind.reads_in_place:
+        _check_store_in_reach(config, named)
     for name, (idle, problem) in _OF_EXECUTION.items():
         if name not in kind.knobs and getattr(config, name) not in idle:
             raise _refused(problem.format(plane=named), drop(name))
@@ -69,6 +57,22 @@ def _check_execution(config: Any) -> None:
             use(plane="slots"),
             use(policy="reuse"),
         )
+
+
+def _check_store_in_reach(config: Any, device: str) -> None:
+    """Refuses a disk without host memory before it, from which layers read what they miss."""
+    store = components.find("stores", config.store or ("host" if config.host_memory is None else "disk"))
+    if store.addressable and config.disk_dir is not None:
+        raise _refused(
+            f"disk_dir={config.disk_dir} (--spac-disk-dir) means nothing with store={config.store or 'host'} "
+            "(--spac-store)",
+            drop("disk_dir"),
+        )
+    if not store.addressable and config.host_memory is None:
+        memory = (add(host_memory="8GiB"),) if store.persistent else ()
+        others = use(store="host", disk_dir=None), use(plane="slots")
+        where = f"store={config.store} (--spac-store)"
+        raise _refused(f"{device} reads missing experts in host memory, and {where} keeps none there", *memory, *others)
 
 
 def _check_device_balancer(config: Any, device: str) -> None:

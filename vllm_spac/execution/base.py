@@ -152,7 +152,7 @@ class Execution(ABC):
     """
 
     needs_host: ClassVar[bool] = True
-    needs_addressable_store: ClassVar[bool] = False  # missing experts are read directly from the store's memory
+    reads_in_place: ClassVar[bool] = False  # kernels read missing experts in host memory
     keeps_bits: bool = True
     counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"

@@ -4,6 +4,11 @@
 order, has each expert of it read to a place in pinned memory, and answers with the number. There are places for all
 experts of one layer, and all are free: an order is not made before the layers that read earlier ones have run.
 
+**Rows of host memory** keep what was read, while there are free ones: their experts have addresses from then on, and
+no layer orders them. Between steps the policy's victims give up theirs (``host_tier.OrderedRows``). The stream that
+runs the model takes their addresses away, after all launches that may read them, and an event says when: only then a
+row is free. So a captured graph, or a step that still runs, finds an expert in its row or orders it.
+
 The device waits for as long as a read takes. An order that cannot be answered ends all waits instead: ``failure`` has
 the error from before that on, so whoever looks after a step has run learns that its results are worth nothing.
 """
@@ -13,16 +18,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.cache.host_tier import OrderedRows
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.cache.transfers import HostRows
 from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.execution.address_table import address_of
-from vllm_spac.kernels.types import Orders, Reach
-from vllm_spac.storage.base import ExpertStore, Slots
+from vllm_spac.execution.address_table import AddressTable, address_of
+from vllm_spac.execution.exchange import Event, Stream
+from vllm_spac.kernels.types import ADMITTED, STREAMED, Orders, Reach
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.base import ExpertStore, Slot, Slots
 from vllm_spac.system.machine import reset_affinity
 from vllm_spac.system.threads import cancelled_load
 
@@ -38,15 +50,18 @@ class ExpertDelivery:
     Args:
         store: of all experts; some are not ``in_reach``.
         threads: that read.
-        device: that orders.
+        memory: the table of addresses; its device orders.
+        compute: the stream that runs the model.
+        rows: host memory that keeps experts, if any; owned.
 
     Attributes:
         mail: as the kernels have it.
-        seconds: between orders and their answers, since the start.
     """
 
-    def __init__(self, store: ExpertStore, threads: int, device: torch.device) -> None:
-        shape, staging = store.shape, store.staging()
+    def __init__(
+        self, store: ExpertStore, threads: int, memory: AddressTable, compute: Stream, rows: HostRows | None = None
+    ) -> None:
+        shape, staging, device = store.shape, store.staging(), memory.device
 
         def made(dtype: torch.dtype, size: int = 1) -> Tensor:
             return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
@@ -54,16 +69,20 @@ class ExpertDelivery:
         counts = made(torch.int64), made(torch.int64), made(torch.int32), made(torch.int32)
         orders = Orders(*counts, made(torch.int32, shape.experts), made(torch.int32, shape.experts))
         away = np.array([not store.in_reach(key) for key in range(shape.total)])
-        rows = range(shape.experts)
-        at = torch.tensor([[address_of(staging[name][row], device) for row in rows] for name in shape.tensors])
+        parts = [staging] if rows is None else [staging, rows.tensors]
+        at = torch.stack([torch.cat([_addresses(part[name], device) for part in parts]) for name in shape.tensors])
         reach = Reach(
             torch.zeros(1, dtype=torch.int64, device=device),
             torch.from_numpy(-away.astype(np.int32)).to(device, copy=True),
             at.to(device, copy=True),
         )
         self.mail, self._place_of = (orders, reach), reach.place_of
-        self.seconds = 0.0
-        self._store, self._places = store, Slots(staging)
+        self._seconds, self._reads = 0.0, 0  # between orders and their answers; experts that were read
+        self._store, self._places, self._staged = store, [*map(Slots, parts)], shape.experts
+        self._memory, self._compute = memory, compute
+        self._block, self._rows = rows and rows.block, None if rows is None else OrderedRows(rows.tier)
+        self._leaving: deque[tuple[Event, list[int]]] = deque()  # rows, and when nobody reads them any more
+        self._copied: dict[int, torch.cuda.Event] = {}  # when places from one on may be written again
         self._asked, self._answered, self._ended = (each.numpy() for each in orders[:3])
         self._count, self._keys, self._given = (each.numpy() for each in orders[3:])
         self._failure: BaseException | None = None
@@ -83,6 +102,78 @@ class ExpertDelivery:
             text = str(why) if isinstance(why, SpacError) else f"spac: experts cannot be read any more: {why!r}"
             raise StoreError(text) from why
 
+    def describe(self) -> str:
+        return f"layers wait for experts that are {'not pinned' if self._store.addressable else 'only on the disk'}"
+
+    def count(self, counters: Counters) -> None:
+        """Writes what orders took since the start, and what was read."""
+        counters.stall_seconds = self._seconds
+        if not self._store.addressable:
+            counters.bytes["disk"] = self._reads * self._store.shape.expert_bytes
+
+    # -- rows of host memory, between steps ----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins, after all that the last one has launched: victims lose their rows."""
+        if self._rows is None or not (leaving := self._rows.begin_step()):
+            return
+        self._compute.submit(self._place_of.index_fill_, 0, self._memory.sent(torch.tensor(list(leaving))), NOWHERE)
+        self._leaving.append((self._compute.record(), list(leaving.values())))
+
+    def observe(self, counts: np.ndarray, sources: np.ndarray) -> None:
+        """What a step used: int [keys], rows that generate, and how each expert was read."""
+        if self._rows is not None:
+            self._rows.observe(counts, (sources == STREAMED) | (sources == ADMITTED))
+
+    def fill(self, keys: Iterable[int], slot_of: np.ndarray) -> Iterator[int]:
+        """Reads ``keys`` that have no slot into rows, as these are free; yields 1 for each. Before any step.
+
+        Raises:
+            StoreError: one could not be read.
+        """
+        if self._rows is None:
+            return
+        wanted = self._rows.tier.first(keys, slot_of)
+        places = [self._staged + self._rows.tier.admit(key) for key in wanted]
+        for _ in self._readers.map(self._store.read, wanted, map(self._slot, places)):
+            yield 1
+        there, at = self._memory.sent(torch.tensor([wanted, places]).view(2, -1))
+        self._place_of.index_copy_(0, there, at.int())
+        self._memory.hosts.index_copy_(1, there, self.mail[1].at[:, at])
+        self._memory.write_home(there)
+
+    # -- without an order ----------------------------------------------------------------------------------
+
+    def read(self, keys: Sequence[int], slots: Iterable[Mapping[str, Tensor]]) -> None:
+        """Reads ``keys`` from the store into ``slots``; before any step."""
+        list(self._readers.map(self._store.read, keys, slots))
+
+    def copy(self, keys: Sequence[int], slots: Sequence[Mapping[str, Tensor]]) -> None:
+        """Copies experts to ``slots`` on the calling stream. It waits for what must be read, and for no copy.
+
+        Called when all layers that order have run, and before another one does: their places pass on what is read.
+        """
+        half = max(1, self._staged // 2)
+        try:
+            for start in range(0, len(keys), half):
+                part, first = keys[start : start + half], start % (2 * half) % self._staged
+                if first in self._copied:
+                    self._copied.pop(first).synchronize()
+                rows = [NOWHERE if self._rows is None else int(self._rows.row_of[key]) for key in part]
+                places = [first + turn if row == NOWHERE else self._staged + row for turn, row in enumerate(rows)]
+                self._read([(key, place) for key, place in zip(part, places, strict=True) if place < self._staged])
+                for place, slot in zip(places, slots[start:], strict=False):
+                    for name, tensor in self._slot(place).items():
+                        slot[name].copy_(tensor, non_blocking=True)
+                if self._memory.device.type == "cuda":
+                    self._copied[first] = copied = torch.cuda.Event()
+                    copied.record()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    # -- orders --------------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Ends all waits of the device, and the threads."""
         self._stopped = True
@@ -90,6 +181,10 @@ class ExpertDelivery:
         self._woken.set()
         self._thread.join()
         self._readers.shutdown(wait=True, cancel_futures=True)
+        if self._block is not None:
+            if self._block.pinned:
+                torch.cuda.synchronize()  # kernels may read it
+            self._block.close()
 
     def _serve(self) -> None:
         """Body of the thread. Whatever ends it ends the waits, too."""
@@ -110,13 +205,32 @@ class ExpertDelivery:
 
     def _answer(self, order: int) -> None:
         begun, keys = time.monotonic(), self._keys[: int(self._count[0])].tolist()
-        reads = [self._readers.submit(self._store.read, key, self._places[place]) for place, key in enumerate(keys)]
-        for read in reads:
-            read.result()
-        self._given[: len(keys)] = -1 - np.arange(len(keys))
+        given = []
+        self._release()
+        for turn, key in enumerate(keys):
+            row = None if self._rows is None else self._rows.place(key)
+            given.append(-1 - turn if row is None else self._staged + row)
+        self._read([(key, max(place, -1 - place)) for key, place in zip(keys, given, strict=True)])
+        self._given[: len(keys)] = given
         self._order_stores()
         self._answered[0] = order
-        self.seconds += time.monotonic() - begun
+        self._seconds += time.monotonic() - begun
+
+    def _release(self) -> None:
+        """Frees the rows that nobody reads any more."""
+        while self._leaving and self._leaving[0][0].done():
+            assert self._rows is not None
+            self._rows.release(self._leaving.popleft()[1])
+
+    def _read(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Reads each expert to its place, one per thread at once."""
+        reads = [self._readers.submit(self._store.read, key, self._slot(place)) for key, place in wanted]
+        for read in reads:
+            read.result()
+        self._reads += len(reads)
+
+    def _slot(self, place: int) -> Slot:
+        return self._places[0][place] if place < self._staged else self._places[1][place - self._staged]
 
     def _order_stores(self) -> None:
         """Stores before it are visible before those behind it: a lock that is released and taken again."""
@@ -130,3 +244,8 @@ class ExpertDelivery:
             self._failure = error
         self._order_stores()
         self._ended[0] = 1
+
+
+def _addresses(rows: Tensor, device: torch.device) -> Tensor:
+    """Returns int64 [n], the addresses of rows [n, ...] of one block."""
+    return address_of(rows, device) + rows.stride(0) * rows.element_size() * torch.arange(len(rows))

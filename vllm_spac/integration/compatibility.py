@@ -86,6 +86,17 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         "fast memory and would run different ones) is not supported",
         (drop("speculate"),),
     )
+    yield (
+        ranks > 1 and reads_on_order(config),
+        f"{plane(config)} with experts on a disk and --tensor-parallel-size {ranks} (tokens of one rank may leave "
+        "before the read of another fails) is not supported",
+        (use(plane="slots"), use(vllm_tensor_parallel_size=1)),
+    )
+
+
+def reads_on_order(config: SpacConfig) -> bool:
+    """Whether layers on a GPU order experts that it cannot address."""
+    return config.execution_class.reads_in_place and not config.store_class_on("cuda").addressable
 
 
 def _of_divided_experts(vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:

@@ -27,7 +27,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
-from vllm_spac.integration import chunk_size, store_choice, whole_models
+from vllm_spac.integration import chunk_size, compatibility, store_choice, whole_models
 from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import LAYERS, first_number
@@ -69,7 +69,8 @@ def apply(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | Non
             logger.info("%s", printable(f"spac: {fits}"))
             return None
         config = served
-    in_place = config.plane == AUTO and _plane(engine_args, config, model, entry, facts)[0] == "pointers"
+    by_default = config.plane == AUTO and _plane(engine_args, config, model, entry, facts)[0] == "pointers"
+    in_place = by_default or config.plane == "pointers"
     if (chosen := store_choice.choose(engine_args, config, model, entry, in_place)) is not None:
         knobs, why = chosen
         choices.append(why)
@@ -154,8 +155,8 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     refused = dict(refused_of(given))
     if not refused:
         other = SpacConfig.parse({**given, "plane": "pointers"})
-        if other.store_on("cuda") != config.store_on("cuda"):
-            return f"experts are in store={config.store_on('cuda')}"
+        if compatibility.reads_on_order(other) and (ranks := engine_args.tensor_parallel_size) > 1:
+            return f"--tensor-parallel-size {ranks} with experts on a disk"
     # Others gave stock's tokens on no GPU where the device decides, in CUDA graphs.
     unseen = config.prefetch != "off" and not components.find("predictors", config.prefetch).on_device
     if unseen and "prefetch" not in refused:

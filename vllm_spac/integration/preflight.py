@@ -158,7 +158,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         device.check_device(
             facts,
             pinned=keeps_on_the_host(config, model.get_num_experts()),
-            unified=config.execution_class.needs_addressable_store,
+            unified=config.execution_class.reads_in_place,
             disk=_on_a_disk(config),
         )
     check_weights(vllm_config)
@@ -175,7 +175,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
 def _on_a_disk(config: SpacConfig) -> Remedy:
     """Returns the remedy of experts on a disk, without what reads them in place."""
     changes: dict[str, str | None] = {"store": "disk"}
-    if config.execution_class.needs_addressable_store:
+    if config.execution_class.reads_in_place:
         changes["plane"] = "slots"
     return use(**changes | ({} if config.cpu_experts == "off" else {"cpu_experts": None}))
 
@@ -296,7 +296,8 @@ def _offloads(vllm_config: VllmConfig) -> bool:
 
 def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
     """Whether experts may be stored in host memory on a machine with a GPU."""
-    return config.store_class_on("cuda").addressable and not _holds_all(config, experts)
+    staged = config.store_class_on("cuda").addressable or config.execution_class.reads_in_place
+    return staged and not _holds_all(config, experts)
 
 
 def _holds_all(config: SpacConfig, experts: int) -> bool:

@@ -33,15 +33,15 @@ def choose(
 ) -> tuple[dict[str, object], str] | None:
     """Returns knobs of a store that has room, and why; None where the default has, or the user named a store.
 
-    A plane that reads host memory in place, and CPU experts, leave no other: host memory that is short is then an error
-    when it is reserved.
+    CPU experts leave no other: host memory that is short is then an error when it is reserved.
 
     Args:
         entry: how the checkpoint's experts are quantised; None: not at all.
-        in_place: the GPU will read host memory in place, if it has all experts without a slot.
+        in_place: the GPU will read host memory in place, where all experts without a slot are, or that are not only on
+            the disk.
     """
     named = config.store is not None or config.host_memory is not None or config.has_workers
-    bound = config.plane == "pointers" or config.cpu_experts != "off" or config.parsed_slots.share == 1
+    bound = config.cpu_experts != "off" or config.parsed_slots.share == 1
     if named or bound or config.store_on("cuda") != "host":
         return None
     if entry is None and model.quantization is not None:
@@ -58,6 +58,10 @@ def choose(
     if needed <= (spare := max(0, available - SYSTEM_RESERVE)):
         return None
     if in_place and found and _settle(found, checkpoint, config.parsed_slots, spare, engine_args.tensor_parallel_size):
+        return None
+    if in_place and spare >= _LEAST:  # layers read what is on the disk through room for one of them
+        spare = max(_LEAST, spare - max(checkpoint.layer_bytes.values()))
+    elif config.plane == "pointers":
         return None
     knobs: dict[str, object] = {"store": "disk"}
     tier = "no experts"

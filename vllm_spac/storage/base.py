@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.checkpoint.packed_folder import PAGE
-from vllm_spac.system.host_blocks import huge_pages
+from vllm_spac.system.host_blocks import HostBlock, huge_pages
 
 
 class ExpertStore(ABC):
@@ -41,6 +41,7 @@ class ExpertStore(ABC):
     offline: ClassVar[str] = ""  # why no engine can select it by name; empty if one can
     tensors: Mapping[str, Tensor] | None = None
     settled: Sequence[int] = ()
+    _staging: HostBlock | None = None
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         self.shape = shape
@@ -75,11 +76,13 @@ class ExpertStore(ABC):
         Raises:
             PinError: the driver refuses; ``partly``, what ``staging`` has.
         """
+        if self.in_place and not self.addressable:
+            self.staging()
 
     @property
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory that the store takes: ``pinned``, and ``pageable``."""
-        return {"pinned": 0, "pageable": 0}
+        return {"pinned": 0, "pageable": 0} if self._staging is None else self._staging.host_bytes
 
     @abstractmethod
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
@@ -144,7 +147,11 @@ class ExpertStore(ABC):
             PinError: the driver refuses.
             StoreError: all experts are in reach.
         """
-        raise StoreError(f"spac: all experts in {self.describe()} are in reach")
+        if self.addressable:
+            raise StoreError(f"spac: all experts in {self.describe()} are in reach")
+        if self._staging is None:
+            self._staging = HostBlock.staging(self.shape.tensors, self.shape.experts)
+        return self._staging.tensors
 
     def layer(self, number: int) -> Mapping[str, Tensor]:
         """Returns the stored tensors of a layer, without a copy: name -> CPU tensor [experts, ...].
@@ -162,6 +169,8 @@ class ExpertStore(ABC):
 
     def close(self) -> None:
         """Releases memory and handles; the store is not used afterwards."""
+        if self._staging is not None:
+            self._staging.close()
 
 
 def allocate(specs: Mapping[str, TensorSpec], count: int, device: torch.device | str) -> dict[str, Tensor]:

@@ -45,7 +45,6 @@ class HostStore(ExpertStore):
         self._pin = torch.cuda.is_available()
         self._refused = ""  # why the driver pins no more
         self._partly = False  # what it does not pin is staged for kernels that read in place
-        self._staging: HostBlock | None = None
         self._held = [shape.experts] * len(shape.layers)  # experts of each layer in host memory: the first ones
         self._slot_of: dict[int, int] = {}  # of those that have settled
 

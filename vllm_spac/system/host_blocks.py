@@ -103,6 +103,29 @@ class HostBlock:
             self.refused = self.refused or self._register(part.data_ptr(), part.nbytes, in_place)
         self.pinned = pin and not self.refused
 
+    @classmethod
+    def staging(cls, specs: Mapping[str, TensorSpec], count: int) -> HostBlock:
+        """Returns memory where kernels find what was read from a disk: pinned, if there is a GPU.
+
+        Raises:
+            PinError: no more memory can be pinned.
+        """
+        block = cls(specs, count, torch.cuda.is_available(), in_place=False)
+        if block.refused:
+            raise PinError.refused(
+                f"spac: cannot pin {gib(block.nbytes)} of host memory, where layers read what is on a disk "
+                f"({block.refused})",
+                Remedy(pin_remedy()),
+                use(plane="slots"),
+            )
+        return block
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """As ``ExpertStore.host_bytes``."""
+        pinned = self.nbytes if self.pinned else 0
+        return {"pinned": pinned, "pageable": self.nbytes - pinned}
+
     def _register(self, address: int, nbytes: int, in_place: bool) -> str:
         """Pins a part; returns why the driver refuses to pin as much, unless it must be ``in_place``."""
         error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)

@@ -176,7 +176,8 @@ class AdmissionReports:
         guesses, places: int32 [keys], by what names experts ahead of need; owner: int32 [slots], by both.
         ending: int32 [keys + slots], ``decided`` and ``owner``.
         pauses: logs when reads ahead pause; None: there are none, and no guesses.
-        on_report: called with what each report says, if given.
+        on_report: called with what each report says, if given; on_use: with what a step's rows that generate used, int
+            [keys], and ``sources``.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class AdmissionReports:
         self._spare: list[Tensor] = []  # pinned, on the host, for reports to come
         self.pauses: PauseNotice | None = None
         self.on_report: Callable[[StepCounts], None] | None = None
+        self.on_use: Callable[[np.ndarray, np.ndarray], None] | None = None
 
     def __len__(self) -> int:
         """Number of reports on their way."""
@@ -282,8 +284,11 @@ class AdmissionReports:
         else:
             sources = with_prompts(counts, sources, owner)
         activity = self._account.residency.activity
-        if activity is not None and generating is not None and generating.any():
-            activity.observe(generating)
+        if generating is not None and generating.any():
+            if activity is not None:
+                activity.observe(generating)
+            if self.on_use is not None:
+                self.on_use(generating, sources)
         counted = self._account.add(counts, sources, owner, *guessed, between=report.step is None)
         nbytes = self._shape.expert_bytes
         self._counters.count_bytes(self._path, counted.admitted * nbytes)

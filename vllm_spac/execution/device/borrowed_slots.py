@@ -198,10 +198,18 @@ class SlotMoves:
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], admission: Admission) -> None:
         self._store, self._slots = store, slots
-        self.evict, self.write = admission.evict, admission.write
+        self.evict, self.write, self._delivery = admission.evict, admission.write, admission.delivery
 
     def fill(self, keys: np.ndarray, slots: np.ndarray) -> None:
-        """One copy per tensor and run of consecutive experts in consecutive slots; all are of one layer or another."""
+        """One copy per tensor and run of consecutive experts in consecutive slots; all are of one layer or another.
+
+        What is on a disk is read first, which the caller waits for.
+        """
+        if not self._store.addressable:
+            assert self._delivery is not None
+            rows = [{name: tensor[slot] for name, tensor in self._slots.items()} for slot in slots.tolist()]
+            self._delivery.copy(keys.tolist(), rows)
+            return
         experts = self._store.shape.experts
         broken = (np.diff(keys) != 1) | (np.diff(slots) != 1) | (np.diff(keys // experts) != 0)
         for run in np.split(np.arange(len(keys)), np.flatnonzero(broken) + 1):

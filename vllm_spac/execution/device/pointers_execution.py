@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -63,11 +64,11 @@ class PointerExecution(Execution):
     """
 
     needs_host: ClassVar[bool] = False
-    needs_addressable_store: ClassVar[bool] = True
+    reads_in_place: ClassVar[bool] = True
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
     repacks: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch", "speculate"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
     check_layer, check_shape = staticmethod(check_layer), staticmethod(check_shape)
 
     def __init__(self, context: ExecutionContext) -> None:
@@ -83,7 +84,9 @@ class PointerExecution(Execution):
         self._memory = memory = AddressTable(store, tensors, shape.total)
         self.admission = Admission(context, memory, self.counters, self._compute, self._copy, kernels)
         if not self.holds_all and not all(map(store.in_reach, range(shape.total))):
-            self.admission.delivery = ExpertDelivery(store, context.io_threads, device)
+            reading = store, context.io_threads, memory, self._compute, context.host
+            self.admission.delivery = delivery = ExpertDelivery(*reading)
+            self.admission.reports.on_use = delivery.observe
         self.residency = self.admission.residency
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
         self.prompts: LongPrompts | None = None  # None: each expert has its slot
@@ -104,7 +107,11 @@ class PointerExecution(Execution):
 
     def describe(self) -> str:
         parts = [] if self.holds_all else ["long prompts borrow slots"]
-        parts += [] if self.admission.delivery is None else ["layers wait for experts that are not pinned"]
+        parts += (
+            []
+            if self.admission.delivery is None
+            else [f"layers wait for experts that are {'on the disk' if self._disk else 'not pinned'}"]
+        )
         if self.shape.packed is not None:
             rows = "" if self.shape.packed.activations is not None else ", activations not quantised"
             parts.append(f"weights {self.shape.packed.describe()}{rows}")
@@ -155,6 +162,9 @@ class PointerExecution(Execution):
         self.counters.count_step(step.kind)
         self.ahead.end_drafts()
         self.admission.begin(step)
+        if self.admission.delivery is not None:
+            self.ahead.wait()  # for what drafts read in host memory
+            self.admission.delivery.begin()
         self.ahead.begin(step)
         if self.launches.cpu is not None:
             self.launches.cpu.begin(step)
@@ -170,7 +180,7 @@ class PointerExecution(Execution):
     def snapshot(self) -> dict:
         self.admission.reports.count()
         if self.admission.delivery is not None:
-            self.counters.stall_seconds = self.admission.delivery.seconds
+            self.admission.delivery.count(self.counters)
         return self.counters.snapshot()
 
     def check_results(self) -> None:
@@ -212,7 +222,7 @@ class PointerExecution(Execution):
         live = self._live if captured or self._step is not None else self._all
         rows = LayerRows.of(x, weights, ids, live, guess, captured, self._numbers)
         if activation not in self._compiled:
-            self._compile(layer, rows, activation)
+            _compile(self, layer, rows, activation)
         if self._prompt is not None and len(ids) >= self._prompt.stop and not rows.captured:
             self._chosen.append((layer, rows.ids[self._prompt]))
         self.ahead.wait()
@@ -226,19 +236,6 @@ class PointerExecution(Execution):
             if not captured and not self.holds_all:
                 self._compute.submit(self.launches.fill, layer, rows)
             raise
-
-    def _compile(self, layer: int, like: LayerRows, activation: str) -> None:
-        """Launches each kernel variant that forwards like ``like`` need, and what reads ahead."""
-        assert not (like.captured and self._sizes), "a forward must run before one is captured"
-        start = time.perf_counter()
-        if self._sizes:
-            self.admission.compile()
-        if self._sizes and self.ahead.drafts is not None:
-            self.ahead.drafts.compile()
-        self.launches.compile(layer, like.x, activation, self._sizes, self._all, self.ahead.compile)
-        self._compiled.add(activation)
-        if self._sizes:
-            logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
 
     # -- start and end -------------------------------------------------------------------------------------
 
@@ -254,6 +251,20 @@ class PointerExecution(Execution):
         self.store.close()
 
 
+def _compile(pool: PointerExecution, layer: int, like: LayerRows, activation: str) -> None:
+    """Launches each kernel variant that forwards like ``like`` need, and what reads ahead."""
+    assert not (like.captured and pool._sizes), "a forward must run before one is captured"
+    start = time.perf_counter()
+    if pool._sizes:
+        pool.admission.compile()
+    if pool._sizes and pool.ahead.drafts is not None:
+        pool.ahead.drafts.compile()
+    pool.launches.compile(layer, like.x, activation, pool._sizes, pool._all, pool.ahead.compile)
+    pool._compiled.add(activation)
+    if pool._sizes:
+        logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
+
+
 def _filled(pool: PointerExecution) -> Iterator[int]:
     """As ``Execution.fill``."""
     admission, shape, store = pool.admission, pool.shape, pool.store
@@ -265,8 +276,16 @@ def _filled(pool: PointerExecution) -> Iterator[int]:
     for share in filled_experts(len(shape.layers), shape.experts, admission.residency.slots, settled):
         for start in range(0, len(share), _FILL_BATCH):
             keys = share[start : start + _FILL_BATCH]
-            for key in keys:
-                slot = admission.residency.assign(key)
-                store.read(key, {name: tensor[slot] for name, tensor in pool.tensors.items()})
+            slots = [admission.residency.assign(key) for key in keys]
+            rows = [{name: tensor[slot] for name, tensor in pool.tensors.items()} for slot in slots]
+            if admission.delivery is not None:
+                admission.delivery.read(keys, rows)
+            else:
+                for key, row in zip(keys, rows, strict=True):
+                    store.read(key, row)
             admission.finish_fill(keys)
             yield len(keys)
+    if (host := pool.host) is not None and admission.delivery is not None:
+        both = min(shape.total, admission.residency.slots + host.tier.rows)
+        wanted = chain.from_iterable(filled_experts(len(shape.layers), shape.experts, both))
+        yield from admission.delivery.fill(wanted, admission.residency.slot_of)

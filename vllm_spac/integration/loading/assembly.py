@@ -29,7 +29,7 @@ from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.predictors._trained import Trained
 from vllm_spac.decisions.predictors.base import Predictor
-from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.errors import ConfigError, PinError, Remedy, UnsupportedError, drop
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.integration.hooks import drafts, graphs
 from vllm_spac.integration.layers import cpu_kernel
@@ -157,7 +157,8 @@ def host_rows(
     if slots == shape.total:
         logger.info("spac: host_memory (--spac-host-memory) is not used: every expert has a slot")
         return None
-    given = int(share * config.host_memory)
+    given, in_place = int(share * config.host_memory), config.execution_class.reads_in_place
+    slots = 0 if in_place else slots  # no device copies experts back, so rows have those that have slots, too
     rows = min(shape.total, given // shape.expert_bytes)
     if rows == 0:
         raise ConfigError(
@@ -169,13 +170,20 @@ def host_rows(
         needed, rows = gib(useful * shape.expert_bytes), useful
         text = "spac: of host_memory (--spac-host-memory) %s are taken, not %s: slots and host memory hold all experts"
         logger.info(text, needed, gib(given))
-    tier = HostTier(shape.total, rows, slots, policy(config, shape, rows, most_drafts))
     block = HostBlock(shape.tensors, rows, device.type == "cuda", in_place=False)
-    if block.refused:
+    refused = block.refused
+    while in_place and block.refused and rows > 1:
+        rows //= 2
+        block = HostBlock(shape.tensors, rows, pin=True, in_place=False)
+    if in_place and block.refused:
+        remedies = Remedy(pin_remedy()), drop("host_memory")
+        raise PinError.refused(f"spac: host_memory (--spac-host-memory) cannot be pinned ({refused})", *remedies)
+    if refused:
+        what = f"{gib(block.nbytes)} are taken" if in_place else "none is pinned, and is copied from more slowly"
         logger.warning(
-            "spac: host_memory (--spac-host-memory) of %s is not pinned (%s), and copied from more slowly; %s",
-            *(gib(block.nbytes), block.refused, pin_remedy()),
+            "spac: of %s of host_memory (--spac-host-memory) %s (%s); %s", gib(given), what, refused, pin_remedy()
         )
+    tier = HostTier(shape.total, rows, slots, policy(config, shape, rows, most_drafts))
     return HostRows(tier, block)
 
 

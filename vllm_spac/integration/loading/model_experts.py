@@ -139,15 +139,14 @@ class ModelExperts:
         if not self._layers:
             raise UnsupportedError(_no_layers(self.vllm_config))
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
-        self._open(others)
-        if problem := plane_change.refused(self.packing.pin, self.vllm_config, self.ranks):
+        if problem := plane_change.refused(partial(self._open, others), self.vllm_config, self.ranks):
             self.packing.close()
             self._configure(plane_change.change(self.vllm_config, problem))
             self._open(others)
         self.packing.begin()
 
     def _open(self, others: int) -> None:
-        """Plans the slots and opens the stores, beside ``others`` bytes of other weights."""
+        """Plans the slots and opens the stores, beside ``others`` bytes of other weights; raises as ``Packing.pin``."""
         config, vllm_config, shapes = self.config, self.vllm_config, self._shapes()
         parts = self.ranks.size if self.ranks.divide_experts else 1
         predictors = ahead.predictors(
@@ -169,6 +168,7 @@ class ModelExperts:
             self.packing.open(shape, room, free)
         if not self.packing.store_kind.persistent:
             self.ranks.wait()  # until all have seen that there is room; no lock is held that another engine waits for
+        self.packing.pin()
 
     def finish(self) -> None:
         """Fills the slots and attaches the layers to them; called once the weights are loaded."""

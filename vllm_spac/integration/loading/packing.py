@@ -17,7 +17,7 @@ from vllm_spac.cache.sizing import settling
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.decisions.predictors.base import Predictor
-from vllm_spac.errors import StoreError
+from vllm_spac.errors import PinError, StoreError
 from vllm_spac.execution.base import Execution, ExecutionContext, Room
 from vllm_spac.execution.exchange import Exchange
 from vllm_spac.integration.hooks import drafts, graphs
@@ -110,7 +110,7 @@ class Packing:
             write_model(self._config.folder / name, self._vllm_config.model_config.model)
         else:
             store = kind(shape=shape, fingerprint="", folder=None)
-        store.in_place = self._config.execution_class.needs_addressable_store
+        store.in_place = self._config.execution_class.reads_in_place
         _settle(store, room.slots, set(self._stores.values()), self._ranks.size, self._device)
         self._stores.update(dict.fromkeys(shape.layers, store))
         if store.suspect:
@@ -118,6 +118,8 @@ class Packing:
         if all(map(store.holds, range(shape.total))):
             try:  # now, so that this start packs what turns out to be damaged
                 self._filled[shape] = self._fill(shape)
+            except PinError:
+                raise
             except StoreError as error:
                 logger.warning("%s", error)
                 _verify(store, self._config.io_threads, self._ranks.rank)
@@ -214,7 +216,7 @@ class Packing:
                 assembly.policy(config, shape, room.slots, most),
                 store,
                 store.tensors or allocate(shape.tensors, room.slots, self._device),
-                path=self.store_name,
+                path="host" if store.in_place else self.store_name,
                 rows=graphs.most_rows(self._vllm_config),
                 io_threads=config.io_threads,
                 ahead=PrefetchSettings.configured(config, config.prefetch, self._predictor, drafts=most),

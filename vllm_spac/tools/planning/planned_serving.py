@@ -261,10 +261,12 @@ def stores(model: ServedModel, machine: PlannedMachine, percent: int, tokens: in
     fits = model.experts_bytes <= machine.spare or settled(model, machine, percent, tokens) > 0
     if machine.gpu and machine.link is not None and fits:
         yield "host"
-    if model.execution == "pointers":  # which the GPU must be able to address
+    in_place = model.execution == "pointers"
+    if in_place and fits:
         return
     if machine.disk is not None and (machine.disk_free is None or model.experts_bytes <= machine.disk_free):
-        yield "disk"
+        if not in_place:
+            yield "disk"
         if machine.link is not None and _TIER_STEP <= machine.spare < model.experts_bytes:
             yield "tiers"
 
@@ -362,9 +364,14 @@ def _with_host_memory(choice: Choice, model: ServedModel, machine: PlannedMachin
         return replace(choice, settled=settled(model, machine, choice.percent, choice.tokens))
     if choice.store != "tiers":
         return choice
-    outside = model.experts_bytes - slot_bytes(model, choice.percent, choice.tokens)
-    useful = min(model.experts_bytes, outside + max(model.checkpoint.layer_bytes.values()))
-    steps = min(machine.spare // _TIER_STEP, -(-useful // _TIER_STEP))
+    outside, layer = (
+        model.experts_bytes - slot_bytes(model, choice.percent, choice.tokens),
+        max(model.checkpoint.layer_bytes.values()),
+    )
+    useful, spare = min(model.experts_bytes, outside + layer), machine.spare
+    if model.execution == "pointers":  # what has a slot has a row, too, and a layer's experts pass through others
+        useful, spare = model.experts_bytes, max(_TIER_STEP, spare - layer)
+    steps = min(spare // _TIER_STEP, -(-useful // _TIER_STEP))
     return replace(choice, host_bytes=steps * _TIER_STEP)
 
 

@@ -79,6 +79,9 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
 def _limit(outcome: Outcome, costs: Costs, nbytes: int, choice: Choice) -> Limit:
     loads, near = outcome.loads + outcome.prefetches, outcome.host_loads
     on_disk = choice.store in ("disk", "tiers")
+    if outcome.execution == "pointers" and on_disk:  # what is read from the disk crosses the link, too
+        near = loads + outcome.streamed_bytes // nbytes
+        loads = near + outcome.disk_loads
     busy: dict[Limit, float] = {
         "compute": outcome.seconds - outcome.stall_seconds,
         "disk": (loads - near) * nbytes / costs.load.bytes_per_second if on_disk else 0.0,

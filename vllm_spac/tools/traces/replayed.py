@@ -87,6 +87,7 @@ class Outcome:
     cpu: int = 0  # computed on the CPU
     loads: int = 0  # copied into slots, on demand: more than misses where parts of a step evict each other's experts
     host_loads: int = 0  # loads that host memory beside the store served
+    disk_loads: int = 0  # with pointers, read from a disk into host memory
     prefetches: int = 0  # with slots, copied ahead of need
     prefetch_hits: int = 0  # of these, used before they were evicted
     prefetch_late: int = 0  # a layer had to wait; they count as misses

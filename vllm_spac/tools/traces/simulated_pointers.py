@@ -9,7 +9,9 @@ Assumptions, each where nothing was measured:
 - The kernel that decides is launched in every layer and takes ``LAUNCHES`` seconds in addition to the bytes.
 - Nothing else uses the bus. The CPU begins with its share when the layer begins, and rows cross the bus at no time. A
   layer takes at least as long as host memory needs for what crosses the bus and what the CPU reads.
-- What a step used is known to the next one, as on the device that decides. It takes no time.
+- What a step used is known to the next one, as on the device that decides. It takes no time. Host memory before a disk
+  learns of it a step later. What is only on the disk is read there before anything else of the layer begins, and an
+  order takes ``ORDER`` seconds besides.
 - Long prompts are no exception: an expert crosses the bus once. That they borrow slots, the least valuable ones, which
   hold other experts afterwards, is left out. Simulated as the pool does it, 2,048 rows before each 64 to 256 tokens
   changed the time per token by less than 0.2 %: of the carved model with 15, 25 and 50 % of its experts in slots, of
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_spac.cache.host_tier import HostTier, OrderedRows
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy
@@ -38,6 +41,7 @@ from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 ADMISSIONS = 1  # launches of a layer beside those of a layer whose experts all have a slot
 LAUNCH = 5e-6  # seconds: on an H100 two took 9.9 us, the replay of their graph included
 LAUNCHES = ADMISSIONS * LAUNCH  # seconds per layer
+ORDER = 200e-6  # seconds: a nap of the thread that looks for orders, and Python; assumed, as nothing was measured
 
 
 class PointersReplay(Replay[list[Part]]):
@@ -48,6 +52,7 @@ class PointersReplay(Replay[list[Part]]):
         policy: its formula says what a slot is worth.
         shares: experts that the CPU computes, by how many a layer misses, as of ``shares_of``; empty: none.
         settled: slots whose experts have them for good.
+        tier: host memory before a disk, whose loads cost ``costs.host``; None: there is no disk.
     """
 
     def __init__(
@@ -59,8 +64,12 @@ class PointersReplay(Replay[list[Part]]):
         policy: Policy,
         shares: Sequence[int] = (),
         settled: int = 0,
+        tier: HostTier | None = None,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
+        self._rows = None if tier is None else OrderedRows(tier)
+        link = costs.load if tier is None or costs.host is None else costs.host
+        self._load = float(link.ideal(nbytes))
         self._asked = _request(shares, trace) if shares else None
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         facts = trace.facts
@@ -72,6 +81,8 @@ class PointersReplay(Replay[list[Part]]):
         self.experts = Experts(slot_of, owner, *no_addresses, torch.zeros(0, outcome.slots, dtype=torch.int64))
         self._copies = torch.zeros(1 + 2 * trace.facts.experts, dtype=torch.int32)
         self._counts, self._sources, self._decided = (torch.zeros(keys, dtype=torch.int32) for _ in range(3))
+        self._near = np.ones(keys, dtype=bool)  # has an address in host memory
+        self._last: tuple[np.ndarray, np.ndarray] | None = None  # as of ``OrderedRows.observe``, of the last step
         self._leading = 0  # rows of the step that slots are for
         self._number = 0  # records before the next layer
 
@@ -84,8 +95,20 @@ class PointersReplay(Replay[list[Part]]):
         self.experts.slot_of[list(keys)] = torch.arange(len(keys), dtype=torch.int32)
         self._offers.update(self.experts.owner)
 
+    def fill_host(self, keys: Sequence[int]) -> None:
+        """Puts those of ``keys`` that have no slot into host memory, as it has room."""
+        assert self._rows is not None
+        self._near[:] = False
+        for key in self._rows.tier.first(keys, self.experts.slot_of.numpy()):
+            self._rows.tier.admit(key)
+            self._near[key] = True
+
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._step, self._leading = step, self.leading(step)
+        if self._rows is not None:
+            leaving = self._rows.begin_step()
+            self._near[list(leaving)] = False
+            self._rows.release(list(leaving.values()))
         state = self._offers.offers.state
         state.copy_(self._offers.ready if self._leading else torch.zeros_like(state))
         self._counts.fill_(-1)
@@ -108,15 +131,25 @@ class PointersReplay(Replay[list[Part]]):
         on_cpu = sum(self._cpu[rows] for rows, source in by_rows if source == COMPUTED)
         hits, filled = (sum(self.fast[rows] for rows, each in by_rows if each == source) for source in (HIT, ADMITTED))
         copied, streamed, left = (sources.count(source) for source in (ADMITTED, STREAMED, COMPUTED))
-        load = float(self.costs.load.ideal(self.nbytes))
+        load, ordered = self._load, self._order(part.keys, sources)
         launches = LAUNCHES if outcome.slots < self.trace.facts.total else 0.0
         memory = self.costs.sharing(self.nbytes, copied + streamed, left)
-        took = launches + max(hits, (copied + streamed) * load + filled, on_cpu, memory)
+        took = ordered + launches + max(hits, (copied + streamed) * load + filled, on_cpu, memory)
         outcome.parts += 1
         outcome.seconds += took
         outcome.stall_seconds += took - hits - filled
         missed = copied + streamed
         outcome.bound_seconds += self.costs.bound(self.nbytes, len(part.keys) - missed - left, missed, left)
+
+    def _order(self, keys: Sequence[int], sources: Sequence[int]) -> float:
+        """Returns the seconds of reading what is only on the disk; a row of host memory has it then, if one is free."""
+        missed = (key for key, source in zip(keys, sources, strict=True) if source in (ADMITTED, STREAMED))
+        away = [key for key in missed if not self._near[key]]
+        if self._rows is None or not away:
+            return 0.0
+        self._near[away] = [self._rows.place(key) is not None for key in away]
+        self.outcome.disk_loads += len(away)
+        return ORDER + self.costs.loading(len(away), self.nbytes)
 
     def _may_leave(self) -> bool:
         """Whether the CPU takes part in the step, as ``CpuShare.begin`` says."""
@@ -128,6 +161,11 @@ class PointersReplay(Replay[list[Part]]):
 
     def end_step(self) -> None:
         self._count(self._read_from())
+        if self._rows is not None and self._leading:
+            if self._last is not None:
+                self._rows.observe(*self._last)
+            sources = self._sources.numpy()
+            self._last = np.maximum(self._decided.numpy(), 0), (sources == ADMITTED) | (sources == STREAMED)
         if self.experts.owner[0] == NOWHERE:
             return
         if (prompt := self.trace.prompt_rows(self._step)) is not None:

@@ -54,7 +54,7 @@ def simulate(
             ``extra`` reads ahead are not limited. There are as many I/O threads as ``costs.load_at_once`` says, without
             the forward thread.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
-        host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
+        host_bytes: host memory between the slots and the store, whose loads cost ``costs.host``.
         settled: with pointers, filled slots whose experts have them for good.
         layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving
             does; an offline policy has nothing read ahead.
@@ -63,23 +63,26 @@ def simulate(
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
             size, an offline policy with a balancer, a prefetcher or pointers (it would have to foresee their
             decisions), a prefetcher with pointers or a balancer that goes by more than how many experts a layer misses,
-            or pointers with costs of loads from a disk, which they cannot read; a predictor that needs what a trace
-            lacks.
+            or pointers with costs of loads from a disk, and no host memory before it; a predictor that needs what a
+            trace lacks.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
     _check(trace, slots, nbytes)
     outcome = Outcome(policy, balancer, slots, slots / facts.total, execution, prefetch=prefetch)
     if execution == "pointers":
-        check_pointers(policy, balancer, prefetch, costs)
+        check_pointers(policy, balancer, prefetch, costs, tier=bool(host_bytes))
         chosen = build_policy(policy, trace, slots)
         from vllm_spac.execution.device.cpu_share import shares_of  # torch, which takes a second
         from vllm_spac.tools.traces.simulated_pointers import PointersReplay
 
         beside = build_balancer(balancer, trace, costs, nbytes)
         shares = [] if beside is None else shares_of(beside, facts.experts)
-        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, settled)
+        rows = _tier(policy, trace, costs, 0, host_bytes // nbytes) if host_bytes else None
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, settled, rows)
         replay.fill(filling(trace, slots, settled) if fill else [])
+        if rows is not None:
+            replay.fill_host(filling(trace, min(facts.total, slots + rows.rows)) if fill else [])
         return replay.run(parts(trace, facts.total))
     if execution != "slots":
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
@@ -194,7 +197,7 @@ def _lacking(name: str, signals: Collection[Signal]) -> ConfigError:
     return ConfigError(f"prefetch {name} looks at {', '.join(sorted(signals))}, which a trace does not hold")
 
 
-def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> None:
+def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs, *, tier: bool = False) -> None:
     """Refuses what ``plane=pointers`` cannot be simulated with; ``ConfigError``: names the reason."""
     name = policy.partition("@")[0]
     kind = components.find("policies", name)
@@ -208,8 +211,8 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
         )
     if prefetch != "off":
         raise ConfigError(f"prefetch {prefetch} is of plane=slots: pointers give them slots in their layer")
-    if costs.provenance.store == "disk":
+    if costs.provenance.store == "disk" and not tier:
         raise ConfigError(
-            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac "
-            "check --measure --store host"
+            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; name some before the "
+            "disk, or run vllm-spac check --measure --store host"
         )
