@@ -1,7 +1,8 @@
 """Hits where the device decides which experts have slots, beside those where the host does, on recorded routing.
 
 Only steps without prompts count: a prompt selects nearly every expert. No time is simulated. ``--times`` compares the
-calculated tokens/s of ``one_pool.json`` with those that it had in an earlier commit.
+calculated tokens/s of ``one_pool.json`` with those that it had in an earlier commit. ``--disk`` plans models that are
+larger than GPU and host memory together, and compares with the plane whose layers wait for the host.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ import typer
 from rich import print
 
 from benchmarks.common import RESULTS, Script, provenance, sha256, write_result
+from benchmarks.recipes import named
+from vllm_spac.config.types import AUTO
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import STEP_KINDS, Trace
+from vllm_spac.storage.checkpoint.published import published
+from vllm_spac.tools.planning.planned_machine import PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Load
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.planned_routing import routings
+from vllm_spac.tools.planning.planned_serving import make_plan
 from vllm_spac.tools.traces.replayed import Outcome, Replay, filling, parts, rows_of_records
 from vllm_spac.tools.traces.simulated_pointers import PointersReplay
 from vllm_spac.tools.traces.simulated_slots import SlotsReplay
@@ -25,6 +34,12 @@ from vllm_spac.tools.traces.simulation import build_policy, build_prefetch
 
 SHARES = (0.1, 0.25, 0.5)  # of the experts, in slots
 TRACES = {1: "benchmarks/traces/real/none1.trace", 8: "benchmarks/traces/real/none8.trace"}  # by batch size
+DISK = "experts on a disk, host memory before it"
+ON_DISK = (  # models, whose quantisation they have instead of their own, and GB of host memory
+    ("openai/gpt-oss-120b", "", 32),
+    ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-30B-A3B-GPTQ-Int4", 64),
+    ("zai-org/GLM-4.5-Air-FP8", "", 64),
+)
 COLUMNS = ("host", "device_before", "device")
 PROMPTS = {STEP_KINDS.index("prefill"), STEP_KINDS.index("mixed")}
 
@@ -36,11 +51,15 @@ def main(
     policy: Annotated[str, typer.Option(help="Policy, with its arguments.")] = "reuse",
     before: Annotated[bool, typer.Option(help="Write what this code's device plane has as that before.")] = False,
     times: Annotated[str, typer.Option(help="Commit: write tokens/s over those of its one_pool.json, no hits.")] = "",
+    disk: Annotated[bool, typer.Option(help="Write tokens/s of models on a disk, no hits.")] = False,
     output: Annotated[Path, typer.Option(help="JSON; what is not made again is kept.")] = RESULTS / "device_plane.json",
 ) -> None:
     known = json.loads(output.read_text()) if output.exists() else {}
-    if times:
-        write_result(output, known | {"rows": list(over(times)), "times": provenance() | {"before": times}})
+    if times or disk:
+        before_disk, with_disk = ([row for row in known.get("rows", ()) if (row["part"] == DISK) == on] for on in (0, 1))
+        rows = [*(over(times) if times else before_disk), *(on_disk() if disk else with_disk)]
+        made = {"times": provenance() | {"before": times}} if times else {"disk": provenance()}
+        write_result(output, known | {"rows": rows} | made)
         return
     made, result = provenance(), known | {"traces": {}}
     earlier = {(row["slots"], row["batch"]): row for row in known.get("hits", ())}
@@ -78,6 +97,31 @@ def over(commit: str) -> Iterator[dict[str, Any]]:
                 "part": "policy on the device, hits computed while misses arrive",
                 "tokens_per_s": row["tokens_per_s"],
                 "over_before": row["tokens_per_s"] / before,
+            }
+
+
+def on_disk() -> Iterator[dict[str, Any]]:
+    """Yields the calculated tokens/s over pointers of models on a disk, and their ratio to the host's plane."""
+    for name, like, host in ON_DISK:
+        recipe = {"config": published()[name], "model": name}
+        if like:
+            quantisation = published()[like]["quantization_config"]
+            recipe = {"config": recipe["config"] | {"quantization_config": quantisation}, "model": f"{name}-GPTQ-Int4"}
+        for gpu in ("rtx4090", "rtx5090"):
+            machine = PlannedMachine.of(gpu, None, host << 30)
+            with named(recipe) as model:
+                ways = list(ServedModel.ways(model, AUTO, on_cpu=False, capability=machine.capability, amx=False))
+            plans = [make_plan(way, machine, Load(8192, 1), routings(None, way)) for way in ways]
+            ours, other = sorted(plans, key=lambda plan: plan.model.execution != "pointers")
+            speeds = [plan.best.compared.tokens_per_second for plan in (ours, other)]
+            yield {
+                "machine": f"{gpu}, {host} GB",
+                "model": recipe["model"],
+                "format": ours.model.kind,
+                "slots": ours.best.choice.slots,
+                "part": DISK,
+                "tokens_per_s": speeds[0],
+                "over_before": speeds[0] / speeds[1],
             }
 
 

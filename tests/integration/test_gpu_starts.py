@@ -289,7 +289,7 @@ def test_a_desktop_of_32_gb_starts_from_a_disk(box: Box, folder, tmp_path) -> No
     """GPU and host memory together are too small; what fits stays in host memory."""
     start, refused = accepted(box._replace(host=26), folder(SMALL), "", tmp_path)
     assert refused == [] and start.spac is not None and start.spac.store_on("cuda") == "disk"
-    assert start.spac.host_memory is not None and start.spac.plane == "slots"
+    assert start.spac.host_memory is not None and start.spac.plane == "pointers"
 
 
 def test_host_memory_that_does_not_hold_the_experts(folder, tmp_path, monkeypatch) -> None:

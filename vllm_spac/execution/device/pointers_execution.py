@@ -107,11 +107,7 @@ class PointerExecution(Execution):
 
     def describe(self) -> str:
         parts = [] if self.holds_all else ["long prompts borrow slots"]
-        parts += (
-            []
-            if self.admission.delivery is None
-            else [f"layers wait for experts that are {'on the disk' if self._disk else 'not pinned'}"]
-        )
+        parts += [] if self.admission.delivery is None else [self.admission.delivery.describe()]
         if self.shape.packed is not None:
             rows = "" if self.shape.packed.activations is not None else ", activations not quantised"
             parts.append(f"weights {self.shape.packed.describe()}{rows}")

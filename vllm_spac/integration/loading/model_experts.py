@@ -141,6 +141,7 @@ class ModelExperts:
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         if problem := plane_change.refused(partial(self._open, others), self.vllm_config, self.ranks):
             self.packing.close()
+            self.packing.release_locks()
             self._configure(plane_change.change(self.vllm_config, problem))
             self._open(others)
         self.packing.begin()
