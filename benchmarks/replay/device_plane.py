@@ -18,7 +18,6 @@ from rich import print
 
 from benchmarks.common import RESULTS, Script, provenance, sha256, write_result
 from benchmarks.recipes import named
-from vllm_spac.config.types import AUTO
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import STEP_KINDS, Trace
 from vllm_spac.storage.checkpoint.published import published
@@ -56,7 +55,9 @@ def main(
 ) -> None:
     known = json.loads(output.read_text()) if output.exists() else {}
     if times or disk:
-        before_disk, with_disk = ([row for row in known.get("rows", ()) if (row["part"] == DISK) == on] for on in (0, 1))
+        before_disk, with_disk = (
+            [row for row in known.get("rows", ()) if (row["part"] == DISK) == on] for on in (0, 1)
+        )
         rows = [*(over(times) if times else before_disk), *(on_disk() if disk else with_disk)]
         made = {"times": provenance() | {"before": times}} if times else {"disk": provenance()}
         write_result(output, known | {"rows": rows} | made)
@@ -103,14 +104,14 @@ def over(commit: str) -> Iterator[dict[str, Any]]:
 def on_disk() -> Iterator[dict[str, Any]]:
     """Yields the calculated tokens/s over pointers of models on a disk, and their ratio to the host's plane."""
     for name, like, host in ON_DISK:
-        recipe = {"config": published()[name], "model": name}
+        recipe: dict[str, Any] = {"config": published()[name], "model": name}
         if like:
-            quantisation = published()[like]["quantization_config"]
-            recipe = {"config": recipe["config"] | {"quantization_config": quantisation}, "model": f"{name}-GPTQ-Int4"}
+            quantisation = {"quantization_config": published()[like]["quantization_config"]}
+            recipe = {"config": published()[name] | quantisation, "model": f"{name}-GPTQ-Int4"}
         for gpu in ("rtx4090", "rtx5090"):
             machine = PlannedMachine.of(gpu, None, host << 30)
             with named(recipe) as model:
-                ways = list(ServedModel.ways(model, AUTO, on_cpu=False, capability=machine.capability, amx=False))
+                ways = list(ServedModel.ways(model, "auto", on_cpu=False, capability=machine.capability, amx=False))
             plans = [make_plan(way, machine, Load(8192, 1), routings(None, way)) for way in ways]
             ours, other = sorted(plans, key=lambda plan: plan.model.execution != "pointers")
             speeds = [plan.best.compared.tokens_per_second for plan in (ours, other)]

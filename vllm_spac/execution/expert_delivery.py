@@ -78,9 +78,9 @@ class ExpertDelivery:
         )
         self.mail, self._place_of = (orders, reach), reach.place_of
         self._seconds, self._reads = 0.0, 0  # between orders and their answers; experts that were read
-        self._store, self._places, self._staged = store, [*map(Slots, parts)], shape.experts
-        self._memory, self._compute = memory, compute
-        self._block, self._rows = rows and rows.block, None if rows is None else OrderedRows(rows.tier)
+        self._store, self._memory, self._compute = store, memory, compute
+        self._places, self._staged = [*map(Slots, parts)], shape.experts
+        self._block, self._rows = (None, None) if rows is None else (rows.block, OrderedRows(rows.tier))
         self._leaving: deque[tuple[Event, list[int]]] = deque()  # rows, and when nobody reads them any more
         self._copied: dict[int, torch.cuda.Event] = {}  # when places from one on may be written again
         self._asked, self._answered, self._ended = (each.numpy() for each in orders[:3])
