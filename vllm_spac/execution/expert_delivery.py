@@ -80,7 +80,8 @@ class ExpertDelivery:
         self._seconds, self._reads = 0.0, 0  # between orders and their answers; experts that were read
         self._store, self._memory, self._compute = store, memory, compute
         self._places, self._staged = [*map(Slots, parts)], shape.experts
-        self._block, self._rows = (None, None) if rows is None else (rows.block, OrderedRows(rows.tier))
+        self._block = None if rows is None else rows.block
+        self._rows = None if rows is None else OrderedRows(rows.tier)
         self._leaving: deque[tuple[Event, list[int]]] = deque()  # rows, and when nobody reads them any more
         self._copied: dict[int, torch.cuda.Event] = {}  # when places from one on may be written again
         self._asked, self._answered, self._ended = (each.numpy() for each in orders[:3])
@@ -218,8 +219,7 @@ class ExpertDelivery:
 
     def _release(self) -> None:
         """Frees the rows that nobody reads any more."""
-        while self._leaving and self._leaving[0][0].done():
-            assert self._rows is not None
+        while self._rows is not None and self._leaving and self._leaving[0][0].done():
             self._rows.release(self._leaving.popleft()[1])
 
     def _read(self, wanted: Sequence[tuple[int, int]]) -> None:
