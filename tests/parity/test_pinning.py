@@ -133,3 +133,23 @@ def test_a_plane_that_the_user_named_is_an_error(model, whole) -> None:
     run = served(model, 0, plane="pointers")
     assert "cannot pin" in run["error"] and "--spac-plane slots" in run["error"] and run["left"] == 0
     assert not any("instead of" in line for line in run["lines"])
+
+
+@pytest.mark.parametrize(("share", "execution"), [(1.0, "pointers"), (0.5, "pointers"), (0.0, "table")])
+def test_host_memory_before_a_disk_is_as_large_as_what_is_pinned(
+    model, whole, share: float, execution: str, tmp_path
+) -> None:
+    """Beside room for a layer; without even that the host decides."""
+    layers = whole["stats"]["layers"]
+    limit = int(share * whole["pinned"] * (1 + 1 / layers)) if share else 1
+    run = served(model, limit, store="disk", disk_dir=str(tmp_path), host_memory=whole["pinned"])
+    stats = run["stats"]
+    assert run["tokens"] == engines.generate(model, **FLOAT32).tokens
+    assert stats["execution"] == execution and stats["bytes"]["disk"] > 0
+    if execution == "pointers":
+        rows = stats["host_experts"]
+        assert stats["host_bytes"] == {"pinned": run["pinned"], "pageable": 0} and "plane_change" not in stats
+        assert rows > stats["experts"] // (8 if share < 1 else 2)
+        assert bool(run["lines"]) == (share < 1)
+    else:
+        assert any("instead of" in line for line in run["lines"]) and run["pinned"] == 0

@@ -21,6 +21,7 @@ from vllm_spac.cache.transfers import HostRows
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import check_same
+from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.errors import StoreError
 from vllm_spac.execution.device import cpu_share
 from vllm_spac.execution.expert_delivery import ExpertDelivery
@@ -70,11 +71,19 @@ class FarPool(Pool):
     """A pool whose store has layers out of reach; what an earlier layer had staged is no longer there."""
 
     def __init__(
-        self, slots: int, far: tuple[int, ...] = ALL, layout=None, rows: int = 0, disk: bool = True, **options: Any
+        self,
+        slots: int,
+        far: tuple[int, ...] = ALL,
+        layout=None,
+        rows: int = 0,
+        disk: bool = True,
+        tier_policy: Policy | None = None,
+        **options: Any,
     ) -> None:
         if rows:
             layout = layout or shape()
-            tier = HostTier(layout.total, rows, 0, components.build("policies", options.get("policy", "lru")))
+            built = components.build("policies", options.get("policy", "lru")) if tier_policy is None else tier_policy
+            tier = HostTier(layout.total, rows, 0, built)
             options["host"] = HostRows(tier, HostBlock(layout.tensors, rows, pin=False))
         build, store = components.build, type("Far", (FarStore,), {"far": far, "addressable": far != ALL or not disk})
         made = lambda family, name, **given: store(**given) if family == "stores" else build(family, name, **given)  # noqa: E731

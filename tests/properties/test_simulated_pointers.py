@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_execution import EXPERTS, LAYERS, TOP_K, Pool, shape
 from test_execution import made as made  # the fixture
+from test_expert_delivery import FarPool
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -69,3 +70,31 @@ def test_as_the_pool_that_serves(made, policy: str, slots: int):
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
     assert said.bytes == stats["bytes"]["host"] > 0 and said.streamed_bytes == stats["bytes"]["host streamed"]
     assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
+@pytest.mark.parametrize("rows", [4, 11])
+def test_host_memory_before_a_disk_as_the_pool_that_serves(policy: str, rows: int):
+    """Reads of the disk, too; the host learns a step late what was used, in both."""
+    trace = recorded(rows)
+    pool = FarPool(7, rows=rows, policy=built(policy, 7, trace), tier_policy=built(policy, rows, trace))
+    reports, apply = pool.admission.reports, pool.admission.reports.apply
+
+    def applied() -> None:
+        """All but the last step's."""
+        last = [reports._under_way.pop()] if reports._under_way else []
+        apply()
+        reports._under_way.extend(last)
+
+    reports.apply = applied
+    try:
+        follow(pool, trace)
+        reports.apply = apply
+        stats = pool.snapshot()
+    finally:
+        pool.close()
+    costs = Costs.read("h200")
+    costs = costs.model_copy(update={"host": costs.load})
+    said = simulate(trace, 7, costs, execution="pointers", policy=policy, host_bytes=rows * trace.facts.expert_bytes)
+    assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
+    assert said.disk_loads == pool.store.reads > 0

@@ -161,11 +161,11 @@ class PointersReplay(Replay[list[Part]]):
 
     def end_step(self) -> None:
         self._count(self._read_from())
-        if self._rows is not None and self._leading:
+        if self._rows is not None:
             if self._last is not None:
                 self._rows.observe(*self._last)
-            sources = self._sources.numpy()
-            self._last = np.maximum(self._decided.numpy(), 0), (sources == ADMITTED) | (sources == STREAMED)
+            sources, counts = self._read_from(), np.maximum(self._decided.numpy(), 0)
+            self._last = (counts, (sources == ADMITTED) | (sources == STREAMED)) if counts.any() else None
         if self.experts.owner[0] == NOWHERE:
             return
         if (prompt := self.trace.prompt_rows(self._step)) is not None:
