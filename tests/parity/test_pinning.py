@@ -145,11 +145,12 @@ def test_host_memory_before_a_disk_is_as_large_as_what_is_pinned(
     run = served(model, limit, store="disk", disk_dir=str(tmp_path), host_memory=whole["pinned"])
     stats = run["stats"]
     assert run["tokens"] == engines.generate(model, **FLOAT32).tokens
-    assert stats["execution"] == execution and stats["bytes"]["disk"] > 0
+    assert stats["execution"] == execution and stats["misses"] > 0
     if execution == "pointers":
-        rows = stats["host_experts"]
+        rows, experts = stats["host_experts"], stats["experts"]
         assert stats["host_bytes"] == {"pinned": run["pinned"], "pageable": 0} and "plane_change" not in stats
-        assert rows > stats["experts"] // (8 if share < 1 else 2)
-        assert bool(run["lines"]) == (share < 1)
+        assert stats["bytes"]["disk"] > 0 and (
+            experts // 8 < rows <= experts // 2 if share < 1 else rows > experts // 2
+        )
     else:
         assert any("instead of" in line for line in run["lines"]) and run["pinned"] == 0

@@ -29,7 +29,7 @@ from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.decisions.predictors._trained import Trained
 from vllm_spac.decisions.predictors.base import Predictor
-from vllm_spac.errors import ConfigError, PinError, Remedy, UnsupportedError, drop
+from vllm_spac.errors import ConfigError, PinError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.integration.hooks import drafts, graphs
 from vllm_spac.integration.layers import cpu_kernel
@@ -170,14 +170,12 @@ def host_rows(
         needed, rows = gib(useful * shape.expert_bytes), useful
         text = "spac: of host_memory (--spac-host-memory) %s are taken, not %s: slots and host memory hold all experts"
         logger.info(text, needed, gib(given))
-    block = HostBlock(shape.tensors, rows, device.type == "cuda", in_place=False)
-    refused = block.refused
-    while in_place and block.refused and rows > 1:
-        rows //= 2
-        block = HostBlock(shape.tensors, rows, pin=True, in_place=False)
-    if in_place and block.refused:
-        remedies = Remedy(pin_remedy()), drop("host_memory")
-        raise PinError.refused(f"spac: host_memory (--spac-host-memory) cannot be pinned ({refused})", *remedies)
+    if in_place:
+        block, refused = _as_pinned(shape, rows)
+        rows = len(next(iter(block.tensors.values())))
+    else:
+        block = HostBlock(shape.tensors, rows, device.type == "cuda", in_place=False)
+        refused = block.refused
     if refused:
         what = f"{gib(block.nbytes)} are taken" if in_place else "none is pinned, and is copied from more slowly"
         logger.warning(
@@ -185,6 +183,19 @@ def host_rows(
         )
     tier = HostTier(shape.total, rows, slots, policy(config, shape, rows, most_drafts))
     return HostRows(tier, block)
+
+
+def _as_pinned(shape: MoEShape, rows: int) -> tuple[HostBlock, str]:
+    """Returns memory of as many rows as the driver pins, by halves, and why not of all; ``PinError``: of none."""
+    refused = ""
+    while True:
+        try:
+            return HostBlock.staging(shape.tensors, rows), refused
+        except PinError as error:
+            refused = error.problem.removeprefix("spac: ")
+            if rows == 1:
+                raise
+        rows //= 2
 
 
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> LengthChooser | Chooser | None:
