@@ -31,8 +31,8 @@ SERVED = {  # preset: knobs that are set beside it, options of the engine, and c
         {"speculative_config": COPY, "gpu_memory_utilization": 0.2},
         (),
     ),
-    "composed": ({"slots": "25%"}, {"speculative_config": EAGLE3}, ()),
-    "composed-lossy": ({"slots": "25%"}, {"speculative_config": EAGLE3}, ()),
+    "composed": ({"slots": "25%"}, {"speculative_config": METHODS["eagle3"]}, ()),
+    "composed-lossy": ({"slots": "25%", "guard": "off"}, {"speculative_config": METHODS["eagle3"]}, ()),
 }
 LOSSY = "moe-spec", "composed-lossy"
 pytestmark = pytest.mark.full
@@ -53,7 +53,7 @@ def test_a_preset_serves(name: str, request: pytest.FixtureRequest, tmp_path: Pa
     knobs = {
         flag.removeprefix("--spac-").replace("-", "_"): value for flag, value in zip(*[iter(words)] * 2, strict=True)
     }
-    assert knobs == {knob: str(value) for knob, value in PRESETS[name].knobs.items() if knob not in given}
+    assert knobs == {knob: str(value) for knob, value in PRESETS[name].knobs.items() if knob not in spac}
     if name in LOSSY:
         assert "LOSSY" in done.stdout and run.stats["budget"]["dropped_share"] > 0
     else:

@@ -253,10 +253,10 @@ def _computing(config: Any) -> tuple[Remedy, ...]:
 
 
 _RULES = (
-    _check_preset,
     _check_workers,
-    _check_prefetch,
     _check_execution,
+    _check_preset,
+    _check_prefetch,
     _check_host_memory,
     _check_speculate,
     _check_cpu_experts,
