@@ -111,6 +111,11 @@ SENTENCES = (
     LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"
     "pays most on a scaled machine, {{ row.speedup|f }} ({{ row.speedup_interval|span(2, ' – ') }}) times",
     "{% set row = result('paired_tree_step_toy').rows[0] %}a step of a tree of 16 takes {{ row.step_ratio|f }} times",
+    "{% set eight = {} %}{% for row in result('agents').rows if row.agents == 8 and 'toy' in row.model %}"
+    "{% do eight.update({(row.engine, row.memory): row.tokens_per_s}) %}{% endfor %}8 of them got"
+    " {{ (eight['spac', none] / eight['llama.cpp', 'weights'])|f(1) }} times llama.cpp's tokens per second with as many"
+    " bytes of weights in RAM, and {{ (eight['spac', none] / eight['llama.cpp', 'all'])|f }} times where its memory"
+    " held all",
     PEERS + "llama.cpp on a CPU machine: {{ peers[1]|ratio }} times its speed with as many bytes of weights in RAM",
     "{% set four = result('peers_int4_toy').rows %}"
     "{{ four[1].peers[1]|ratio }} with 4 bits. Where llama.cpp's memory holds all of them, it has"
