@@ -46,7 +46,7 @@ def _admit_kernel(
     used: tl.tensor, counts: tl.tensor, sources: tl.tensor, copies: tl.tensor, x: tl.tensor, all_live: tl.tensor,
     all_counts: tl.tensor, requests: tl.tensor, pairs: tl.tensor, division: tl.tensor, shares: tl.tensor,
     to_device: tl.tensor, to_cpu: tl.tensor, asked: tl.tensor, answered: tl.tensor, head: tl.tensor, to_ids: tl.tensor,
-    to_weights: tl.tensor, to_x: tl.tensor,
+    to_weights: tl.tensor, to_x: tl.tensor, turn: tl.tensor,
     n_pairs: tl.tensor, n_experts: tl.tensor, n_keys: tl.tensor, n_slots: tl.tensor, first: tl.tensor,
     layer: tl.tensor, d: tl.tensor,
     NAMES: tl.constexpr, TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
@@ -54,6 +54,8 @@ def _admit_kernel(
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """``requests``, ``division``, ``to_device``, ``to_cpu``: of ``Division``, its number, state, kept and left."""
+    if turn is not None:  # reads ahead stop
+        tl.store(turn, layer)
     lane = tl.arange(0, BINS)
     mine = lane < n_experts
     key = first + lane
@@ -65,7 +67,10 @@ def _admit_kernel(
         tl.store(all_counts + key, found, mask=mine)
     needed = mine & (uses > 0)
     missed = needed & (slot < 0)
-    if tl.sum(missed.to(tl.int32), 0) == 0:
+    misses = tl.sum(missed.to(tl.int32), 0)
+    if turn is not None:
+        tl.store(turn + 1, misses)
+    if misses == 0:
         tl.store(copies, 0)
         tl.store(sources + key, tl.where(needed, HIT, UNUSED), mask=mine)
         if shares is not None:
@@ -76,7 +81,7 @@ def _admit_kernel(
     worth = tl.load(used + key, mask=mine, other=0.0)
     rows = tl.where(missed, uses, 0)
     if shares is not None:
-        share = tl.where(tl.load(pairs) > 0, tl.load(shares + tl.sum(missed.to(tl.int32), 0)), 0)
+        share = tl.where(tl.load(pairs) > 0, tl.load(shares + misses), 0)
         for _ in range(share):
             best = rows == tl.min(tl.where(rows > 0, rows, 2147483647), 0)
             least = tl.min(tl.where(best, worth, float("inf")), 0)
@@ -151,6 +156,7 @@ def admit(
     copies: Tensor,
     live: Tensor | None = None,
     request: Request | None = None,
+    turn: Tensor | None = None,
 ) -> None:
     """Decides admission for one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -168,12 +174,14 @@ def admit(
             ascending; in [1 + N : 1 + N + n] their slots. The rest is undefined.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
         request: the CPU may compute some of the missed experts, and is asked to; ``first`` is a multiple of N.
+        turn: [2] int32, is overwritten: the number of the layer, which has begun, and how many experts have no slot.
 
     Raises:
         AssertionError: a shape, dtype or layout is not as above.
     """
     n_experts, (names, keys) = len(copies) // 2, experts.table.shape
     _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies, live)
+    assert turn is None or (turn.shape == (2,) and turn.dtype == torch.int32)
     bins, chunk = lanes(n_experts), chunk_for(topk_ids.numel())
     asks: tuple[Tensor | None, ...] = (None,) * 15
     warps, columns = 1 if max(bins, chunk) <= _WARP else 4, 1
@@ -184,7 +192,7 @@ def admit(
         asks, columns = (x, all_live, all_counts, *division[:6], *mail[:6]), x.shape[1]
         warps = 4 if bins < 1024 else 8
     _admit_kernel[(1,)](
-        topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies, *asks,
+        topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies, *asks, turn,
         topk_ids.numel(), n_experts, keys, len(experts.owner), first, first // n_experts, columns,
         NAMES=names, TOP_K=topk_ids.shape[1], BINS=bins, CHUNK=chunk, COLUMNS=_COLUMNS, UNUSED=UNUSED, HIT=HIT,
         STREAMED=STREAMED, ADMITTED=ADMITTED, COMPUTED=COMPUTED, COMPILED=COMPILED, num_warps=warps,

@@ -19,6 +19,7 @@ An expert that ``admit`` has just given a slot is not in it yet (``Fills``). The
 copies this part there: the program that has its first rows copies the rows of W that it is about to read, waits for its
 own threads, and reads them from the slot as any other's. Nobody else reads the slot in this launch: programs that have
 further rows of the expert read it in host memory. So hits are computed while misses arrive, and no launch copies only.
+Parts of missed experts that were read ahead of need (``Early``) are taken from there, and not from host memory.
 
 Sums are float32; gate, up, h, y and out are rounded to x's dtype exactly where stock vLLM's separate launches round
 (its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``. With
@@ -46,15 +47,15 @@ from triton.language.extra import libdevice
 
 from .combine import combine
 from .dequantise import multiply, quantise, row_scale, scale_of_row, scaled
-from .fetch import check_fills, expert_at, fill_rows
+from .fetch import check_fills, early_at, early_or, expert_at, fill_rows
 from .formats import Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
-from .types import ADMITTED, Fills, Pieces, Quantised, block_bound, lanes
+from .types import ADMITTED, HIT, Early, Fills, Pieces, Quantised, block_bound, lanes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes; a hint to the compiler, which then loads 16 bytes at once
-_ADMITTED = tl.constexpr(ADMITTED)
+_ADMITTED, _HIT = tl.constexpr(ADMITTED), tl.constexpr(HIT)
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,7 @@ def _scale_type(codes: str):
 @triton.jit
 def _place(blocks: tl.tensor, columns: tl.tensor, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Program id -> (row block, column block); GROUP_M row blocks take turns on the same columns."""
-    program = tl.program_id(0)
-    strips = tl.cdiv(columns, BLOCK_N)
+    program, strips = tl.program_id(0), tl.cdiv(columns, BLOCK_N)
     group = program // (GROUP_M * strips)
     size = tl.minimum(blocks - group * GROUP_M, GROUP_M)
     inside = program % (GROUP_M * strips)
@@ -204,17 +204,9 @@ def _place(blocks: tl.tensor, columns: tl.tensor, BLOCK_N: tl.constexpr, GROUP_M
 
 @triton.jit
 def _block(
-    block: tl.tensor,
-    ids: tl.tensor,
-    router_weights: tl.tensor,
-    live: tl.tensor,
-    pairs: tl.tensor,
-    experts: tl.tensor,
-    n_pairs: tl.tensor,
-    n_experts: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    FEW: tl.constexpr,
-):
+    block: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor, pairs: tl.tensor, experts: tl.tensor,
+    n_pairs: tl.tensor, n_experts: tl.tensor, BLOCK_M: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
     """Returns a block's expert, -1 for none, its pairs, and whether they are the first ones of the expert.
 
     From ``align``'s work list if given, else computed.
@@ -230,10 +222,11 @@ def _block(
 
 
 _VARYING = {  # arguments that vary between launches or layers
-    "do_not_specialize": ["n_pairs", "blocks"],
+    "do_not_specialize": ["n_pairs", "blocks", "first"],
     "do_not_specialize_on_alignment": [
         *("ids", "router_weights", "counts", "w13", "b13", "s13", "w2", "b2", "s2"),
         *("sources", "from_w", "from_b", "from_s"),
+        *("early_keys", "early_done", "early_w"),
     ],
 }
 
@@ -241,13 +234,15 @@ _VARYING = {  # arguments that vary between launches or layers
 @triton.jit(**_VARYING)
 def _gate_up_kernel(
     x: tl.tensor, w13: tl.tensor, b13: tl.tensor, s13: tl.tensor, sources: tl.tensor, from_w: tl.tensor,
-    from_b: tl.tensor, from_s: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor, pairs: tl.tensor,
-    experts: tl.tensor, counts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
+    from_b: tl.tensor, from_s: tl.tensor, early_keys: tl.tensor, early_done: tl.tensor, early_w: tl.tensor,
+    early_parts: tl.tensor, first: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor,
+    pairs: tl.tensor, experts: tl.tensor, counts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
     blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
     CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr,
     NATIVE: tl.constexpr, ACTS: tl.constexpr, FUSED: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FEW: tl.constexpr, BINS: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """x [M, d] -> out [M * k, ff], row = pair; see the module. UPCAST: the interpreter cannot multiply bfloat16.
 
@@ -270,21 +265,26 @@ def _gate_up_kernel(
     expert, pair, leads = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
     if expert < 0:
         return
-    at_host = False
+    at_host, early = False, None
     if sources is not None:
-        fills = tl.load(sources + expert) == _ADMITTED
-        at_host = fills & (leads == 0)
+        source = tl.load(sources + expert)
+        fills, at_host = source == _ADMITTED, (source == _ADMITTED) & (leads == 0)
+        if early_keys is not None:
+            missed = first + tl.where(source == _HIT, -first - 2, expert)  # of a hit: no key
+            early = early_at(missed, strip, early_keys, early_done, early_parts, ENTRIES, BLOCK_N, not UPCAST)
         if fills & leads:
             if ACT == "swigluoai":
                 fill_rows(
                     expert, 2 * strip * BLOCK_N, tl.minimum(2 * (strip + 1) * BLOCK_N, 2 * ff), 2 * ff, d,
-                    w13, b13, s13, from_w, from_b, from_s, T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, 2 * BLOCK_N,
+                    w13, b13, s13, from_w, from_b, from_s, early, early_w,
+                    T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, 2 * BLOCK_N,
                 )  # fmt: skip
             else:
                 for half in tl.static_range(2):
                     fill_rows(
                         expert, half * ff + strip * BLOCK_N, half * ff + tl.minimum((strip + 1) * BLOCK_N, ff), 2 * ff,
-                        d, w13, b13, s13, from_w, from_b, from_s, T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, BLOCK_N,
+                        d, w13, b13, s13, from_w, from_b, from_s, early, early_w,
+                        T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, BLOCK_N,
                     )  # fmt: skip
             tl.debug_barrier()  # all threads see what each of them has copied
     live = pair < n_pairs
@@ -294,6 +294,8 @@ def _gate_up_kernel(
     up_row = 2 * n + 1 if ACT == "swigluoai" else n + ff
     k = tl.arange(0, BLOCK_K)
     weights = expert_at(w13, from_w, expert, at_host, _type(T, CODES, NATIVE))
+    if early is not None:  # but for what was copied from there
+        weights = early_or(weights, tl.where(fills & leads, -1, early), early_w)
     x_at = x + (pair // TOP_K).to(tl.int64)[:, None] * d + k[None, :]
     if CODES == "":
         gate_at = weights + gate_row[None, :] * d + k[:, None]
@@ -349,13 +351,14 @@ def _gate_up_kernel(
 @triton.jit(**_VARYING)
 def _down_kernel(
     h: tl.tensor, w2: tl.tensor, b2: tl.tensor, s2: tl.tensor, sources: tl.tensor, from_w: tl.tensor,
-    from_b: tl.tensor, from_s: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor, pairs: tl.tensor,
-    experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor, blocks: tl.tensor, d: tl.tensor,
-    ff: tl.tensor,
+    from_b: tl.tensor, from_s: tl.tensor, early_keys: tl.tensor, early_done: tl.tensor, early_w: tl.tensor,
+    early_parts: tl.tensor, first: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor,
+    pairs: tl.tensor, experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor, blocks: tl.tensor,
+    d: tl.tensor, ff: tl.tensor,
     BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr, ACTS: tl.constexpr,
     FUSED: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, FEW: tl.constexpr,
+    GROUP_M: tl.constexpr, FEW: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """h [M * k, ff] -> out [M * k, d], times the router weight; row = pair."""
     T: tl.constexpr = out.dtype.element_ty
@@ -366,14 +369,17 @@ def _down_kernel(
     expert, pair, leads = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
     if expert < 0:
         return
-    at_host = False
+    at_host, early = False, None
     if sources is not None:
-        fills = tl.load(sources + expert) == _ADMITTED
-        at_host = fills & (leads == 0)
+        source = tl.load(sources + expert)
+        fills, at_host = source == _ADMITTED, (source == _ADMITTED) & (leads == 0)
+        if early_keys is not None:
+            missed = first + tl.where(source == _HIT, -first - 2, expert)  # of a hit: no key
+            early = early_at(missed, strip, early_keys, early_done, early_parts, ENTRIES, BLOCK_N, not UPCAST)
         if fills & leads:
             fill_rows(
                 expert, strip * BLOCK_N, tl.minimum((strip + 1) * BLOCK_N, d), d, ff,
-                w2, b2, s2, from_w, from_b, from_s, T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, BLOCK_N,
+                w2, b2, s2, from_w, from_b, from_s, early, early_w, T, BIAS, CODES, GROUP, ROWS, ZEROS, WIDE, BLOCK_N,
             )  # fmt: skip
             tl.debug_barrier()
     live = pair < n_pairs
@@ -382,6 +388,8 @@ def _down_kernel(
     k = tl.arange(0, BLOCK_K)
     h_at = h + pair.to(tl.int64)[:, None] * ff + k[None, :]
     weights = expert_at(w2, from_w, expert, at_host, _type(T, CODES, NATIVE))
+    if early is not None:  # but for what was copied from there
+        weights = early_or(weights, tl.where(fills & leads, -1, early), early_w)
     if CODES == "":
         w_at = weights + n[None, :] * ff + k[:, None]
     else:
@@ -443,6 +451,7 @@ def grouped_gemm(
     quantised: Quantised | None = None,
     pieces: Pieces | None = None,
     fills: Fills | None = None,
+    early: tuple[int, Early] | None = None,
 ) -> Tensor:
     """Computes the routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -463,6 +472,7 @@ def grouped_gemm(
             MXFP4. Biases are of x's dtype.
         pieces: this launch computes some of a layer's pairs; ``out`` is written by the last one. Default: all.
         fills: experts that are not yet where the tables say; each that a pair selects is copied there, all of it.
+        early: key of the layer's expert 0, and what was read ahead of those that are no hits by ``fills.sources``.
 
     All addresses must be multiples of 16 and valid as long as the launches run; this is not checked. Only addresses of
     experts that a pair selects are dereferenced.
@@ -472,7 +482,6 @@ def grouped_gemm(
     """
     _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation, live)
     s13, s2 = _check_quantised(x, w13, intermediate, tile, quantised)
-    check_fills(fills, w13, b13 is not None, quantised is not None)
     (rows, d), top_k, experts, ff = x.shape, topk_ids.shape[1], len(w13), intermediate
     out = torch.empty_like(x) if out is None else out
     assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous(), "out must be like x"
@@ -484,23 +493,20 @@ def grouped_gemm(
     if tile is None:
         tile = tile_for(rows, quantised and quantised.format, _shared_memory(x.device), constants["SWAP"])
     constants["SWAP"] &= tile.block_m < ACROSS <= min(tile.gate_up_n, tile.down_n)
-    block_k = tile.k_bytes // x.element_size()
-    pairs = rows * top_k
+    block_k, pairs = tile.k_bytes // x.element_size(), rows * top_k
     blocks = block_bound(pairs, experts, tile.block_m)
     work: tuple[Tensor | None, Tensor | None] = None, None
     counted = counts
     if not _unsorted(pairs, experts, tile):
         work, counted = align(topk_ids, topk_weights, experts, tile.block_m, counts, live)[:2], None
     routing = topk_ids, topk_weights, live, *work
-    none = (None,) * 4
-    fill13 = none if fills is None else (fills.sources, fills.w13, fills.b13, fills.s13)
-    fill2 = none if fills is None else (fills.sources, fills.w2, fills.b2, fills.s2)
+    fill13, fill2 = check_fills(fills, w13, b13 is not None, quantised is not None, early)
     h = x.new_empty(pairs, ff, dtype=torch.float32 if constants["FUSED"] else x.dtype)
     y = x.new_empty(pairs, d) if pieces is None else pieces.y
     shared = {
         "BIAS": b13 is not None, "UPCAST": _INTERPRETED, "BLOCK_K": block_k, "BLOCK_M": tile.block_m,
         "GROUP_M": tile.group_m, "FEW": FEW, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "enable_fp_fusion": False, **constants,
+        "ENTRIES": 1 if early is None else len(early[1].keys), "enable_fp_fusion": False, **constants,
     }  # fmt: skip
     _gate_up_kernel[(blocks * triton.cdiv(ff, tile.gate_up_n) + (counted is not None),)](
         x, w13, b13, s13, *fill13, *routing, counted, h, pairs, experts, blocks, d, ff,

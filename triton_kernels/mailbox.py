@@ -55,6 +55,18 @@ def fence(COMPILED: tl.constexpr):
 
 
 @triton.jit
+def ask(number: tl.tensor, asked: tl.tensor, COMPILED: tl.constexpr):
+    """Asks the host for what all threads have stored; returns the number of this request, one more than the last."""
+    request = tl.load(number) + 1
+    tl.debug_barrier()
+    tl.store(number, request)
+    fence(COMPILED)
+    tl.debug_barrier()
+    tl.store(asked, request)
+    return request
+
+
+@triton.jit
 def keep(
     weights: tl.tensor, kept: tl.tensor, left: tl.tensor, state: tl.tensor, n_pairs: tl.tensor, CHUNK: tl.constexpr
 ):
@@ -95,12 +107,7 @@ def post(
     tl.store(head, layer)
     tl.store(head + 1, rows)
     tl.store(answered, tl.full((), 0, tl.int64))
-    request = tl.load(number) + 1
-    tl.debug_barrier()
-    tl.store(number, request)
-    fence(COMPILED)
-    tl.debug_barrier()
-    tl.store(asked, request)
+    ask(number, asked, COMPILED)
 
 
 @triton.jit(do_not_specialize=["n_pairs", "layer", "patience"])
@@ -199,12 +206,7 @@ def _order_kernel(
     turn = tl.cumsum(wanted.to(tl.int32), 0) - 1
     tl.store(keys + turn, key, mask=wanted)
     tl.store(ordered, total)
-    order = tl.load(number) + 1
-    tl.debug_barrier()
-    tl.store(number, order)
-    fence(COMPILED)
-    tl.debug_barrier()
-    tl.store(asked, order)
+    order = ask(number, asked, COMPILED)
     fence(COMPILED)
 
     seen = tl.load(answered, volatile=True)

@@ -56,6 +56,29 @@ class Fills(NamedTuple):
     s2: Tensor | None = None
 
 
+class Early(NamedTuple):
+    """Parts of some experts of a layer that may have been read ahead of need, into memory of their own.
+
+    Part p of W13 is its rows of gate and up for columns 32 p ... of h, of W2 rows 32 p ... A part is there when all
+    ``READERS`` programs of ``fetch.read_early`` have done their share.
+
+    Attributes:
+        keys: [entries] int32, the experts, as keys of all layers; -1: none. Those of other layers are not looked at.
+        done13, done2: [entries, parts] int32, the programs that have done their share of each part.
+        w13, w2: [entries] int64, the addresses of this memory.
+    """
+
+    keys: Tensor
+    done13: Tensor
+    done2: Tensor
+    w13: Tensor
+    w2: Tensor
+
+
+EARLY_ROWS = 32  # of a part
+READERS = 16  # programs that share each part: with 8 KB each in flight PCIe 5 is busy. Not measured.
+
+
 class Pieces(NamedTuple):
     """A grouped GEMM in several launches, each over some pairs of a layer, with the bits of one over all."""
 

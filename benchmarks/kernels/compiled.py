@@ -40,7 +40,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, mailbox, route, shortlist, tally
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import Division, Experts, Fills, Mail, Offers, Orders, Quantised, Reach, Request
+from vllm_spac.kernels.types import (
+    EARLY_ROWS,
+    Division,
+    Early,
+    Experts,
+    Fills,
+    Mail,
+    Offers,
+    Orders,
+    Quantised,
+    Reach,
+    Request,
+)
 
 from benchmarks.common import RESULTS, Script, progress, provenance, show, write_result
 
@@ -51,6 +63,7 @@ KERNELS = {
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
+    "read_early": (fetch, "_read_early_kernel"),
     "await": (mailbox, "_await_kernel"),
     "order": (mailbox, "_order_kernel"),
     "shortlist": (shortlist, "_shortlist_kernel"),
@@ -214,10 +227,13 @@ def loop_of(listing: str) -> tuple[int, int]:
     return len(longest), sum(each.startswith(INTEGER) for each in longest)
 
 
-def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, kind=None, fills=True):
+def experts(
+    rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, kind=None, fills=True, early=False
+):
     """A layer's launches. The tensors are never touched: no memory is taken.
 
     ``fills``: they copy what the layer has admitted, as with ``plane=pointers`` and fewer slots than experts.
+    ``early``: parts of what it misses may have been read ahead, and of the next layer's some are.
     """
     x = torch.empty(rows, d, dtype=dtype)
     table = torch.zeros(count, dtype=torch.int64)
@@ -229,6 +245,13 @@ def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bf
     if fills:
         scales = (None, None) if kind is None else (table, table)
         options["fills"] = Fills(torch.zeros(count, dtype=torch.int32), table, table, *biases, *scales)
+    if early:
+        done = (torch.zeros(4, -(-size // EARLY_ROWS), dtype=torch.int32) for size in (ff, d))
+        parts = Early(torch.zeros(4, dtype=torch.int32), *done, table[:4], table[:4])
+        options["early"] = count, parts
+        row13, row2 = (2 * width if kind is None else kind.code_shape(1, width)[1] for width in (d, ff))
+        turn, hosts = torch.zeros(2, dtype=torch.int32), torch.zeros(3 * count, dtype=torch.int64)
+        fetch.read_early(turn, 2, parts, hosts, hosts, (ff, d, row13, row2), after=True)
     grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, **options)
 
 

@@ -83,7 +83,7 @@ class Recorded(PointersReplay):
 
     Args:
         guesses: ids like the trace's, of the same records.
-        ahead: guesses are given slots one layer ahead, as serving does; nothing limits them.
+        ahead: guesses are given slots one layer ahead, as serving did before it had the lane; nothing limits them.
     """
 
     def __init__(self, trace: Trace, guesses: np.ndarray, slots: int, *, ahead: bool) -> None:

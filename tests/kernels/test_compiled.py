@@ -216,6 +216,37 @@ def test_experts_are_fetched_16_bytes_at_a_time(capability):
     assert not re.search(r"st\.global\.b64", ptx), "8 bytes at a time"
 
 
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_what_is_read_early_is_there_before_it_counts(capability):
+    """16 bytes at a time; behind a barrier one thread says so, and each piece looks at memory whether to go on."""
+    made = compile_for(capability, record(lambda: experts(1, 2048, 768, 8, 128, early=True))["read_early"])
+    check("read_early", capability, made)
+    assert re.search(r"ld\.global\.v2\.b64", made.ptx) and re.search(r"st\.global\.v2\.b64", made.ptx)
+    assert not re.search(r"st\.global\.b64", made.ptx), "8 bytes at a time"
+    says = [at.start() for at in re.finditer(r"red\.global\.gpu\.release", made.ptx)]
+    assert len(says) == 2, "of each matrix"
+    for at in says:
+        assert made.ptx.rfind("bar.sync", 0, at) > made.ptx.rfind("st.global", 0, at), "it may count before it is there"
+    assert len(re.findall(r"ld\.volatile", made.ptx)) >= 4
+
+
+@pytest.mark.parametrize("name", [None, "int4", "nvfp4", "fp8 by block"])
+@pytest.mark.parametrize("capability", [80, 89, 120])
+def test_a_gemm_that_looks_for_what_was_read_early_spills_nothing(capability, name):
+    """But 8 bytes, of NVFP4 on sm_80. It takes no more room, and reads weights behind a fence, wherever they are."""
+    kind = None if name is None else QUANTISED[name]
+    for rows in (1, 16):
+        calls = record(lambda rows=rows: experts(rows, 2048, 768, 8, 128, kind=kind, early=True))
+        plain = record(lambda rows=rows: experts(rows, 2048, 768, 8, 128, kind=kind))
+        for kernel in ("gate_up", "down"):
+            made, without = compile_for(capability, calls[kernel]), compile_for(capability, plain[kernel])
+            say(f"{kernel} {name} M={rows}", capability, made)
+            most = 8 if (capability, name, kernel) == (80, "nvfp4", "down") else 0  # before its loop
+            assert made.stack <= without.stack + most and made.shared == without.shared
+            reads = [at.start() for at in re.finditer(r"cp\.async\.c[ag]\.shared\.global", made.ptx)]
+            assert made.ptx.index("fence.acq_rel.sys") < min(reads)
+
+
 @pytest.mark.parametrize("name", [None, "int4", "nvfp4"])
 @pytest.mark.parametrize("capability", [80, 120])
 def test_what_a_program_copies_it_reads_behind_a_barrier(capability, name):

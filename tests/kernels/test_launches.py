@@ -40,8 +40,8 @@ from vllm_spac.methods.moe_spec.settings import (
 from vllm_spac.tools.traces import simulated_pointers  # noqa: E402
 
 
-def ahead_by(named, extra: float) -> PrefetchSettings:
-    return PrefetchSettings(prefetch="gate", built=named, extra=extra)
+def ahead_by(named) -> PrefetchSettings:
+    return PrefetchSettings(prefetch="gate", built=named)
 
 
 MODELS = {
@@ -106,7 +106,7 @@ def test_no_operation_is_launched_for_the_first_time_in_a_capture(device, name, 
     vLLM runs a forward of each size before it captures that, by default. Where it does not, each operation and type has
     run at least once, for some size.
     """
-    more = {} if name is None else {"ahead": ahead_by(predictor(name, *MODELS["the toy"]), 0.1)}
+    more = {} if name is None else {"ahead": ahead_by(predictor(name, *MODELS["the toy"]))}
     made = pool(*MODELS["the toy"], BATCHED, **more)
     with device:
         forward(made, BATCHED)
@@ -150,12 +150,11 @@ def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
 
 def test_what_is_compiled_decides_and_moves_nothing(device):
     """In a step that has offers and counts of other layers, and reads ahead: all is as it was."""
-    made = pool(8, 2, 64, ahead=ahead_by(predictor("gate", 8, 2), 1.0))
-    made.admission.account.allowance.add_misses(100)
+    made = pool(8, 2, 64, ahead=ahead_by(predictor("gate", 8, 2)))
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission
     assert made.ahead.layers._votes.any()
-    state = [*admission.experts, *admission.offers, admission.counts, made._live, made.ahead.layers._step_words]
+    state = [*admission.experts, *admission.offers, admission.counts, made._live, made.ahead.layers._votes]
     before = [tensor.clone() for tensor in state]
     ids = torch.zeros(4, 2, dtype=torch.int32)
     rows = LayerRows.of(torch.zeros(4, D), torch.zeros(4, 2), ids, made._live, None, False, None)
@@ -257,7 +256,7 @@ NODES = {
     "each expert has its slot": (3, 4),
     "the CPU takes a share": (7, 9),
     "reads a layer ahead by `gate`": (28, 29),
-    "reads a layer ahead by `quasi_hidden`": (31, 32),
+    "reads a layer ahead by `quasi_hidden`": (30, 31),
 }
 BUDGET_NODES = {"number": 17, "router": 13, "selected mass": 21, "mass of scores": 18}  # before the layer's
 
@@ -267,7 +266,7 @@ def test_nodes_of_a_captured_graph(device, case):
     formats = {"INT4": Format("int4", 16), "MXFP4": Format("e2m1", 32)}
     more = {"packed": formats.get(case.split()[-1]), "slots": 1.0 if case.startswith("each") else 0.25}
     if case.startswith("reads"):
-        more["ahead"] = ahead_by(predictor(case.split("`")[1], 128, 8), 0.1)
+        more["ahead"] = ahead_by(predictor(case.split("`")[1], 128, 8))
     made = pool(128, 8, 64, **more)
     if case == "the CPU takes a share":
         share(made)

@@ -55,7 +55,7 @@ DRAFTS: dict[str, dict[str, Any] | None] = {
 }
 TREES = ("16", "7@depth=3@width=3", "12@depth=2")
 POLICIES = ("reuse", "reuse@half_lives=(2, 8, 32)", "lru", "lfu", "utility", "utility@recycle=True")
-PREDICTORS = ("gate", "gate@extra=1.0", f"quasi_hidden@file={FILE}", f"neural@file={FILE}", f"hybrid@file={FILE}")
+PREDICTORS = ("gate", f"quasi_hidden@file={FILE}", f"neural@file={FILE}", f"hybrid@file={FILE}")
 BUDGETS = ("64", "64@when=all", "64@ranking=router", "64@coverage=truncation", "1.0@when=all")
 HALVES = ("int4", "gptq", "awq")  # in float16
 CLOSE = 30 * 2**-11  # in log-probability: 30 times the rounding of a logit
@@ -99,7 +99,7 @@ def drawn(seed: int) -> Setting:
     spac["policy"] = rng.choice(POLICIES)
     if rng.random() < 0.4:
         files = toy and form == "bf16"
-        spac["prefetch"] = rng.choice(PREDICTORS if files else PREDICTORS[:2])
+        spac["prefetch"] = rng.choice(PREDICTORS if files else PREDICTORS[:1])
     if drafts == "draft model" and rng.random() < 0.5:
         spac["prefetch"], drafts = rng.choice(("draft_gate", "draft_gate@k=4", "draft_gate@cutoff=3")), "copy"
     if drafts == "tree":

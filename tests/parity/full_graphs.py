@@ -168,9 +168,8 @@ def _plugin() -> None:
 
     def kernels(device: torch.device) -> Any:
         found = kernels_for(device)
-        return found._replace(
-            **{name: kernel(getattr(found, name)) for name in ("grouped_gemm", "admit", "fetch", "wait_for_experts")}
-        )
+        launches = "grouped_gemm", "admit", "fetch", "wait_for_experts", "read_early"
+        return found._replace(**{name: kernel(getattr(found, name)) for name in launches})
 
     pointers_execution.kernels_for = kernels
     mail_kernels_for = cpu_share.mail_kernels_for

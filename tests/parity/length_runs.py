@@ -84,10 +84,13 @@ class Graphs:
         def init(execution: PointerExecution, context: Any) -> None:
             made(execution, context)
             kernels = execution.launches.kernels
-            held = {name: self._kernel(getattr(kernels, name)) for name in ("grouped_gemm", "admit", "fetch")}
+            held = {
+                name: self._kernel(getattr(kernels, name)) for name in ("grouped_gemm", "admit", "fetch", "read_early")
+            }
             execution.launches.kernels = execution.admission._kernels = kernels._replace(**held)
             if execution.ahead.layers is not None:
-                execution.ahead.layers.write_guess = self._kernel(execution.ahead.layers.write_guess)
+                ahead = execution.ahead.layers
+                ahead._kernels, ahead._name = execution.launches.kernels, self._kernel(ahead._name)
 
         for name, method in {"__init__": init, "begin_step": began, "run": ran, "attach_balancer": balanced}.items():
             setattr(PointerExecution, name, method)

@@ -20,7 +20,7 @@ import drawn_device
 import engines
 import forked
 
-SPAC = {"plane": "pointers", "slots": "40%", "prefetch": "gate@extra=1.0", "cpu_experts": "1", "guard": "on"}
+SPAC = {"plane": "pointers", "slots": "40%", "prefetch": "gate", "cpu_experts": "1", "guard": "on"}
 SPAC |= {"budget": "64"}
 SETTING = drawn_device.Setting("bf16", SPAC, "chain", True, 2, 256, (1, 6, 3, 5), 16)
 SETTLED = 48  # of 384 experts
@@ -81,42 +81,27 @@ def leave_the_victim_s_address() -> None:
     admit._decide = rewritten(admit._decide, "    experts.table[:, victim] = experts.hosts[:, victim]\n", "")
 
 
-def read_ahead_into_slots_in_use() -> None:
-    """While a kernel runs, which has read its addresses, what is read ahead takes slots that it reads."""
-    from vllm_spac.kernels.reference import admit
+def take_another_s_early_parts() -> None:
+    """What was read ahead for another expert of the layer is taken, too."""
+    from vllm_spac.kernels.reference import fetch, grouped_gemm
 
-    read_addresses_early()
-    plain = admit._decide
-    wrong = rewritten(admit._decide, "(old >= first + n) | (counts[old] == 0)", "old >= 0")
-
-    def decided(*args: Any) -> None:
-        (plain if args[8] is not None else wrong)(*args)  # in layers pairs are counted, see ``Admission._admit``
-
-    admit._decide = decided
+    fetch.with_early = rewritten(fetch.with_early, "(early.keys == key)", "(early.keys >= 0)")
+    grouped_gemm.with_early = fetch.with_early
 
 
-def read_addresses_early() -> None:
-    """No bug: a layer's kernel reads its addresses before what is read ahead meanwhile is given slots."""
-    from vllm_spac.execution.device.layer_launches import LayerLaunches
-    from vllm_spac.execution.device.reads_ahead import ReadsAhead
+def take_parts_that_were_not_read() -> None:
+    """A part that is read ahead counts before its bytes have come."""
+    from vllm_spac.kernels.reference import fetch
 
-    of, start, before = LayerLaunches.tables_of, ReadsAhead.start, {}
-
-    def started(self: Any, layer: int, rows: Any) -> None:
-        before[layer] = {name: table.clone() for name, table in of(LAUNCHES[-1], layer).items()}
-        start(self, layer, rows)
-
-    init = LayerLaunches.__init__
-
-    def made(self: Any, *args: Any) -> None:
-        init(self, *args)
-        LAUNCHES.append(self)
-
-    LayerLaunches.__init__, ReadsAhead.start = made, started
-    LayerLaunches.tables_of = lambda self, layer: before.pop(layer, None) or of(self, layer)
+    copied = "ctypes.memmove(int(memory[entry]) + start, int(host[key]) + start, size)"
+    fetch.read_early = rewritten(fetch.read_early, copied, "pass")
 
 
-LAUNCHES: list[Any] = []
+def read_the_expert_beside() -> None:
+    """What is read ahead is of another expert: the plan changes while it is read."""
+    from vllm_spac.kernels.reference import fetch
+
+    fetch.read_early = rewritten(fetch.read_early, "int(host[key])", "int(host[key - 1])")
 
 
 def leave_the_last_step_s_rows() -> None:
@@ -158,13 +143,14 @@ RACES = {
         take_the_answer_before,
         combine_before_the_late_rows,
         leave_the_victim_s_address,
-        read_ahead_into_slots_in_use,
+        take_another_s_early_parts,
+        take_parts_that_were_not_read,
+        read_the_expert_beside,
         leave_the_last_step_s_rows,
         offer_settled_slots,
         read_reports_early,
     )
 }
-HARMLESS = {each.__name__: each for each in (read_addresses_early,)}
 LATE = ("combine_before_the_late_rows",)  # here the CPU is always late
 
 
@@ -202,8 +188,8 @@ def main(bug: str) -> dict[str, Any]:
     settle()
     if bug in LATE or bug == "late":
         late()
-    if bug in RACES | HARMLESS:
-        (RACES | HARMLESS)[bug]()
+    if bug in RACES:
+        RACES[bug]()
     asked = {"model": str(drawn_device.TOY / "target"), "setting": asdict(SETTING), "spac": SPAC}
     try:
         return drawn_device.main(asked, lambda llm: llm.collective_rpc(checked)[0])

@@ -96,14 +96,14 @@ TOKENS = 24
 def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     """Over pointers, whose layers do not wait for the host: the twins give the same bits wherever an expert is."""
     spac = {"slots": "25%", "plane": "pointers"}
-    ahead = {"prefetch": f"{prefetch}@extra=0.3@file={trained / 'p.safetensors'}"}
+    ahead = {"prefetch": f"{prefetch}@file={trained / 'p.safetensors'}"}
     plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=TOKENS)
     assert_same_tokens(run, plain)
     stats = run.stats
     used = 0.3 if prefetch == "gate" else 0.5
     assert stats["prefetches"] > TOKENS, "more than one in a step"
     assert stats["prefetch_hits"] > used * stats["prefetches"]
-    assert stats["misses"] < plain.stats["misses"] and plain.stats["prefetches"] == 0, "most are of prompts"
+    assert stats["misses"] == plain.stats["misses"] and plain.stats["prefetches"] == 0
 
 
 def test_a_gate_without_a_file_is_that_of_the_file(trained: Path) -> None:

@@ -59,16 +59,17 @@ def test_the_model_s_own_routers_on_the_layers_of_a_draft_model(copy: Path, tmp_
 
 
 @pytest.mark.parametrize("prefetch", ["shadow", pytest.param("draft_gate", marks=pytest.mark.full)])
-def test_the_device_gives_slots_to_what_drafts_name(copy: Path, tmp_path: Path, prefetch: str) -> None:
-    """Over pointers, before the step that verifies them. A request at a time: more name too much for the slots."""
+def test_the_device_reads_what_drafts_name(copy: Path, tmp_path: Path, prefetch: str) -> None:
+    """Over pointers, before the step that verifies them. A request at a time: more name more than is read."""
     options = drafting(copy) | {"max_num_seqs": 1}
-    knobs = {"plane": "pointers", "store": None, "disk_dir": None, "prefetch": f"{prefetch}@extra=0.5"}
+    knobs = {"plane": "pointers", "store": None, "disk_dir": None, "prefetch": prefetch}
     run, _ = shadowed(tmp_path, options, **knobs)
     [stock] = compare(TARGET, [None], **options)
     assert_same_tokens(run, stock)
     stats = run.stats
     assert stats["prefetches"] > 100 and stats["prefetch_hits"] > 0.5 * stats["prefetches"], stats
-    assert stats["bytes"]["host ahead"] == stats["prefetches"] * stats["expert_bytes"]
+    unused = stats["bytes"]["host ahead"]
+    assert 0 < unused <= stats["prefetch_wasted"] * stats["expert_bytes"]
 
 
 @pytest.mark.full

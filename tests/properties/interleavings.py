@@ -2,8 +2,7 @@
 
 What they submit becomes micro-steps: a kernel's block reads its pointer, then each byte of what it points at; a copy
 writes byte after byte. Before a kernel, its layer admits what it misses to slots on offer. The first block of such an
-expert copies it there byte after byte, and then reads it; other blocks of it read it in host memory. While a kernel
-runs, the copy stream may admit and copy what the next one is expected to need. After a step the
+expert copies it there byte after byte, and then reads it; other blocks of it read it in host memory. After a step the
 copy stream puts slots in order, by what the step has written. The host runs ahead of both streams as far as it likes.
 """
 
@@ -59,36 +58,30 @@ class ModelEvent:
 class Scenario:
     """Steps of ``kernels``, each a list of launches, each with a block for each key, which may occur again.
 
-    A launch first admits the keys that it misses. ``ahead``: while a launch runs that is not the last of its step, the
-    next one's first key is admitted and copied.
+    A launch first admits the keys that it misses.
     """
 
     keys: int
     slots: int
     steps: list[list[list[int]]]
     width: int = 2  # bytes of an expert
-    drafts: tuple[tuple[int, ...], ...] = ()  # of each step: keys that drafts after it name
-    ahead: bool = False
 
 
 class World:
     """Host, compute stream and copy stream; ``actions`` are what may happen next, ``act`` lets one happen."""
 
-    def __init__(
-        self, scenario: Scenario, compute=ModelStream, copying=ModelStream, account=ReportAccount, joins: bool = True
-    ):
+    def __init__(self, scenario: Scenario, compute=ModelStream, copying=ModelStream, account=ReportAccount):
         self.scenario, self.step = scenario, 0
-        self.joins, self.arrives = joins, None  # when what drafts were given is there
         reached, names = set(), []
         self.reached = reached
         self.compute, self.copy = compute(reached, names), copying(reached, names)
-        self.account = account(scenario.keys, scenario.keys, scenario.slots, Counters())
+        self.account = account(scenario.keys, scenario.slots, Counters())
         residency = self.account.residency
         residency.update_owners(np.arange(scenario.slots), np.arange(scenario.slots))
         self.updated: ModelEvent | None = None  # when slots are in order, of the step before
         self.reports: list[tuple] = []  # not taken yet: event, and what the stream wrote
         self.took = False  # the host has taken reports, for the step that begins
-        self.ahead = 0  # slots that drafts were given
+        self.given = 0  # slots, in layers
         # On the device.
         self.table, self.owner = residency.slot_of.tolist(), residency.owner.tolist()
         self.bytes = [[key] * scenario.width for key in self.owner]
@@ -128,22 +121,12 @@ class World:
         """In two parts: streams go on while the host looks at one event and then at another."""
         self.took = not self.took
         if self.took:
-            self._join()
             self._take()
             return
         self._offer()
         launches = self.scenario.steps[self.step]
-        for launch, following in zip(launches, [*launches[1:], None], strict=True):
-            self.compute.queue.append(("admit", *launch))
-            if self.scenario.ahead and following is not None:  # as ``DeviceLookahead`` does
-                self.copy.wait(self.compute.record())
-                self.copy.queue.append(("ahead", following[0]))
-                arrives = self.copy.record()
-                self.compute.queue.append(("kernel", *launch))
-                if self.joins:
-                    self.compute.wait(arrives)
-            else:
-                self.compute.queue.append(("kernel", *launch))
+        for launch in launches:
+            self.compute.queue += [("admit", *launch), ("kernel", *launch)]
         self._end()
 
     def _offer(self) -> None:
@@ -158,11 +141,6 @@ class World:
         self.copy.wait(self.compute.record())
         self.copy.queue.append(("update",))
         self.updated = self.copy.record()
-        named = self.scenario.drafts[self.step] if self.scenario.drafts else ()
-        if named:
-            self.copy.wait(self.compute.record())
-            self.copy.queue.append(("draft", *named))
-            self.arrives = self.copy.record()
         self.step += 1
 
     def _report(self) -> None:
@@ -170,22 +148,12 @@ class World:
         self.compute.queue.append(("report", told))
         self.reports.append((self.compute.record(), told))
 
-    def _join(self) -> None:
-        """As ``DraftLookahead.begin``."""
-        if self.arrives is None:
-            return
-        arrives, self.arrives = self.arrives, None
-        if self.joins:
-            self.compute.wait(arrives)
-        self._report()
-
     def _take(self) -> None:
         while self.reports and self.reports[0][0].done():
             _, told = self.reports.pop(0)
             sources, owner = map(np.array, told)
             counts = (sources != UNUSED).astype(np.int64)
-            between = not counts.any()
-            self.account.add(counts, sources, owner, between=between)
+            self.account.add(counts, sources, owner)
 
     # -- the device --------------------------------------------------------------------------------------------
 
@@ -202,10 +170,6 @@ class World:
             self._update(*self.taken)
         elif step[0] == "admit":
             self._admit(step[1:])
-        elif step[0] == "draft":
-            self._give(step[1:], self.left, self.copy, set(step[1:]))
-        elif step[0] == "ahead":
-            self._give(step[1:], self.offers, self.copy, {*self.sources, *step[1:]})
         elif step[0] == "kernel":
             self.begin_kernel(step[1:])
         elif step[0] == "report":
@@ -230,14 +194,7 @@ class World:
         for key in dict.fromkeys(keys):
             if key not in in_slots and self._take_slot(key, self.offers, set(self.sources)) != NOWHERE:
                 self.sources[key] = ADMITTED
-
-    def _give(self, keys: tuple, offers: list[tuple], stream: ModelStream, used: set[int]) -> None:
-        """As the kernel ``admit`` ahead of need, then ``fetch``, whose bytes are the stream's next steps."""
-        for key in keys:
-            if self.table[key] == NOWHERE and (slot := self._take_slot(key, offers, used)) != NOWHERE:
-                behind = stream.next + 1
-                stream.queue[behind:behind] = [("byte", slot, at, key) for at in range(self.scenario.width)]
-                self.ahead += 1
+                self.given += 1
 
     def _take_slot(self, key: int, offers: list[tuple], used: set[int]) -> int:
         """Gives ``key`` the first slot on offer whose owner is not ``used``; returns it, or NOWHERE."""
@@ -270,9 +227,6 @@ class World:
         """Everything that was begun is over, and the device is as the host believes."""
         assert not self.actions()
         assert all(stream.next == len(stream.queue) for stream in (self.compute, self.copy)), "the streams are stuck"
-        self._join()
-        while self.actions():
-            self.act(self.actions()[0])
         self._take()
         residency = self.account.residency
         residency.check_integrity()
@@ -289,7 +243,6 @@ class World:
             *ahead,
             self.step,
             self.took,
-            None if self.arrives is None else self.arrives.name,
             None if self.updated is None else self.updated.name,
             repr((self.table, self.owner, self.bytes, self.offers, self.left, self.sources, self.taken, self.recent)),
             repr(sorted(map(str, self.blocks))),

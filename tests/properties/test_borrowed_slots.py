@@ -1,6 +1,6 @@
 """Slots that steps borrow while layers run: the order of copies and launches, in every interleaving.
 
-``BorrowedSlots`` shares slots, table and the two streams of a model with what gives slots to layers and drafts; see
+``BorrowedSlots`` shares slots, table and the two streams of a model with what gives slots to layers; see
 ``interleavings``.
 """
 
@@ -109,9 +109,9 @@ class World(interleavings.World):
 
 
 # An expert a layer, three layers. Slots change hands between; a ring of one slot, filled in every layer.
-SMALL = Scenario(3, 1, [[[1]], PROMPT, [[2]], PROMPT, [[0]]], width=1, drafts=((), (0,), (1,), (1,), ()))
+SMALL = Scenario(3, 1, [[[1]], PROMPT, [[2]], PROMPT, [[0]]], width=1)
 # Two of four slots are a ring that is ahead of the layers by one expert.
-AHEAD = Scenario(6, 4, [[[5]], PROMPT, [[0]], PROMPT, [[1]]], width=1, drafts=((3,), (4,), (3,), (2,), ()))
+AHEAD = Scenario(6, 4, [[[5]], PROMPT, [[0]], PROMPT, [[1]]], width=1)
 
 
 @pytest.mark.parametrize("scenario", [SMALL, AHEAD], ids=["one place", "two places"])
@@ -193,12 +193,11 @@ def test_every_bug_is_found(bug):
 
 
 def run(seed: int, **bug) -> None:
-    """3 to 5 layers of 2 experts, prompts between steps that give slots away, as do their drafts."""
+    """3 to 5 layers of 2 experts, prompts between steps that give slots away."""
     rng = random.Random(seed)
     layers = rng.randint(3, 5)
     steps = [PROMPT if rng.random() < 0.4 else [rng.sample(range(2 * layers), 2)] for _ in range(6)]
-    drafts = tuple(tuple(rng.sample(range(2 * layers), 2)) if rng.random() < 0.5 else () for _ in steps)
-    scenario = Scenario(2 * layers, rng.randint(1, 2 * layers - 1), steps, drafts=drafts, layers=layers)
+    scenario = Scenario(2 * layers, rng.randint(1, 2 * layers - 1), steps, layers=layers)
     fails = rng.randint(0, layers) if rng.random() < 0.2 else None
     interleavings.run_randomly(World(scenario, fails=fails, **bug), rng)
 

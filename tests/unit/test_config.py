@@ -422,7 +422,7 @@ SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
             {"plane": "pointers", "prefetch": "draft_gate@k=2@threshold=2"},
-            r"no settings background and threshold.*; use --spac-prefetch draft_gate@k=2$",
+            r"no settings background, extra and threshold.*; use --spac-prefetch draft_gate@k=2$",
         ),
         (
             {"plane": "pointers", "prefetch": "utility@depth=2"},
@@ -431,7 +431,11 @@ SERVE = "draft_gate, gate, hybrid, neural, quasi_hidden, shadow, utility"
         (ON_DEVICE | {"prefetch": "neural@depth=4@file=1e3"}, "neural@depth=4@.*use --spac-prefetch neural@file=1e3$"),
         (
             ON_DEVICE | {"prefetch": "neural@extra=0.3@depth=4@file=/x"},
-            r"no settings but extra .*; use --spac-prefetch neural@extra=0.3@file=/x$",
+            r"no settings but a file .*delay nothing.*; use --spac-prefetch neural@file=/x$",
+        ),
+        (
+            {"plane": "pointers", "prefetch": "shadow@depth=17"},
+            r"reads at most 16 experts while drafts are made .*; use --spac-prefetch shadow@depth=16$",
         ),
     ],
     ids=str,
@@ -483,7 +487,6 @@ def test_speculated_execution_is_a_setting_of_the_budget() -> None:
 
 
 def test_knobs_of_the_prefetcher() -> None:
-    assert SpacConfig.parse(ON_DEVICE | {"prefetch": "neural@extra=0.3@file=/x"}).prefetch_share == 0.3
     config = SpacConfig.parse({"prefetch": "neural@depth=4@file=/x=1@extra=0.25"})
     assert (config.prefetch_share, str(config.predictor_file)) == (0.25, "/x=1")
     assert SpacConfig.parse({}).prefetch_share == SpacConfig.parse({"prefetch": "utility"}).prefetch_share == 0.1

@@ -21,8 +21,13 @@ def admit(
     copies: Tensor,
     live: Tensor | None = None,
     request: Request | None = None,
+    turn: Tensor | None = None,
 ) -> None:
     """Twin of ``admit.admit``."""
+    if turn is not None:
+        n = len(copies) // 2
+        needed = routed(topk_ids, topk_weights, n, live).unique()
+        turn[0], turn[1] = first // n, (experts.slot_of[first + needed[needed >= 0]] < 0).sum()
     _decide(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, request)
     if request is not None:
         post(topk_ids, topk_weights, first, sources, request)

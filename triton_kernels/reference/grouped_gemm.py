@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..types import ADMITTED, Fills, Pieces, Quantised
+from ..types import ADMITTED, HIT, Early, Fills, Pieces, Quantised
 from .combine import combine
 from .dequantise import dequantise
+from .fetch import with_early
 from .route import routed
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
@@ -101,6 +102,7 @@ def grouped_gemm(
     quantised: Quantised | None = None,
     pieces: Pieces | None = None,
     fills: Fills | None = None,
+    early: tuple[int, Early] | None = None,
 ) -> Tensor:
     """Twin of ``grouped_gemm.grouped_gemm``: the addresses are the CPU's, ``tile`` is ignored."""
     (rows, d), k, dtype = x.shape, topk_ids.shape[1], x.dtype
@@ -113,16 +115,23 @@ def grouped_gemm(
     for expert in ids.unique().tolist():
         if expert < 0:
             continue
+        here13, here2 = w13, w2
         if fills is not None and fills.sources[expert] == ADMITTED:
             _fill(fills, (w13, w2, b13, b2, s13, s2), expert, (d, intermediate), dtype, kind)
+        if early is not None and fills is not None and fills.sources[expert] != HIT:
+            kept = _early(early, (w13, w2), expert, (d, intermediate), dtype, kind, activation)
+            here13, here2 = (torch.full_like(w13, each.data_ptr()) for each in kept)
+            if fills.sources[expert] == ADMITTED:
+                for each, table in zip(kept, (w13, w2), strict=True):
+                    ctypes.memmove(int(table[expert]), each.data_ptr(), each.nbytes)
         pairs = (ids == expert).nonzero().flatten()
         of_rows = rounded_rows(x[pairs // k], kind)
-        hidden = of_rows @ _matrix(w13, s13, expert, 2 * intermediate, d, dtype, kind).float().T
+        hidden = of_rows @ _matrix(here13, s13, expert, 2 * intermediate, d, dtype, kind).float().T
         if b13 is not None:
             hidden += _at(b13, expert, (2 * intermediate,), dtype)
         h = activate(hidden.to(dtype).float(), activation, None if fused else dtype)
         h = rounded_rows(h if fused else h.to(dtype), kind, fused)
-        result = h @ _matrix(w2, s2, expert, d, intermediate, dtype, kind).float().T
+        result = h @ _matrix(here2, s2, expert, d, intermediate, dtype, kind).float().T
         if b2 is not None:
             result += _at(b2, expert, (d,), dtype)
         y[pairs] = (result * weights[pairs, None]).to(dtype)
@@ -153,6 +162,26 @@ def _fill(
     for source, target, nbytes in zip(fills[1:], tables, [*sizes, 0, 0][:6], strict=True):
         if source is not None and target is not None:
             ctypes.memmove(int(target[expert]), int(source[expert]), nbytes)
+
+
+def _early(
+    early: tuple[int, Early],
+    tables: tuple[Tensor, Tensor],
+    expert: int,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    kind: Format | None,
+    activation: str,
+) -> list[Tensor]:
+    """Returns uint8 [bytes], W13 and W2 of an expert; parts that were read early are from there."""
+    first, parts = early
+    d, ff = size
+    row13, row2 = (width * dtype.itemsize if kind is None else kind.code_shape(1, width)[-1] for width in (d, ff))
+    sizes, interleaved = (ff, d, row13, row2), activation == "swigluoai"
+    return [
+        with_early(first + expert, parts, table, expert, matrix, sizes, interleaved)
+        for matrix, table in enumerate(tables)
+    ]
 
 
 def rounded_rows(values: Tensor, kind: Format | None, fused: bool = False) -> Tensor:

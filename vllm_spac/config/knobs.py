@@ -62,8 +62,8 @@ class Knobs(BaseModel):
         "predictor names for the next layers (neural@file=PATH, of vllm-spac predictors train); those that a copy of "
         "the model as draft model chose "
         "(shadow); or those that the model's routers choose of what a draft model's layers compute (draft_gate); "
-        f"extra limits what this adds to the loads that layers need ({types.EXTRA:g}), and of draft_gate and shadow, k "
-        "is the experts that a row names per layer, and cutoff the number of layers.",
+        f"extra limits what this adds to the loads that layers need ({types.EXTRA:g}), where the host decides; of "
+        "draft_gate and shadow, k is the experts that a row names per layer, and cutoff the number of layers.",
     )
     guard: Annotated[str, types.GUARD] = Field(
         "on",

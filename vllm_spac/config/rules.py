@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_spac import components
 from vllm_spac.config.presets import PRESETS
-from vllm_spac.config.types import AUTO, OF_DRAFTS
+from vllm_spac.config.types import AUTO, OF_DRAFTS, PREFETCHING
 from vllm_spac.decisions.predictors.base import DRAFTING
 from vllm_spac.errors import ConfigError, Remedy, add, drop, flag, use
 
@@ -95,9 +95,10 @@ def _check_device_prefetch(config: Any, device: str) -> None:
     kind = components.find("predictors", config.prefetch)
     name, given = components.parse(config.prefetch)
     if kind.on_device:
-        wrong, of, why = given.keys() - {"extra", components.FILE}, "but extra", "it has no queue of reads"
+        wrong, of, why = given.keys() - {components.FILE}, "but a file", "its reads delay nothing, and none is queued"
     elif DRAFTING & kind.needs:
-        wrong, of, why = given.keys() & {"threshold", "background"}, "background and threshold", "nothing is queued"
+        wrong, of = given.keys() & {"threshold", "background", "extra"}, "background, extra and threshold"
+        why = "its reads delay nothing, and none is queued"
     elif not kind.observes_layers():
         raise _refused(f"{named} names experts after a step, and with {device} no host moves them", *others)
     else:
@@ -105,6 +106,9 @@ def _check_device_prefetch(config: Any, device: str) -> None:
     if wrong:
         alone = use(prefetch=components.written(name, {what: given[what] for what in given if what not in wrong}))
         raise _refused(f"{named} has no settings {of} with {device}: {why}", alone)
+    if given.get("depth", 0) > (most := PREFETCHING["depth"].default):
+        less = use(prefetch=components.written(name, given | {"depth": most}))
+        raise _refused(f"{named} reads at most {most} experts while drafts are made with {device}", less)
 
 
 def with_workers(config: Any, count: int) -> Remedy:

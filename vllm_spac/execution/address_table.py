@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import LayerFacts
-from vllm_spac.kernels.types import Fills, Pieces, Quantised
+from vllm_spac.kernels.types import Early, Fills, Pieces, Quantised
 from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class Kernels(NamedTuple):
     admit: Callable[..., None]
     fetch: Callable[..., None]
     wait_for_experts: Callable[..., None]
+    read_early: Callable[..., None]
     rows_to_compile: Callable[[int, int, int, Format | None], Sequence[int]]
 
 
@@ -184,6 +185,7 @@ def grouped_gemm_over(
     live: Tensor | None = None,
     pieces: Pieces | None = None,
     fills: Fills | None = None,
+    early: tuple[int, Early] | None = None,
 ) -> Tensor:
     """Computes the routed experts of one layer; returns ``out``.
 
@@ -191,12 +193,12 @@ def grouped_gemm_over(
         kernels: the launches.
         shape: of the experts.
         tables: by the names of ``shape.tensors``: int64 [experts], the address of each.
-        x, weights, ids, activation, out, counts, live, pieces, fills: as of ``kernels.grouped_gemm``.
+        x, weights, ids, activation, out, counts, live, pieces, fills, early: as of ``kernels.grouped_gemm``.
     """
     (_, ff), (w13, w2, b13, b2) = sizes(shape), map(tables.get, _TENSORS)
     quantised = None if shape.packed is None else Quantised(shape.packed, *(tables[name] for name in _SCALES))
     of_rows = x, w13, w2, weights, ids, ff, b13, b2, activation
-    of_launch = {"pieces": pieces, "fills": fills}
+    of_launch = {"pieces": pieces, "fills": fills, "early": early}
     given = {name: value for name, value in of_launch.items() if value is not None}
     return kernels.grouped_gemm(*of_rows, out=out, counts=counts, live=live, quantised=quantised, **given)
 
@@ -219,17 +221,17 @@ def kernels_for(device: torch.device) -> Kernels:
 
 def _twins() -> Kernels:
     from vllm_spac.kernels.reference.admit import admit
-    from vllm_spac.kernels.reference.fetch import fetch
+    from vllm_spac.kernels.reference.fetch import fetch, read_early
     from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
     from vllm_spac.kernels.reference.mailbox import wait_for_experts
 
-    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, lambda *_: ())
+    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, read_early, lambda *_: ())
 
 
 def _launches() -> Kernels:
     from vllm_spac.kernels.admit import admit
-    from vllm_spac.kernels.fetch import fetch
+    from vllm_spac.kernels.fetch import fetch, read_early
     from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile
     from vllm_spac.kernels.mailbox import wait_for_experts
 
-    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, rows_to_compile)
+    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, read_early, rows_to_compile)

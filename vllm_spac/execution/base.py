@@ -207,6 +207,11 @@ class Execution(ABC):
         count = resolve(slots, shape, free_bytes)
         return Room(count, count * shape.expert_bytes)
 
+    @classmethod
+    def ahead_bytes(cls, shape: MoEShape, ahead: PrefetchSettings) -> int:
+        """Returns the bytes of fast memory, beside slots, for what is read ahead of need."""
+        return 0
+
     # -- serving -------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -11,12 +11,23 @@ from moe_layers import Layer
 from quantised_layers import FORMATS, QuantisedLayer
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
-from vllm_spac.kernels.fetch import fetch
+from vllm_spac.kernels.fetch import fetch, read_early
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.grouped_gemm import grouped_gemm
 from vllm_spac.kernels.reference import fetch as reference
 from vllm_spac.kernels.reference import grouped_gemm as gemm_twin
-from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, Experts, Fills, Pieces, Quantised
+from vllm_spac.kernels.types import (
+    ADMITTED,
+    EARLY_ROWS,
+    HIT,
+    READERS,
+    STREAMED,
+    Early,
+    Experts,
+    Fills,
+    Pieces,
+    Quantised,
+)
 
 KEYS, SLOTS, N = 6, 4, 5
 
@@ -259,3 +270,153 @@ def test_a_host_copy_of_each_tensor_is_needed(device):
     del reached.hosts["b2"], reached.slots["b2"]
     with pytest.raises((AssertionError, KeyError)):
         reached.run(grouped_gemm)
+
+
+# -- ahead of need ----------------------------------------------------------------------------------------------------
+
+LAYER, ENTRIES = 3, 4
+
+
+def early_of(ff: int, d: int, memory: list[list[Tensor]], keys: list[int], device: str) -> Early:
+    """Nothing is there; ``memory``: of w13 and w2, the bytes of each entry."""
+    done = [torch.zeros(len(keys), -(-size // EARLY_ROWS), dtype=torch.int32, device=device) for size in (ff, d)]
+    addresses = [torch.tensor([each.data_ptr() for each in entries], device=device) for entries in memory]
+    return Early(torch.tensor(keys, dtype=torch.int32, device=device), *done, *addresses)
+
+
+class Ahead:
+    """Experts of random bytes in host memory, and entries of poison."""
+
+    def __init__(self, ff: int, d: int, row13: int, row2: int, keys: list[int], device: str) -> None:
+        rng, self.device = torch.Generator().manual_seed(1), device
+        self.sizes, self.keys, self.nbytes = (ff, d, row13, row2), keys, (2 * ff * row13, d * row2)
+        self.hosts = [
+            [torch.randint(0, 256, (size,), generator=rng, dtype=torch.uint8) for _ in range(KEYS)]
+            for size in self.nbytes
+        ]
+        if device == "cuda":
+            self.hosts = [[each.pin_memory() for each in part] for part in self.hosts]
+        self.memory = [
+            [torch.full((size + GUARD,), POISON, dtype=torch.uint8, device=device) for _ in keys]
+            for size in self.nbytes
+        ]
+        self.early = early_of(ff, d, self.memory, keys, device)
+        self.tables = [torch.tensor([each.data_ptr() for each in part], device=device) for part in self.hosts]
+
+    def read(self, op, turn: Tensor, *, after: bool, interleaved: bool = False) -> None:
+        op(turn, LAYER, self.early, *self.tables, self.sizes, after=after, interleaved=interleaved)
+
+    def check(self, there: list[int]) -> None:
+        """All of these entries is there, and nothing of others; nothing is written behind an entry."""
+        for matrix, (entries, done) in enumerate(zip(self.memory, (self.early.done13, self.early.done2), strict=True)):
+            for entry, memory in enumerate(entries):
+                expected = torch.full_like(memory.cpu(), POISON)
+                if entry in there:
+                    expected[:-GUARD] = self.hosts[matrix][self.keys[entry]]
+                assert torch.equal(memory.cpu(), expected)
+                assert bool((done[entry] == (READERS if entry in there else 0)).all())
+
+
+READS = [
+    pytest.param(read_early, id="kernel"),
+    pytest.param(reference.read_early, id="twin", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CPU's")),
+]
+
+
+@pytest.mark.parametrize("function", READS)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "in turns"])
+@pytest.mark.parametrize("sizes", [(40, 72, 144, 80), (20, 36, 72, 40), (100, 8, 1040, 16), (32, 64, 4096, 64)])
+def test_reads_what_the_next_layer_is_expected_to_use(device, function, sizes, interleaved):
+    """Parts are cut by the last row, and rows of 1,040 bytes make several pieces of a part."""
+    ahead = Ahead(*sizes, [4, 1, -1, 2], device)
+    for turn, after in (([LAYER, 0], False), ([LAYER, 5], True), ([LAYER - 2, 0], False), ([LAYER - 1, 1], False)):
+        ahead.read(function, torch.tensor(turn, dtype=torch.int32, device=device), after=after, interleaved=interleaved)
+        ahead.check([])
+    misses = sizes[0] // 20 % 2  # then the launch after the layer before reads
+    turn = torch.tensor([LAYER - 1, misses], dtype=torch.int32, device=device)
+    for after in (False, True):
+        ahead.read(function, turn, after=after, interleaved=interleaved)
+    ahead.check([0, 1, 3])
+
+
+@pytest.mark.parametrize("function", READS)
+@pytest.mark.parametrize("matrix", [0, 1])
+def test_what_is_read_when_the_layer_begins_does_not_count(function, matrix):
+    """``turn`` is in memory that is read into: as if the layer began meanwhile."""
+    ahead = Ahead(64, 96, 512, 256, [4, 1, 0, 2], "cpu")
+    at = EARLY_ROWS * ahead.sizes[2 + matrix]
+    turn = ahead.memory[matrix][0][at : at + 8].view(torch.int32)
+    turn.copy_(torch.tensor([LAYER - 1, 0]))
+    ahead.read(function, turn, after=False)
+    assert turn[0] != LAYER - 1, "it was overwritten"
+    done = torch.cat([ahead.early.done13, ahead.early.done2], 1)
+    assert bool((done[1:] < READERS).all()) and bool((done[0] < READERS).any())
+    for matrix, parts in enumerate((ahead.early.done13[0], ahead.early.done2[0])):
+        for part in (parts == READERS).nonzero().flatten().tolist():
+            for start, size in reference.parts_of(part, matrix, ahead.sizes, False):
+                there = ahead.memory[matrix][0][start : start + size]
+                assert torch.equal(there, ahead.hosts[matrix][4][start : start + size])
+
+
+class ReachedEarly(Reached):
+    """With parts of the experts of ``early`` that are there, and of which the host copies that a GEMM reads are poison.
+
+    Args:
+        early: of each entry its expert, or -1.
+        first: key of the layer's expert 0.
+    """
+
+    def __init__(self, layer, sources, device, early: list[int], first: int = 60) -> None:
+        super().__init__(layer, sources, device)
+        plain, rng = self.plain, torch.Generator().manual_seed(2)
+        rows = {"w13": 2 * plain.intermediate, "w2": plain.x.shape[1]}
+        row = [len(self.hosts[name][0]) // count for name, count in rows.items()]
+        self.first, sizes = first, (plain.intermediate, plain.x.shape[1], *row)
+        memory = [[torch.full_like(self.hosts[name][0], POISON) for _ in early] for name in rows]
+        keys = [first + expert if expert >= 0 else -1 for expert in early]
+        self.early = early_of(*sizes[:2], memory, keys, device)
+        self.kept, self.damaged = memory, {name: [each.clone() for each in hosts] for name, hosts in self.hosts.items()}
+        for matrix, (name, done) in enumerate(zip(rows, (self.early.done13, self.early.done2), strict=True)):
+            strips = -(-done.shape[1] // 4)  # as wide as the widest tile
+            for entry, expert in enumerate(early):
+                there = (torch.rand(strips, generator=rng) < 0.6).repeat_interleave(4)[: done.shape[1]]
+                done[entry] = torch.where(there, READERS, READERS - 1 - entry % 2 * (READERS - 1)).int()
+                for part in there.nonzero().flatten().tolist() if expert >= 0 else ():
+                    for start, size in reference.parts_of(part, matrix, sizes, plain.activation == "swigluoai"):
+                        memory[matrix][entry][start : start + size] = self.hosts[name][expert][start : start + size]
+                        self.damaged[name][expert][start : start + size] = POISON
+
+    def run(self, op, *, whole: bool = False, **options) -> Tensor:
+        if whole:
+            return super().run(op, whole=True, **options)
+        clean, self.hosts = self.hosts, self.damaged
+        try:
+            return super().run(op, early=(self.first, self.early), **options)
+        finally:
+            self.hosts = clean
+
+
+@pytest.mark.parametrize(("name", "rows"), [(None, 1), (None, 65), ("int4", 5), ("mxfp4", 3), ("fp8, rows too", 17)])
+def test_a_gemm_takes_what_was_read_early(device, order, name, rows):
+    """Whether it gets a slot or not; a hit, and an expert of another layer with its number, are not looked up."""
+    activation = "swigluoai" if name == "mxfp4" else "silu"
+    if name is None:
+        layer = moe_layers.make(rows, 160, 136, torch.bfloat16, bias=True)
+    else:
+        layer = quantised_layers.make(ALL[name], rows, 256, 256 if rows == 17 else 160, activation=activation)
+    for op in (grouped_gemm, gemm_twin.grouped_gemm):
+        if op is not grouped_gemm and device == "cuda":
+            continue
+        reached = ReachedEarly(layer, MIXED, device, [4, 2, -1, 0])
+        assert torch.equal(reached.run(op), reached.run(op, whole=True))
+        reached.check(selected(reached.plain))
+        wrong = ReachedEarly(layer, MIXED, device, [1, -1, -1, -1])
+        wrong.damaged = wrong.hosts
+        for each in (*wrong.kept[0], *wrong.kept[1]):
+            each.fill_(POISON)
+        assert torch.equal(wrong.run(op), wrong.run(op, whole=True))
+        other = ReachedEarly(layer, MIXED, device, [4, 2, -1, 0])
+        other.damaged, other.first = other.hosts, other.first + 6
+        for each in (*other.kept[0], *other.kept[1]):
+            each.fill_(POISON)
+        assert torch.equal(other.run(op), other.run(op, whole=True))

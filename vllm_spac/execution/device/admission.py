@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.allowance import Allowance, Depths, PauseNotice
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import Step
 from vllm_spac.execution.address_table import AddressTable, Kernels
@@ -22,7 +21,7 @@ from vllm_spac.execution.device.admission_reports import AdmissionReports, Repor
 from vllm_spac.execution.device.slot_offers import OfferUpdates
 from vllm_spac.execution.exchange import Stream
 from vllm_spac.execution.expert_delivery import ExpertDelivery
-from vllm_spac.kernels.types import ADMITTED, UNUSED, Experts, Offers, Request
+from vllm_spac.kernels.types import ADMITTED, Experts, Offers, Request
 from vllm_spac.recording.metrics import Counters
 
 _WORD = 8  # bytes
@@ -35,9 +34,7 @@ class Admission:
     copies there as it computes. Everything is ordered by one stream, and the result is reported to the host after the
     step; no call except ``slots`` waits for the device. Where each expert has its slot nothing is decided or reported.
     Slots are for the rows before the first of a prompt: those of prompts would fill them with experts that
-    only they need, and read theirs where they are. The same launch for guesses about a layer takes slots ahead of
-    need: one layer ahead in a step, or of several layers between steps, while drafts are made. There a second launch
-    copies them.
+    only they need, and read theirs where they are.
 
     Args:
         memory: slots, host copies and the table.
@@ -46,9 +43,8 @@ class Admission:
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
-        places: int32 [layers, N] on the device; what is named of each layer ahead of need writes the places there, -1
-            for experts that are not named.
         residency: which expert has which slot, as last reported to the host.
+        turn: as of the kernel ``admit``, where something reads ahead in layers.
         reports: what the layers of a step tell the host; ``account``: what they amount to.
         experts: where all are; delivery: has those read that the device cannot address; None: it can address all.
     """
@@ -65,11 +61,11 @@ class Admission:
         self.shape, slots, self.memory = context.shape, context.slots, memory
         self._compute, self._kernels = compute, kernels
         shape = context.shape
-        self.account = ReportAccount(shape.total, shape.experts, slots, counters)
+        self.account = ReportAccount(shape.total, slots, counters)
         self.residency = self.account.residency
         made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
         reports = AdmissionReports(shape, slots, self.account, counters, compute, context.path, memory.device)
-        self.reports, self.counts, self.places = reports, reports.counts, reports.places.view(-1, shape.experts)
+        self.reports, self.counts = reports, reports.counts
         self.experts = Experts(
             torch.full((shape.total,), NOWHERE, **made),
             reports.owner.fill_(NOWHERE),
@@ -87,8 +83,7 @@ class Admission:
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self.delivery: ExpertDelivery | None = None
-        self._draft_sources = torch.zeros(0, **made)  # int32 [keys], as ``sources``, by drafts
-        self._most = 0  # reads ahead while drafts are made
+        self.turn: Tensor | None = None
 
     def finish_fill(self, keys: Sequence[int]) -> None:
         """Called when the slots of these experts have been filled."""
@@ -134,74 +129,26 @@ class Admission:
         ``request``: the CPU may compute some of the missed experts, which then get no slots.
         """
         if self._updates is not None:
-            self._admit(layer, ids, weights, self.reports.sources, self._served, request)
+            state = self.experts, self.offers, self.reports.decided, self.reports.sources, self._copies
+            asked = {"request": request, "turn": self.turn}
+            given = {name: value for name, value in asked.items() if value is not None}
+            self._kernels.admit(ids, weights, layer * self.shape.experts, *state, self._served, **given)
 
     def fill(self, layer: int) -> None:
         """Copies what a layer has admitted, whose kernel could not be launched; waits for the device."""
         copies = _copies_of(self.reports.sources, self.experts.slot_of, layer, self.shape.experts)
         self._kernels.fetch(copies, self.experts, self._words)
 
+    def far(self, layer: int) -> Tensor:
+        """Returns bool on the device: which experts from those of ``layer`` on have no slot, and need no order."""
+        far = self.experts.slot_of[layer * self.shape.experts :] < 0
+        return far if self.delivery is None else far & self.delivery.near(layer)
+
     @property
     def offers(self) -> Offers:
         """What is on offer, at fixed addresses; not called where each expert has its slot."""
         assert self._updates is not None
         return self._updates.made.offers
-
-    def read_ahead(self, extra: float, prefetch: str) -> None:
-        """``admit_ahead`` may be called from now on; before any step. ``extra``: as of ``Allowance``."""
-        self.account.allowance, self.reports.pauses = Allowance(extra), PauseNotice(prefetch)
-        self.account.depths = Depths(len(self.shape.layers), self.shape.experts, extra)
-
-    def read_between(self, extra: float, prefetch: str, most: int) -> None:
-        """Allows ``admit_drafts``, too; as ``read_ahead``, with ``most`` reads from the end of a step to the next."""
-        assert self._updates is not None
-        self.read_ahead(extra, prefetch)
-        self._updates.prepare_drafts()
-        self._most, self._draft_sources = most, torch.full_like(self.counts, UNUSED)
-
-    @property
-    def ahead_left(self) -> int:
-        """How many more experts may be read ahead of need; as of the last report."""
-        return 0 if self.account.allowance is None else self.account.allowance.left
-
-    def admit_ahead(self, layer: int, ids: Tensor, named: Tensor) -> None:
-        """Launches what gives slots to experts before their layer runs, on the calling stream; see ``DeviceLookahead``.
-
-        ``ids``: int32 [1, N], the experts of ``layer``; ``named``: float32 [1, N], 0 for those that are not expected.
-        """
-        named = named if self.delivery is None else named * self.delivery.near(layer)[: self.shape.experts]
-        self._admit(layer, ids, named, self.reports.guesses, None)
-        self._kernels.fetch(self._copies, self.experts, self._words)
-
-    def admit_drafts(self, first: int, ids: Tensor, live: Tensor, copies: Tensor) -> None:
-        """Launches what gives slots to the experts of some layers that drafts name, between steps, as ``admit_ahead``.
-
-        Args:
-            first: the first layer.
-            ids: int32 [rows, n], the number of each expert behind the first one of that layer; -1 for none.
-            copies: int32 [1 + 2 N] on the device, where N is the number of experts of these layers.
-        """
-        assert self._updates is not None and self._updates.between is not None
-        weights, key = ids.new_ones(ids.shape, dtype=torch.float32), first * self.shape.experts
-        weights = weights if self.delivery is None else weights * self.delivery.near(first)[ids.clamp(0).long()]
-        state = self.experts, self._updates.between, self.reports.decided, self._draft_sources, copies
-        self._kernels.admit(ids, weights, key, *state, live)
-        here, guesses = slice(key, key + len(copies) // 2), self.reports.guesses
-        torch.maximum(guesses[here], self._draft_sources[here], out=guesses[here])  # ADMITTED is the greatest
-        self._kernels.fetch(copies, self.experts, self._words)
-
-    def _admit(
-        self,
-        layer: int,
-        ids: Tensor,
-        weights: Tensor,
-        sources: Tensor,
-        live: Tensor | None,
-        request: Request | None = None,
-    ) -> None:
-        state = self.experts, self.offers, self.reports.decided, sources, self._copies
-        asks = () if request is None else (request,)
-        self._kernels.admit(ids, weights, layer * self.shape.experts, *state, live, *asks)
 
     def end(self, step: Step, known: np.ndarray | None, prompt: Sequence[tuple[int, Tensor]] = ()) -> None:
         """Called after the layers of a step were launched.
@@ -213,12 +160,11 @@ class Admission:
         if self._updates is None:
             self.reports.count_step()
             return
-        self.reports.send(step, known, self._updates.made.wanted)
+        self.reports.send(step, known)
         generating, counts = step.leading > 0, None
         if known is not None:  # layers that borrow slots count all rows
             generating, counts = not step.prompts, self.counts
-        left = min(self._most, self.ahead_left)
-        self._updates.end(generating=generating, counts=counts, prompt=prompt, to_drafts=left)
+        self._updates.end(generating=generating, counts=counts, prompt=prompt)
 
     def check_integrity(self) -> None:
         """Checks every invariant, on the host and on the device, for which it waits; raises ``AssertionError``."""

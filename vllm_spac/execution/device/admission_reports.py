@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.allowance import Allowance, Depths, PauseNotice
 from vllm_spac.cache.residency import NOWHERE, ReportedSlots
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.execution.exchange import Event, Stream
@@ -34,55 +33,31 @@ def with_prompts(counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> 
 
 
 class StepCounts(NamedTuple):
-    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it."""
+    """Numbers of experts of a step: streamed, or given a slot in the layer that missed them."""
 
     streamed: int
     admitted: int
-    ahead: int
     computed: int  # by the CPU; ``late``: of those streamed, what the CPU was to compute
     late: int
-    judged: tuple[int, int] | None  # as ``Allowance.end_step`` returns it
 
 
 class ReportAccount:
-    """What reports say, counted: hits and loads, who has which slot, and what became of reads ahead. Pure.
+    """What reports say, counted: hits and loads, and who has which slot. Pure.
 
     Args:
-        keys: number of experts of all layers; ``experts``: of each layer.
+        keys: number of experts of all layers.
         slots: number of slots.
-        counters: ``hits``, ``misses``, ``loads`` and those of prefetches and of the CPU are counted here.
+        counters: ``hits``, ``misses``, ``loads`` and those of the CPU are counted here.
 
     Attributes:
         residency: who has which slot, as of the last report.
-        allowance: limits reads ahead of need that the device decides, if there are any; ``depths``: under a budget,
-            besides.
     """
 
-    def __init__(self, keys: int, experts: int, slots: int, counters: Counters) -> None:
-        self._experts = experts
+    def __init__(self, keys: int, slots: int, counters: Counters) -> None:
         self.residency = ReportedSlots(keys, slots)
         self._counters = counters
-        self.allowance: Allowance | None = None
-        self.depths: Depths | None = None
-        self._unused: set[int] = set()  # read ahead, and no layer has used them
-        self._displaced: dict[int, int] = {}  # evicted for an expert that was read ahead and is not used yet, and that
 
-    def read_of(self, bounds: Sequence[int] | None) -> list[int]:
-        """Returns how many names of each layer are read, the likeliest first; ``bounds``: as of ``Step``."""
-        if bounds is None or self.depths is None:
-            return [self._experts] * (len(self.residency.slot_of) // self._experts)
-        return np.minimum(bounds, self.depths.depths).tolist()
-
-    def add(
-        self,
-        counts: np.ndarray,
-        sources: np.ndarray,
-        owner: np.ndarray,
-        guessed: np.ndarray | None = None,
-        places: np.ndarray | None = None,
-        *,
-        between: bool = False,
-    ) -> StepCounts:
+    def add(self, counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> StepCounts:
         """Applies the report of a finished step.
 
         Args:
@@ -90,10 +65,6 @@ class ReportAccount:
             sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, ``COMPUTED`` (by the CPU),
                 ``LATE`` (streamed because the CPU was late), or not at all.
             owner: int [slots], the expert in each slot at the end of the step.
-            guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
-            places: int [keys], under a budget, the place of each name among those of its layer that might have taken a
-                slot on offer; -1: not named.
-            between: it is no step: slots were given away between two, and nothing was used.
         """
         hits, admitted, computed = (np.flatnonzero(sources == source) for source in (HIT, ADMITTED, COMPUTED))
         late = int((sources == LATE).sum())
@@ -106,56 +77,14 @@ class ReportAccount:
         self._counters.cpu_late += late
         residency = self.residency
         changed = np.flatnonzero(owner != residency.owner)
-        ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
-        victims = residency.owner[changed]
-        for_guesses = np.isin(owner[changed], ahead)
-        displaced = dict(zip(victims[for_guesses].tolist(), owner[changed][for_guesses].tolist(), strict=True))
-        outside = residency.slot_of == NOWHERE  # when the step began
         residency.update_owners(changed, owner[changed])
-        missed, judged = np.concatenate([streamed, admitted, computed]), None
-        if self.allowance is not None:
-            self._judge(self.allowance, counts, missed.tolist(), ahead.tolist(), displaced)
-            judged = None if between else self.allowance.end_step()
-        if self.depths is not None and guessed is not None and places is not None:
-            self.depths.end_step(np.where(outside, places, -1), counts > 0)
-        return StepCounts(len(streamed), len(admitted), len(ahead), len(computed), late, judged)
-
-    def _judge(
-        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: dict[int, int]
-    ) -> None:
-        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``.
-
-        ``displaced``: experts whose slots were taken for some of these, and for which.
-        """
-        again = self._unused.intersection(ahead)
-        self._unused.update(ahead)
-        self._displaced |= displaced
-        used = {key for key in self._unused if counts[key] > 0}
-        harm = sum(self._early(self._displaced[key], key, used) for key in missed if key in self._displaced)
-        wasted = {key for key in self._unused - used if self.residency.slot_of[key] == NOWHERE}
-        self._unused -= used | wasted
-        gone = set(missed)
-        self._displaced = {
-            victim: key for victim, key in self._displaced.items() if key in self._unused and victim not in gone
-        }
-        counters = self._counters
-        counters.prefetches += len(ahead)
-        counters.prefetch_hits += len(used)
-        counters.prefetch_wasted += len(wasted) + len(again)  # evicted unused, and read once more
-        counters.prefetch_harmful += harm
-        allowance.add_misses(len(missed), harm)
-        allowance.add_reads(len(ahead))
-        allowance.add_uses(len(used))
-
-    def _early(self, key: int, victim: int, used: set[int]) -> bool:
-        """Whether a step needed ``victim`` before it used ``key``, which was read into its slot, or instead of it."""
-        return key not in used or victim // self._experts <= key // self._experts
+        return StepCounts(len(streamed), len(admitted), len(computed), late)
 
 
 class _Report(NamedTuple):
-    """What a step's layers wrote, in flight to the host; or what drafts were given between steps."""
+    """What a step's layers wrote, in flight to the host."""
 
-    step: Step | None  # None between steps
+    step: Step
     written: Tensor
     known: np.ndarray | None  # bool [keys], experts that kept their slots in a step that has borrowed others; else None
     arrived: Event
@@ -173,9 +102,7 @@ class AdmissionReports:
     Attributes:
         counts, sources, decided: int32 [keys] on the device, by layers: the rows that selected each expert, how it was
             read, and ``counts`` of the pairs that slots are for.
-        guesses, places: int32 [keys], by what names experts ahead of need; owner: int32 [slots], by both.
-        ending: int32 [keys + slots], ``decided`` and ``owner``.
-        pauses: logs when reads ahead pause; None: there are none, and no guesses.
+        owner: int32 [slots], the expert in each slot; ending: int32 [keys + slots], ``decided`` and ``owner``.
         on_report: called with what each report says, if given; on_use: with what a step's rows that generate used, int
             [keys], and ``sources``.
     """
@@ -192,15 +119,13 @@ class AdmissionReports:
     ) -> None:
         self._shape, self._account, self._path = shape, account, path
         self._counters, self._compute = counters, compute
-        self._written = torch.zeros(5 * shape.total + slots, dtype=torch.int32, device=device)
-        self.counts, self.sources, self.guesses, self.places, self.decided, self.owner = self._parts_of(self._written)
-        self._named = self._written[2 * shape.total : 4 * shape.total].fill_(UNUSED)  # guesses and places
-        self.ending = self._written[4 * shape.total :]
+        self._written = torch.zeros(3 * shape.total + slots, dtype=torch.int32, device=device)
+        self.counts, self.sources, self.decided, self.owner = self._parts_of(self._written)
+        self.ending = self._written[2 * shape.total :]
         self.sources.fill_(NOWHERE)
         self._tally = torch.zeros((), dtype=torch.int64, device=device)  # hits of steps that send no report
         self._under_way: deque[_Report] = deque()
         self._spare: list[Tensor] = []  # pinned, on the host, for reports to come
-        self.pauses: PauseNotice | None = None
         self.on_report: Callable[[StepCounts], None] | None = None
         self.on_use: Callable[[np.ndarray, np.ndarray], None] | None = None
 
@@ -209,27 +134,18 @@ class AdmissionReports:
         return len(self._under_way)
 
     def _parts_of(self, written: Tensor) -> Sequence[Tensor]:
-        """Returns a report's counts, sources, guesses, places and decided counts [keys], and the owners [slots]."""
-        return written.split([*5 * [self._shape.total], len(written) - 5 * self._shape.total])
+        """Returns a report's counts, sources and decided counts [keys], and the owners [slots]."""
+        return written.split([*3 * [self._shape.total], len(written) - 3 * self._shape.total])
 
-    def send(self, step: Step | None, known: np.ndarray | None = None, wanted: Tensor | None = None) -> None:
+    def send(self, step: Step, known: np.ndarray | None = None) -> None:
         """Starts the copy of a report to the host.
 
         Args:
-            step: None between steps.
             known: bool [keys], experts that kept their slots in a step that has borrowed the others; None: no step has.
-            wanted: bool [keys] on the device, experts that might have taken a slot; the places of others are left out.
         """
-        if self.pauses is not None and wanted is not None:
-            self._compute.submit(self._leave_out, wanted)
         written = self._spare.pop() if self._spare else _pinned(self._written)
         self._compute.submit(written.copy_, self._written, True)
         self._under_way.append(_Report(step, written, known, self._compute.record()))
-        if self.pauses is not None:
-            self._compute.submit(self._named.fill_, UNUSED)
-
-    def _leave_out(self, wanted: Tensor) -> None:
-        self.places.masked_fill_(~wanted, UNUSED)
 
     def count_step(self) -> None:
         """Counts a step on the device, in place of ``send`` where each expert has its slot."""
@@ -258,8 +174,6 @@ class AdmissionReports:
             report = self._under_way.popleft()
             missed = self._apply(report)
             self._spare.append(report.written)
-            if report.step is None:
-                continue
             if report.known is None:
                 self._counters.count_bytes(f"{self._path} streamed", missed * self._shape.expert_bytes)
             self._counters.waves += len(self._shape.layers)
@@ -271,14 +185,9 @@ class AdmissionReports:
             Number of experts that the step read from host memory without giving them a slot.
         """
         parts = (part.numpy() for part in self._parts_of(report.written))
-        counts, sources, guesses, places, decided, owner = parts
-        guessed = [] if self.pauses is None else [guesses]
-        if guessed and report.step is not None and (bounds := report.step.bounds) is not None:
-            guessed += [np.where(places < np.repeat(bounds, self._shape.experts), places, UNUSED)]
+        counts, sources, decided, owner = parts
         generating: np.ndarray | None = decided
-        if report.step is None:
-            counts, sources, generating = np.zeros_like(counts), np.full_like(sources, UNUSED), None
-        elif report.known is not None:
+        if report.known is not None:
             sources = np.where(counts > 0, np.where(report.known, HIT, STREAMED), UNUSED)
             generating = None if report.step.prompts else counts
         else:
@@ -289,14 +198,10 @@ class AdmissionReports:
                 activity.observe(generating)
             if self.on_use is not None:
                 self.on_use(generating, sources)
-        counted = self._account.add(counts, sources, owner, *guessed, between=report.step is None)
-        nbytes = self._shape.expert_bytes
-        self._counters.count_bytes(self._path, counted.admitted * nbytes)
+        counted = self._account.add(counts, sources, owner)
+        self._counters.count_bytes(self._path, counted.admitted * self._shape.expert_bytes)
         if self.on_report is not None:
             self.on_report(counted)
-        if self.pauses is not None:
-            self.pauses.report(counted.judged)
-            self._counters.count_bytes(f"{self._path} ahead", counted.ahead * nbytes)
         return counted.streamed
 
 

@@ -14,7 +14,7 @@ from vllm_spac.execution.address_table import AddressTable, Kernels, fills_from,
 from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.row_shares import localised_on_device
-from vllm_spac.kernels.types import Fills, Pieces
+from vllm_spac.kernels.types import Early, Fills, Pieces
 
 
 class LayerRows(NamedTuple):
@@ -51,30 +51,29 @@ class LayerLaunches:
     Attributes:
         counts: int32 [layers, experts] on the device, see ``Admission.counts``.
         cpu: the CPU's share, if it has one.
+        early: of each layer, what may be read ahead; None: nothing is. As of ``grouped_gemm``.
     """
 
     def __init__(self, shape: MoEShape, admission: Admission, memory: AddressTable, kernels: Kernels) -> None:
         self._shape, self._admission, self.kernels = shape, admission, kernels
-        self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
-        self._hosts = {name: table.view(-1, shape.experts) for name, table in memory.host_table.items()}
-        self._nothing = torch.zeros(shape.experts, dtype=torch.int32, device=memory.device)  # is admitted
+        self._tables = _by_layer(memory.table, shape)
+        # What the launch of each layer copies into slots: all that ``begin_layer`` has admitted, or nothing, if that
+        # did not run. None where each expert has its slot: other kernels, which have no code for it.
+        self._fills: list[tuple[Fills, Fills]] | None = None
+        if admission.residency.slots < shape.total:
+            nothing = torch.zeros(shape.experts, dtype=torch.int32, device=memory.device)
+            admitted, hosts = admission.reports.sources.view(-1, shape.experts), _by_layer(memory.host_table, shape)
+            self._fills = [
+                (fills_from(nothing, table), fills_from(sources, table))
+                for sources, table in zip(admitted, hosts, strict=True)
+            ]
         self.counts = admission.counts.view(-1, shape.experts)
         self.cpu: CpuShare | None = None
+        self.early: Sequence[tuple[int, Early]] | None = None
 
     def tables_of(self, layer: int) -> Mapping[str, Tensor]:
         """Returns name -> int64 [experts], where the experts of a layer are: in slots or in host memory."""
-        return {name: table[layer] for name, table in self._tables.items()}
-
-    def _fills(self, layer: int, *, admits: bool) -> Fills | None:
-        """Returns what the launch of a layer copies into slots: all that ``begin_layer`` has admitted, if it ran.
-
-        None where each expert has its slot: other kernels, which have no code for it.
-        """
-        if self._admission.residency.slots == self._shape.total:
-            return None
-        sources = self._admission.reports.sources
-        hosts = {name: table[layer] for name, table in self._hosts.items()}
-        return fills_from(sources.view(-1, self._shape.experts)[layer] if admits else self._nothing, hosts)
+        return self._tables[layer]
 
     def _share(self, rows: LayerRows) -> CpuShare | None:
         return None if self.cpu is None or len(rows.x) > self.cpu.rows else self.cpu
@@ -101,7 +100,8 @@ class LayerLaunches:
             whole: nothing precedes the launch: the CPU has no share, and no expert was admitted.
             pieces: the rows select some of the layer's experts only; what the launch before has counted is kept.
         """
-        tables, fills = self.tables_of(layer), self._fills(layer, admits=not whole)
+        tables, fills = self.tables_of(layer), None if self._fills is None else self._fills[layer][not whole]
+        early = None if self.early is None else self.early[layer]
 
         def gemm(weights: Tensor, live: Tensor, counts: Tensor, pieces: Pieces | None = pieces) -> Tensor:
             return grouped_gemm_over(
@@ -117,6 +117,7 @@ class LayerLaunches:
                 live=live,
                 pieces=pieces,
                 fills=fills,
+                early=early,
             )
 
         if pieces is not None:
@@ -173,3 +174,9 @@ class LayerLaunches:
             self.compute(layer, rows, activation, out)
             if self.cpu is not None:  # other forwards of the same variant may have too many rows for it
                 self.compute(layer, rows, activation, out, whole=True)
+
+
+def _by_layer(tables: Mapping[str, Tensor], shape: MoEShape) -> list[dict[str, Tensor]]:
+    """Returns of each layer name -> int64 [experts], from name -> int64 [keys]."""
+    views = {name: table.view(-1, shape.experts) for name, table in tables.items()}
+    return [{name: view[layer] for name, view in views.items()} for layer in range(len(shape.layers))]

@@ -12,8 +12,8 @@ written before the replay and some read after it, on the stream of the replay, b
 Nothing can be compiled while a graph is captured, and no request should wait for compilation. So the first forward,
 which vLLM runs to measure its memory, first launches every variant of the kernels that any forward can need.
 
-With a predictor on the device, experts of the next layer are read while a layer computes (``layer_lookahead``).
-A predictor that looks at the drafter is asked while drafts are made (``draft_lookahead``).
+With a predictor on the device, experts of the next layer are read while no layer reads (``layer_lookahead``). By one
+that looks at the drafter, experts of the next step are, while drafts are made (``draft_lookahead``).
 
 With ``cpu_experts``, a layer of few rows leaves some of its experts to the CPU (``cpu_share``).
 """
@@ -37,7 +37,7 @@ from vllm_spac.execution.device.admission import Admission
 from vllm_spac.execution.device.borrowed_slots import LongPrompts
 from vllm_spac.execution.device.cpu_share import CpuShare
 from vllm_spac.execution.device.layer_launches import LayerLaunches, LayerRows
-from vllm_spac.execution.device.reads_ahead import ReadsAhead
+from vllm_spac.execution.device.reads_ahead import ReadsAhead, ahead_bytes
 from vllm_spac.execution.exchange import capturing, streams
 from vllm_spac.execution.expert_delivery import ExpertDelivery
 from vllm_spac.execution.row_shares import local_numbers
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from vllm_spac.decisions.balancers.base import Balancer
 
 _FILL_BATCH = 16
+_ON_CPU = (
+    "plane=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to serve, use "
+    "--spac-plane slots"
+)
 _ALL = 2**31 - 1  # pairs: none is padding
 
 logger = logging.getLogger("vllm.spac")
@@ -70,6 +74,7 @@ class PointerExecution(Execution):
     repacks: ClassVar[bool] = True
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
     check_layer, check_shape = staticmethod(check_layer), staticmethod(check_shape)
+    ahead_bytes = staticmethod(ahead_bytes)
 
     def __init__(self, context: ExecutionContext) -> None:
         super().__init__(context)
@@ -93,7 +98,8 @@ class PointerExecution(Execution):
         if not self.holds_all:
             parts = store, tensors, self.admission, self.launches, self._compute, self._copy
             self.prompts = LongPrompts(*parts, of_model, self.counters, context.path)
-        self.ahead = ReadsAhead(context, self.admission, self._compute, self._copy, self._numbers)
+        self.ahead = ReadsAhead(context, self.admission, kernels, self._compute, self._copy, self._numbers)
+        self.launches.early = self.ahead.early
         self.signals = self.ahead.signals
         self._sizes = kernels.rows_to_compile(context.rows, shape.top_k, shape.experts, shape.packed)
         self._compiled: set[str] = set()  # activations
@@ -106,20 +112,15 @@ class PointerExecution(Execution):
         self._chosen: list[tuple[int, Tensor]] = []  # what a layer selected for them, int32 [rows, top_k]
 
     def describe(self) -> str:
-        parts = [] if self.holds_all else ["long prompts borrow slots"]
+        parts, packed = [] if self.holds_all else ["long prompts borrow slots"], self.shape.packed
         parts += [] if self.admission.delivery is None else [self.admission.delivery.describe()]
-        if self.shape.packed is not None:
-            rows = "" if self.shape.packed.activations is not None else ", activations not quantised"
-            parts.append(f"weights {self.shape.packed.describe()}{rows}")
+        if packed is not None:
+            rows = "" if packed.activations is not None else ", activations not quantised"
+            parts.append(f"weights {packed.describe()}{rows}")
         return ", ".join(parts)
 
     def caveat(self) -> str | None:
-        if self._live.is_cuda:
-            return None
-        return (
-            "plane=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
-            "serve, use --spac-plane slots"
-        )
+        return None if self._live.is_cuda else _ON_CPU
 
     def resident(self, layer: int) -> Tensor:
         """Returns bool [experts] on the device: which experts of a layer its kernels read from slots.
@@ -159,17 +160,18 @@ class PointerExecution(Execution):
         self.ahead.end_drafts()
         self.admission.begin(step)
         if self.admission.delivery is not None:
-            self.ahead.wait()  # for what drafts read in host memory
+            self.ahead.finish()  # reads for drafts, in host memory that may leave
             self.admission.delivery.begin()
         self.ahead.begin(step)
         if self.launches.cpu is not None:
             self.launches.cpu.begin(step)
 
     def end_forward(self) -> None:
-        step, self._step = self._step, None
-        chosen, self._chosen, self._prompt = self._chosen, [], None
-        self.ahead.wait()
+        step, chosen = self._step, self._chosen
+        self._step, self._chosen, self._prompt = None, [], None
+        self.ahead.finish()
         if step is not None:
+            self.ahead.tally()
             known = None if self.prompts is None else self.prompts.end()
             self.admission.end(step, known, prompt=chosen)
 
@@ -177,6 +179,7 @@ class PointerExecution(Execution):
         self.admission.reports.count()
         if self.admission.delivery is not None:
             self.admission.delivery.count(self.counters)
+        self.ahead.count(self.counters)
         return self.counters.snapshot()
 
     def check_results(self) -> None:
@@ -209,7 +212,7 @@ class PointerExecution(Execution):
             layer: number of the layer in ``shape.layers``.
             x: [T, d] of the experts' dtype.
             weights: [T, k] float32; a pair with weight 0 is skipped.
-            ids: [T, k] int32 or int64, experts of the model; whatever else they contain is padding and skipped.
+            ids: [T, k] int32 or int64, experts of the model; all else is padding and skipped.
             activation: one of ``address_table.ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
             guess: as in ``Rows``.
@@ -227,11 +230,13 @@ class PointerExecution(Execution):
         self.launches.begin_layer(layer, rows)
         try:
             self.ahead.start(layer, rows)
-            return self.launches.compute(layer, rows, activation, out)
+            self.launches.compute(layer, rows, activation, out)
         except BaseException:  # no memory, for one: later steps must not read slots that nobody has filled
             if not captured and not self.holds_all:
                 self._compute.submit(self.launches.fill, layer, rows)
             raise
+        self.ahead.start_after(layer)
+        return out
 
     # -- start and end -------------------------------------------------------------------------------------
 
@@ -253,8 +258,7 @@ def _compile(pool: PointerExecution, layer: int, like: LayerRows, activation: st
     start = time.perf_counter()
     if pool._sizes:
         pool.admission.compile()
-    if pool._sizes and pool.ahead.drafts is not None:
-        pool.ahead.drafts.compile()
+    pool.ahead.prepare(activation)
     pool.launches.compile(layer, like.x, activation, pool._sizes, pool._all, pool.ahead.compile)
     pool._compiled.add(activation)
     if pool._sizes:

@@ -37,7 +37,6 @@ class SlotOffers:
         offers: as the kernels read them, at fixed addresses; ``state`` is written by who begins and ends steps.
         ready: int32 [2], what ``state`` is when a step begins: the offers that are worth at least as much to some
             expert without a slot as to their owners.
-        wanted: bool [keys], experts that might take a slot that is on offer, if a step uses them.
     """
 
     def __init__(self, formula: Formula, slots: int, settled: int = 0) -> None:
@@ -47,7 +46,6 @@ class SlotOffers:
         places, owners = (torch.zeros(slots - settled, dtype=torch.int32, device=device) for _ in range(2))
         kept, used = (torch.zeros(count, device=device) for count in (slots - settled, keys))
         self.offers = Offers(state, places, owners, kept, used)
-        self.wanted = torch.zeros(keys, dtype=torch.bool, device=device)
 
     @torch.inference_mode()
     def update(self, owner: Tensor, counts: Tensor | None = None) -> None:
@@ -60,7 +58,6 @@ class SlotOffers:
         offers.kept.copy_(self.formula.kept[offers.owners])
         most = used.masked_fill(self.formula.held, -torch.inf).amax()
         self.ready[1:].copy_((offers.kept <= most).sum())
-        self.wanted.copy_(used >= offers.kept[0])
 
 
 class OfferUpdates:
@@ -76,8 +73,6 @@ class OfferUpdates:
 
     Attributes:
         made: the offers; the model's stream may read them between ``begin`` and ``end``.
-        between: what drafts after a step may take, on the stream for copies: the first slots, for whatever they name.
-            None: they name nothing.
     """
 
     def __init__(
@@ -94,19 +89,10 @@ class OfferUpdates:
         self._shape, self._slots, self._compute, self._copy = shape, (slots, settled), compute, copy
         self._written, self._taken = written, torch.zeros_like(written)
         self.made = SlotOffers(self._new(), *self._slots)
-        self.between: Offers | None = None
         self._decode = Repeated(copy, partial(self._update, self.made, True))
         self._arrives: Event | None = None
         self._filled = False  # slots have been offered since they were filled
         self._prompt: Tensor | None = None  # the copy stream reads it, so it must not be freed meanwhile
-
-    def prepare_drafts(self) -> None:
-        """Offers slots between steps from now on; before any step."""
-        _, slots, owners, kept, used = self.made.offers
-        # A slot is worth nothing to its owner beside what drafts name, as to a prefetcher on the host.
-        self.between = Offers(
-            torch.zeros_like(self.made.ready), slots, owners, torch.zeros_like(kept), torch.ones_like(used)
-        )
 
     def compile(self) -> None:
         """Launches for offers that nobody reads what may be launched later, and captures what follows a decode step."""
@@ -127,10 +113,7 @@ class OfferUpdates:
         self._join()
         if not to_layers:
             return
-        state = self.made.offers.state
-        self._compute.submit(state.copy_, self.made.ready)
-        if self.between is not None:  # drafts took the first ones
-            self._compute.submit(state[:1].copy_, self.between.state[:1])
+        self._compute.submit(self.made.offers.state.copy_, self.made.ready)
 
     def end(
         self,
@@ -138,7 +121,6 @@ class OfferUpdates:
         generating: bool,
         counts: Tensor | None = None,
         prompt: Sequence[tuple[int, Tensor]] = (),
-        to_drafts: int = 0,
     ) -> None:
         """The layers of a step were launched; those outside of steps get no offers.
 
@@ -146,7 +128,6 @@ class OfferUpdates:
             generating: it has rows that generate.
             counts: int32 [keys], in place of what ``written`` says of these.
             prompt: layers, and the experts that the last rows of a step of prompts selected there, int32 [rows, top_k].
-            to_drafts: how many slots drafts may take until the next step.
         """
         self._filled = True
         self._compute.submit(self.made.offers.state.zero_)
@@ -161,8 +142,6 @@ class OfferUpdates:
             self._decode.submit()
         else:
             self._copy.submit(self._update, self.made, False, self._prompt)
-        if self.between is not None:
-            self._copy.submit(self._leave, self.between.state, min(to_drafts, len(self.made.offers.slots)))
         self._arrives = self._copy.record()
 
     def _join(self) -> None:
@@ -175,8 +154,3 @@ class OfferUpdates:
         if prompt is not None:
             made.formula.observe_prompt(prompt)
         made.update(owner, counts if generating else None)
-
-    @staticmethod
-    def _leave(state: Tensor, most: int) -> None:
-        state[:1].zero_()
-        state[1:].fill_(most)

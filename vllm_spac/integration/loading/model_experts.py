@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import current_platform
 
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape
@@ -158,8 +159,9 @@ class ModelExperts:
         args = config, vllm_config, self._layers, self.device, predictor
         self._plan = LoadPlan(assembly.budget(*args), ahead.draft_states(config, shapes), others)
         self.packing.plan(self._layers, shapes, predictor)
-        free = self._free(shapes, others)
+        free, early = self._free(shapes, others), PrefetchSettings.configured(config, config.prefetch, predictor)
         for shape in shapes:
+            free -= self.execution.ahead_bytes(shape, early)
             room = self.execution.divide(config.parsed_slots, shape, free)
             if not self.execution.needs_host and room.slots < shape.total:
                 graphs.check_long_prompts(vllm_config, shape, parts)
