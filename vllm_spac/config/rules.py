@@ -38,13 +38,17 @@ def plane(config: Any) -> str:
     return f"{name}={getattr(config, name)} ({flag(name)})"
 
 
+def _check_idle(config: Any) -> None:
+    """Refuses knobs that mean nothing to how layers run."""
+    for name, (idle, problem) in _OF_EXECUTION.items():
+        if name not in config.execution_class.knobs and getattr(config, name) not in idle:
+            raise _refused(problem.format(plane=plane(config)), drop(name))
+
+
 def _check_execution(config: Any) -> None:
     kind, named = config.execution_class, plane(config)
     if kind.reads_in_place:
         _check_store_in_reach(config, named)
-    for name, (idle, problem) in _OF_EXECUTION.items():
-        if name not in kind.knobs and getattr(config, name) not in idle:
-            raise _refused(problem.format(plane=named), drop(name))
     if not kind.needs_host and config.prefetch != "off":
         _check_device_prefetch(config, named)
     if not kind.needs_host and config.balancer is not None:
@@ -257,10 +261,11 @@ def _computing(config: Any) -> tuple[Remedy, ...]:
 
 
 _RULES = (
-    _check_workers,
-    _check_execution,
+    _check_idle,
     _check_preset,
+    _check_workers,
     _check_prefetch,
+    _check_execution,
     _check_host_memory,
     _check_speculate,
     _check_cpu_experts,
