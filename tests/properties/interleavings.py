@@ -277,13 +277,6 @@ def after(world: bytes, action: tuple) -> World:
     return copied
 
 
-class NoWait(ModelStream):
-    """A bug: it begins before the event."""
-
-    def wait(self, event):
-        pass
-
-
 def run_randomly(world: World, rng: random.Random) -> World:
     """One interleaving; the actors' chances differ from run to run, so that each of them lags sometimes."""
     chance = {"host": rng.random() ** 2, "copy": rng.random() ** 2, "compute": rng.random(), "block": rng.random()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from interleavings import NoWait, Scenario, World, explore, run_randomly
+from interleavings import Scenario, World, explore, run_randomly
 
 from vllm_spac.execution.device.admission_reports import ReportAccount
 from vllm_spac.execution.exchange import ThreadStream
@@ -63,8 +63,6 @@ class Late(ReportAccount):
 
 
 BUGS = {
-    "slots are put in order early": {"copying": NoWait},
-    "offers are not awaited": {"compute": NoWait},
     "reports are not believed": {"account": Late},
     "two blocks, one slot": {"world": TooEarly},
     "a byte is missing": {"world": Unfilled},
