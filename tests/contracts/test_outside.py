@@ -106,7 +106,9 @@ def test_a_ranking_from_outside_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_combinations_ask_for_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused of a component of the package is refused of one from outside that is like it."""
     monkeypatch.setattr(outside.Blocks, "addressable", False)
-    with pytest.raises(ConfigError, match="store=outside:Blocks has no addresses; use --spac-store host"):
+    with pytest.raises(
+        ConfigError, match=r"store=outside:Blocks \(--spac-store\) keeps none there; use --spac-store host"
+    ):
         SpacConfig.parse({"plane": "pointers", "store": "outside:Blocks"})
     monkeypatch.setattr(outside.EverySecond, "uses_cpu", False)
     with pytest.raises(ConfigError, match="cpu_experts=outside:EverySecond .*computes none"):

@@ -251,6 +251,8 @@ SHAPE = MoEShape(tuple("abcde"), EXPERTS, 2, {"w": TensorSpec((WORDS,), torch.fl
 class Table:
     """As ``Admission`` writes it."""
 
+    delivery = None  # of what the device cannot address
+
     def __init__(self, slots: int) -> None:
         self.slot_of = np.full(SHAPE.total, NOWHERE, dtype=np.int64)
         self.slot_of[:slots] = np.arange(slots)

@@ -338,9 +338,9 @@ def test_a_slow_thread_is_late_and_its_old_results_count_for_nothing(shared, pat
     pool, gone, compute = shared(TOP_K, count=EXPERTS, policy="reuse"), threading.Event(), Looped.run
     kernels, decides = pool.launches.cpu._kernels, pool.admission._kernels
 
-    def admits(*given) -> None:
+    def admits(*given, **named) -> None:
         gone.clear()
-        decides.admit(*given)
+        decides.admit(*given, **named)
 
     def await_answer(ids, layer, sources, division, *given) -> None:
         kernels.wait_for_answer(ids, layer, sources, division, *given)

@@ -230,4 +230,4 @@ def test_host_memory_that_is_a_little_short_is_no_reason_for_a_disk(args, monkey
     monkeypatch.setattr(store_choice, "available_host_bytes", lambda: host * GIB)
     config = served(args(knobs))
     assert config is not None and config.store_on("cuda") == store
-    assert config.plane == ("pointers" if store == "host" else "slots")
+    assert config.plane == knobs.get("plane", "pointers")
