@@ -90,7 +90,7 @@ class Graphs:
             execution.launches.kernels = execution.admission._kernels = kernels._replace(**held)
             if execution.ahead.layers is not None:
                 ahead = execution.ahead.layers
-                ahead._kernels, ahead._name = execution.launches.kernels, self._kernel(ahead._name)
+                ahead.parts._kernels, ahead._name = execution.launches.kernels, self._kernel(ahead._name)
 
         for name, method in {"__init__": init, "begin_step": began, "run": ran, "attach_balancer": balanced}.items():
             setattr(PointerExecution, name, method)
