@@ -532,7 +532,9 @@ def main(
                 calls = record(partial(experts, count, **SIZES, kind=FORMATS[kind]))
             work += [(kind, name, count, capability, calls[name]) for name in GEMMS]
         if not formats:
-            work += [("any", name, 16, capability, call) for name, call in record(partial(small, 16)).items()]
+            calls = record(partial(small, 16))
+            calls["read_early"] = record(partial(experts, 1, **SIZES, early=True))["read_early"]
+            work += [("any", name, 16, capability, call) for name, call in calls.items()]
     rows = [row for row in old["rows"] if row["format"] not in chosen]
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
         os.environ["TRITON_CACHE_DIR"] = folder
