@@ -293,6 +293,10 @@ def main(
     known, layers = recorded.known(loaded), loaded["none1"].trace.facts.layers
     profile, rows = Costs.read(machine), []
     sizes = [float(each) / 100 for each in shares.split(",")]
+    drafted = {  # forwards of a drafter, one after another
+        name: np.maximum.reduceat(draft_depths(one.trace), one.trace.row_start[:-1]).sum()
+        for name, one in loaded.items()
+    }
     with progress() as bar:
         task = bar.add_task("", total=len(sizes) * len(chosen))
         for share in sizes:
@@ -303,8 +307,7 @@ def main(
                 costs = recipe.costs(profile, layers)
                 found = run(recipe, trace, costs, share)
                 row = facts(name, recipe, share, found, int(trace.step_tokens.sum()))
-                drafted = np.maximum.reduceat(draft_depths(trace), trace.row_start[:-1]).sum()
-                row["drafting"] = float(drafted * costs.draft / found.seconds)
+                row["drafting"] = float(drafted[recipe.trace] * costs.draft / found.seconds)
                 base = base or row["tokens_per_second"]
                 rows.append(row | {"gain": row["tokens_per_second"] / base})
                 bar.advance(task)

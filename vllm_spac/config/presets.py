@@ -38,6 +38,7 @@ class Preset:
 
 _COPY = {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}
 _HEAD = {"method": "eagle3", "model": "HEAD"}
+_CHAIN = _HEAD | {"num_speculative_tokens": 4}
 # Of the papers' parts what wins together, with drafts that the guard chooses: benchmarks/results/drafts_account.md
 _COMPOSED = {"store": "host", "cpu_experts": "auto"}
 PRESETS: dict[str, Preset] = {
@@ -71,8 +72,8 @@ PRESETS: dict[str, Preset] = {
         },
         _COPY,
     ),
-    "composed": Preset("", _COMPOSED, _HEAD | {"num_speculative_tokens": 4}),
-    "composed-lossy": Preset("", _COMPOSED | {"budget": "16"}, _HEAD | {"num_speculative_tokens": 4}),
+    "composed": Preset("", _COMPOSED, _CHAIN),
+    "composed-lossy": Preset("", _COMPOSED | {"budget": "16"}, _CHAIN),
 }
 
 

@@ -142,7 +142,7 @@ class Chooser:
     def observe_drafter(self, forwards: int, seconds: float) -> None:
         """The drafter took ``seconds`` for so many forwards, one after another; ``keep`` was told of the drafts."""
         each, known = seconds / forwards, self._making
-        if not _OUTLIER * each > known > 0:  # the first, or those before it were disturbed
+        if not known or known >= _OUTLIER * each:  # the first, or those before it were disturbed
             self._making, self._gain = each, 0.0
         else:
             each = min(each, _OUTLIER * known)
