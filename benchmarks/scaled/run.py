@@ -77,6 +77,7 @@ def main(
     turns: Annotated[int, typer.Option(min=2, help="Prompts that count.")] = 16,
     warm: Annotated[int, typer.Option(min=0, help="Prompts before them that do not.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
+    again: Annotated[int, typer.Option(min=0, help="A prompt's first tokens that its end repeats.")] = 0,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
@@ -91,12 +92,14 @@ def main(
     cores, real, sizes = Cores.here(), Proportions.of(machine), slot_counts(slots)
     steps = ladders.rungs(split(rungs), predictor, predictor_file)
     settings = Settings(
-        model, Drafts(draft_tokens, *folders), prompt_tokens, output_tokens, seed=seed, dtype=dtype, disk_dir=disk_dir,
-        timeout=timeout, environment=cores.environment(),
+        model, Drafts(draft_tokens, *folders), prompt_tokens + again, output_tokens, seed=seed, dtype=dtype,
+        disk_dir=disk_dir, timeout=timeout, environment=cores.environment(),
     )  # fmt: skip
     for case in ladders.cases(steps, sizes[0]):
         case.job(settings)  # refuses a missing drafter before anything is measured
     asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+    if again:
+        asked = asked.begun_again(again)
     result = head(machine, asked, settings)
     kinds = prompts.kinds(model, len(asked.ids))[warm:]
     result |= {"warm_turns": warm, "draft_tokens": draft_tokens, "kinds": kinds}

@@ -28,6 +28,10 @@ class Prompts:
         digest = xxhash.xxh3_64_hexdigest(json.dumps(self.ids).encode())
         return {"count": len(self.ids), "tokens": max(map(len, self.ids)), "source": self.source, "xxh3_64": digest}
 
+    def begun_again(self, tokens: int) -> Prompts:
+        """Each with its first ``tokens`` tokens once more behind it: an answer goes on with what it has read."""
+        return Prompts([ids + ids[:tokens] for ids in self.ids], f"{self.source}; each begins once more at its end")
+
 
 def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
     """Returns ``count`` different prompts of ``tokens`` tokens each for the model in the folder ``model``.

@@ -98,6 +98,8 @@ def test_requests_have_rows_of_their_own(tmp_path: Path) -> None:
     found = prompts.load(folder, 3, 10).ids
     assert [{token % routing.STREAMS for token in ids} for ids in found] == [{0}, {1}, {2}]
     assert len({token for ids in found for token in ids}) > 10 and max(map(max, found)) < 4096
+    again = prompts.Prompts(found, "").begun_again(2).ids
+    assert [ids[:10] for ids in again] == found and [ids[10:] for ids in again] == [ids[:2] for ids in found]
     rows = routing.rows_of(torch.tensor(found[2]), torch.arange(10), 640)
     assert rows.tolist() == list(range(20, 30))
     assert routing.rows_of(torch.tensor([63]), torch.tensor([15]), 640).tolist() == [5], "at its end it begins again"

@@ -25,9 +25,12 @@ STEPS = 7  # of a chain while it learns
 DECAY = 0.8  # weight of step j in the loss: later steps matter only if the earlier ones were right
 BASES = 64  # positions of a window whose chains go on after step 0
 ROWS = 0.1  # the rate of what is added to output rows, as a part of that of all others
+MATRICES = ("fc", "qkv", "o", "gate", "up", "down")  # whose steps are orthogonalised (Muon)
+MOMENTS = "exp_avg", "exp_avg_sq", "momentum_buffer"  # of AdamW, and of Muon
 HIDDEN = 1.0  # weight of the relative error of the last streams, where training begins
 HIDDEN_TOKENS = 300_000  # after which it has fallen to nothing
 WARM_UP = 50  # steps to the full rate
+KEPT = 1_500_000  # tokens of which the target's streams are kept for the next pass: 3.5 KB each
 MEAN = 0.999  # of the weights' running mean, a step
 
 
@@ -52,10 +55,17 @@ class Trainer:
         self.head, self.learned = head, Learned(0, 0, [])
         self._model, self._ffn, self._rolls, self._rate, self._batch = model, ffn, rolls, rate, batch
         named = dict(head.named_parameters())
+        matrices = [named.pop(name) for name in MATRICES]
         rows = [named.pop(name) for name in ("rows_left", "rows_right") if name in named]
         groups = [{"params": [*named.values()], "share": 1.0}, {"params": rows, "share": ROWS}]
-        self._optimiser = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
+        self._optimisers = (
+            torch.optim.Muon(
+                [{"params": matrices, "share": 1.0}], lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.05),
+        )
         self._mean = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+        self._kept: dict[int, Tensor] = {}  # the target's streams of a window, so that a later pass costs half
         self._drafted = torch.zeros(len(model.embedding), dtype=torch.bool)
         self._drafted[head.vocabulary] = True
 
@@ -73,14 +83,16 @@ class Trainer:
         Returns:
             the loss, and how often each step of a chain agrees with the target's choice.
         """
-        self._optimiser.zero_grad()
+        for optimiser in self._optimisers:
+            optimiser.zero_grad()
         losses, agreed, parts = 0.0, torch.zeros(STEPS), torch.zeros(STEPS)
         for number in range(self.learned.windows, self.learned.windows + self._batch):
             turn, place = divmod(number, len(self._rolls))
             order = torch.randperm(len(self._rolls), generator=torch.Generator().manual_seed(turn))
-            ids, begun = self._rolls.window(int(order[place]))
+            window = int(order[place])
+            ids, begun = self._rolls.window(window)
             generator = torch.Generator().manual_seed(number)
-            loss, same = self._loss(ids, begun, generator)
+            loss, same = self._loss(ids, begun, self._streams(window, ids), generator)
             if loss.requires_grad:  # else nothing in this window is ever drafted
                 (loss / self._batch).backward()
             losses += float(loss.detach()) / self._batch
@@ -89,19 +101,32 @@ class Trainer:
             parts += known
             self.learned.tokens += len(ids) - begun
         self.learned.windows += self._batch
-        for group in self._optimiser.param_groups:
-            nn.utils.clip_grad_norm_(group["params"], 1.0)
-            group["lr"] = self._rate * group["share"] * min(1, self.steps / WARM_UP)
-        self._optimiser.step()
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                nn.utils.clip_grad_norm_(group["params"], 1.0)
+                group["lr"] = self._rate * group["share"] * min(1, self.steps / WARM_UP)
+            optimiser.step()
         keep = min(MEAN, self.steps / (self.steps + 10))
         for name, weight in self.head.named_parameters():
             self._mean[name].lerp_(weight.detach(), 1 - keep)
         return losses, (agreed / parts).tolist()
 
-    def _loss(self, ids: Tensor, begun: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Of one window [tokens]; and how often each step agrees [STEPS], NaN where it drafted nothing."""
+    def _streams(self, window: int, ids: Tensor) -> Tensor:
+        """The target's streams of a window [its tokens]: [1, tokens, depths, hidden]."""
+        found = self._kept.get(window)
+        if found is None:
+            found = streams_of(self._model, ids, self._ffn, self.head.depths)
+            if int(self._rolls.ends[window]) <= KEPT:
+                self._kept[window] = found
+        return found
+
+    def _loss(self, ids: Tensor, begun: int, streams: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Of one window [tokens]; and how often each step agrees [STEPS], NaN where it drafted nothing.
+
+        Args:
+            streams: the target's, [1, tokens, depths, hidden].
+        """
         head, model = self.head, self._model
-        streams = streams_of(model, ids, self._ffn, head.depths)
         finals = normed(streams[:, 1:, -1], model.norm, model.shape.epsilon)  # of position t + 1 at index t
         size = finals.float().pow(2).mean()
         last = len(ids) - 2  # positions from which a known token is drafted
@@ -127,13 +152,17 @@ class Trainer:
             agreed[number] = (goal.argmax(-1) == got.argmax(-1)).float().mean()
         return loss / max(weights, 1e-9), agreed
 
+    def _moments(self, name: str) -> dict[Any, Any]:
+        """What the optimiser of the weights ``name`` knows, by weights."""
+        return self._optimisers[name not in MATRICES].state
+
     def save(self, path: Path) -> None:
         """Writes all that ``resume`` needs."""
         tensors: dict[str, Tensor] = {}
         for name, weight in self.head.named_parameters():
-            moments = self._optimiser.state.get(weight, {})
+            moments = self._moments(name).get(weight, {})
             parts = {"weight": weight.detach(), "mean": self._mean[name]}
-            parts |= {part: moments[part] for part in ("exp_avg", "exp_avg_sq") if part in moments}
+            parts |= {part: moments[part] for part in MOMENTS if part in moments}
             tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
         scratch = path.with_name(f"{path.name}.part")
         save_file(tensors, scratch, {"learned": json.dumps(self.learned.__dict__)})
@@ -147,7 +176,7 @@ class Trainer:
             for name, weight in self.head.named_parameters():
                 weight.copy_(file.get_tensor(f"{name}.weight"))
                 self._mean[name].copy_(file.get_tensor(f"{name}.mean"))
-                if f"{name}.exp_avg" in names:
+                parts = [part for part in MOMENTS if f"{name}.{part}" in names]
+                if parts:
                     state: dict[str, Any] = {"step": torch.tensor(float(self.steps))}
-                    state |= {part: file.get_tensor(f"{name}.{part}") for part in ("exp_avg", "exp_avg_sq")}
-                    self._optimiser.state[weight] = state
+                    self._moments(name)[weight] = state | {part: file.get_tensor(f"{name}.{part}") for part in parts}
