@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Experts, Offers, Request, lanes
+from ..types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Offers, Request, lanes
 from .mailbox import post
 from .route import routed
 
@@ -28,12 +28,13 @@ def admit(
         n = len(copies) // 2
         needed = routed(topk_ids, topk_weights, n, live).unique()
         turn[0], turn[1] = first // n, (experts.slot_of[first + needed[needed >= 0]] < 0).sum()
-    _decide(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, request)
+    division = None if request is None else request.division
+    decide(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, division)
     if request is not None:
         post(topk_ids, topk_weights, first, sources, request)
 
 
-def _decide(
+def decide(
     topk_ids: Tensor,
     topk_weights: Tensor,
     first: int,
@@ -43,8 +44,9 @@ def _decide(
     sources: Tensor,
     copies: Tensor,
     live: Tensor | None,
-    request: Request | None,
+    division: Division | None,
 ) -> None:
+    """What ``admit`` decides, without asking the CPU for its share; arguments as there."""
     n, (begin, end) = len(copies) // 2, offers.state.tolist()
     mine = slice(first, first + n)
     counts[mine] = torch.bincount(routed(topk_ids, topk_weights, n, live) + 1, minlength=n + 1)[1:].int()
@@ -60,10 +62,10 @@ def _decide(
     opened = ((experts.owner[slots] == old) & unused).nonzero().flatten()
     worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
     asking = missed.clone()
-    if request is not None and request.division.pairs[0] > 0:
+    if division is not None and division.pairs[0] > 0:
         missing = missed.nonzero().flatten().tolist()
-        order = sorted(missing, key=lambda each: (int(counts[first + each]), float(worth[each]), each))
-        asking[order[: int(request.division.shares[len(missing)])]] = False
+        order = sorted(zip(counts[mine][missing].tolist(), worth[missing].tolist(), missing, strict=True))
+        asking[[expert for *_, expert in order[: int(division.shares[len(missing)])]]] = False
     wants = (asking & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
     served = min(len(wants), len(opened))
     expert, offer = wants[:served], opened[:served]

@@ -33,8 +33,8 @@ from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.execution.device.admission_reports import with_prompts
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.device.slot_offers import SlotOffers
-from vllm_spac.kernels.reference.admit import admit
-from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Mail, Request
+from vllm_spac.kernels.reference.admit import decide
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
@@ -70,7 +70,7 @@ class PointersReplay(Replay[list[Part]]):
         self._rows = None if tier is None else OrderedRows(tier)
         link = costs.load if tier is None or costs.host is None else costs.host
         self._load = float(link.ideal(nbytes))
-        self._asked = _request(shares, trace) if shares else None
+        self._shared = _division(shares, trace.facts.top_k) if shares else None
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         facts = trace.facts
         formula = policy.formula(facts.layers, facts.experts, torch.device("cpu"))
@@ -122,12 +122,13 @@ class PointersReplay(Replay[list[Part]]):
         self._number += 1
         ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
         state = self.experts, self._offers.offers, self._decided, self._sources, self._copies
-        asked = self._asked if self._may_leave() else None
-        admit(ids, torch.ones(ids.shape), first, *state, None, asked and asked._replace(x=ids[:, :1]))
+        decide(ids, torch.ones(ids.shape), first, *state, None, self._shared if self._may_leave() else None)
         self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
-        by_rows = list(zip(part.rows, self._read_from()[part.keys].tolist(), strict=True))
-        sources = [source for _, source in by_rows]
+        sources = self._sources[part.keys].tolist()
+        if UNUSED in sources:  # by later rows, which take no slot
+            sources = self._read_from()[part.keys].tolist()
+        by_rows = list(zip(part.rows, sources, strict=True))
         on_cpu = sum(self._cpu[rows] for rows, source in by_rows if source == COMPUTED)
         hits, filled = (sum(self.fast[rows] for rows, each in by_rows if each == source) for source in (HIT, ADMITTED))
         copied, streamed, left = (sources.count(source) for source in (ADMITTED, STREAMED, COMPUTED))
@@ -183,16 +184,13 @@ class PointersReplay(Replay[list[Part]]):
         outcome.streamed_bytes += streamed * self.nbytes
 
 
-def _request(shares: Sequence[int], trace: Trace) -> Request:
-    """What a layer asks of the CPU, which may take any pair; nobody reads it, ``x`` is one number of each row."""
+def _division(shares: Sequence[int], top_k: int) -> Division:
+    """The CPU's share of a layer, which may have any pair."""
 
     def made(dtype: torch.dtype, *size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype)
 
-    pairs, every = (MOST_ROWS, trace.facts.top_k), torch.full((1,), MOST_ROWS * trace.facts.top_k, dtype=torch.int32)
-    (kept, left, weights), rows = (made(torch.float32, *pairs) for _ in range(3)), made(torch.float32, MOST_ROWS, 1)
-    number, state = made(torch.int64, 1), made(torch.int32, 2)
-    table = torch.tensor(shares, dtype=torch.int32)
-    division = Division(number, every, state, table, kept, left, made(torch.int32, 1))
-    mail = Mail(number.clone(), number.clone(), state.clone(), made(torch.int32, *pairs), weights, rows, rows)
-    return Request(rows, every, made(torch.int32, trace.facts.total), division, mail)
+    pairs, every = (MOST_ROWS, top_k), torch.full((1,), MOST_ROWS * top_k, dtype=torch.int32)
+    kept, left = made(torch.float32, *pairs), made(torch.float32, *pairs)
+    state, late = made(torch.int32, 2), made(torch.int32, 1)
+    return Division(made(torch.int64, 1), every, state, torch.tensor(shares, dtype=torch.int32), kept, left, late)
