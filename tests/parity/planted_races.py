@@ -78,7 +78,7 @@ def leave_the_victim_s_address() -> None:
     """Who has lost a slot is read from it."""
     from vllm_spac.kernels.reference import admit
 
-    admit.decide = rewritten(admit.decide, "    experts.table[:, victim] = experts.hosts[:, victim]\n", "")
+    admit.admit_alone = rewritten(admit.admit_alone, "    experts.table[:, victim] = experts.hosts[:, victim]\n", "")
 
 
 def take_another_s_early_parts() -> None:

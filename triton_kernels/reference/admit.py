@@ -29,12 +29,12 @@ def admit(
         needed = routed(topk_ids, topk_weights, n, live).unique()
         turn[0], turn[1] = first // n, (experts.slot_of[first + needed[needed >= 0]] < 0).sum()
     division = None if request is None else request.division
-    decide(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, division)
+    admit_alone(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, division)
     if request is not None:
         post(topk_ids, topk_weights, first, sources, request)
 
 
-def decide(
+def admit_alone(
     topk_ids: Tensor,
     topk_weights: Tensor,
     first: int,

@@ -33,7 +33,7 @@ from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.execution.device.admission_reports import with_prompts
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.device.slot_offers import SlotOffers
-from vllm_spac.kernels.reference.admit import decide
+from vllm_spac.kernels.reference.admit import admit_alone
 from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
@@ -122,7 +122,7 @@ class PointersReplay(Replay[list[Part]]):
         self._number += 1
         ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
         state = self.experts, self._offers.offers, self._decided, self._sources, self._copies
-        decide(ids, torch.ones(ids.shape), first, *state, None, self._shared if self._may_leave() else None)
+        admit_alone(ids, torch.ones(ids.shape), first, *state, None, self._shared if self._may_leave() else None)
         self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
         sources = self._sources[part.keys].tolist()
