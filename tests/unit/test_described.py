@@ -205,7 +205,7 @@ def test_quantised_experts_are_smaller_and_embeddings_are_not() -> None:
     assert 0.5 < small.expert_bytes[0] / whole.expert_bytes[0] < 0.51
     assert small.other_bytes > 2 * 2 * 32000 * 4096
     kept = MIXTRAL | {"quantization_config": FP8 | {"modules_to_not_convert": ["self_attn"]}}
-    assert small.other_bytes < described(kept, HERE).other_bytes < whole.other_bytes
+    assert small.other_bytes < described(kept, HERE).other_bytes == whole.other_bytes, "routers are never quantised"
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,8 @@ def _sizes_table(name: str, checkpoint: Checkpoint, on_cpu: Checkpoint) -> Table
         "all experts": gib(experts),
         "everything else": gib(checkpoint.other_bytes),
     }
+    if checkpoint.table_bytes:
+        rows["n-gram tables, which vLLM keeps in host memory"] = gib(checkpoint.table_bytes)
     if checkpoint.quantisation:
         rows["quantised by"] = shown(quant_config.method(checkpoint.quantisation)) + ", and so in slots"
         if on_cpu.expert_bytes != checkpoint.expert_bytes:

@@ -47,7 +47,7 @@ def _tensors(config: dict, folder: Path, kernels: quantisation.FormatKernels | N
         for size in shape:
             nbytes *= size
         if quantised and len(shape) > 1 and not quant_config.excluded(quantised, name):
-            nbytes = quantisation.stored_bytes(quantised, shape, kernels)
+            nbytes = quantisation.stored_bytes(quant_config.narrowed(quantised, name), shape, kernels)
         elif quantised and name.endswith("_bias"):  # of GPT-OSS
             nbytes = quantisation.kept_bytes(quantised, name, shape, nbytes, kernels)
         yield name, {"dtype": dtype, "shape": list(shape), "data_offsets": [0, nbytes]}

@@ -39,6 +39,7 @@ INDEX = "model.safetensors.index.json"
 _MOST_INDEX = 100_000_000  # bytes
 _MOST_TOTAL = 1 << 50  # bytes of a checkpoint
 _EXPERT = re.compile(r".*?\b(?:layers?|blocks|h)\.(?P<index>\d{1,6})\..*?\bexperts\.(?:(?P<expert>\d{1,6})\.)?")
+_TABLE = re.compile(r".*\.(?:ple_embedding\.ngram_embedding|engram\.embed\w*)\.")  # Qwen4-Exp, DeepSeek V4.1
 _MOST = 1 << 20  # experts or layers that a config may claim
 
 
@@ -57,6 +58,7 @@ class Checkpoint:
     dtypes: frozenset[str] = field(default_factory=frozenset)  # element types of the experts
     quantisation: Mapping | None = None
     fp8_beside: str = ""  # the first tensor in e4m3 that is no expert's; empty: none
+    table_bytes: int = 0  # bytes of n-gram tables, which vLLM reads in pinned host memory (--engram-config)
 
     @property
     def expert_bytes(self) -> list[int]:
@@ -183,7 +185,7 @@ def count(
     layers = first_number(config, LAYERS) or math.inf
     layer_bytes: Counter[int] = Counter()
     draft_layer_bytes: Counter[int] = Counter()
-    dtypes, draft, other, named, fp8_beside = set(), 0, 0, set(), ""
+    dtypes, draft, other, named, fp8_beside, tables = set(), 0, 0, set(), "", 0
     coded: dict[str, dict] = {}
     quantised = quant_config.of(config)
     for name, entry in tensors:
@@ -200,6 +202,8 @@ def count(
             layer_bytes[int(match["index"])] += size
             dtypes.add(entry["dtype"])
             named.add(match["expert"])
+        elif _TABLE.match(name):
+            tables += size
         else:
             other += size
             fp8_beside = fp8_beside or (name if entry["dtype"] == "F8_E4M3" else "")
@@ -220,6 +224,7 @@ def count(
         dtypes=frozenset(dtypes),
         quantisation=quantised,
         fp8_beside=fp8_beside,
+        table_bytes=tables,
     )
 
 

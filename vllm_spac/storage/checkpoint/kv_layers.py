@@ -87,7 +87,7 @@ class KVLayers:
     wide_kv: int = (
         0  # instead of ``layer_kv`` in layers that keep all tokens, where these have other heads; 0: the same
     )
-    indexed: int = 0  # bytes of one token in the indexers of all layers (DeepSeek's sparse attention)
+    indexed: int = 0  # bytes of one token in the indexers of all layers, of models with sparse attention
     recurrent: int = 0  # number of layers that keep a state in place of a KV cache
     state: RecurrentState | None = None  # of one of them; None: there are none, or its size is not known
 
@@ -215,7 +215,20 @@ def _wide(config: dict, layer_kv: int) -> int:
 
 
 def _indexed(config: dict, layers: int) -> int:
-    """Returns the bytes of a token in the indexers of all layers that have one (DeepSeek V3.2, GLM-5)."""
+    """Returns the bytes of a token in the indexers of all layers that have one.
+
+    DeepSeek V3.2 and GLM-5 have keys in FP8 with scales. Qwen4-Exp has one of 16 bits for several tokens, MiniMax M3
+    one for each token in the layers that are sparse.
+    """
+    if (head := first_number(config, ("indexer_head_dim",))) and (
+        ratio := first_number(config, ("indexer_compress_ratio",))
+    ):
+        return layers * head * KV_BYTES // ratio
+    sparse = first_value(config, ("sparse_attention_config",))
+    if isinstance(sparse, Mapping) and sparse.get("use_sparse_attention"):
+        frequencies = sparse.get("sparse_attention_freq")
+        count = sum(map(bool, frequencies[:layers])) if isinstance(frequencies, list) else layers
+        return count * first_number(dict(sparse), ("sparse_index_dim",)) * KV_BYTES
     head = first_number(config, ("index_head_dim",))
     if not head or not first_number(config, ("index_topk",)) or not first_number(config, ("kv_lora_rank",)):
         return 0

@@ -8,11 +8,14 @@ from enum import Enum
 
 from vllm_spac.storage.checkpoint import cpu_layouts
 from vllm_spac.storage.checkpoint.quant_config import (
+    EXPERTS_IN,
     GPTQ_LIKE,
+    MIXED,
     MX_GROUP,
     MXFP4,
     NV_GROUP,
     NVFP4,
+    expert_formats,
     group_is_fp8,
     group_is_int8,
     group_is_nvfp4,
@@ -287,6 +290,8 @@ def _unknown(_: Mapping) -> str:
 
 
 def _fp8(quantisation: Mapping) -> str | None:
+    if experts := quantisation.get(EXPERTS_IN):
+        return f"experts in {str(experts).upper()} beside layers in FP8"
     return None if quantisation.get("weight_block_size") else _PER_TENSOR
 
 
@@ -311,6 +316,8 @@ def _awq(quantisation: Mapping) -> str | None:
 def _modelopt(quantisation: Mapping) -> str | None:
     algorithm = str(quantisation.get("quant_algo", "an unnamed format")).upper()
     group = quantisation.get("group_size") or NV_GROUP
+    if algorithm == MIXED and (formats := expert_formats(quantisation)):
+        return None if formats <= set(NVFP4) else f"experts in {', '.join(sorted(formats))}"
     if algorithm not in NVFP4:
         return f"experts in {algorithm}"
     return None if group == NV_GROUP else f"NVFP4 experts by {group} columns"

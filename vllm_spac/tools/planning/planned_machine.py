@@ -39,6 +39,7 @@ class PlannedMachine:
     host: int  # bytes of host memory that may be used
     disk_free: int | None = None  # where experts are packed, with the largest packed folder: it may be this model's
     memory: tuple[str, ...] = ()  # where its sizes of memory are from, in sentences
+    taken: int = 0  # bytes of host memory that vLLM takes for n-gram tables of the model
 
     @classmethod
     def of(
@@ -80,13 +81,16 @@ class PlannedMachine:
     @property
     def fast(self) -> int:
         """Bytes of fast memory that vLLM may use: of the GPU, or of the host where there is none."""
-        return int(UTILIZATION * self.gpu) if self.gpu else min(self.host, int(UTILIZATION * self.host))
+        return int(UTILIZATION * self.gpu) if self.gpu else min(self.host, int(UTILIZATION * self.host)) - self.taken
 
     @property
     def spare(self) -> int:
-        """Bytes of host memory that may hold experts; 0 without a GPU, where it is fast memory."""
+        """Bytes of host memory that may hold experts; 0 without a GPU, where it is fast memory.
+
+        Negative if not even the tables of n-grams fit.
+        """
         usable = self.host if self.name == HERE else int(USABLE * self.host)  # here it is what is free
-        return max(0, usable - SYSTEM_RESERVE) if self.gpu else 0
+        return max(0, usable - SYSTEM_RESERVE) - self.taken if self.gpu else 0
 
     @property
     def disk(self) -> Rate | None:

@@ -69,7 +69,8 @@ class ServedModel:
         halved = checkpoint.dtypes == {"F32"}
         if halved:
             layers = {layer: count // 2 for layer, count in checkpoint.layer_bytes.items()}
-            checkpoint = replace(checkpoint, layer_bytes=layers, other_bytes=checkpoint.other_bytes // 2)
+            halves = {"other_bytes": checkpoint.other_bytes // 2, "table_bytes": checkpoint.table_bytes // 2}
+            checkpoint = replace(checkpoint, layer_bytes=layers, **halves)
         return cls(
             named.name,
             checkpoint,

@@ -129,6 +129,8 @@ class ServingPlan:
                 f"all experts but {choice.settled:,}, which have slots for good" if choice.settled else "all experts"
             )
             yield beside, gib(model.experts_bytes - choice.settled * model.expert_bytes), "host memory"
+        if checkpoint.table_bytes:
+            yield "n-gram tables, pinned by vLLM", gib(checkpoint.table_bytes), "host memory"
         if choice.host_bytes:
             yield "experts between slots and disk", gib(choice.host_bytes), "host memory"
         if choice.store in ("disk", "tiers"):
@@ -186,7 +188,7 @@ def make_plan(model: ServedModel, machine: PlannedMachine, load: Load, routings:
     Raises:
         ConfigError: nothing fits, or the context is longer than the model's.
     """
-    longest = model.architecture.longest
+    longest, machine = model.architecture.longest, with_tables(machine, model)
     if model.execution == "pointers" and not machine.gpu:
         raise ConfigError(
             f"plane=pointers serves on a GPU, and {machine.name} has none; name a machine with one"
@@ -214,6 +216,21 @@ def make_plan(model: ServedModel, machine: PlannedMachine, load: Load, routings:
         tuple(problems(model, machine, load, best.choice)),
     )
     return replace(plan, assumptions=tuple(_assumptions(plan)))
+
+
+def with_tables(machine: PlannedMachine, model: ServedModel) -> PlannedMachine:
+    """Returns the machine with the n-gram tables of ``model`` in its host memory.
+
+    Raises:
+        ConfigError: there is no room for them.
+    """
+    taken = replace(machine, taken=model.checkpoint.table_bytes)
+    if machine.gpu and taken.spare < 0:
+        raise ConfigError(
+            f"nothing fits: vLLM keeps {gib(taken.taken)} of n-gram tables in host memory, of which "
+            f"{gib(machine.spare)} are to spare; name a machine with more, or --host-memory"
+        )
+    return taken
 
 
 def best_plan(
