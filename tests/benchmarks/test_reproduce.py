@@ -153,6 +153,16 @@ SENTENCES = (
     GPU + "Slots took {{ slots|span(1) }} times as long as it",
     GPU + "slots took {{ over|span(1) }} times as long as pointers",
     GPU + "{{ faster|span(1) }} times the speed of stock's offloaders",
+    GPU + "has {{ faster|span(1) }} times the speed of stock's offloaders ([gpu](../../benchmarks/results/gpu.md))."
+    " Where the host chooses in each layer, it took {{ over|span(1) }} times as long.",
+    HITS + "with a quarter of the experts in slots, it hits {{ flat.lru[at]|pct }} and {{ real.lru[2]|pct }} %"
+    " ([flat routing, carved model](../../benchmarks/results/policies.md)), an LRU for each layer"
+    " {{ flat.layer_lru[at]|pct }} and {{ real.layer_lru[2]|pct }} %, `reuse` {{ flat.reuse[at]|pct }} and"
+    " {{ real.reuse[2]|pct }} %",
+    SERVED + "{% set eagle = result('gpu_h100').serving|selectattr('run', 'eq', 11)"
+    "|selectattr('speculation', 'eq', 'eagle3')|first %}EAGLE-3 took"
+    " {{ (eagle.decode[0].ms_per_token / ms['ptr', 11][0])|f(1) }} times as long as no drafts for one request, and"
+    " {{ (eagle.decode[2].ms_per_token / ms['ptr', 11][2])|f(1) }} times for 16",
     "save at most {{ (result('toy_ceilings').rows|map(attribute='gain.rows')|max - 1)|pct }} % of a step",
     "Without a cache {{ result('toy_reuse').spread.needed_experts.mean[4]|f }} is enough with flat routing, and"
     " {{ result('real_reuse').spread.needed_experts.mean[4]|f }} on the carved model",

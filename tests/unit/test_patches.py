@@ -28,6 +28,27 @@ def test_each_row_says_why_and_no_name_has_two() -> None:
     assert all(patch.until or patch.on == "object" or patch.target.endswith("oot") for patch in patches.PATCHES)
 
 
+def test_the_page_for_vllms_maintainers_counts_the_rows() -> None:
+    page = (SOURCES.parent / "UPSTREAM.md").read_text(encoding="utf-8")
+    hooks = {
+        "step": ["a plugin hook with the batch before a forward and its tokens after it"],
+        "bank": [
+            "a replacement of custom ops per model",
+            "a hook between building a model and loading it",
+            "a callback after the router",
+            "splitting ops that are chosen per layer",
+            "tiles that depend on the layer's experts",
+            "a kernel that maps experts after counting, or counts slots",
+        ],
+    }
+    rows = {name: [each for each in patches.PATCHES if each.until in until] for name, until in hooks.items()}
+    rows["bank"] += [each for each in patches.PATCHES if each.target.endswith("oot")]
+    others = [each for each in patches.PATCHES if each.until != "draft trees"]
+    assert f"wraps {len(patches.PATCHES)} names" in page
+    assert f"{sum(map(len, rows.values()))} of the {len(others)} that are not for draft trees" in " ".join(page.split())
+    assert (len(rows["step"]), len(rows["bank"])) == (7, 8) and "Seven names" in page and "eight names" in page
+
+
 def test_nothing_of_vllm_is_replaced_beside_the_table() -> None:
     """Wrappers are made by ``install``; who sets a name of vLLM's by hand has to import its class for it."""
     for path in SOURCES.rglob("*.py"):

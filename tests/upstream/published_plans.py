@@ -42,10 +42,13 @@ Written by `python tests/upstream/published_plans.py`. **Everything is calculate
 which name their sources: no checkpoint was downloaded, and none of these was served. `tests/upstream/test_published.py`
 has each command accepted by the rules of the engine's configuration.
 
-*Beside* is what is no expert: it stays in GPU memory. *Tables* are of n-grams, which vLLM pins in host memory. On each
-GPU, with one request of 8,192 tokens: the largest `--spac-slots`, and where the other experts are (*h* host memory,
-*d* the disk behind it; *all*: stock vLLM holds them). Letters are the sentences below. *Kernel* is what slots can hold:
-**s** vLLM's kernel over slots, **p** our kernel over pointers or the table, **-** none.
+Sizes are in GiB. *Beside* is what is no expert: it stays in GPU memory. *Tables* are of n-grams, which vLLM pins in
+host memory. *Kernel*: **s** is vLLM's over slots, **p** only ours, over pointers or the table, **-** none.
+
+The last columns are GPUs with GiB of host memory, for one request of 8,192 tokens. They have the largest
+`--spac-slots`. The other experts are in host memory (*h*), or on the disk behind it (*h d*). With *all* stock vLLM
+serves the model. Numbers in brackets are the sentences below. Heads for drafts are not counted: transformers does not
+build them.
 """
 
 

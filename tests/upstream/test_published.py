@@ -139,6 +139,37 @@ def test_a_head_s_format_is_not_that_of_the_experts(capability) -> None:
     assert quantisation.only_ours(KNOWN["RedHatAI/GLM-5.3-Flash-NVFP4"].entry, capability)
 
 
+def test_the_group_of_other_layers_does_not_decide_for_experts() -> None:
+    """Attention in FP8, which slots hold, and experts in NVFP4, which they do not; and the other way round."""
+    groups = KNOWN["RedHatAI/GLM-5.3-Flash-NVFP4"].config["quantization_config"]["config_groups"]
+    nvfp4, fp8 = groups["group_0"], groups["group_1"]
+    for experts, others, ours in ((nvfp4, fp8, True), (fp8, nvfp4, False)):
+        found = {
+            "one": {**others, "targets": ["re:.*self_attn.*_proj$"]},
+            "two": {**experts, "targets": [r"re:.*mlp\.experts\..*_proj$"]},
+        }
+        entry = {"quant_method": "compressed-tensors", "config_groups": found}
+        assert quantisation.only_ours(entry, (9, 0)) == ours
+        assert quant_config.excluded(entry, "model.layers.3.mlp.shared_experts.up_proj.weight")
+        assert not quant_config.excluded(entry, "model.layers.3.self_attn.q_proj.weight")
+
+
+def test_what_torch_would_pin_is_as_the_page_for_vllms_maintainers_says() -> None:
+    page = (published_plans.HERE.parents[1] / "vllm_spac/integration/UPSTREAM.md").read_text(encoding="utf-8")
+    layers = checkpoint(KNOWN["openai/gpt-oss-120b"]).layer_bytes.values()
+    tables = [
+        checkpoint(KNOWN[name]).table_bytes for name in ("Qwen/Qwen3.8-Flash-Next-FP8", "Qwen/Qwen3.8-Flash-Next")
+    ]
+
+    def pinned(nbytes: int) -> int:
+        return 1 << (nbytes - 1).bit_length()
+
+    assert f"{sum(layers) / GIB:.1f} GiB in blocks of a layer, would pin {sum(map(pinned, layers)) // GIB} GiB" in page
+    said = [f"{size / GIB:.1f} GiB of Qwen3.8-Flash-Next pin {pinned(size) // GIB}" for size in tables[:1]]
+    said += [f"and {size / GIB:.1f} pin {pinned(size) // GIB}" for size in tables[1:]]
+    assert ", ".join(said) in " ".join(page.split())
+
+
 def test_the_page_is_of_these_facts() -> None:
     """Otherwise: `python tests/upstream/published_plans.py`."""
     assert published_plans.DOCUMENT.read_text(encoding="utf-8") == published_plans.document(FOUND)

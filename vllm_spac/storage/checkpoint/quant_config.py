@@ -21,8 +21,10 @@ MIXED = "MIXED_PRECISION"  # of ModelOpt, which then names the format of each la
 _EXPERTS = ".experts"  # after the name of a layer's MLP
 _FP4_BY_DEFAULT = ("deepseek_v4", "deepseek_v41")  # types of models whose experts vLLM takes for FP4
 # Embeddings, towers and projectors of images: no published checkpoint quantises them, and not all say so.
-_NEVER = ("lm_head", "embed_tokens", "embeddings", "visual", "vision_tower", "vision_model", "mm_projector")
-_NEVER += ("multi_modal_projector", "patch_embed")
+_NEVER = (
+    *("lm_head", "embed_tokens", "embeddings", "visual", "vision_tower", "vision_model", "patch_embed"),
+    *("mm_projector", "multi_modal_projector"),
+)
 _ROUTER = re.compile(r"\.(?:gate|router)(?:\.weight)?$")
 _SOME_EXPERTS = [f"model.layers.{place}.mlp.experts.0.{part}_proj" for place in range(128) for part in ("gate", "down")]
 _LAYERS = ("num_hidden_layers", "n_layers", "num_layers")

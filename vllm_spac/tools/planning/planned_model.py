@@ -69,8 +69,8 @@ class ServedModel:
         halved = checkpoint.dtypes == {"F32"}
         if halved:
             layers = {layer: count // 2 for layer, count in checkpoint.layer_bytes.items()}
-            halves = {"other_bytes": checkpoint.other_bytes // 2, "table_bytes": checkpoint.table_bytes // 2}
-            checkpoint = replace(checkpoint, layer_bytes=layers, **halves)
+            other, tables = checkpoint.other_bytes // 2, checkpoint.table_bytes // 2
+            checkpoint = replace(checkpoint, layer_bytes=layers, other_bytes=other, table_bytes=tables)
         return cls(
             named.name,
             checkpoint,
