@@ -109,7 +109,7 @@ def groups(quantisation: Mapping) -> list[Mapping]:
 
 
 def _targets(group: Mapping, name: str) -> bool:
-    """Whether a group of compressed-tensors is for the module ``name``; a class of modules is ``Linear``."""
+    """Whether a group of compressed-tensors is for the module ``name``; any class of modules is."""
     names = group.get("targets")
     return not isinstance(names, list) or any(
         not str(target).startswith("re:") or re.match(str(target)[3:], name) for target in names
