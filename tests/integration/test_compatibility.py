@@ -63,7 +63,10 @@ def engine(method: str, v2: bool = False, **speculation: object) -> SimpleNamesp
     return SimpleNamespace(
         use_v2_model_runner=v2,
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, enable_expert_parallel=False, distributed_executor_backend="uni"
+            pipeline_parallel_size=1,
+            tensor_parallel_size=1,
+            enable_expert_parallel=False,
+            distributed_executor_backend="uni",
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         speculative_config=SimpleNamespace(method=method, draft_model_config=draft, **hidden, **speculation),

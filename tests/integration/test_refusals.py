@@ -61,10 +61,9 @@ def engine_config(model: Path, spac, **options):
     args = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
-        enforce_eager=True,
         max_model_len=128,
         additional_config={} if spac is None else {"spac": spac},
-        **options,
+        **{"enforce_eager": True} | options,
     )
     return args.create_engine_config()
 
@@ -347,7 +346,10 @@ def test_a_packed_folder_may_be_read_only(moe, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1 (stages have other layers each"),
+        (
+            {"pipeline_parallel_size": 2},
+            "--pipeline-parallel-size 2 with --enforce-eager on a CPU (stock vLLM fails at the first request)",
+        ),
         ({"data_parallel_size": 2}, "rows of other replicas reach a layer after its experts were loaded) is not"),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "or start one server per replica with --tensor-"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel with one rank is not supported; drop --enable"),
@@ -375,6 +377,7 @@ def test_options_that_do_not_go_together(moe, options, named):
     assert named in str(caught.value) and str(caught.value).isprintable()
 
 
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": False}
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -398,6 +401,23 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             {},
             "executor=processes .*-parallel-size 2 .*; drop --spac-executor, or use",
         ),
+        (
+            {"guard": "on"},
+            STAGES | {"speculative_config": NGRAM},
+            "own clock; use --pipeline-parallel-size 1 --tensor-",
+        ),
+        (
+            {},
+            STAGES | EXPERTS,
+            "-size 2 with --enable-expert-parallel .it was not tried. is not supported; drop --enable",
+        ),
+        ({"executor": "processes"}, STAGES | {"tensor_parallel_size": 1}, "with --pipeline-parallel-size 2 .a worker"),
+        (
+            {},
+            STAGES | {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+            "drafts of suffix .the last stage alone has the drafter",
+        ),
+        ({"prefetch": "neural", "predictor_file": "x"}, STAGES, "predictor_file=x .* it predicts the layers of all"),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop --enable"),
         ({}, EXPERTS | {"tensor_parallel_size": 8}, "2 experts per rank, fewer than the 4 of a token"),
     ],
@@ -572,7 +592,10 @@ def guarded(v2, executor, asynchronous, ranks, method="eagle3"):
         use_v2_model_runner=v2,
         speculative_config=None if method is None else SimpleNamespace(method=method, **plain),
         parallel_config=SimpleNamespace(
-            distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
+            distributed_executor_backend=executor,
+            pipeline_parallel_size=1,
+            tensor_parallel_size=ranks,
+            enable_expert_parallel=False,
         ),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )

@@ -121,6 +121,7 @@ def _engine(cell: Cell) -> Any:
     return SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
             tensor_parallel_size=ranks.count,
             enable_expert_parallel=ranks.divide_experts,
             distributed_executor_backend="mp" if ranks.count > 1 or not gpu else "uni",

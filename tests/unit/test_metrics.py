@@ -42,6 +42,20 @@ def test_the_total_of_two_ranks(divided: str, hits: int, slots: int, expert_byte
     assert "rank" not in found
 
 
+@pytest.mark.parametrize("inner", ["", "tensors", "experts"])
+def test_the_total_of_two_stages(inner: str) -> None:
+    """Layers of a stage are its own, so what they do adds up; both count the same steps. Ranks within merge first."""
+    counted = {"hits": 5, "layers": 3, "waves": 4, "stall_seconds": 0.5, "steps": {"decode": 7}, "bytes": {"host": 9}}
+    each, divided = 2 if inner else 1, " and ".join(filter(None, ("layers", inner)))
+    workers = [of_rank(at, divided, stage=at // each, **counted) for at in range(2 * each)]
+    found, experts = total(workers), 2 if inner == "experts" else 1
+    assert (found["hits"], found["slots"]) == (10 * experts, 8 * experts)
+    assert (found["layers"], found["waves"], found["stall_seconds"]) == (6, 8, 1.0)
+    assert found["steps"] == {"decode": 7} and found["bytes"] == {"host": 18 * each}
+    assert found["expert_bytes"] == (20 if inner == "tensors" else 10) and "stage" not in found
+    assert found["slot_bytes"] == 80 * each
+
+
 def test_each_counter_adds_up_or_not() -> None:
     """A new one needs a rule: of facts without one, the total has the first rank's."""
     ruled = [{f.name: getattr(used(), f.name) for f in fields(Counters)} | {"divided": "experts"}] * 2

@@ -18,7 +18,7 @@ from vllm_spac.cpu_kernels._library import missing
 from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import Remedy, UnsupportedError, add, drop, flag, use
 from vllm_spac.integration.hooks import drafts
-from vllm_spac.integration.hooks.ranks import Refusal
+from vllm_spac.integration.hooks.ranks import Refusal, several
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,26 +71,29 @@ def _of_preset(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]
 
 
 def _of_workers(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
-    ranks, named, local = vllm_config.parallel_config.tensor_parallel_size, plane(config), WITHOUT_WORKERS
-    workers = config.has_workers
-    one = use(vllm_tensor_parallel_size=1)
-    several = f"--tensor-parallel-size {ranks} (a worker has whole experts, and serves one process)"
-    yield workers and ranks > 1, f"{named} with {several} is not supported", (local, one)
+    (ranks, flags, one), named = several(vllm_config), plane(config)
+    what = f"{named} with {flags} (a worker has whole experts, and serves one process)"
+    yield config.has_workers and ranks > 1, f"{what} is not supported", (WITHOUT_WORKERS, one)
 
 
 def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    ranks, flags, one = several(vllm_config)
     yield (
         ranks > 1 and config.speculate != "off",
-        f"{_flag_of(config, 'speculate')} with --tensor-parallel-size {ranks} (ranks have different experts in "
+        f"{_flag_of(config, 'speculate')} with {flags} (ranks have different experts in "
         "fast memory and would run different ones) is not supported",
         (drop("speculate"),),
     )
     yield (
         ranks > 1 and reads_on_order(config),
-        f"{plane(config)} with experts on a disk and --tensor-parallel-size {ranks} (tokens of one rank may leave "
+        f"{plane(config)} with experts on a disk and {flags} (tokens of one rank may leave "
         "before the read of another fails) is not supported",
-        (use(plane="slots"), use(vllm_tensor_parallel_size=1)),
+        (use(plane="slots"), one),
+    )
+    yield (
+        vllm_config.parallel_config.pipeline_parallel_size > 1 and config.predictor_file is not None,
+        f"{_flag_of(config, 'predictor_file')} with {flags} (it predicts the layers of all stages) is not supported",
+        (drop("predictor_file").but(", or prefetch=gate"), use(vllm_pipeline_parallel_size=1)),
     )
 
 
@@ -112,14 +115,14 @@ def _of_divided_experts(vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]
 
 def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """A model that is its own draft model drafts with the experts in slots that it can reach."""
-    ranks, other = vllm_config.parallel_config.tensor_parallel_size, drafts.OTHER_DRAFT_MODEL
+    (ranks, flags, one), other = several(vllm_config), drafts.OTHER_DRAFT_MODEL
     what = "a model that drafts for itself (--speculative-config names it as draft model)"
     if (off := drafts.switched_off(vllm_config, drafts.OWN_DRAFTS)) is not None:
         yield True, f"{what} cannot work here: {off.problem}", (off.remedy, other)
     yield (
         ranks > 1,
-        f"{what} with --tensor-parallel-size {ranks} (ranks have different experts in fast memory) is not supported",
-        (use(vllm_tensor_parallel_size=1), other),
+        f"{what} with {flags} (ranks have different experts in fast memory) is not supported",
+        (one, other),
     )
     yield (
         drafts.plans_drafts(vllm_config),

@@ -28,6 +28,7 @@ from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, b
 from vllm_spac.integration import compatibility
 from vllm_spac.integration.hooks import device, patches, ranks
 from vllm_spac.integration.hooks.device import WORKER_EXTENSION
+from vllm_spac.integration.hooks.ranks import several
 from vllm_spac.integration.loading import expert_workers, fast_memory, head_experts
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import tree_arguments as trees
@@ -364,7 +365,8 @@ def _check_disk(config: SpacConfig, vllm_config: VllmConfig) -> None:
     each = whole // checkpoint.total + HEADER
     found = [packed for packed in scan(config.folder) if packed.model in ("", model.model)]
     held = sorted(len(packed.experts) for packed in found)
-    missing = checkpoint.total - sum(held[-1:])
+    stages = vllm_config.parallel_config.pipeline_parallel_size  # each with a folder of its own
+    missing = max(0, checkpoint.total - sum(held[-stages:]))
     speculation, ranks = vllm_config.speculative_config, vllm_config.parallel_config.tensor_parallel_size
     if getattr(speculation, "method", None) == "mtp" and (
         head_experts.kept_whole(config, vllm_config, speculation.draft_model_config, on_cpu, ranks) is None
@@ -517,7 +519,7 @@ def check_one_request(vllm_config: VllmConfig) -> None:
 
 def check_kv_cache(vllm_config: VllmConfig) -> None:
     """Refuses a KV cache that is larger than the RAM that is available to a worker."""
-    ranks, one = vllm_config.parallel_config.tensor_parallel_size, fast_memory.by_config(vllm_config).request_bytes
+    ranks, one = several(vllm_config)[0], fast_memory.by_config(vllm_config).request_bytes
     needed = fast_memory.beside_slots(vllm_config, one)
     asked = vllm_config.cache_config.kv_cache_memory_bytes is not None
     share = 1.0 if asked else vllm_config.cache_config.gpu_memory_utilization

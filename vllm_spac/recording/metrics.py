@@ -83,9 +83,10 @@ class Counters:
 
 
 # Of several ranks: bytes add up; steps and seconds are those of all ranks at once; experts are the same ones if each
-# rank holds a part of every expert, and different ones if each holds some of them.
+# rank holds a part of every expert, and different ones if each holds some of them. Over stages, layers add up.
 _BYTES = {"bytes", "slot_bytes", "host_bytes"}
 _AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "cpu_stops"}
+_OF_LAYERS = {"layers", "waves", "stall_seconds", "cpu_wait_seconds"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
     "read_retries",
@@ -98,11 +99,17 @@ def adds_up(name: str, divided: str) -> bool:
     """Whether the engine's ``name`` is the sum over its ranks; else they all count the same thing.
 
     Args:
-        divided: what ranks divide, ``tensors`` or ``experts``, as their statistics say.
+        divided: what ranks divide, ``tensors``, ``experts`` or ``layers``, as their statistics say; or layers and then
+            one of the others.
     """
+    return all(_adds_up(name, each) for each in divided.split(" and "))
+
+
+def _adds_up(name: str, divided: str) -> bool:
     if name == "expert_bytes":  # of a whole expert
         return divided == "tensors"
-    return name in _BYTES or (name in _EXPERTS and divided == "experts")
+    of_some = name in _EXPERTS and divided != "tensors"
+    return name in _BYTES or of_some or (name in _OF_LAYERS and divided == "layers")
 
 
 POLL, _WAIT = 0.02, 1.0  # seconds between two looks, and for which expert workers may be behind
@@ -128,8 +135,12 @@ def total(workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if len(workers) < 2:
         return dict(*workers)
-    divided = workers[0].get("divided", "experts")
-    names = [name for name in workers[0] if name not in ("rank", "divided")]
+    divided, inner = workers[0].get("divided", "experts"), [worker for worker in workers if "stage" in worker]
+    if " and " in divided:
+        divided, each = divided.split(" and ")
+        stages = dict.fromkeys(worker["stage"] for worker in inner)
+        workers = [total([w | {"divided": each} for w in inner if w["stage"] == stage]) for stage in stages]
+    names = [name for name in workers[0] if name not in ("rank", "stage", "divided")]
     return {name: _merged([worker[name] for worker in workers if name in worker], name, divided) for name in names}
 
 

@@ -46,7 +46,7 @@ def refused(pin: Callable[[], None], vllm_config: VllmConfig, ranks: Ranks) -> s
         pin()
     except PinError as error:
         problem = error.problem.removeprefix("spac: ")
-    return "" if ranks.least(not problem) else problem or "another rank cannot pin its part of host memory"
+    return "" if ranks.least_of_all(not problem) else problem or "another rank cannot pin its part of host memory"
 
 
 def change(vllm_config: VllmConfig, problem: str) -> SpacConfig:

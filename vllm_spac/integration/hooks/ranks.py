@@ -1,8 +1,8 @@
-"""The ranks of one model: processes that each hold a part of every expert (tensor parallelism) or some of the experts.
+"""The ranks of one model: processes that hold a part of every expert, some of the experts, or some of the layers.
 
-Ranks meet in vLLM's collective operations, behind each layer. Slots, loads, waves and reads of ranks may differ,
-because nothing collective happens within a layer. What decides the shape or the experts of a step must not differ: it
-is decided from data that all ranks have, or is refused.
+Ranks of a layer meet in vLLM's collective operations behind it, and pipeline stages where one sends to the next. Slots,
+loads, waves and reads of ranks may differ, because nothing collective happens within a layer. What decides the shape or
+the experts of a step must not differ: it is decided from data that all ranks have, or is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_spac.errors import Remedy, SpacError, add, drop, use
+from vllm_spac.integration.hooks.device import is_cpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,45 +30,73 @@ class Ranks:
     """This process among the ranks of its model, which are all on this machine.
 
     Attributes:
-        divide_experts: each rank holds some of the experts (expert parallelism), else a part of every expert.
+        divide_experts: each rank of a layer holds some of its experts (expert parallelism), else a part of each.
+        stages: of the pipeline, with as many ranks each.
+        part: of the model's layers, that this rank's stage has.
     """
 
-    rank: int = 0  # number of this process, from 0
+    rank: int = 0  # number of this process, from 0, stage by stage
     size: int = 1
     divide_experts: bool = False
+    stages: int = 1
+    part: float = 1.0
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Ranks:
         """Returns the ranks of a worker whose process groups exist."""
-        parallel = vllm_config.parallel_config
-        if parallel.tensor_parallel_size == 1:
+        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        beside, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        if beside == stages == 1:
             return cls()
-        from vllm.distributed import get_tensor_model_parallel_rank
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.distributed.utils import get_pp_indices
 
-        size = parallel.tensor_parallel_size
-        return cls(get_tensor_model_parallel_rank(), size, parallel.enable_expert_parallel)
+        stage, layers = get_pp_group().rank_in_group, model.get_total_num_hidden_layers()
+        start, end = get_pp_indices(layers, stage, stages)
+        rank = stage * beside + get_tensor_model_parallel_rank()
+        return cls(rank, stages * beside, parallel.enable_expert_parallel, stages, (end - start) / layers)
+
+    @property
+    def beside(self) -> int:
+        """Ranks that have the same layers, this one included."""
+        return self.size // self.stages
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.beside
+
+    @property
+    def share(self) -> float:
+        """What this rank may take of the memory that all of them have together."""
+        return self.part / self.beside
 
     def least(self, value: int) -> int:
-        """Returns the least ``value`` of all ranks, once all have given theirs."""
-        if self.size == 1:
-            return value
-        from vllm.distributed.parallel_state import get_tp_group
+        """Returns the least ``value`` of the ranks that have the same layers, once all of these have given theirs."""
+        return value if self.beside == 1 else self._least(value, "get_tp_group")
 
-        found = torch.tensor([value], dtype=torch.int64, device="cpu")
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    def least_of_all(self, value: int) -> int:
+        """Returns the least ``value`` of all ranks, once all have given theirs."""
+        return value if self.size == 1 else self._least(value, "get_world_group")
+
+    def _least(self, value: int, group: str) -> int:
+        from vllm.distributed import parallel_state
+
+        found, those = torch.tensor([value], dtype=torch.int64, device="cpu"), getattr(parallel_state, group)()
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=those.cpu_group)
         return int(found.item())
 
     def wait(self) -> None:
         """Waits until all ranks have called it."""
-        self.least(0)
+        self.least_of_all(0)
 
     def end_process(self, error: Exception) -> None:
         """Ends this process if vLLM would keep it after ``error`` in a step; called before the error is raised.
 
-        vLLM's executor learns of errors of rank 0 alone. Another rank that fails would wait for the next step, and the
-        others for it, in a collective operation that has no end. When its process ends, vLLM ends the engine.
+        vLLM's executor learns of errors of the last stage's first rank alone. Another rank that fails would wait for
+        the next step, and the others for it, in an operation that has no end. When its process ends, vLLM ends the
+        engine.
         """
-        if self.rank == 0:
+        if self.rank == self.size - self.beside:
             return
         unexpected = None if isinstance(error, SpacError) else error
         text = "%s (rank %d of %d); its process ends, and the engine with it"
@@ -79,30 +108,39 @@ class Ranks:
         """Which rank the start-up line is about; empty if there is one."""
         if self.size == 1:
             return ""
-        held = f"1/{self.size} of the experts" if self.divide_experts else f"1/{self.size} of every expert"
-        return f", rank {self.rank} of {self.size} (each holds {held})"
+        held = f"1/{self.beside} of the experts" if self.divide_experts else f"1/{self.beside} of every expert"
+        each = f" (each holds {held})" if self.beside > 1 else ""
+        stage = f", stage {self.stage} of {self.stages}" if self.stages > 1 else ""
+        return stage + f", rank {self.rank} of {self.size}{each}" * (self.beside > 1)
 
     def facts(self) -> dict:
         """Labels of this rank's statistics; none if there is one rank."""
         if self.size == 1:
             return {}
-        return {"rank": self.rank, "ranks": self.size, "divided": "experts" if self.divide_experts else "tensors"}
+        inner = "experts" if self.divide_experts else "tensors"
+        divided = ["layers"] * (self.stages > 1) + [inner] * (self.beside > 1)
+        stage = {"stage": self.stage} if self.stages > 1 else {}
+        return {"rank": self.rank, "ranks": self.size, **stage, "divided": " and ".join(divided)}
 
 
 Refusal = tuple[bool, str, tuple[Remedy, ...]]  # whether it is so, what it is, what to do instead
 
 
+def several(vllm_config: VllmConfig) -> tuple[int, str, Remedy]:
+    """Returns how many ranks serve the model, the flags that say so, and how to have one."""
+    parallel = vllm_config.parallel_config
+    sizes = {name: getattr(parallel, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
+    above = {name: size for name, size in sizes.items() if size > 1}
+    flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in above.items())
+    return math.prod(sizes.values()), flags, use(**{f"vllm_{name}": 1 for name in above or sizes})
+
+
 def refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Yields (whether it is in use, the option, what to do instead) for each kind of parallelism that cannot serve."""
     parallel = vllm_config.parallel_config
-    ranks, experts_divided = parallel.tensor_parallel_size, parallel.enable_expert_parallel
-    several = ranks > 1
-    yield (
-        parallel.pipeline_parallel_size > 1,
-        "--pipeline-parallel-size above 1 (stages have other layers each, and would need slots, budgets and traces of "
-        "their own)",
-        (use(vllm_pipeline_parallel_size=1).but(", or --tensor-parallel-size"),),
-    )
+    (ranks, flags, _), experts_divided = several(vllm_config), parallel.enable_expert_parallel
+    if parallel.pipeline_parallel_size > 1:
+        yield from _stage_refusals(vllm_config)
     divided = " with --tensor-parallel-size and --enable-expert-parallel" if experts_divided else ""
     yield (
         parallel.data_parallel_size > 1,
@@ -114,19 +152,41 @@ def refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
         above, one = getattr(parallel, f"{name}_context_parallel_size") > 1, {f"vllm_{name}_context_parallel_size": 1}
         yield above, f"--{name}-context-parallel-size above 1", (use(**one).but(", or --tensor-parallel-size"),)
     yield (
-        several and parallel.nnodes > 1,
+        ranks > 1 and parallel.nnodes > 1,
         "--nnodes above 1",
         (use(vllm_nnodes=1).but(": memory is divided among the ranks of one machine"),),
     )
     backend = parallel.distributed_executor_backend
     yield (
-        several and backend != "mp",
-        f"--tensor-parallel-size {ranks} with --distributed-executor-backend {backend} (it may not end the engine when "
-        "one rank fails)",
+        ranks > 1 and backend != "mp",
+        f"{flags} with --distributed-executor-backend {backend} (it may not end the engine when one rank fails)",
         (use(vllm_distributed_executor_backend="mp"),),
     )
     if experts_divided:
         yield from _expert_refusals(vllm_config)
+
+
+def _stage_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
+    """What does not go with pipeline stages, of which the last one alone samples and drafts."""
+    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
+    option, one = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}", use(vllm_pipeline_parallel_size=1)
+    mode = getattr(vllm_config.compilation_config.mode, "name", "NONE")
+    yield (
+        is_cpu() and mode == "NONE" and not vllm_config.use_v2_model_runner,
+        f"{option} with --enforce-eager on a CPU (stock vLLM fails at the first request)",
+        (drop("vllm_enforce_eager"), one),
+    )
+    method = getattr(speculation, "method", None)
+    yield (
+        method not in (None, "ngram"),
+        f"{option} with drafts of {method} (the last stage alone has the drafter, and it was not tried)",
+        (drop("vllm_speculative_config").but(", or use n-grams"), one),
+    )
+    yield (
+        parallel.enable_expert_parallel,
+        f"{option} with --enable-expert-parallel (it was not tried)",
+        (drop("vllm_enable_expert_parallel"), one),
+    )
 
 
 def _expert_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:

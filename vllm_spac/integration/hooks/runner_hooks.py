@@ -117,13 +117,13 @@ def _check(runtime: Runtime, output: Any) -> None:
 def tokens_of(output: Any) -> list[int] | None:
     """Number of tokens that each request of a step emitted; None if V1 keeps them on the device (async scheduling).
 
-    V2 copies them to the host after the forward: waits for that copy.
+    None as well on a pipeline stage that samples nothing. V2 copies them to the host after the forward: waits for that.
     """
     if (counts := getattr(output, "num_sampled_tokens_np", None)) is not None:
         output.copy_event.synchronize()
         return counts.tolist()
     sampled = getattr(output, "sampled_token_ids", None)
-    return list(map(len, sampled)) if isinstance(sampled, list) else None
+    return list(map(len, sampled)) if isinstance(sampled, list) and sampled else None
 
 
 def managed_experts(runner: Any):

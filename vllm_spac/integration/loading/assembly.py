@@ -119,19 +119,19 @@ def policy(config: SpacConfig, shape: MoEShape, slots: int, most_drafts: int) ->
     return components.build("policies", config.policy, kind.of, context=context)
 
 
-def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:
+def check_host_memory(config: SpacConfig, total: int, share: float = 1) -> None:
     """Refuses more host memory than there is.
 
     Args:
         total: bytes of all experts of a rank, of which no more than all are held.
-        ranks: processes that share the memory.
+        share: of the memory, that this rank may take.
 
     Raises:
         ConfigError: the message says how much can be given.
     """
     if config.host_memory is None:
         return
-    needed, available = min(config.host_memory, total * ranks), available_host_bytes()
+    needed, available = min(config.host_memory, int(total / share)), available_host_bytes()
     if needed + HOST_RESERVE > available:
         most = max(0, available - HOST_RESERVE) >> 20
         raise ConfigError(

@@ -21,6 +21,7 @@ from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.integration.hooks import drafts, graphs, patches
 from vllm_spac.integration.hooks.device import is_cpu
 from vllm_spac.integration.hooks.model_host import experts_of
+from vllm_spac.integration.hooks.ranks import several
 from vllm_spac.storage.checkpoint.kv_layers import Blocks, KVLayers, Steps
 from vllm_spac.system.host_memory import available_host_bytes, gib, own_memory, release_freed_memory, release_zeros
 
@@ -59,7 +60,7 @@ def limit_to_available(vllm_config: VllmConfig) -> None:
 
     nodes = [get_memory_node_info(node) for node in get_visible_memory_node()]
     least = min(nodes, key=lambda node: node.available_memory / node.total_memory)
-    taken = _STARTING * (1 + vllm_config.parallel_config.tensor_parallel_size)
+    taken = _STARTING * (1 + several(vllm_config)[0])
     share = math.floor(100 * (least.available_memory - taken) / least.total_memory) / 100
     if not 0 < share < cache.gpu_memory_utilization:
         return
@@ -345,7 +346,7 @@ def room(
     other_weights: int,
     working: int,
     host_memory: int = 0,
-    ranks: int = 1,
+    share: float = 1,
 ) -> int:
     """Bytes for slots and KV cache: what vLLM may use, less what the other weights, a draft and steps need.
 
@@ -354,13 +355,13 @@ def room(
             without one, where fast memory is RAM, they occupy memory only when they are loaded.
         working: ``Working.total``, bytes.
         host_memory: bytes of experts between slots and disk, a part of fast memory where that is RAM.
-        ranks: processes that share RAM equally. A GPU is of one rank alone.
+        share: of RAM, that this rank may take. A GPU is of one rank alone.
     """
     utilization = vllm_config.cache_config.gpu_memory_utilization
     if device.type == "cpu":
         used, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
-        available = available_host_bytes() // ranks
-        free = min(utilization * total / ranks - used, available)
+        available = int(available_host_bytes() * share)
+        free = min(utilization * total * share - used, available)
         if vllm_config.cache_config.kv_cache_memory_bytes is not None:  # the KV cache has its own share
             free = available
         free -= other_weights + host_memory

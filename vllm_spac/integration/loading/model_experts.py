@@ -138,7 +138,7 @@ class ModelExperts:
         """
         routers.install(model, self._layers)
         if not self._layers:
-            raise UnsupportedError(_no_layers(self.vllm_config))
+            raise UnsupportedError(_no_layers(self.vllm_config, self.ranks))
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         if problem := plane_change.refused(partial(self._open, others), self.vllm_config, self.ranks):
             self.packing.close()
@@ -150,7 +150,7 @@ class ModelExperts:
     def _open(self, others: int) -> None:
         """Plans the slots and opens the stores, beside ``others`` bytes of other weights; raises as ``Packing.pin``."""
         config, vllm_config, shapes = self.config, self.vllm_config, self._shapes()
-        parts = self.ranks.size if self.ranks.divide_experts else 1
+        parts = self.ranks.beside if self.ranks.divide_experts else 1
         predictors = ahead.predictors(
             config, shapes, self.model_name, partial(find_folder, vllm_config.model_config.model), parts
         )
@@ -255,20 +255,20 @@ class ModelExperts:
         return shapes
 
     def _free(self, shapes: Sequence[MoEShape], others: int) -> int:
-        """Bytes of fast memory for experts, beside ``others`` of other weights; the same for all ranks."""
-        config, vllm_config, ranks = self.config, self.vllm_config, self.ranks.size
+        """Bytes of fast memory for experts, beside ``others`` of other weights; the same for all ranks of a stage."""
+        config, vllm_config, share = self.config, self.vllm_config, self.ranks.share
         working = fast_memory.working(vllm_config, self.device, {layer.spac_widths for layer in self._layers})
         total = sum(shape.total * shape.expert_bytes for shape in shapes)
-        assembly.check_host_memory(config, total, ranks)
-        beside = min(total, (config.host_memory or 0) // ranks)
-        both = fast_memory.room(vllm_config, self.device, others, working.total, beside, ranks)
+        assembly.check_host_memory(config, total, share)
+        beside = min(total, int((config.host_memory or 0) * share))
+        both = fast_memory.room(vllm_config, self.device, others, working.total, beside, share)
         shared = None if self.on_cpu else both  # on a CPU a KV cache takes memory where requests use it
         each = fast_memory.built(vllm_config).request_bytes
         if config.parsed_slots == SlotCount():
             shorter = fast_memory.built(vllm_config, fast_memory.SHORT).request_bytes
             kept = fast_memory.describe(vllm_config, each, shorter, shared)
             logger.info("spac: slots=auto leaves %s and %s", kept, working.describe())
-        # no rank allocates before all have seen what is free
+        self.ranks.wait()  # no rank allocates before all have seen what is free
         return self.ranks.least(both - fast_memory.beside_slots(vllm_config, each, shared))
 
 
@@ -302,8 +302,13 @@ def _log_serving(experts: ModelExperts, execution: Execution, serving: Serving) 
     logger.info("spac: mode=%s, %s, %s%s", mode, description.describe(execution), choices, experts.ranks.describe())
 
 
-def _no_layers(vllm_config: VllmConfig) -> str:
+def _no_layers(vllm_config: VllmConfig, ranks: Ranks) -> str:
     """Says that a model has no managed layer; some backends replace vLLM's fused layer by one of their own."""
+    if ranks.stages > 1:
+        return (
+            f"spac: pipeline stage {ranks.stage} has no MoE layer that the plugin can manage; use a lower "
+            "--pipeline-parallel-size, or set VLLM_PP_LAYER_PARTITION"
+        )
     problem = "spac: this model builds no MoE layer that the plugin can manage"
     kernels = getattr(vllm_config, "kernel_config", None)
     if "mega_moe" in (backend := str(getattr(kernels, "moe_backend", ""))):

@@ -111,7 +111,7 @@ class Packing:
         else:
             store = kind(shape=shape, fingerprint="", folder=None)
         store.in_place = self._config.execution_class.reads_in_place
-        _settle(store, room.slots, set(self._stores.values()), self._ranks.size, self._device)
+        _settle(store, room.slots, set(self._stores.values()), self._ranks.share, self._device)
         self._stores.update(dict.fromkeys(shape.layers, store))
         if store.suspect:
             _verify(store, self._config.io_threads, self._ranks.rank)
@@ -127,7 +127,7 @@ class Packing:
         if lock is not None and lock.claim(missing):
             store.remove_partial()
         # Files: each rank checks the room for its own, since to meet while locks are held could end in a deadlock.
-        store.reserve(missing if kind.persistent else missing * self._ranks.size)
+        store.reserve(missing if kind.persistent else int(missing / self._ranks.share))
 
     def pin(self) -> None:
         """Pins experts that the GPU reads in place, once all ranks have room; ``PinError`` if the driver refuses.
@@ -206,7 +206,7 @@ class Packing:
         config, store, room = self._config, self._stores[shape.layers[0]], self._rooms[shape]
         share = shape.total * shape.expert_bytes / sum(each.total * each.expert_bytes for each in self._shapes)
         most = drafts.most(self._vllm_config)
-        host = assembly.host_rows(config, shape, room.slots, most, share / self._ranks.size, self._device)
+        host = assembly.host_rows(config, shape, room.slots, most, share * self._ranks.share, self._device)
         local_of = self.layer_of(shape).local_of
         filled = room.slots + (0 if host is None else min(host.tier.rows, shape.total - room.slots))
         execution = config.execution_class.of(
@@ -244,17 +244,18 @@ class Packing:
         return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)
 
 
-def _settle(store: ExpertStore, slots: int, before: set[ExpertStore], ranks: int, device: torch.device) -> None:
+def _settle(store: ExpertStore, slots: int, before: set[ExpertStore], share: float, device: torch.device) -> None:
     """Gives experts slots for good that host memory has no room for, if kernels read the others in place there.
 
     Args:
+        share: of host memory, that this rank may take.
         before: the stores that were opened before this one, of which none has its memory yet.
     """
     shape = store.shape
     if slots == shape.total or store.persistent or not (store.in_place and store.addressable):
         return
     taken = sum((each.shape.total - len(each.settled)) * each.shape.expert_bytes for each in before)
-    room = available_host_bytes() // ranks - assembly.HOST_RESERVE - taken
+    room = int(available_host_bytes() * share) - assembly.HOST_RESERVE - taken
     if count := settling(shape.total, shape.expert_bytes, room, slots, shape.experts):
         store.reserve_slots(count, allocate(shape.tensors, slots, device))
         logger.info(
