@@ -140,7 +140,8 @@ def vllm_config(options: State) -> Any:
         given.setdefault("distributed_executor_backend", "mp")
     asynchronous = not given.pop("no_async_scheduling", False)
     model = {"model": str(TOY / "target"), "max_model_len": 256, "max_num_batched_tokens": 256}
-    made = EngineArgs(**{"max_num_seqs": 2, "enforce_eager": True, "skip_tokenizer_init": True} | model | given)
+    eager = given.get("pipeline_parallel_size", 1) == 1  # with which stock vLLM runs no stages on a CPU
+    made = EngineArgs(**{"max_num_seqs": 2, "enforce_eager": eager, "skip_tokenizer_init": True} | model | given)
     found = made.create_engine_config()
     found.scheduler_config.async_scheduling = asynchronous and found.scheduler_config.async_scheduling is not None
     return found
@@ -208,7 +209,8 @@ def check(config: SpacConfig, engine: dict[str, Any]) -> None:
         patch.setattr(found.scheduler_config, "scheduler_cls", None)
         patch.setattr(preflight, "_check_files", lambda *_: None)  # FILE is not there
         if gpu:
-            alone = "mp" if engine.get("--tensor-parallel-size", 1) > 1 else "uni"  # a CPU's is always mp
+            several = max(engine.get(f"--{kind}-parallel-size", 1) for kind in ("tensor", "pipeline")) > 1
+            alone = "mp" if several else "uni"  # a CPU's is always mp
             executor = engine.get("--distributed-executor-backend", alone)
             patch.setattr(found.parallel_config, "distributed_executor_backend", executor)
             graphs.check_mode(graph, config, breakable=False)

@@ -1,4 +1,4 @@
-"""Several ranks: stock's tokens of an engine of the same size, and each rank's own packed experts."""
+"""Several ranks and stages: stock's tokens of an engine of the same size, and each rank's own packed experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import compare
+import engines
 import forked
 import pytest
 from compare import METHODS, TOY, copied
@@ -217,6 +218,103 @@ def test_divided_experts_give_the_logits_of_one_rank(spac, alone, tmp_path):
         assert len(list(tmp_path.rglob("expert-*.safetensors"))) == (6 * 64 if folder else 0)
 
 
+# Stock's V1 runner runs two stages on a CPU if it compiles, for which the cheapest way is enough; V2's always does.
+COMPILED = {} if engines.V2 else {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, **COMPILED}
+
+
+def check_stages(found: Run, expected: Run) -> None:
+    """Stock's tokens; each stage has its own layers, of which all ran in each step."""
+    assert_same_tokens(found, expected)
+    first, last = (worker for worker in found.workers if worker["rank"] % (len(found.workers) // 2) == 0)
+    assert (first["stage"], last["stage"]) == (0, 1) and first["divided"] == last["divided"]
+    assert first["steps"] == last["steps"] == found.total["steps"] and any(first["steps"].values())
+    assert min(first["misses"], last["misses"]) > 0
+    for name in ("layers", "experts", "slots", "hits", "misses", "waves"):
+        assert found.total[name] == first[name] + last[name], name
+
+
+@pytest.mark.rest
+@pytest.mark.v2
+def test_stages_say_what_one_says(tmp_path):
+    """With a budget of all experts, which each stage counts by its own routers."""
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "budget": 64}
+    found = run(TOY / "target", spac, **STAGES)
+    check_stages(found, run(TOY / "target", None, tensor_parallel_size=1))
+    assert [worker["layers"] for worker in found.workers] == [3, 3] and found.workers[0]["divided"] == "layers"
+    packed = [len(list(path.glob("**/expert-*.safetensors"))) for path in tmp_path.iterdir() if path.is_dir()]
+    assert packed == [3 * 64, 3 * 64], "a folder for each stage"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "spac", "options"),
+    [
+        ("toy", {"slots": "25%", "store": "host"}, {"tensor_parallel_size": 2}),
+        ("toy", {"slots": "25%", "store": "disk"}, drafts_of("ngram")),
+        ("toy", {"slots": "12%", "store": "disk", "host_memory": "6MiB"}, {}),
+        ("toy", {"slots": "25%", "store": "host", "prefetch": "gate", "cpu_experts": "waterfill"}, {}),
+        ("toy", {"slots": "25%", "plane": "pointers"}, {}),
+        ("gpt_oss", {"slots": 2, "store": "disk"}, {}),
+        ("deepseek_v2", {"slots": 4, "store": "host"}, {}),
+    ],
+    ids=str,
+)
+def test_what_goes_with_stages(family, spac, options, checkpoint, tmp_path):
+    folder = {"disk_dir": str(tmp_path)} if spac.get("store") == "disk" else {}
+    model = model_of(family, checkpoint)
+    found = run(model, spac | folder, **STAGES | options)
+    check_stages(found, run(model, None, **STAGES | options))
+    if "speculative_config" in options:
+        assert found.total["steps"]["verify"] > 0 and "guard" not in found.stats
+    assert all(("prefetch" in spac) == (worker["prefetches"] > 0) for worker in found.workers)
+
+
+@pytest.mark.full
+def test_stages_of_unequal_size(tmp_path, monkeypatch):
+    """Slots, and the memory that they divide, are by the layers of each."""
+    monkeypatch.setitem(ONE_THREAD, "VLLM_PP_LAYER_PARTITION", "4,2")
+    spac = {"slots": "auto", "store": "disk", "disk_dir": str(tmp_path), "host_memory": "6MiB"}
+    found = run(TOY / "target", spac | {"slots": "10%"}, **STAGES)
+    check_stages(found, run(TOY / "target", None, tensor_parallel_size=1))
+    first, last = found.workers
+    assert (first["layers"], last["layers"]) == (4, 2) and first["slots"] > last["slots"]
+    assert first["host_experts"] == 42 and last["host_experts"] == 21, "two and one third of 64 experts"
+
+
+KILLED = """
+import json, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import engines
+if __name__ == "__main__":
+    model, stage, options = json.loads(sys.argv[2])
+    with engines.engine(model, {"slots": "25%"}, **options) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        pids = [worker.proc.pid for worker in core.model_executor.workers]
+        print("PIDS", json.dumps(pids), flush=True)
+        plan, planned = core.scheduler.schedule, []
+        def killing(*arguments, **options):
+            planned.append(0)
+            if len(planned) == 8:  # others of this pipeline are under way
+                os.kill(pids[stage], signal.SIGKILL)
+            return plan(*arguments, **options)
+        core.scheduler.schedule = killing
+        engines.say(llm, max_tokens=64)
+        print("SURVIVED")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_killed_stage_ends_the_engine(stage):
+    given = json.dumps([str(TOY / "target"), stage, OPTIONS | STAGES])
+    done = forked.run(["-c", KILLED, Path(__file__).parent, given], ONE_THREAD, timeout=240)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and "SURVIVED" not in said
+    pids = json.loads(done.stdout.partition("PIDS ")[2].splitlines()[0])
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 BREAKING = """
 import json, sys
 from pathlib import Path
@@ -238,13 +336,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failed_read_of_one_rank_ends_the_engine(rank, checkpoint, tmp_path):
+@pytest.mark.parametrize(("rank", "heard", "options"), [(0, 0, {}), (1, 0, {}), (0, 1, STAGES), (1, 1, STAGES)])
+def test_a_failed_read_of_one_rank_ends_the_engine(rank, heard, options, checkpoint, tmp_path):
     """At once, with its reason in the log; the other rank does not wait for vLLM's timeout of 300 s."""
-    given = json.dumps([str(checkpoint("qwen3_moe")), str(tmp_path), rank, OPTIONS])
+    given = json.dumps([str(checkpoint("qwen3_moe")), str(tmp_path), rank, OPTIONS | options])
     changes = ONE_THREAD | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function for collective_rpc
     done = forked.run(["-c", BREAKING, Path(__file__).parent, given], changes, timeout=240)
     said = done.stdout + done.stderr
     assert done.returncode != 0 and "SURVIVED" not in said
     assert "is not what was packed (checksum or header differ)" in said
-    assert ("(rank 1 of 2); its process ends, and the engine with it" in said) is (rank == 1)
+    assert (f"(rank {rank} of 2); its process ends, and the engine with it" in said) is (rank != heard)

@@ -49,7 +49,8 @@ def choose(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | No
     longest = (engine_args.max_model_len or model.max_model_len) * (engine_args.max_num_seqs or requests)
     known, origin = _costs(config, facts)
     usable = int(engine_args.gpu_memory_utilization * memory)
-    rows = min(_rows(model, ranks, config, known, usable, memory), longest)
+    stages = engine_args.pipeline_parallel_size
+    rows = min(_rows(model, ranks, stages, config, known, usable, memory), longest)
     if rows > usual:
         engine_args.max_num_batched_tokens = rows
         yield (
@@ -58,12 +59,14 @@ def choose(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | No
         )
 
 
-def _rows(model: ModelConfig, ranks: int, config: SpacConfig, known: Costs, usable: int, memory: int) -> int:
+def _rows(
+    model: ModelConfig, ranks: int, stages: int, config: SpacConfig, known: Costs, usable: int, memory: int
+) -> int:
     facts, experts = model.hf_config.to_dict(), model.get_num_experts()
     moe = MoEWidths(model.get_num_experts_per_tok(), model.get_hidden_size(), first_number(facts, INNER))
     found = widths(model, SimpleNamespace(tensor_parallel_size=ranks), [moe])
     each = experts * _expert_bytes(moe, config, model, quant_config.of(facts)) // ranks
-    total = each * model.get_total_num_hidden_layers()
+    total = each * model.get_total_num_hidden_layers() // stages
     share = config.parsed_slots.share
     return prompt_chunks.rows(
         known,

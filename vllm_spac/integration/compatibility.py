@@ -90,10 +90,17 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         "before the read of another fails) is not supported",
         (use(plane="slots"), one),
     )
+    stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     yield (
-        vllm_config.parallel_config.pipeline_parallel_size > 1 and config.predictor_file is not None,
-        f"{_flag_of(config, 'predictor_file')} with {flags} (it predicts the layers of all stages) is not supported",
-        (drop("predictor_file").but(", or prefetch=gate"), use(vllm_pipeline_parallel_size=1)),
+        stages and config.record is not None,
+        f"{_flag_of(config, 'record')} with {flags} (no stage has the layers of all, and the last alone the tokens) is "
+        "not supported",
+        (drop("record"), use(vllm_pipeline_parallel_size=1)),
+    )
+    yield (
+        stages and config.predictor_file is not None,
+        f"{_flag_of(config, 'prefetch')} with {flags} (the file is for the layers of all stages) is not supported",
+        (use(prefetch="gate"), drop("prefetch"), use(vllm_pipeline_parallel_size=1)),
     )
 
 

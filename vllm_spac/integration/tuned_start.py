@@ -139,6 +139,8 @@ def _contradiction(engine_args: EngineArgs, config: SpacConfig, profile: TunedPr
     ranks = profile.engine.get("tensor_parallel_size", 1)
     if engine_args.tensor_parallel_size != ranks:
         return f"it was measured with --tensor-parallel-size {ranks}; set --spac-tuned off"
+    if engine_args.pipeline_parallel_size > 1:
+        return "it was measured with one pipeline stage; set --spac-tuned off"
     try:
         SpacConfig.parse(_merged(engine_args, profile))
     except ConfigError as error:

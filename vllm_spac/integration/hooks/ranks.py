@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_spac.errors import Remedy, SpacError, add, drop, use
-from vllm_spac.integration.hooks.device import is_cpu
+from vllm_spac.integration.hooks import device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -172,7 +172,7 @@ def _stage_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
     option, one = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}", use(vllm_pipeline_parallel_size=1)
     mode = getattr(vllm_config.compilation_config.mode, "name", "NONE")
     yield (
-        is_cpu() and mode == "NONE" and not vllm_config.use_v2_model_runner,
+        device.is_cpu() and mode == "NONE" and not vllm_config.use_v2_model_runner,
         f"{option} with --enforce-eager on a CPU (stock vLLM fails at the first request)",
         (drop("vllm_enforce_eager"), one),
     )
