@@ -61,7 +61,11 @@ PROMPT_READS = """{% set gpu = result('gpu_h100').kernels %}{% set copy = gpu.co
 {% set read = (gpu.rows|selectattr('rows', 'eq', 64)|first).pinned_bytes_per_second %}
 {% set found = result('real_prompt_reads') %}{% set below = found.rows|selectattr('percent', 'eq', 25.0)
 |selectattr('each', 'lt', found.many_rows)|list %}"""
+STAGES = """{% set found = result('stages') %}{% set at = {} %}{% for row in found.rows %}{% do at.update({
+(row.lanes, row.requests): row.stages.tokens_per_s / row.one.tokens_per_s}) %}{% endfor %}"""
 SENTENCES = (
+    STAGES + "two RTX 3090s in stages emit {{ at[16, 1]|f(1) }} times the tokens/s of one for a request, and"
+    " {{ at[16, 8]|f(1) }} times for eight ([stages](../../benchmarks/results/stages.md))",
     PROMPT_READS + "below {{ found.many_rows }} rows per expert an expert is read"
     " [{{ below[-1].reads_of_each|f(3) }} times](../../benchmarks/results/prompt_reads.md). So they copy nothing"
     " after the router: that would gain the {{ (1 - read / copy)|pct(0) }} % by which a copy is faster",
