@@ -402,11 +402,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             "executor=processes .*-parallel-size 2 .*; drop --spac-executor, or use",
         ),
         (
-            {"guard": "on"},
-            STAGES | {"speculative_config": NGRAM},
-            "own clock; use --pipeline-parallel-size 1 --tensor-",
-        ),
-        (
             {},
             STAGES | EXPERTS,
             "-size 2 with --enable-expert-parallel .it was not tried. is not supported; drop --enable",
@@ -415,7 +410,7 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         (
             {},
             STAGES | {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
-            "drafts of suffix .the last stage alone has the drafter",
+            "with drafts .the last stage alone has the drafter, and stock",
         ),
         ({"prefetch": "neural@file=x"}, STAGES, "prefetch=neural@file=x .* .the file is for the layers of all stages."),
         ({"record": "timeline=x"}, STAGES, "record=timeline=x .* .no stage has the layers of all, and the last alone"),
@@ -593,10 +588,7 @@ def guarded(v2, executor, asynchronous, ranks, method="eagle3"):
         use_v2_model_runner=v2,
         speculative_config=None if method is None else SimpleNamespace(method=method, **plain),
         parallel_config=SimpleNamespace(
-            distributed_executor_backend=executor,
-            pipeline_parallel_size=1,
-            tensor_parallel_size=ranks,
-            enable_expert_parallel=False,
+            distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
         ),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )

@@ -251,7 +251,6 @@ def test_stages_say_what_one_says(tmp_path):
     ("family", "spac", "options"),
     [
         ("toy", {"slots": "25%", "store": "host"}, {"tensor_parallel_size": 2}),
-        ("toy", {"slots": "25%", "store": "disk"}, drafts_of("ngram")),
         ("toy", {"slots": "12%", "store": "disk", "host_memory": "6MiB"}, {}),
         ("toy", {"slots": "25%", "store": "host", "prefetch": "gate", "cpu_experts": "waterfill"}, {}),
         ("toy", {"slots": "25%", "plane": "pointers"}, {}),
@@ -265,8 +264,6 @@ def test_what_goes_with_stages(family, spac, options, checkpoint, tmp_path):
     model = model_of(family, checkpoint)
     found = run(model, spac | folder, **STAGES | options)
     check_stages(found, run(model, None, **STAGES | options))
-    if "speculative_config" in options:
-        assert found.total["steps"]["verify"] > 0 and "guard" not in found.stats
     assert all(("prefetch" in spac) == (worker["prefetches"] > 0) for worker in found.workers)
 
 

@@ -174,7 +174,7 @@ def configured(requests: int, most: int, mode: str, asked=None):
         num_speculative_tokens=most,
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=requests),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         compilation_config=SimpleNamespace(
             cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=256

@@ -178,9 +178,7 @@ def engine(v2: bool, method: str = "eagle3") -> SimpleNamespace:
     """As much of a ``VllmConfig`` as is asked about drafts."""
     return SimpleNamespace(
         use_v2_model_runner=v2,
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, tensor_parallel_size=1, distributed_executor_backend="uni"
-        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, distributed_executor_backend="uni"),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         model_config=SimpleNamespace(),
         compilation_config=SimpleNamespace(cudagraph_mode=None),

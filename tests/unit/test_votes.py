@@ -226,7 +226,7 @@ def engine(
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**known | speculation),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=ranks),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs]),
         use_v2_model_runner=v2,
     )

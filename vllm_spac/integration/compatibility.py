@@ -122,14 +122,14 @@ def _of_divided_experts(vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]
 
 def _of_own_drafts(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """A model that is its own draft model drafts with the experts in slots that it can reach."""
-    (ranks, flags, one), other = several(vllm_config), drafts.OTHER_DRAFT_MODEL
+    ranks, other = vllm_config.parallel_config.tensor_parallel_size, drafts.OTHER_DRAFT_MODEL
     what = "a model that drafts for itself (--speculative-config names it as draft model)"
     if (off := drafts.switched_off(vllm_config, drafts.OWN_DRAFTS)) is not None:
         yield True, f"{what} cannot work here: {off.problem}", (off.remedy, other)
     yield (
         ranks > 1,
-        f"{what} with {flags} (ranks have different experts in fast memory) is not supported",
-        (one, other),
+        f"{what} with --tensor-parallel-size {ranks} (ranks have different experts in fast memory) is not supported",
+        (use(vllm_tensor_parallel_size=1), other),
     )
     yield (
         drafts.plans_drafts(vllm_config),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_spac.errors import Remedy, add, drop, use
 from vllm_spac.integration.hooks import device, patches
-from vllm_spac.integration.hooks.ranks import several
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -59,8 +58,8 @@ def unserved(vllm_config: VllmConfig) -> Reason | None:
 
 def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     """Why the guard cannot change draft lengths, or the nodes of ``trees``, and what helps; None if it can."""
-    ranks, _, one = several(vllm_config)
-    if ranks > 1:
+    if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
+        one = use(vllm_tensor_parallel_size=1)
         return Reason(f"each of {ranks} ranks would choose the draft length by its own clock", one)
     hooks = (_PROPOSING_V1,), (f"{patches.SCHEDULER}.__init__",)
     if off := switched_off(vllm_config, *hooks):
@@ -151,8 +150,8 @@ def _unweighted_on_device(vllm_config: VllmConfig, in_graphs: bool) -> Reason | 
     """As ``unweighted``, with V2, which keeps the probabilities on the device."""
     if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
         return Reason("vLLM cuts drafts itself", without("enable_adaptive_verification"))
-    ranks, _, one = several(vllm_config)
-    if ranks > 1:
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        one = use(vllm_tensor_parallel_size=1)
         return Reason("V2 keeps the probabilities on the device, which was not tried with several ranks", one)
     if reason := _beside_graphs(vllm_config, in_graphs, ""):
         return reason
