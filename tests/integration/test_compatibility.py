@@ -92,6 +92,15 @@ def test_every_way_to_draft_that_vllm_has_is_served_or_refused_by_name() -> None
     assert "does not know what of_tomorrow does" in problem and "use EAGLE, EAGLE-3 or a draft model" in problem
 
 
+def test_pipeline_stages_have_no_files_about_all_layers() -> None:
+    stages = engine("ngram")
+    stages.parallel_config.pipeline_parallel_size = 2
+    flags = "with --pipeline-parallel-size 2"
+    assert f"neural@file=x (--spac-prefetch) {flags} (the file is for" in refused({"prefetch": "neural@file=x"}, stages)
+    assert f"trace=x (--spac-record) {flags} (no stage has" in refused({"record": "trace=x"}, stages)
+    assert refused({"prefetch": "gate"}, stages) == ""
+
+
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_nothing_looks_at_drafts_of_one_parallel_forward(method: str, v2: bool) -> None:

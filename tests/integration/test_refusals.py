@@ -409,10 +409,9 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         ({"executor": "processes"}, STAGES | {"tensor_parallel_size": 1}, "with --pipeline-parallel-size 2 .a worker"),
         (
             {},
-            STAGES | {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+            STAGES | {"speculative_config": NGRAM},
             "with drafts .the last stage alone has the drafter, and stock",
         ),
-        ({"prefetch": "neural@file=x"}, STAGES, "prefetch=neural@file=x .* .the file is for the layers of all stages."),
         ({"record": "timeline=x"}, STAGES, "record=timeline=x .* .no stage has the layers of all, and the last alone"),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop --enable"),
         ({}, EXPERTS | {"tensor_parallel_size": 8}, "2 experts per rank, fewer than the 4 of a token"),
@@ -588,7 +587,10 @@ def guarded(v2, executor, asynchronous, ranks, method="eagle3"):
         use_v2_model_runner=v2,
         speculative_config=None if method is None else SimpleNamespace(method=method, **plain),
         parallel_config=SimpleNamespace(
-            distributed_executor_backend=executor, tensor_parallel_size=ranks, enable_expert_parallel=False
+            distributed_executor_backend=executor,
+            pipeline_parallel_size=1,
+            tensor_parallel_size=ranks,
+            enable_expert_parallel=False,
         ),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )

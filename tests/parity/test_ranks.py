@@ -223,6 +223,19 @@ COMPILED = {} if engines.V2 else {"enforce_eager": False, "compilation_config": 
 STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, **COMPILED}
 
 
+@pytest.fixture(scope="module")
+def alone_for_stages(checkpoint):
+    """``alone_for_stages(family)`` -> what one rank of stock says; its two stages say the same."""
+    said: dict[str, Run] = {}
+
+    def get(family: str) -> Run:
+        if family not in said:
+            said[family] = run(model_of(family, checkpoint), None, tensor_parallel_size=1)
+        return said[family]
+
+    return get
+
+
 def check_stages(found: Run, expected: Run) -> None:
     """Stock's tokens; each stage has its own layers, of which all ran in each step."""
     assert_same_tokens(found, expected)
@@ -236,11 +249,11 @@ def check_stages(found: Run, expected: Run) -> None:
 
 @pytest.mark.rest
 @pytest.mark.v2
-def test_stages_say_what_one_says(tmp_path):
+def test_stages_say_what_one_says(alone_for_stages, tmp_path):
     """With a budget of all experts, which each stage counts by its own routers."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "budget": 64}
     found = run(TOY / "target", spac, **STAGES)
-    check_stages(found, run(TOY / "target", None, tensor_parallel_size=1))
+    check_stages(found, alone_for_stages("toy"))
     assert [worker["layers"] for worker in found.workers] == [3, 3] and found.workers[0]["divided"] == "layers"
     packed = [len(list(path.glob("**/expert-*.safetensors"))) for path in tmp_path.iterdir() if path.is_dir()]
     assert packed == [3 * 64, 3 * 64], "a folder for each stage"
@@ -259,21 +272,21 @@ def test_stages_say_what_one_says(tmp_path):
     ],
     ids=str,
 )
-def test_what_goes_with_stages(family, spac, options, checkpoint, tmp_path):
+def test_what_goes_with_stages(family, spac, options, alone_for_stages, checkpoint, tmp_path):
     folder = {"disk_dir": str(tmp_path)} if spac.get("store") == "disk" else {}
-    model = model_of(family, checkpoint)
-    found = run(model, spac | folder, **STAGES | options)
-    check_stages(found, run(model, None, **STAGES | options))
+    check_stages(
+        found := run(model_of(family, checkpoint), spac | folder, **STAGES | options), alone_for_stages(family)
+    )
     assert all(("prefetch" in spac) == (worker["prefetches"] > 0) for worker in found.workers)
 
 
 @pytest.mark.full
-def test_stages_of_unequal_size(tmp_path, monkeypatch):
+def test_stages_of_unequal_size(alone_for_stages, tmp_path, monkeypatch):
     """Slots, and the memory that they divide, are by the layers of each."""
     monkeypatch.setitem(ONE_THREAD, "VLLM_PP_LAYER_PARTITION", "4,2")
     spac = {"slots": "auto", "store": "disk", "disk_dir": str(tmp_path), "host_memory": "6MiB"}
     found = run(TOY / "target", spac | {"slots": "10%"}, **STAGES)
-    check_stages(found, run(TOY / "target", None, tensor_parallel_size=1))
+    check_stages(found, alone_for_stages("toy"))
     first, last = found.workers
     assert (first["layers"], last["layers"]) == (4, 2) and first["slots"] > last["slots"]
     assert first["host_experts"] == 42 and last["host_experts"] == 21, "two and one third of 64 experts"
