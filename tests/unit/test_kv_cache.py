@@ -50,7 +50,9 @@ def config(
             get_num_kv_heads=lambda parallel: 2,
             get_head_size=lambda: 64,
         ),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1
+        ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=requests, max_num_batched_tokens=256, disable_hybrid_kv_cache_manager=not hybrid
         ),

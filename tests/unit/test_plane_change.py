@@ -37,7 +37,7 @@ def refuse(kind: type[StoreError] = PinError):
 class OfTwo(Ranks):
     """This rank's answer and that of another."""
 
-    def least(self, value: int) -> int:
+    def least_of_all(self, value: int) -> int:
         return min(value, 0)  # that failed
 
 

@@ -73,6 +73,7 @@ def serve(
         additional_config={"spac": spac, "other": 1},
         speculative_config=drafts,
         tensor_parallel_size=ranks,
+        pipeline_parallel_size=1,
         trust_remote_code=trust,
     )
     if command:
@@ -133,6 +134,7 @@ def test_knobs_that_do_not_go_together_are_named(folder: Path, here: Machine, ca
         additional_config={"spac": {"plane": "pointers", "tuned": str(path_of(folder, tuned_profile.identity(TOY)))}},
         speculative_config=None,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
     )
     assert tuned_start.apply(args, config := SpacConfig.parse(args.additional_config["spac"])) is config
     assert re.search("its knobs do not go with yours.*--spac-policy.*--spac-tuned off", ignored(caplog))
@@ -245,6 +247,7 @@ def test_the_command_line_decides_how_exact_it_is(folder: Path, here: Machine, c
             additional_config={"spac": (spac := {"tuned": f"{path}@allow={level}"})},
             speculative_config=None,
             tensor_parallel_size=1,
+            pipeline_parallel_size=1,
         )
         config = tuned_start.apply(args, SpacConfig.parse(spac))
         used = exact or level == "rounding"
@@ -271,7 +274,11 @@ def test_on_a_gpu_a_profile_may_round_unless_stocks_bits_are_asked_for(
     monkeypatch.setattr(tuned_start.device, "is_cpu", lambda: on_cpu)
     monkeypatch.setattr(tuned_start, "_beside", lambda engine_args, config: path)
     args = SimpleNamespace(
-        model=str(TOY), additional_config={"spac": given}, speculative_config=None, tensor_parallel_size=1
+        model=str(TOY),
+        additional_config={"spac": given},
+        speculative_config=None,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
     )
     config = tuned_start.apply(args, SpacConfig.parse(given))
     assert (config.cpu_experts == "waterfill") is used
