@@ -181,8 +181,9 @@ class HostTier:
 class OrderedRows:
     """Rows of a tier where the device decides: what layers order takes those that are free, and keeps them.
 
-    Between steps the policy's victims give up as many rows as the last step has ordered experts: how many it had to
-    pass on without one is known only then. One thread calls ``place`` and ``release``, the forward thread the others.
+    Between steps as many experts give up their rows as the last step has ordered: how many it had to pass on without
+    one is known only then. Those that have slots are the first, since nobody reads their rows, and then the policy's
+    victims. One thread calls ``place`` and ``release``, the forward thread the others.
 
     Args:
         tier: inclusive; nothing is planned with it.
@@ -207,8 +208,11 @@ class OrderedRows:
         self.tier._free.extend(rows)
         self._released += len(rows)
 
-    def begin_step(self) -> dict[int, int]:
-        """Returns the experts that lose their rows, and these: they may be read until they are given to ``release``."""
+    def begin_step(self, slot_of: np.ndarray) -> dict[int, int]:
+        """Returns the experts that lose their rows, and these: they may be read until they are given to ``release``.
+
+        ``slot_of``: int [keys], slots or NOWHERE, as last known.
+        """
         self.insert()
         ordered, self._known = self._ordered - self._known, self._ordered
         held, free = len(self.tier.policy), len(self.tier._free) + self._evicted - self._released
@@ -216,7 +220,10 @@ class OrderedRows:
         wanted = min(ordered, -(-self.tier.rows // _MOST_EVICTED), len(self.row_of) - held)
         if (count := min(wanted - free, held)) <= 0:
             return {}
-        victims = self.tier.policy.evict(count, ())
+        victims = np.flatnonzero((slot_of != NOWHERE) & (self.row_of != NOWHERE))[:count].tolist()
+        for key in victims:
+            self.tier.policy.remove(key)
+        victims += self.tier.policy.evict(count - len(victims), ())
         rows = dict(zip(victims, self.row_of[victims].tolist(), strict=True))
         self.row_of[victims] = NOWHERE
         self._evicted += count

@@ -5,7 +5,7 @@ order, has each expert of it read to a place in pinned memory, and answers with 
 experts of one layer, and all are free: an order is not made before the layers that read earlier ones have run.
 
 **Rows of host memory** keep what was read, while there are free ones: their experts have addresses from then on, and
-no layer orders them. Between steps the policy's victims give up theirs (``host_tier.OrderedRows``). The stream that
+no layer orders them. Between steps some give up theirs (``host_tier.OrderedRows``). The stream that
 runs the model takes their addresses away, after all launches that may read them, and an event says when: only then a
 row is free. So a captured graph, or a step that still runs, finds an expert in its row or orders it.
 
@@ -114,9 +114,12 @@ class ExpertDelivery:
 
     # -- rows of host memory, between steps ----------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A step begins, after all that the last one has launched: victims lose their rows."""
-        if self._rows is None or not (leaving := self._rows.begin_step()):
+    def begin(self, slot_of: np.ndarray) -> None:
+        """A step begins, after all that the last one has launched: some experts lose their rows.
+
+        ``slot_of``: as of ``OrderedRows.begin_step``.
+        """
+        if self._rows is None or not (leaving := self._rows.begin_step(slot_of)):
             return
         self._compute.submit(self._place_of.index_fill_, 0, self._memory.sent(torch.tensor(list(leaving))), NOWHERE)
         self._leaving.append((self._compute.record(), list(leaving.values())))

@@ -161,7 +161,7 @@ class PointerExecution(Execution):
         self.admission.begin(step)
         if self.admission.delivery is not None:
             self.ahead.finish()  # reads for drafts, in host memory that may leave
-            self.admission.delivery.begin()
+            self.admission.delivery.begin(self.residency.slot_of)
         self.ahead.begin(step)
         if self.launches.cpu is not None:
             self.launches.cpu.begin(step)

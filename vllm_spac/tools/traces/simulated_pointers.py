@@ -106,7 +106,7 @@ class PointersReplay(Replay[list[Part]]):
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._step, self._leading = step, self.leading(step)
         if self._rows is not None:
-            leaving = self._rows.begin_step()
+            leaving = self._rows.begin_step(self.experts.slot_of.numpy())
             self._near[list(leaving)] = False
             self._rows.release(list(leaving.values()))
         state = self._offers.offers.state
