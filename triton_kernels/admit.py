@@ -46,14 +46,17 @@ def _admit_kernel(
     used: tl.tensor, counts: tl.tensor, sources: tl.tensor, copies: tl.tensor, x: tl.tensor, all_live: tl.tensor,
     all_counts: tl.tensor, requests: tl.tensor, pairs: tl.tensor, division: tl.tensor, shares: tl.tensor,
     to_device: tl.tensor, to_cpu: tl.tensor, asked: tl.tensor, answered: tl.tensor, head: tl.tensor, to_ids: tl.tensor,
-    to_weights: tl.tensor, to_x: tl.tensor, turn: tl.tensor,
+    to_weights: tl.tensor, to_x: tl.tensor, place_of: tl.tensor, beside: tl.tensor, turn: tl.tensor,
     n_pairs: tl.tensor, n_experts: tl.tensor, n_keys: tl.tensor, n_slots: tl.tensor, first: tl.tensor,
     layer: tl.tensor, d: tl.tensor,
     NAMES: tl.constexpr, TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
     UNUSED: tl.constexpr, HIT: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr, COMPUTED: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """``requests``, ``division``, ``to_device``, ``to_cpu``: of ``Division``, its number, state, kept and left."""
+    """``requests``, ``division``, ``to_device``, ``to_cpu``: of ``Division``, its number, state, kept and left.
+
+    ``place_of``, ``beside``: of ``Kept``, or None.
+    """
     if turn is not None:  # reads ahead stop
         tl.store(turn, layer)
     lane = tl.arange(0, BINS)
@@ -81,11 +84,19 @@ def _admit_kernel(
     worth = tl.load(used + key, mask=mine, other=0.0)
     rows = tl.where(missed, uses, 0)
     if shares is not None:
-        share = tl.where(tl.load(pairs) > 0, tl.load(shares + misses), 0)
+        share = tl.load(shares + misses)
+        far = tl.zeros((BINS,), tl.int32)  # rows of the experts that the CPU does not have
+        if place_of is not None:
+            far = tl.where(tl.load(place_of + key, mask=missed, other=0) < 0, rows, 0)
+            away = tl.sum((far > 0).to(tl.int32), 0)
+            share = tl.minimum(misses - away, tl.where(away > 0, tl.load(beside + misses), share))
+            rows -= far
+        share = tl.where(tl.load(pairs) > 0, share, 0)
         for _ in range(share):
             best = rows == tl.min(tl.where(rows > 0, rows, 2147483647), 0)
             least = tl.min(tl.where(best, worth, float("inf")), 0)
             rows = tl.where(lane == tl.min(tl.where(best & (worth == least), lane, BINS), 0), 0, rows)
+        rows += far
 
     begin, end = tl.load(state), tl.load(state + 1)
     offer = begin + lane
@@ -141,7 +152,7 @@ def _admit_kernel(
         tl.debug_barrier()  # pairs read what became of their experts
         post(
             ids, weights, x, sources, requests, pairs, division, to_device, to_cpu, asked, answered, head, to_ids,
-            to_weights, to_x, n_pairs, n_experts, layer, d, TOP_K, CHUNK, COLUMNS, COMPUTED, COMPILED,
+            to_weights, to_x, place_of, n_pairs, n_experts, layer, d, TOP_K, CHUNK, COLUMNS, COMPUTED, COMPILED,
         )  # fmt: skip
 
 
@@ -183,13 +194,14 @@ def admit(
     _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies, live)
     assert turn is None or (turn.shape == (2,) and turn.dtype == torch.int32)
     bins, chunk = lanes(n_experts), chunk_for(topk_ids.numel())
-    asks: tuple[Tensor | None, ...] = (None,) * 15
+    asks: tuple[Tensor | None, ...] = (None,) * 17
     warps, columns = 1 if max(bins, chunk) <= _WARP else 4, 1
     if request is not None:
-        x, all_live, all_counts, division, mail = request
-        check_request(topk_ids, x, all_counts, division, mail)
+        x, all_live, all_counts, division, mail, has = request
+        check_request(topk_ids, request)
         assert first % n_experts == 0 and division.shares.shape == (n_experts + 1,) and all_counts.shape == (keys,)
-        asks, columns = (x, all_live, all_counts, *division[:6], *mail[:6]), x.shape[1]
+        asks = (x, all_live, all_counts, *division[:6], *mail[:6], *(has or (None, None)))
+        columns = x.shape[1]
         warps = 4 if bins < 1024 else 8
     _admit_kernel[(1,)](
         topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies, *asks, turn,

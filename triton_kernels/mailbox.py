@@ -1,7 +1,8 @@
 """The CPU's share of a layer without a round trip: requests to a thread of the host, and a bounded wait for answers.
 
-Of the m experts that a layer misses, the CPU takes the first ``shares[m]`` by (rows, worth of a slot, number). They get
-no slot, and ``admit``, which decides that, makes the request (``post``)::
+Of the m experts that a layer misses, the CPU takes the first ``shares[m]`` by (rows, worth of a slot, number). With a
+disk it takes only those that have a row of host memory (``Kept``), while the others are read. They get no slot, and
+``admit``, which decides that, makes the request (``post``)::
 
     admit    kept, left = weights of the device's pairs, of the CPU's;  mail <- layer, x, left;  asked <- n = number + 1
     ...      the device computes ``kept``, the thread ``left``
@@ -42,7 +43,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from .route import chunk_for, count, counted_pairs, routed
-from .types import ADMITTED, COMPUTED, LATE, UNUSED, Division, Experts, Mail, Orders, Reach, lanes
+from .types import ADMITTED, COMPUTED, LATE, UNUSED, Division, Experts, Mail, Orders, Reach, Request, lanes
 
 POLL = 10_000  # nanoseconds
 
@@ -82,8 +83,8 @@ def keep(
 def post(
     ids: tl.tensor, weights: tl.tensor, x: tl.tensor, sources: tl.tensor, number: tl.tensor, pairs: tl.tensor,
     state: tl.tensor, kept: tl.tensor, left: tl.tensor, asked: tl.tensor, answered: tl.tensor, head: tl.tensor,
-    to_ids: tl.tensor, to_weights: tl.tensor, to_x: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
-    layer: tl.tensor, d: tl.tensor,
+    to_ids: tl.tensor, to_weights: tl.tensor, to_x: tl.tensor, place_of: tl.tensor, n_pairs: tl.tensor,
+    n_experts: tl.tensor, layer: tl.tensor, d: tl.tensor,
     TOP_K: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, COMPUTED: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Divides the pairs of a layer, whose ``sources`` say which experts are ``COMPUTED``; asks the CPU for its own."""
@@ -97,14 +98,20 @@ def post(
         weight = tl.load(weights + at, mask=inside, other=0.0)
         tl.store(kept + at, tl.where(cpu, 0.0, weight), mask=inside)
         tl.store(left + at, tl.where(cpu, weight, 0.0), mask=inside)
-        tl.store(to_ids + at, tl.where(cpu, expert, -1), mask=inside)
+        asks_for = expert
+        if place_of is not None:
+            asks_for = tl.load(place_of + layer * n_experts + expert, mask=cpu, other=0) - n_experts
+        tl.store(to_ids + at, tl.where(cpu, asks_for, -1), mask=inside)
         tl.store(to_weights + at, tl.where(cpu, weight, 0.0), mask=inside)
     rows = open_pairs // TOP_K
     for start in range(0, rows * d, COLUMNS):
         at = start + tl.arange(0, COLUMNS)
         tl.store(to_x + at, tl.load(x + at, mask=at < rows * d, other=0.0), mask=at < rows * d)
     tl.store(state, 1)
-    tl.store(head, layer)
+    if place_of is None:
+        tl.store(head, layer)
+    else:
+        tl.store(head, 0)
     tl.store(head + 1, rows)
     tl.store(answered, tl.full((), 0, tl.int64))
     ask(number, asked, COMPILED)
@@ -168,13 +175,15 @@ def wait_for_answer(
     )  # fmt: skip
 
 
-def check_request(topk_ids: Tensor, x: Tensor, counts: Tensor, division: Division, mail: Mail) -> None:
+def check_request(topk_ids: Tensor, request: Request) -> None:
     """Raises ``AssertionError`` for a shape, dtype or layout that is not as ``Request`` has it."""
+    x, _, counts, division, mail, kept = request
     most, top_k = division.left.shape
     assert topk_ids.shape == (len(x), top_k) and len(x) <= most, "more rows than the mailbox has"
     assert x.is_contiguous() and x.dtype == mail.x.dtype and mail.x.shape == mail.results.shape == (most, x.shape[1])
     assert mail.ids.shape == mail.weights.shape == division.kept.shape == (most, top_k)
-    for tensor in (counts, division.pairs, division.state, division.shares, mail.head, mail.ids):
+    assert kept is None or (kept.place_of.shape == counts.shape and kept.shares.shape == division.shares.shape)
+    for tensor in (counts, division.pairs, division.state, division.shares, mail.head, mail.ids, *(kept or ())):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
     for tensor in (division.number, mail.asked, mail.answered):
         assert tensor.dtype == torch.int64 and tensor.shape == (1,)

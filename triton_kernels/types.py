@@ -128,6 +128,16 @@ class Division(NamedTuple):
     late: Tensor  # [1] int32, leading pairs among which the device computes ``left``: 0 unless an answer is late
 
 
+class Kept(NamedTuple):
+    """Rows of host memory before a disk, which the CPU computes experts from: those alone that have one.
+
+    Row r is place N + r of ``Reach.at``. The CPU is asked for rows of one layer, 0, that has all of them.
+    """
+
+    place_of: Tensor  # [keys] int32, as of ``Reach``
+    shares: Tensor  # [experts + 1] int32, as of ``Division``, where the layer waits for the disk besides
+
+
 class Request(NamedTuple):
     """What the admission of a layer needs to leave some of its missed experts to the CPU."""
 
@@ -136,6 +146,7 @@ class Request(NamedTuple):
     counts: Tensor  # [keys] int32, those of the layer are overwritten with the pairs of each expert
     division: Division  # ``pairs`` and ``shares`` are read; the others are written, but for ``late``
     mail: Mail  # is written, but for ``results``
+    kept: Kept | None = None  # None: the CPU has every expert in memory, and is asked by the layer's numbers
 
 
 class Orders(NamedTuple):

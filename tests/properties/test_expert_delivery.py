@@ -154,11 +154,13 @@ def test_a_graph_waits_in_its_replays(far, monkeypatch, layers) -> None:
     assert pool.store.reads > before
 
 
+@pytest.mark.parametrize("rows", [0, 4, 9])
 @pytest.mark.parametrize("late", [False, True])
-def test_beside_a_share_of_the_CPU_and_where_that_is_late(far, monkeypatch, late: bool) -> None:
-    """What the CPU does not answer is delivered, too, before the device computes it."""
+def test_beside_a_share_of_the_CPU_and_where_that_is_late(far, monkeypatch, late: bool, rows: int) -> None:
+    """What the CPU does not answer is delivered, too, before the device computes it; ``rows``: of a disk."""
     monkeypatch.setattr(cpu_share, "PATIENCE", 1_000_000 if late else 20_000_000_000)
-    pool, rng, gate = far(7, policy="reuse", disk=False), torch.Generator().manual_seed(0), threading.Event()
+    pool, gate = far(7, policy="reuse", disk=rows > 0, rows=rows), threading.Event()
+    rng, held = torch.Generator().manual_seed(0), pool.host.tier.row_of if rows else np.zeros(0)
 
     class Gated(Looped):
         def run(self, *given: Any) -> Tensor:
@@ -167,16 +169,22 @@ def test_beside_a_share_of_the_CPU_and_where_that_is_late(far, monkeypatch, late
 
     balancer = components.build("balancers", "fixed", count=2, layers=LAYERS, top_k=TOP_K)
     pool.attach_balancer(balancer, ExecutorThread(Gated(pool.shape, 1, "silu")))
-    for number in range(12):
-        rows = 1 + number % 4
-        pool.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
+    before, moved = held.copy(), 0
+    for number in range(30 if rows else 12):
+        many = 1 + number % 4
+        pool.begin_step(Step((RequestRows(0, many, RowKind.DECODE),)))
         for layer in range(LAYERS):
-            x, weights = torch.randn(rows, D, generator=rng), torch.rand(rows, TOP_K, generator=rng)
-            ids = torch.randint(0, EXPERTS, (rows, TOP_K), generator=rng)
+            x, weights = torch.randn(many, D, generator=rng), torch.rand(many, TOP_K, generator=rng)
+            ids = torch.randint(0, EXPERTS, (many, TOP_K), generator=rng)
             out = pool.run(layer, x, weights, ids, "silu", torch.full_like(x, float("nan")))
             check_same(out, pool.expected(layer, x, weights, ids, "silu"), x.dtype, D, "with deliveries")
         pool.end_forward()
+        if rows:
+            check_rows(pool)
+            moved += int((held != before).sum())
+            before = held.copy()
     stats = pool.snapshot()
+    assert moved > 10 or rows == 0
     assert (stats["cpu_late"] > 0) == late and (stats["cpu_experts"] > 0) != late and pool.store.reads > 0
     gate.set()
 

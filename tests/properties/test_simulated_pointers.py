@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looped_experts import Looped
 from test_execution import EXPERTS, LAYERS, TOP_K, Pool, shape
 from test_execution import made as made  # the fixture
 from test_expert_delivery import FarPool
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.recording.trace_file import PREFILL, STEP_KINDS, Trace
@@ -74,10 +76,17 @@ def test_as_the_pool_that_serves(made, policy: str, slots: int):
 
 @pytest.mark.parametrize("policy", ["lru", "reuse"])
 @pytest.mark.parametrize("rows", [4, 11])
-def test_host_memory_before_a_disk_as_the_pool_that_serves(policy: str, rows: int):
+@pytest.mark.parametrize("cpu", [False, True])
+def test_host_memory_before_a_disk_as_the_pool_that_serves(monkeypatch, policy: str, rows: int, cpu: bool):
     """Reads of the disk, too; the host learns a step late what was used, in both."""
+    monkeypatch.setattr("vllm_spac.execution.device.cpu_share.PATIENCE", 2_000_000_000)
     trace = recorded(rows)
     pool = FarPool(7, rows=rows, policy=built(policy, 7, trace), tier_policy=built(policy, rows, trace))
+    if cpu:
+        balancer = components.build("balancers", "fixed", count=1, layers=LAYERS, top_k=TOP_K)
+        pool.attach_balancer(balancer, ExecutorThread(Looped(pool.shape, 1, "silu")))
+        nothing = torch.full((1, TOP_K), -1)
+        pool.run(0, torch.zeros(1, 16), torch.zeros(1, TOP_K), nothing, "silu", torch.empty(1, 16))  # as an engine does
     reports, apply = pool.admission.reports, pool.admission.reports.apply
 
     def applied() -> None:
@@ -95,6 +104,9 @@ def test_host_memory_before_a_disk_as_the_pool_that_serves(policy: str, rows: in
         pool.close()
     costs = Costs.read("h200")
     costs = costs.model_copy(update={"host": costs.load})
-    said = simulate(trace, 7, costs, execution="pointers", policy=policy, host_bytes=rows * trace.facts.expert_bytes)
+    beside = {"balancer": "fixed@count=1"} if cpu else {}
+    memory = {"host_bytes": rows * trace.facts.expert_bytes}
+    said = simulate(trace, 7, costs, execution="pointers", policy=policy, **memory, **beside)
+    assert said.cpu == stats["cpu_experts"] and (said.cpu > 0) == cpu
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
     assert said.disk_loads == pool.store.reads > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Offers, Request, lanes
+from ..types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Kept, Offers, Request, lanes
 from .mailbox import post
 from .route import routed
 
@@ -28,8 +28,8 @@ def admit(
         n = len(copies) // 2
         needed = routed(topk_ids, topk_weights, n, live).unique()
         turn[0], turn[1] = first // n, (experts.slot_of[first + needed[needed >= 0]] < 0).sum()
-    division = None if request is None else request.division
-    admit_alone(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, division)
+    shared = (None, None) if request is None else (request.division, request.kept)
+    admit_alone(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, *shared)
     if request is not None:
         post(topk_ids, topk_weights, first, sources, request)
 
@@ -45,6 +45,7 @@ def admit_alone(
     copies: Tensor,
     live: Tensor | None,
     division: Division | None,
+    rows: Kept | None = None,
 ) -> None:
     """What ``admit`` decides, without asking the CPU for its share; arguments as there."""
     n, (begin, end) = len(copies) // 2, offers.state.tolist()
@@ -63,9 +64,12 @@ def admit_alone(
     worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
     asking = missed.clone()
     if division is not None and division.pairs[0] > 0:
-        missing = missed.nonzero().flatten().tolist()
-        order = sorted(zip(counts[mine][missing].tolist(), worth[missing].tolist(), missing, strict=True))
-        asking[[expert for *_, expert in order[: int(division.shares[len(missing)])]]] = False
+        near, shares = missed, division.shares
+        if rows is not None and not (near := missed & (rows.place_of[mine] >= 0)).equal(missed):
+            shares = rows.shares
+        here = near.nonzero().flatten().tolist()
+        order = sorted(zip(counts[mine][here].tolist(), worth[here].tolist(), here, strict=True))
+        asking[[expert for *_, expert in order[: int(shares[int(missed.sum())])]]] = False
     wants = (asking & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
     served = min(len(wants), len(opened))
     expert, offer = wants[:served], opened[:served]

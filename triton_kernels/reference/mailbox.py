@@ -18,7 +18,7 @@ def post(topk_ids: Tensor, topk_weights: Tensor, first: int, sources: Tensor, re
 
     ``first``: key of the layer's expert 0.
     """
-    x, all_live, counts, division, mail = request
+    x, all_live, counts, division, mail, kept = request
     n, rows = len(division.shares) - 1, len(x)
     mine = slice(first, first + n)
     counts[mine] = torch.bincount(routed(topk_ids, topk_weights, n, all_live) + 1, minlength=n + 1)[1:].int()
@@ -30,10 +30,11 @@ def post(topk_ids: Tensor, topk_weights: Tensor, first: int, sources: Tensor, re
     division.state[0] = bool(cpu.any())
     if not cpu.any():
         return
-    mail.ids[:rows], mail.weights[:rows] = expert.masked_fill(~cpu, -1).int(), division.left[:rows]
+    asks_for = expert if kept is None else kept.place_of[mine][expert] - n
+    mail.ids[:rows], mail.weights[:rows] = asks_for.masked_fill(~cpu, -1).int(), division.left[:rows]
     asked = pairs // topk_ids.shape[1]
     mail.x[:asked] = x[:asked]
-    mail.head[0], mail.head[1] = first // n, asked
+    mail.head[0], mail.head[1] = first // n if kept is None else 0, asked
     mail.answered[0] = 0
     division.number.add_(1)
     mail.asked[0] = division.number[0]

@@ -17,6 +17,8 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.decisions.policies.base import Policy
 
 _MOST_EVICTED = 8  # one of so many rows between two steps of ``OrderedRows``
+# One of so many slots keeps its expert. Simulated: of more, what skewed routing moves is read again from the disk.
+_LASTING = 4
 INCLUSIVE_FROM = 4  # rows per slot from which an expert in a slot keeps its row
 
 
@@ -182,8 +184,9 @@ class OrderedRows:
     """Rows of a tier where the device decides: what layers order takes those that are free, and keeps them.
 
     Between steps as many experts give up their rows as the last step has ordered: how many it had to pass on without
-    one is known only then. Those that have slots are the first, since nobody reads their rows, and then the policy's
-    victims. One thread calls ``place`` and ``release``, the forward thread the others.
+    one is known only then. First those that will keep their slots, since nobody reads their rows: of experts with slots
+    the likeliest to be selected again. Then the policy's victims. One thread calls ``place`` and ``release``, the
+    forward thread the others.
 
     Args:
         tier: inclusive; nothing is planned with it.
@@ -220,7 +223,7 @@ class OrderedRows:
         wanted = min(ordered, -(-self.tier.rows // _MOST_EVICTED), len(self.row_of) - held)
         if (count := min(wanted - free, held)) <= 0:
             return {}
-        victims = np.flatnonzero((slot_of != NOWHERE) & (self.row_of != NOWHERE))[:count].tolist()
+        victims = self._lasting(slot_of)[:count]
         for key in victims:
             self.tier.policy.remove(key)
         victims += self.tier.policy.evict(count - len(victims), ())
@@ -228,6 +231,15 @@ class OrderedRows:
         self.row_of[victims] = NOWHERE
         self._evicted += count
         return rows
+
+    def _lasting(self, slot_of: np.ndarray) -> list[int]:
+        """Returns the experts with rows that will keep their slots, if the policy says which; the likeliest first."""
+        likely = self.tier.policy.likely
+        if not len(likely):
+            return []
+        owners = np.flatnonzero(slot_of != NOWHERE)
+        best = owners[np.argsort(-likely[owners], kind="stable")[: len(owners) // _LASTING]]
+        return best[self.row_of[best] != NOWHERE].tolist()
 
     def insert(self) -> None:
         """The tier knows what has been read."""

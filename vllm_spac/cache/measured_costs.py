@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.core import Rates
+from vllm_spac.core import MoEShape, Rates
 from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.decisions.costs import fit_compute
+from vllm_spac.errors import StoreError
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.system.timing import ROWS, median, median_of
+
+
+class RowsStore(ExpertStore):
+    """Rows of host memory as the experts of one layer, to measure how fast these are loaded and computed."""
+
+    addressable: ClassVar[bool] = True
+
+    def __init__(self, shape: MoEShape, rows: Mapping[str, Tensor]) -> None:
+        """``rows``: name -> [rows, ...], of which as many are experts as a layer has at most."""
+        self._rows = {name: tensor[: shape.experts] for name, tensor in rows.items()}
+        count = min(len(tensor) for tensor in self._rows.values())
+        super().__init__(replace(shape, layers=("rows",), experts=count), "")
+
+    def holds(self, key: int) -> bool:
+        return True
+
+    def reserve(self, experts: int) -> None: ...
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        raise StoreError("spac: rows that are measured are read only")
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        for name, tensor in into.items():
+            tensor.copy_(self._rows[name][key])
+        return self.shape.expert_bytes
+
+    def view(self, key: int) -> Mapping[str, Tensor]:
+        return {name: rows[key] for name, rows in self._rows.items()}
+
+    def layer(self, number: int) -> Mapping[str, Tensor]:
+        return self._rows
+
+    def describe(self) -> str:
+        return "host memory before a disk"
 
 
 def serving_rates(

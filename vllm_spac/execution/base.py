@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -249,6 +249,16 @@ class Execution(ABC):
     @abstractmethod
     def end_forward(self) -> None:
         """Called when the layers have finished or failed; what runs until the next step is not counted."""
+
+    def cpu_layers(self) -> Sequence[Mapping[str, Tensor]]:
+        """Returns what the CPU computes from, by layers; before a disk all rows of host memory as one.
+
+        Raises:
+            StoreError: as ``ExpertStore.layer``: nothing is in memory.
+        """
+        if self.host is not None and not self.store.addressable:
+            return [self.host.tensors]
+        return [self.store.layer(number) for number in range(len(self.shape.layers))]
 
     def check_results(self) -> None:
         """Called after a step has run on the device, before its tokens are given to anyone.

@@ -32,7 +32,7 @@ from vllm_spac.cache.transfers import HostRows
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution.address_table import AddressTable, address_of
 from vllm_spac.execution.exchange import Event, Stream
-from vllm_spac.kernels.types import ADMITTED, STREAMED, Orders, Reach
+from vllm_spac.kernels.types import HIT, Orders, Reach
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.storage.base import ExpertStore, Slot, Slots
 from vllm_spac.system.machine import reset_affinity
@@ -127,7 +127,7 @@ class ExpertDelivery:
     def observe(self, counts: np.ndarray, sources: np.ndarray) -> None:
         """What a step used: int [keys], rows that generate, and how each expert was read."""
         if self._rows is not None:
-            self._rows.observe(counts, (sources == STREAMED) | (sources == ADMITTED))
+            self._rows.observe(counts, sources > HIT)
 
     def fill(self, keys: Iterable[int], slot_of: np.ndarray) -> Iterator[int]:
         """Reads ``keys`` that have no slot into rows, as these are free; yields 1 for each. Before any step.

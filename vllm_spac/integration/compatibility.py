@@ -191,9 +191,9 @@ def _of_votes(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 
 def _of_cpu_experts(config: SpacConfig, gpu: bool) -> Iterator[Refusal]:
-    device = "cuda" if gpu else "cpu"
+    device, before = "cuda" if gpu else "cpu", config.host_memory is not None and config.execution_class.reads_in_place
     yield (
-        config.cpu_experts != "off" and not config.store_class_on(device).addressable,
+        config.cpu_experts != "off" and not config.store_class_on(device).addressable and not before,
         f"{_flag_of(config, 'cpu_experts')} computes experts where they are stored, and "
         f"store={config.store_on(device)} is not in memory",
         (add(store="host"), drop("cpu_experts")),

@@ -33,7 +33,8 @@ def choose(
 ) -> tuple[dict[str, object], str] | None:
     """Returns knobs of a store that has room, and why; None where the default has, or the user named a store.
 
-    CPU experts leave no other: host memory that is short is then an error when it is reserved.
+    CPU experts leave no other unless the GPU reads ``in_place``: host memory that is short is then an error when it is
+    reserved.
 
     Args:
         entry: how the checkpoint's experts are quantised; None: not at all.
@@ -41,7 +42,7 @@ def choose(
             the disk.
     """
     named = config.store is not None or config.host_memory is not None or config.has_workers
-    bound = config.cpu_experts != "off" or config.parsed_slots.share == 1
+    bound = (config.cpu_experts != "off" and not in_place) or config.parsed_slots.share == 1
     if named or bound or config.store_on("cuda") != "host":
         return None
     if entry is None and model.quantization is not None:
@@ -61,7 +62,7 @@ def choose(
         return None
     if in_place and spare >= _LEAST:  # layers read what is on the disk through room for one of them
         spare = max(_LEAST, spare - max(checkpoint.layer_bytes.values()))
-    elif config.plane == "pointers":
+    elif config.plane == "pointers" or config.cpu_experts != "off":
         return None
     knobs: dict[str, object] = {"store": "disk"}
     tier = "no experts"

@@ -12,6 +12,7 @@ from vllm_spac.kernels.types import (
     UNUSED,
     Division,
     Experts,
+    Kept,
     Mail,
     Offers,
     Request,
@@ -63,6 +64,12 @@ class State:
         self.ask(shares.int(), min(takes, 1) * live, x, k, live)
         if takes < 0:
             self.request = None
+        elif torch.rand(1, generator=rng) < 0.5:  # of a disk, with host memory for some of the experts
+            keys = len(self.experts.slot_of)
+            rows = self.n + torch.randperm(keys, generator=rng).int()
+            away = torch.rand(keys, generator=rng) < 0.4
+            beside = torch.randint(0, self.n + 1, shares.shape, generator=rng, dtype=torch.int32)
+            self.request = self.request._replace(kept=Kept(rows.masked_fill(away, -1), beside))
 
     def ask(self, shares: torch.Tensor, pairs: int, x: torch.Tensor, k: int, live: int) -> None:
         """A mailbox of one row more than are asked, and a number that others have left."""
@@ -92,11 +99,12 @@ class State:
         self.offers = Offers(*(tensor.to(device, copy=True) for tensor in other.offers))
         self.request = None
         if other.request is not None:
-            x, live, _, division, mail = other.request
+            x, live, _, division, mail, kept = other.request
             pinned = device.type == "cuda"
             there = [tensor.to(device, copy=True) for tensor in (x, live, *division)]
             here = [tensor.clone().pin_memory() if pinned else tensor.clone() for tensor in mail]
-            self.request = Request(*there[:2], self.all_counts, Division(*there[2:]), Mail(*here))
+            has = None if kept is None else Kept(*(tensor.to(device, copy=True) for tensor in kept))
+            self.request = Request(*there[:2], self.all_counts, Division(*there[2:]), Mail(*here), has)
 
     def run(self, function, layer: int, ids, weights) -> None:
         first = layer * self.n
@@ -139,9 +147,13 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies, live=No
         if used and not there and opened and offers.used[key] >= offers.kept[opened[0]]:
             wants.append(key)
     missed = [key for key in range(first, first + n) if int(sources[key]) == STREAMED]
-    theirs = []
-    for _ in range(int(shares[len(missed)]) if pairs is not None and pairs > 0 else 0):
-        theirs.append(min(missed, key=lambda key: (int(counts[key]), float(offers.used[key]), key)))
+    theirs, near, kept = [], list(missed), None if request is None else request.kept
+    if kept is not None:
+        near = [key for key in missed if int(kept.place_of[key]) >= 0]
+        shares = shares if len(near) == len(missed) else kept.shares
+    for _ in range(min(len(near), int(shares[len(missed)])) if pairs is not None and pairs > 0 else 0):
+        theirs.append(min(near, key=lambda key: (int(counts[key]), float(offers.used[key]), key)))
+        near.remove(theirs[-1])
         missed.remove(theirs[-1])
         sources[theirs[-1]] = COMPUTED
     if request is not None:
@@ -163,7 +175,7 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies, live=No
 
 def divided(ids, weights, first, theirs: list[int], n: int, request: Request) -> None:
     """One pair at a time."""
-    x, live, counts, division, mail = request
+    x, live, counts, division, mail, kept = request
     counts[first : first + n] = 0
     division.state[0] = bool(theirs)
     for at, (expert, weight) in enumerate(zip(ids.flatten().tolist(), weights.flatten().tolist(), strict=True)):
@@ -173,10 +185,11 @@ def divided(ids, weights, first, theirs: list[int], n: int, request: Request) ->
         cpu = at < division.pairs and weight != 0 and expert in theirs
         division.kept[row, slot], division.left[row, slot] = (0.0, weight) if cpu else (weight, 0.0)
         if theirs:
-            mail.ids[row, slot], mail.weights[row, slot] = expert if cpu else -1, weight if cpu else 0.0
+            number = expert if kept is None or not cpu else int(kept.place_of[first + expert]) - n
+            mail.ids[row, slot], mail.weights[row, slot] = number if cpu else -1, weight if cpu else 0.0
     if theirs:
         rows = int(division.pairs) // ids.shape[1]
-        mail.x[:rows], mail.head[0], mail.head[1] = x[:rows], first // n, rows
+        mail.x[:rows], mail.head[0], mail.head[1] = x[:rows], 0 if kept else first // n, rows
         division.number.add_(1)
         mail.asked[0], mail.answered[0] = division.number[0], 0
 

@@ -5,13 +5,17 @@ Between steps the host says whether the CPU takes part, and which experts are co
 the balancer. In the layer the admission divides the pairs and makes a request (``mailbox``). The device computes its
 own, waits for the answer no longer than ``PATIENCE``, and computes in place what did not arrive. So a thread that is
 dead, stopped or slow costs time, never a token.
+
+With a disk the CPU computes what has a row of host memory, and no other: it begins while the rest of the layer's
+experts are read. A row is written anew when all layers that may ask for it have run, so when they wait for the CPU no
+more. A late computation may then read it, and nobody its results.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +30,13 @@ from vllm_spac.execution.address_table import MANY_ROWS
 from vllm_spac.execution.cpu_check import CpuCheck
 from vllm_spac.execution.device.mailbox import Mailbox
 from vllm_spac.execution.exchange import Stream
-from vllm_spac.kernels.types import Division, Pieces, Request
-from vllm_spac.storage.base import ExpertStore
+from vllm_spac.kernels.types import Division, Kept, Pieces, Request
 
 MOST_ROWS = 32  # of a forward in which the CPU takes part: decode steps; rows cross the bus one layer after another
 PATIENCE = 50_000_000  # nanoseconds that a layer waits for an answer: once a step, whose requests a late one ends
 MUCH = 64  # late experts, from which on a quarter of all is worth a warning
 LONGEST = 64  # steps without the CPU, after late answers in several steps one after another
+AWAY = 8  # loads of which half take as long as one from a disk: PCIe has 16 lanes there, and 4 here
 _IDLE = 1.0  # seconds between two steps, from which on the engine had nothing to do
 
 logger = logging.getLogger("vllm.spac")
@@ -57,8 +61,10 @@ def mail_kernels_for(device: torch.device) -> MailKernels:
     return MailKernels(mailbox.wait_for_answer, combine.combine)
 
 
-def shares_of(balancer: Balancer, experts: int) -> list[int]:
+def shares_of(balancer: Balancer, experts: int, reading: int = 0) -> list[int]:
     """Returns how many experts the CPU takes of 0 ... ``experts`` that are missing in a layer, one row each.
+
+    ``reading``: as of ``LayerState``.
 
     Raises:
         UnsupportedError: the balancer goes by more than their number.
@@ -69,7 +75,8 @@ def shares_of(balancer: Balancer, experts: int) -> list[int]:
             "--spac-plane slots"
         )
     nobody, scores = np.zeros(experts, dtype=bool), np.zeros(experts, dtype=np.int64)
-    states = (LayerState(0, (np.arange(experts) < m).astype(np.int64), nobody, scores, 0) for m in range(experts + 1))
+    missing = ((np.arange(experts) < m).astype(np.int64) for m in range(experts + 1))
+    states = (LayerState(0, rows, nobody, scores, 0, reading=reading) for rows in missing)
     return [len(balancer.plan(state).cpu) for state in states]
 
 
@@ -80,9 +87,10 @@ class CpuShare:
         shape: the layers and experts.
         balancer: says how many missing experts of a layer the CPU computes.
         thread: computes them; owned.
-        store: has them in memory.
+        layers: the experts that it computes, as of ``Execution.cpu_layers``.
         device: that computes the others; ``compute``: the stream that runs the model.
         check: stops the CPU while steps are not shorter with it; None: it is not checked.
+        place_of: as of ``Kept``, where ``layers`` are rows of host memory before a disk.
 
     Attributes:
         rows: the most rows of a forward in which the CPU takes part.
@@ -94,17 +102,18 @@ class CpuShare:
         shape: MoEShape,
         balancer: Balancer,
         thread: ExecutorThread,
-        store: ExpertStore,
+        layers: Sequence[Mapping[str, Tensor]],
         device: torch.device,
         compute: Stream,
         check: CpuCheck | None = None,
+        place_of: Tensor | None = None,
     ) -> None:
         if thread.executor.exclusive:
             raise UnsupportedError(
                 f"spac: {thread.executor.describe()} computes while no layer does, and with plane=pointers layers do "
                 "not stop; use --spac-cpu-kernel simd, or --spac-plane slots"
             )
-        self._shape, self._thread, self._store, self._device = shape, thread, store, device
+        self._shape, self._thread, self._layers, self._device = shape, thread, layers, device
         self._compute, self._check, self._kernels = compute, check, mail_kernels_for(device)
         # A forward that borrows slots has more rows.
         self.rows = rows = min(MOST_ROWS, (MANY_ROWS * shape.experts - 1) // shape.top_k)
@@ -119,6 +128,10 @@ class CpuShare:
         shares = torch.tensor(table, dtype=torch.int32, device=device)
         number, state, late = made(torch.int64, 1), made(torch.int32, 2), made(torch.int32, 1)
         self.division = Division(number, made(torch.int32, 1), state, shares, kept, left, late)
+        self._kept: Kept | None = None
+        if place_of is not None:
+            beside = torch.tensor(shares_of(balancer, shape.experts, AWAY), dtype=torch.int32, device=device)
+            self._kept = Kept(place_of, beside)
         self._unread = made(torch.int32, shape.experts)  # counts that nobody reads
         self._box: Mailbox | None = None  # made when the dtype of rows is known
         self._ended = False
@@ -131,8 +144,7 @@ class CpuShare:
         """Called by the first forward, before anything is captured; ``x``: rows as all forwards have them."""
         if self._box is None:
             box = Mailbox(self.rows, self._shape.top_k, x.shape[1], x.dtype, self._device)
-            layers = [self._store.layer(number) for number in range(len(self._shape.layers))]
-            box.start(self._thread.executor, layers)
+            box.start(self._thread.executor, self._layers)
             self._box = box
 
     # -- between steps -------------------------------------------------------------------------------------
@@ -203,7 +215,7 @@ class CpuShare:
             counts: int32 [keys], those of the layer are overwritten with the rows that selected each expert.
         """
         assert self._box is not None, "a forward must run before"
-        return Request(x, live, counts, self.division, self._box.mail)
+        return Request(x, live, counts, self.division, self._box.mail, self._kept)
 
     def finish(
         self,

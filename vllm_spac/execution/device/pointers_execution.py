@@ -135,7 +135,9 @@ class PointerExecution(Execution):
     def attach_balancer(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """As in ``Execution``; called before a forward is captured, since the next one compiles further kernels."""
         check = CpuCheck(self.counters, time.monotonic) if checked else None
-        cpu = CpuShare(self.shape, balancer, thread, self.store, self._live.device, self._compute, check)
+        delivery = None if self.store.addressable else self.admission.delivery
+        parts = self.cpu_layers(), self._live.device, self._compute, check
+        cpu = CpuShare(self.shape, balancer, thread, *parts, None if delivery is None else delivery.mail[1].place_of)
         self.balancer, self.launches.cpu = balancer, cpu
         self.admission.reports.on_report = lambda counted: cpu.observe_step(counted.computed, counted.late)
         self._compiled.clear()
@@ -244,11 +246,11 @@ class PointerExecution(Execution):
         return _filled(self)
 
     def close(self) -> None:
+        if self.launches.cpu is not None:  # it may read what the next one has
+            self.launches.cpu.close()
         if self.admission.delivery is not None:
             self.admission.delivery.close()
         self._copy.close()
-        if self.launches.cpu is not None:
-            self.launches.cpu.close()
         self.store.close()
 
 

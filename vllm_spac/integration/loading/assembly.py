@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.cache.host_tier import HostTier, useful_rows
-from vllm_spac.cache.measured_costs import serving_rates
+from vllm_spac.cache.measured_costs import RowsStore, serving_rates
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO
@@ -41,6 +41,7 @@ from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
 from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
+from vllm_spac.storage.base import allocate
 from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.system.host_memory import available_host_bytes, gib, pin_remedy
 from vllm_spac.system.processors import binding
@@ -306,7 +307,7 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read experts that are packed for our "
             f"kernels ({execution.shape.packed.describe()}); use simd"
         )
-    layers = [execution.store.layer(number) for number in range(len(execution.shape.layers))]
+    layers = execution.cpu_layers()
     if kernel is not None and (name := binding(os.environ)) is not None:
         logger.warning(
             "spac: %s binds the threads that compute CPU experts to the cores of those that stream the others; "
@@ -323,7 +324,14 @@ def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThrea
     Returns a function that runs this row in fast memory.
     """
     (x, weights, ids), in_slots = one_row(execution, layer)
-    with thread.computing(x, weights, ids, execution.store.layer(layer.spac_index)) as computation:
+    if (store := execution.store).addressable:
+        experts = store.layer(layer.spac_index)
+    else:
+        experts = allocate(store.shape.tensors, store.shape.top_k, "cpu")
+        for number in range(store.shape.top_k):
+            key = store.shape.key(layer.spac_index, number)
+            store.read(key, {name: tensor[number] for name, tensor in experts.items()})
+    with thread.computing(x, weights, ids, experts) as computation:
         found = computation.result()
     check_same(found, in_slots().cpu(), x.dtype, x.shape[1], "CPU experts compared with vLLM's kernel")
     return in_slots
@@ -395,8 +403,9 @@ def _rates(
         except ConfigError as error:
             missing = f", because {error}"
     moe = layer.moe_config
+    store, rows = execution.store, execution.host
     rates = serving_rates(
-        execution.store,
+        store if store.addressable or rows is None else RowsStore(store.shape, rows.tensors),
         thread,
         in_slots,
         hidden=moe.hidden_dim,

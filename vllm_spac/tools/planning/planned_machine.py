@@ -111,7 +111,7 @@ class PlannedMachine:
         fixed = costs.other if costs.provenance.how == "measured" else 0.0
         other = fixed or model.read_bytes / costs.fast.bytes_per_second + self._own(store, model, cpu)
         origin = costs.provenance.model_copy(update={"store": "disk" if store in ("disk", "tiers") else "host"})
-        host, memory = self.link if store == "tiers" else None, costs.memory if store == "host" else None
+        host, memory = self.link if store == "tiers" else None, costs.memory if store in ("host", "tiers") else None
         if self.gpu and model.execution != "slots" and store != "none":
             rate = HIT_SHARE.get(model.kind, 1.0) * costs.fast.bytes_per_second
             costs = costs.model_copy(update={"fast": costs.fast.model_copy(update={"bytes_per_second": rate})})

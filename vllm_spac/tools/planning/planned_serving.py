@@ -266,7 +266,7 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
         for store in stores(model, machine, percent, tokens):
             choice = _with_host_memory(Choice(percent, store, drafts=drafts, tokens=tokens), model, machine)
             yield choice
-            if store == "host" and on_the_cpu:
+            if on_the_cpu and (store == "host" or (store == "tiers" and model.execution == "pointers")):
                 yield replace(choice, cpu=True)
 
 

@@ -11,7 +11,7 @@ Assumptions, each where nothing was measured:
   layer takes at least as long as host memory needs for what crosses the bus and what the CPU reads.
 - What a step used is known to the next one, as on the device that decides. It takes no time. Host memory before a disk
   learns of it a step later. What is only on the disk is read there before anything else of the layer begins, and an
-  order takes ``ORDER`` seconds besides.
+  order takes ``ORDER`` seconds besides. The CPU computes what is in host memory meanwhile.
 - Long prompts are no exception: an expert crosses the bus once. That they borrow slots, the least valuable ones, which
   hold other experts afterwards, is left out. Simulated as the pool does it, 2,048 rows before each 64 to 256 tokens
   changed the time per token by less than 0.2 %: of the carved model with 15, 25 and 50 % of its experts in slots, of
@@ -34,7 +34,7 @@ from vllm_spac.execution.device.admission_reports import with_prompts
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.device.slot_offers import SlotOffers
 from vllm_spac.kernels.reference.admit import admit_alone
-from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Kept
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
@@ -50,7 +50,8 @@ class PointersReplay(Replay[list[Part]]):
     Args:
         outcome: with ``slots``.
         policy: its formula says what a slot is worth.
-        shares: experts that the CPU computes, by how many a layer misses, as of ``shares_of``; empty: none.
+        shares: experts that the CPU computes, by how many a layer misses, as of ``shares_of``; empty: none. beside:
+            where it waits for the disk, too.
         settled: slots whose experts have them for good.
         tier: host memory before a disk, whose loads cost ``costs.host``; None: there is no disk.
     """
@@ -65,12 +66,18 @@ class PointersReplay(Replay[list[Part]]):
         shares: Sequence[int] = (),
         settled: int = 0,
         tier: HostTier | None = None,
+        beside: Sequence[int] = (),
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         self._rows = None if tier is None else OrderedRows(tier)
         link = costs.load if tier is None or costs.host is None else costs.host
         self._load = float(link.ideal(nbytes))
-        self._shared = _division(shares, trace.facts.top_k) if shares else None
+        self._place_of = torch.zeros(trace.facts.total, dtype=torch.int32)  # as of ``Kept``, but any number is one row
+        self._near = self._place_of.numpy()
+        self._shared: tuple[Division, Kept | None] | None = None
+        if shares:
+            kept = Kept(self._place_of, torch.tensor(beside, dtype=torch.int32)) if tier is not None else None
+            self._shared = _division(shares, trace.facts.top_k), kept
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         facts = trace.facts
         formula = policy.formula(facts.layers, facts.experts, torch.device("cpu"))
@@ -81,8 +88,9 @@ class PointersReplay(Replay[list[Part]]):
         self.experts = Experts(slot_of, owner, *no_addresses, torch.zeros(0, outcome.slots, dtype=torch.int64))
         self._copies = torch.zeros(1 + 2 * trace.facts.experts, dtype=torch.int32)
         self._counts, self._sources, self._decided = (torch.zeros(keys, dtype=torch.int32) for _ in range(3))
-        self._near = np.ones(keys, dtype=bool)  # has an address in host memory
         self._last: tuple[np.ndarray, np.ndarray] | None = None  # as of ``OrderedRows.observe``, of the last step
+        self._slots = slot_of.numpy().copy()  # as the host knows them when a step begins
+        self._ending = self._slots  # after the last step
         self._leading = 0  # rows of the step that slots are for
         self._number = 0  # records before the next layer
 
@@ -94,20 +102,21 @@ class PointersReplay(Replay[list[Part]]):
         self.experts.owner.copy_(torch.tensor(keys))
         self.experts.slot_of[list(keys)] = torch.arange(len(keys), dtype=torch.int32)
         self._offers.update(self.experts.owner)
+        self._slots = self._ending = self.experts.slot_of.numpy().copy()
 
     def fill_host(self, keys: Sequence[int]) -> None:
         """Puts those of ``keys`` that have no slot into host memory, as it has room."""
         assert self._rows is not None
-        self._near[:] = False
+        self._near[:] = NOWHERE
         for key in self._rows.tier.first(keys, self.experts.slot_of.numpy()):
             self._rows.tier.admit(key)
-            self._near[key] = True
+            self._near[key] = 0
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._step, self._leading = step, self.leading(step)
         if self._rows is not None:
-            leaving = self._rows.begin_step(self.experts.slot_of.numpy())
-            self._near[list(leaving)] = False
+            leaving = self._rows.begin_step(self._slots)
+            self._near[list(leaving)] = NOWHERE
             self._rows.release(list(leaving.values()))
         state = self._offers.offers.state
         state.copy_(self._offers.ready if self._leading else torch.zeros_like(state))
@@ -122,7 +131,8 @@ class PointersReplay(Replay[list[Part]]):
         self._number += 1
         ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
         state = self.experts, self._offers.offers, self._decided, self._sources, self._copies
-        admit_alone(ids, torch.ones(ids.shape), first, *state, None, self._shared if self._may_leave() else None)
+        shared = self._shared if self._shared is not None and self._may_leave() else (None, None)
+        admit_alone(ids, torch.ones(ids.shape), first, *state, None, *shared)
         self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
         sources = self._sources[part.keys].tolist()
@@ -135,7 +145,8 @@ class PointersReplay(Replay[list[Part]]):
         load, ordered = self._load, self._order(part.keys, sources)
         launches = LAUNCHES if outcome.slots < self.trace.facts.total else 0.0
         memory = self.costs.sharing(self.nbytes, copied + streamed, left)
-        took = ordered + launches + max(hits, (copied + streamed) * load + filled, on_cpu, memory)
+        link = (copied + streamed) * load + filled
+        took = launches + max(ordered + max(hits, link), on_cpu, memory)
         outcome.parts += 1
         outcome.seconds += took
         outcome.stall_seconds += took - hits - filled
@@ -145,10 +156,10 @@ class PointersReplay(Replay[list[Part]]):
     def _order(self, keys: Sequence[int], sources: Sequence[int]) -> float:
         """Returns the seconds of reading what is only on the disk; a row of host memory has it then, if one is free."""
         missed = (key for key, source in zip(keys, sources, strict=True) if source in (ADMITTED, STREAMED))
-        away = [key for key in missed if not self._near[key]]
+        away = [key for key in missed if self._near[key] == NOWHERE]
         if self._rows is None or not away:
             return 0.0
-        self._near[away] = [self._rows.place(key) is not None for key in away]
+        self._near[away] = [NOWHERE if self._rows.place(key) is None else 0 for key in away]
         self.outcome.disk_loads += len(away)
         return ORDER + self.costs.loading(len(away), self.nbytes)
 
@@ -165,8 +176,9 @@ class PointersReplay(Replay[list[Part]]):
         if self._rows is not None:
             if self._last is not None:
                 self._rows.observe(*self._last)
+            self._slots, self._ending = self._ending, self.experts.slot_of.numpy().copy()
             sources, counts = self._read_from(), np.maximum(self._decided.numpy(), 0)
-            self._last = (counts, (sources == ADMITTED) | (sources == STREAMED)) if counts.any() else None
+            self._last = (counts, sources > HIT) if counts.any() else None
         if self.experts.owner[0] == NOWHERE:
             return
         if (prompt := self.trace.prompt_rows(self._step)) is not None:

@@ -73,13 +73,14 @@ def simulate(
     if execution == "pointers":
         check_pointers(policy, balancer, prefetch, costs, tier=bool(host_bytes))
         chosen = build_policy(policy, trace, slots)
-        from vllm_spac.execution.device.cpu_share import shares_of  # torch, which takes a second
+        from vllm_spac.execution.device.cpu_share import AWAY, shares_of  # torch, which takes a second
         from vllm_spac.tools.traces.simulated_pointers import PointersReplay
 
-        beside = build_balancer(balancer, trace, costs, nbytes)
-        shares = [] if beside is None else shares_of(beside, facts.experts)
+        link = costs if costs.host is None else costs.model_copy(update={"load": costs.host})
+        built = build_balancer(balancer, trace, link, nbytes)
+        shares, beside = ([] if built is None else shares_of(built, facts.experts, reading) for reading in (0, AWAY))
         rows = _tier(policy, trace, costs, 0, host_bytes // nbytes) if host_bytes else None
-        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, settled, rows)
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, settled, rows, beside)
         replay.fill(filling(trace, slots, settled) if fill else [])
         if rows is not None:
             replay.fill_host(filling(trace, min(facts.total, slots + rows.rows)) if fill else [])
