@@ -97,15 +97,20 @@ def test_graphs_wait_for_what_is_not_pinned() -> None:
     assert found["said"] == stock() and found["replays"] > 30 and found["stats"]["stall_seconds"] > 0
 
 
-@pytest.mark.parametrize(("host_memory", "rows"), [("18MiB", 192), ("96KiB", 1)])
-def test_graphs_wait_for_what_is_on_a_disk(host_memory: str, rows: int, tmp_path) -> None:
-    """With host memory for half of the experts, or for one of them, beside cut drafts, a budget and reads."""
-    disk = {"store": "disk", "disk_dir": str(tmp_path), "host_memory": host_memory}
+@pytest.mark.parametrize(
+    ("host_memory", "rows", "cpu"), [("18MiB", 192, "off"), ("96KiB", 1, "off"), ("18MiB", 192, "1")]
+)
+def test_graphs_wait_for_what_is_on_a_disk(host_memory: str, rows: int, cpu: str, tmp_path) -> None:
+    """With host memory for half of the experts, of which the CPU computes some, or for one of them.
+
+    Beside cut drafts, a budget and reads ahead.
+    """
+    disk = {"store": "disk", "disk_dir": str(tmp_path), "host_memory": host_memory, "cpu_experts": cpu}
     found = graph_runs.run(CUT | disk | {"budget": "64", "prefetch": "gate"}, ("plan", "cut"), **CHAIN)
     stats = found["stats"]
     assert found["said"] == stock() and found["replays"] > 30 and stats["execution"] == "pointers"
     assert stats["bytes"]["disk"] > 0 and stats["stall_seconds"] > 0 and stats["misses"] > 0
-    assert int(rows * 0.7) <= stats["host_experts"] <= rows
+    assert int(rows * 0.7) <= stats["host_experts"] <= rows and (stats["cpu_experts"] > 20) == (cpu != "off")
 
 
 @pytest.mark.parametrize("bug", ["not warmed up", "new memory", "padding writes"])

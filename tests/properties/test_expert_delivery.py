@@ -171,6 +171,8 @@ def test_beside_a_share_of_the_CPU_and_where_that_is_late(far, monkeypatch, late
     pool.attach_balancer(balancer, ExecutorThread(Gated(pool.shape, 1, "silu")))
     before, moved = held.copy(), 0
     for number in range(30 if rows else 12):
+        if rows and number == 20:
+            gate.set()  # it computes from a row that has another expert by now
         many = 1 + number % 4
         pool.begin_step(Step((RequestRows(0, many, RowKind.DECODE),)))
         for layer in range(LAYERS):
@@ -185,7 +187,8 @@ def test_beside_a_share_of_the_CPU_and_where_that_is_late(far, monkeypatch, late
             before = held.copy()
     stats = pool.snapshot()
     assert moved > 10 or rows == 0
-    assert (stats["cpu_late"] > 0) == late and (stats["cpu_experts"] > 0) != late and pool.store.reads > 0
+    assert (stats["cpu_late"] > 0) == late and pool.store.reads > 0
+    assert (stats["cpu_experts"] > 0) != late or (rows and late)
     gate.set()
 
 

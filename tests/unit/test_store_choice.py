@@ -106,7 +106,9 @@ def test_what_is_planned_is_what_starts(arguments, model, caplog, name: str, hos
         through = max(whole.checkpoint.layer_bytes.values())
         assert config.host_memory == (machine.spare - through) >> 20 << 20 and "host memory are free" in said[0]
         (best,) = (
-            choice for choice in plans.choices(whole, machine, ONE) if choice.store == "tiers" and not choice.drafts
+            choice
+            for choice in plans.choices(whole, machine, ONE)
+            if choice.store == "tiers" and not choice.drafts and not choice.cpu
         )
         assert best.host_bytes <= config.host_memory
         held = slot_bytes(whole, best.percent) + best.host_bytes
@@ -120,7 +122,6 @@ def test_what_is_planned_is_what_starts(arguments, model, caplog, name: str, hos
     [
         {"store": "host"},
         {"slots": "100%"},
-        {"cpu_experts": "auto"},
         {"executor": "processes"},
     ],
     ids=str,
@@ -132,9 +133,12 @@ def test_what_leaves_no_other_store_is_the_users(arguments, knobs: dict) -> None
     assert "host_memory" not in config.model_fields_set and config.store == knobs.get("store")
 
 
+@pytest.mark.parametrize("knobs", [{"plane": "pointers"}, {"cpu_experts": "auto"}], ids=str)
 @pytest.mark.parametrize(("host", "store"), [(32 * GIB, "disk"), (SYSTEM_RESERVE, "host")])
-def test_layers_that_read_in_place_have_host_memory_before_a_disk(arguments, host: int, store: str) -> None:
-    config = started(arguments(OSS, host, {"plane": "pointers"}))
+def test_layers_that_read_in_place_have_host_memory_before_a_disk(
+    arguments, knobs: dict, host: int, store: str
+) -> None:
+    config = started(arguments(OSS, host, knobs))
     assert config.plane == "pointers" and config.store_on("cuda") == store
     assert (config.host_memory is not None) == (store == "disk")
 
