@@ -119,7 +119,7 @@ class Sides:
             counts[used] = 1
             self.delivery.observe(counts, np.where(counts, STREAMED, UNUSED))
         self.ran.clear()
-        self.delivery.begin()
+        self.delivery.begin(np.full(SHAPE.total, NOWHERE))
         for keys in (step := self.steps[self.begun]):
             self.queue.work += [(self.order, keys), (self.wait,), (self.note,)]
             self.queue.work += [operation for key in keys for operation in ((self.look, key), (self.read, key))]

@@ -115,10 +115,7 @@ class ExpertDelivery:
     # -- rows of host memory, between steps ----------------------------------------------------------------
 
     def begin(self, slot_of: np.ndarray) -> None:
-        """A step begins, after all that the last one has launched: some experts lose their rows.
-
-        ``slot_of``: as of ``OrderedRows.begin_step``.
-        """
+        """A step begins, after all that the last one has launched; ``slot_of``: as of ``OrderedRows.begin_step``."""
         if self._rows is None or not (leaving := self._rows.begin_step(slot_of)):
             return
         self._compute.submit(self._place_of.index_fill_, 0, self._memory.sent(torch.tensor(list(leaving))), NOWHERE)
