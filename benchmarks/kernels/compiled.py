@@ -46,6 +46,7 @@ from vllm_spac.kernels.types import (
     Early,
     Experts,
     Fills,
+    Kept,
     Mail,
     Offers,
     Orders,
@@ -276,10 +277,12 @@ def budgeted(ids, weights, count, substitute: bool) -> None:
     tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
 
 
-def admitting(ids, weights, count, names: int = 4, *, divided: bool = False, d: int = 2048) -> None:
+def admitting(
+    ids, weights, count, names: int = 4, *, divided: bool = False, on_disk: bool = False, d: int = 2048
+) -> None:
     """What a layer launches before its experts, with an expert's weights and biases, and what copies guesses.
 
-    ``divided``: the CPU computes some of the missed experts.
+    ``divided``: the CPU computes some of the missed experts; ``on_disk``: of those that have rows of host memory.
     """
     keys, slots = 2 * count, 3
     integers, addresses = torch.zeros(keys, dtype=torch.int32), torch.zeros(names, keys, dtype=torch.int64)
@@ -291,7 +294,8 @@ def admitting(ids, weights, count, names: int = 4, *, divided: bool = False, d: 
     asked = None
     if divided:
         x, (division, mail) = torch.zeros(len(ids), d, dtype=torch.bfloat16), mailbox_of(ids, count, d)
-        asked = Request(x, live, integers, division, mail)
+        kept = Kept(integers, division.shares) if on_disk else None
+        asked = Request(x, live, integers, division, mail, kept)
     admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live, asked)
     fetch.fetch(copies, experts, integers[:names])
 

@@ -286,6 +286,13 @@ def test_an_admission_that_leaves_some_to_the_cpu(capability, rows, experts):
     check(f"admit M={rows} N={experts}, divided", capability, compile_for(capability, call), spilled)
 
 
+@pytest.mark.parametrize("capability", SHARED)
+def test_an_admission_that_leaves_rows_of_host_memory_to_the_cpu(capability):
+    call = record(lambda: admitting(*ids_of(16), 128, divided=True, on_disk=True))["admit"]
+    spilled = 8 if capability in (90, 100, 120) else 0
+    check("admit M=16 N=128, divided, on a disk", capability, compile_for(capability, call), spilled)
+
+
 def test_a_row_of_1024_experts_fits():
     """The most that is allowed."""
     ids, weights = ids_of(8)
