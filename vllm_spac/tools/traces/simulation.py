@@ -78,9 +78,9 @@ def simulate(
 
         link = costs if costs.host is None else costs.model_copy(update={"load": costs.host})
         built = build_balancer(balancer, trace, link, nbytes)
-        shares, beside = ([] if built is None else shares_of(built, facts.experts, reading) for reading in (0, AWAY))
+        shares, waiting = ([] if built is None else shares_of(built, facts.experts, reading) for reading in (0, AWAY))
         rows = _tier(policy, trace, costs, 0, host_bytes // nbytes) if host_bytes else None
-        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, settled, rows, beside)
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen, shares, settled, rows, waiting)
         replay.fill(filling(trace, slots, settled) if fill else [])
         if rows is not None:
             replay.fill_host(filling(trace, min(facts.total, slots + rows.rows)) if fill else [])
