@@ -282,13 +282,15 @@ def test_what_goes_with_stages(family, spac, options, alone_for_stages, checkpoi
 
 @pytest.mark.full
 def test_stages_of_unequal_size(alone_for_stages, tmp_path, monkeypatch):
-    """Slots are by the layers of each."""
+    """Slots, and the memory that they divide, are by the layers of each."""
     monkeypatch.setitem(ONE_THREAD, "VLLM_PP_LAYER_PARTITION", "4,2")
     spac = {"slots": "10%", "store": "disk", "disk_dir": str(tmp_path), "host_memory": "6MiB"}
     found = run(TOY / "target", spac, **STAGES)
     check_stages(found, alone_for_stages("toy"))
     first, last = found.workers
     assert (first["layers"], last["layers"]) == (4, 2) and first["slots"] > last["slots"]
+    held = [sum(worker["host_bytes"].values()) / worker["expert_bytes"] for worker in found.workers]
+    assert held == [42, 21], "two thirds of 6 MiB and one third, in experts"
 
 
 KILLED = """

@@ -155,9 +155,10 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     refused = dict(refused_of(given))
     if not refused:
         other = SpacConfig.parse({**given, "plane": "pointers"})
-        ranks = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
-        if compatibility.reads_on_order(other) and ranks > 1:
-            return f"{ranks} ranks with experts on a disk"
+        if compatibility.reads_on_order(other):
+            ranks = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
+            if ranks > 1:
+                return f"{ranks} ranks with experts on a disk"
     # Others gave stock's tokens on no GPU where the device decides, in CUDA graphs.
     unseen = config.prefetch != "off" and not components.find("predictors", config.prefetch).on_device
     if unseen and "prefetch" not in refused:
