@@ -227,7 +227,7 @@ def applied(state: State, remedy: Remedy) -> State:
             continue
         if value in ("FILE", "OTHER"):
             value = f"{name}.file"
-        if name == "--speculative-config":
+        if name == "--speculative-config" and value is not None:
             value = EAGLE if value["method"] == "eagle3" else COPY
         settings[name] = value
     return frozen(settings)
