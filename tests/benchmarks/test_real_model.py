@@ -263,6 +263,16 @@ def test_a_head_learns_what_the_target_says(learning: Callable[..., Any]) -> Non
     assert trainer.head.rows_left.abs().max() > 0, "output rows learn too"
 
 
+def test_a_wider_head_drafts_the_same_until_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, head = head_of(tmp_path, monkeypatch)
+    weights = {name: weight.detach() for name, weight in head.named_parameters()}
+    wider = eagle.Eagle.of(model, eagle.widened(weights, 24))
+    x = torch.randn(1, 5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert len(wider.gate) == 24 and torch.equal(wider.ffn(x), head.ffn(x))
+    with pytest.raises(ValueError, match="16 neurons already"):
+        eagle.widened(weights, 8)
+
+
 def test_training_goes_on_where_it_ended(learning: Callable[..., Any], tmp_path: Path) -> None:
     """As if it had never ended: the same windows, moments and mean."""
     whole, first, second = learning(), learning(), learning()

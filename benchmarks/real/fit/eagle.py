@@ -152,6 +152,19 @@ class Eagle(nn.Module):
             yield bases, x
 
 
+def widened(weights: dict[str, Tensor], neurons: int, seed: int = 0) -> dict[str, Tensor]:
+    """The weights of a head whose FFN has ``neurons``; the new ones are drawn, and add nothing yet."""
+    more, generator = neurons - len(weights["gate"]), torch.Generator().manual_seed(seed)
+    if more < 0:
+        raise ValueError(f"the head has {len(weights['gate'])} neurons already, more than {neurons}")
+
+    def drawn(rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows.std() * torch.randn(more, rows.shape[1], generator=generator)])
+
+    gate, up, down = (weights[name].float() for name in ("gate", "up", "down"))
+    return weights | {"gate": drawn(gate), "up": drawn(up), "down": F.pad(down, (0, more))}
+
+
 def attended(q: Tensor, base_k: Tensor, base_v: Tensor, chain: list[tuple[Tensor, Tensor]], future: Tensor) -> Tensor:
     """The keys of step 0 up to the base, and the chain's own: row i of the chain is visible to row i only."""
     scale = q.shape[-1] ** -0.5

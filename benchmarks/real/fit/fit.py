@@ -84,7 +84,7 @@ def head(
     minutes: Annotated[float, typer.Option(help="how long to learn")] = 60.0,
     rate: Annotated[float, typer.Option(help="learning rate")] = 8e-4,
     batch: Annotated[int, typer.Option(help="windows of a step")] = 4,
-    neurons: Annotated[int, typer.Option(help="of an EAGLE-3 head's FFN")] = 1024,
+    neurons: Annotated[int, typer.Option(help="of its FFN; what it begins with may have fewer")] = 1024,
 ) -> None:
     """Trains a drafter on what the target said, and judges it every ten minutes."""
     if state.exists() and not resume:
@@ -99,7 +99,7 @@ def head(
     trainee, before = eagle.Eagle(model, neurons, artefact.load_vocabulary(), eagle.RANK), 0
     if begin is not None:
         found = artefact.load_head(begin)
-        missing, unknown = trainee.load_state_dict(found.weights, strict=False)
+        missing, unknown = trainee.load_state_dict(eagle.widened(found.weights, neurons), strict=False)
         if unknown or any(not name.startswith("rows_") for name in missing):
             raise typer.BadParameter(f"{begin} has other weights: {missing}, {unknown}", param_hint="--from")
         before = int(found.numbers["tokens"])
