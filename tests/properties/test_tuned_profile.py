@@ -105,6 +105,7 @@ def used(path: Path, level: str) -> tuple[SpacConfig, SpacConfig, Any]:
         additional_config={"spac": spac},
         speculative_config=None,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
         max_num_seqs=8,
     )
     return (before := SpacConfig.parse(spac)), tuned_start.apply(args, before), args.speculative_config
