@@ -229,9 +229,7 @@ def test_a_plane_that_such_a_system_has_not(flags: str, folder, tmp_path) -> Non
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--pipeline-parallel-size 2", "--pipeline-parallel-size above 1"),
         ("--data-parallel-size 2", "--data-parallel-size above 1"),
-        ("--pipeline-parallel-size 2 --tensor-parallel-size 2", "--pipeline-parallel-size above 1"),
         ("--enable-expert-parallel", "--enable-expert-parallel with one rank"),
     ],
 )
@@ -239,6 +237,20 @@ def test_a_plane_that_such_a_system_has_not(flags: str, folder, tmp_path) -> Non
 def test_parallelism_that_cannot_serve_has_a_remedy(flags: str, problem: str, model: str, folder, tmp_path) -> None:
     start, refused = accepted(RTX3090, folder(model), f"--spac-slots 20% {flags}", tmp_path)
     assert problem in refused[0] and len(refused) == 1 and start.spac is not None
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-parallel-size 2", "--pipeline-parallel-size 2 --tensor-parallel-size 2"])
+@pytest.mark.parametrize("model", [SMALL, "openai/gpt-oss-120b"])
+def test_pipeline_stages_start(flags: str, model: str, folder, tmp_path) -> None:
+    start, refused = accepted(RTX3090, folder(model), f"--spac-slots 20% {flags}", tmp_path)
+    assert refused == [] and start.spac is not None and start.spac.plane == "pointers"
+    assert start.config.parallel_config.pipeline_parallel_size == 2
+
+
+def test_drafts_do_not_go_with_pipeline_stages(folder, tmp_path) -> None:
+    flags = f"--spac-slots 20% --pipeline-parallel-size 2 {NGRAM}"
+    start, refused = accepted(RTX3090, folder(SMALL), flags, tmp_path)
+    assert len(refused) == 1 and "--pipeline-parallel-size 2 with drafts" in refused[0] and start.spac is not None
 
 
 def test_quantised_experts_are_not_divided(folder, tmp_path) -> None:
