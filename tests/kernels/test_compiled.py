@@ -288,8 +288,9 @@ def test_an_admission_that_leaves_some_to_the_cpu(capability, rows, experts):
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_an_admission_that_leaves_rows_of_host_memory_to_the_cpu(capability):
+    """On sm_90 and sm_120 it keeps two registers in 8 bytes of stack."""
     call = record(lambda: admitting(*ids_of(16), 128, divided=True, on_disk=True))["admit"]
-    spilled = 8 if capability in (90, 100, 120) else 0
+    spilled = 8 if capability in (90, 120) else 0
     check("admit M=16 N=128, divided, on a disk", capability, compile_for(capability, call), spilled)
 
 

@@ -78,7 +78,7 @@ def _without_heads(config: Mapping, entry: Mapping) -> Mapping:
         for name, group in given.items()
         if not any(_targets(mapping(group), one) for one in head) or any(_targets(mapping(group), one) for one in own)
     }
-    return entry if len(kept) == len(given) else {**entry, "config_groups": kept}
+    return entry if not layers or len(kept) == len(given) else {**entry, "config_groups": kept}
 
 
 def _with_experts(config: Mapping, entry: Mapping) -> Mapping:
