@@ -11,7 +11,7 @@ WINS: dict[str, tuple[str, str]] = {
     "host_memory": ("1380MiB, over none", "paired_three_tiers_disk_toy.json"),
     "policy": ("layer_lru, in hits, on the carved model without drafts, a quarter in slots", "real_policies.json"),
     "prefetch": ("shadow", "paired_shadow_local_large.json"),
-    "guard": ("on@lookups=on, beside a weak head, calculated; served it gained nothing", "drafts_account.json"),
+    "guard": ("on@lookups=on, where the text repeats", "repeating_real.json"),
     "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
     "cpu_experts": (
         "waterfill, on a scaled machine; on an H100, with an older kernel, none ever paid",
