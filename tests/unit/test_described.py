@@ -327,3 +327,13 @@ def test_the_state_of_kimi_delta_attention_is_vllms() -> None:
     for drafts in (0, 3):
         convolution, matrices = MambaStateShapeCalculator.kda_state_shape(1, 32, 128, num_spec=drafts)
         assert found.state.nbytes(drafts, on_cpu=False) == 2 * math.prod(convolution) + 4 * math.prod(matrices)
+
+
+@pytest.mark.parametrize("expert", [{}, {"expert_dtype": "fp8"}])
+def test_experts_in_fp8_are_no_other_format(expert: dict) -> None:
+    """Also where the entry says so itself; in FP4 they are refused by name."""
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    found = quant_config.of({"quantization_config": entry | expert})
+    assert found == entry and quantisation.refusal(found) is None
+    other = quant_config.of({"quantization_config": entry | {"expert_dtype": "fp4"}})
+    assert other is not None and "FP4 beside layers in FP8" in str(quantisation.refusal(other))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Kept, Offers, Request, lanes
+from ..types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Experts, Kept, Offers, Request, lanes
 from .mailbox import post
 from .route import routed
 
@@ -28,8 +28,10 @@ def admit(
         n = len(copies) // 2
         needed = routed(topk_ids, topk_weights, n, live).unique()
         turn[0], turn[1] = first // n, (experts.slot_of[first + needed[needed >= 0]] < 0).sum()
-    shared = (None, None) if request is None else (request.division, request.kept)
-    admit_alone(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, *shared)
+    shares, kept = None, None
+    if request is not None and request.division.pairs[0] > 0:
+        shares, kept = request.division.shares, request.kept
+    admit_alone(topk_ids, topk_weights, first, experts, offers, counts, sources, copies, live, shares, kept)
     if request is not None:
         post(topk_ids, topk_weights, first, sources, request)
 
@@ -44,10 +46,13 @@ def admit_alone(
     sources: Tensor,
     copies: Tensor,
     live: Tensor | None,
-    division: Division | None,
+    shares: Tensor | None,
     rows: Kept | None = None,
 ) -> None:
-    """What ``admit`` decides, without asking the CPU for its share; arguments as there."""
+    """What ``admit`` decides, without asking the CPU for its share; arguments as there.
+
+    ``shares``: as of ``Division``; None where the CPU takes no part. ``rows``: as of ``Request``.
+    """
     n, (begin, end) = len(copies) // 2, offers.state.tolist()
     mine = slice(first, first + n)
     counts[mine] = torch.bincount(routed(topk_ids, topk_weights, n, live) + 1, minlength=n + 1)[1:].int()
@@ -63,8 +68,8 @@ def admit_alone(
     opened = ((experts.owner[slots] == old) & unused).nonzero().flatten()
     worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
     asking = missed.clone()
-    if division is not None and division.pairs[0] > 0:
-        near, shares = missed, division.shares
+    if shares is not None:
+        near = missed
         if rows is not None and not (near := missed & (rows.place_of[mine] >= 0)).equal(missed):
             shares = rows.shares
         here = near.nonzero().flatten().tolist()

@@ -154,7 +154,8 @@ class Trainer:
 
     def _moments(self, name: str) -> dict[Any, Any]:
         """What the optimiser of the weights ``name`` knows, by weights."""
-        return self._optimisers[name not in MATRICES].state
+        matrices, others = self._optimisers
+        return (matrices if name in MATRICES else others).state
 
     def save(self, path: Path) -> None:
         """Writes all that ``resume`` needs."""

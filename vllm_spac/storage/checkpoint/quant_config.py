@@ -82,13 +82,13 @@ def _without_heads(config: Mapping, entry: Mapping) -> Mapping:
 
 
 def _with_experts(config: Mapping, entry: Mapping) -> Mapping:
-    """Returns the entry of an FP8 checkpoint with the format of its experts, where that is another."""
+    """Returns the entry of an FP8 checkpoint with the format of its experts, or without it if these are FP8."""
     found = [entry.get("moe_quant_algo"), entry.get(EXPERTS_IN), *(part.get(EXPERTS_IN) for part in parts(config))]
     if any(part.get("model_type") in _FP4_BY_DEFAULT for part in parts(config)):
         found.append("fp4")
     named = str(next(filter(None, found), FP8)).lower()
     plain = {name: value for name, value in entry.items() if name != EXPERTS_IN}
-    return entry if named == entry.get(EXPERTS_IN, FP8) else {**plain, **({} if named == FP8 else {EXPERTS_IN: named})}
+    return plain if named == FP8 else {**plain, EXPERTS_IN: named}
 
 
 def mapping(value: object) -> Mapping:

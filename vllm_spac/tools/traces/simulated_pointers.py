@@ -34,7 +34,7 @@ from vllm_spac.execution.device.admission_reports import with_prompts
 from vllm_spac.execution.device.cpu_share import MOST_ROWS
 from vllm_spac.execution.device.slot_offers import SlotOffers
 from vllm_spac.kernels.reference.admit import admit_alone
-from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Division, Experts, Kept
+from vllm_spac.kernels.types import ADMITTED, COMPUTED, HIT, STREAMED, UNUSED, Experts, Kept
 from vllm_spac.recording.trace_file import Trace
 from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
@@ -74,10 +74,10 @@ class PointersReplay(Replay[list[Part]]):
         self._load = float(link.ideal(nbytes))
         self._place_of = torch.zeros(trace.facts.total, dtype=torch.int32)  # as of ``Kept``, but any number is one row
         self._near = self._place_of.numpy()
-        self._shared: tuple[Division, Kept | None] | None = None
+        self._shared: tuple[torch.Tensor, Kept | None] | None = None
         if shares:
             kept = Kept(self._place_of, torch.tensor(beside, dtype=torch.int32)) if tier is not None else None
-            self._shared = _division(shares, trace.facts.top_k), kept
+            self._shared = torch.tensor(shares, dtype=torch.int32), kept
         self._cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         facts = trace.facts
         formula = policy.formula(facts.layers, facts.experts, torch.device("cpu"))
@@ -194,15 +194,3 @@ class PointersReplay(Replay[list[Part]]):
         outcome.loads, outcome.cpu = outcome.loads + admitted, outcome.cpu + computed
         outcome.bytes = outcome.loads * self.nbytes
         outcome.streamed_bytes += streamed * self.nbytes
-
-
-def _division(shares: Sequence[int], top_k: int) -> Division:
-    """The CPU's share of a layer, which may have any pair."""
-
-    def made(dtype: torch.dtype, *size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype)
-
-    pairs, every = (MOST_ROWS, top_k), torch.full((1,), MOST_ROWS * top_k, dtype=torch.int32)
-    kept, left = made(torch.float32, *pairs), made(torch.float32, *pairs)
-    state, late = made(torch.int32, 2), made(torch.int32, 1)
-    return Division(made(torch.int64, 1), every, state, torch.tensor(shares, dtype=torch.int32), kept, left, late)
