@@ -292,6 +292,33 @@ def test_a_thread_that_dies_ends_the_step_with_an_error(far, monkeypatch) -> Non
         pool.check_results()
 
 
+@pytest.mark.parametrize("layers", [SOME, ()])
+def test_no_rank_gives_away_what_another_could_not_read(far, layers) -> None:
+    """Nor does one that orders nothing itself."""
+    word = torch.zeros(1, dtype=torch.int32)
+    pool, other = far(TOP_K, failed=word), (FarPool if layers else Pool)(TOP_K, *filter(None, [layers]), failed=word)
+    ended, delivery = pool.admission.delivery._end, pool.admission.delivery
+    seen: list[int] = []
+    delivery._end = lambda error: (seen.append(int(word)), ended(error))
+    one_step(other)
+    other.check_results()
+    pool.store.error = OSError(5, "bad sector")
+    one_step(pool)
+    assert seen == [1], "others know before its own layers go on"
+    with pytest.raises(StoreError, match="bad sector"):
+        pool.check_results()
+    with pytest.raises(StoreError, match="another rank"):
+        other.check_results()
+    other.close()
+
+
+def test_an_engine_that_ends_is_no_failure_to_others(far) -> None:
+    pool = far(TOP_K, failed=(word := torch.zeros(1, dtype=torch.int32)))
+    one_step(pool)
+    pool.admission.delivery.close()
+    assert not word
+
+
 def test_an_engine_that_ends_while_a_layer_waits(far) -> None:
     pool, ended = far(TOP_K), threading.Event()
     pool.store.gate.clear()

@@ -121,6 +121,7 @@ class ExecutionContext:
     host: HostRows | None = None  # host memory between the slots and the store, if any; owned by the execution
     exchange: Exchange | None = None  # copies small tensors between device and host; None on a CPU
     local_of: Tensor | None = None  # as in ``Execution``
+    failed: Tensor | None = None  # as of ``ExpertDelivery``, where there are several ranks
 
     @property
     def device(self) -> torch.device:

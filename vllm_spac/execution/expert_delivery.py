@@ -10,7 +10,8 @@ runs the model takes their addresses away, after all launches that may read them
 row is free. So a captured graph, or a step that still runs, finds an expert in its row or orders it.
 
 The device waits for as long as a read takes. An order that cannot be answered ends all waits instead: ``failure`` has
-the error from before that on, so whoever looks after a step has run learns that its results are worth nothing.
+the error from before that on, so whoever looks after a step has run learns that its results are worth nothing. Other
+ranks learn it by a word of memory that all have. It is written before the waits end, and no rank ends a step before.
 """
 
 from __future__ import annotations
@@ -53,13 +54,20 @@ class ExpertDelivery:
         memory: the table of addresses; its device orders.
         compute: the stream that runs the model.
         rows: host memory that keeps experts, if any; owned.
+        failed: int32 [1], 0 until reads of any rank of this machine have failed; None: there is one rank.
 
     Attributes:
         mail: as the kernels have it.
     """
 
     def __init__(
-        self, store: ExpertStore, threads: int, memory: AddressTable, compute: Stream, rows: HostRows | None = None
+        self,
+        store: ExpertStore,
+        threads: int,
+        memory: AddressTable,
+        compute: Stream,
+        rows: HostRows | None = None,
+        failed: Tensor | None = None,
     ) -> None:
         shape, staging, device = store.shape, store.staging(), memory.device
 
@@ -87,6 +95,7 @@ class ExpertDelivery:
         self._asked, self._answered, self._ended = (each.numpy() for each in orders[:3])
         self._count, self._keys, self._given = (each.numpy() for each in orders[3:])
         self._failure: BaseException | None = None
+        self._failed = None if failed is None else failed.numpy()
         self._woken, self._stopped, self._fence = threading.Event(), False, threading.Lock()
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="spac-order", initializer=reset_affinity)
         self._thread = threading.Thread(target=self._serve, name="spac-orders", daemon=True)
@@ -170,7 +179,7 @@ class ExpertDelivery:
                     self._copied[first] = copied = torch.cuda.Event()
                     copied.record()
         except BaseException as error:
-            self._end(error)
+            self._fail(error)
             raise
 
     # -- orders --------------------------------------------------------------------------------------------
@@ -202,7 +211,7 @@ class ExpertDelivery:
                     since = time.monotonic()
         except BaseException as error:
             logger.error("spac: layers wait for experts that cannot be read: %s", error)
-            self._end(error)
+            self._fail(error)
 
     def _answer(self, order: int) -> None:
         begun, keys = time.monotonic(), self._keys[: int(self._count[0])].tolist()
@@ -238,6 +247,11 @@ class ExpertDelivery:
             pass
         with self._fence:
             pass
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed is not None:
+            self._failed[0] = 1
+        self._end(error)
 
     def _end(self, error: BaseException) -> None:
         if self._failure is None:

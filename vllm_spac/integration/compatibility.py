@@ -84,12 +84,6 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         "fast memory and would run different ones) is not supported",
         (drop("speculate"),),
     )
-    yield (
-        ranks > 1 and reads_on_order(config),
-        f"{plane(config)} with experts on a disk and {flags} (tokens of one rank may leave "
-        "before the read of another fails) is not supported",
-        (use(plane="slots"), one),
-    )
     stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     yield (
         stages and config.record is not None,
@@ -102,11 +96,6 @@ def _of_ranks(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         f"{_flag_of(config, 'prefetch')} with {flags} (the file is for the layers of all stages) is not supported",
         (use(prefetch="gate"), drop("prefetch"), use(vllm_pipeline_parallel_size=1)),
     )
-
-
-def reads_on_order(config: SpacConfig) -> bool:
-    """Whether layers on a GPU order experts that it cannot address."""
-    return config.execution_class.reads_in_place and not config.store_class_on("cuda").addressable
 
 
 def _of_divided_experts(vllm_config: VllmConfig, gpu: bool) -> Iterator[Refusal]:

@@ -27,7 +27,7 @@ from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import AUTO, ONLY_OURS_ON_A_GPU, ROUNDED, ROUNDED_ON_A_GPU
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ACTIVATIONS, ALIGNMENT
-from vllm_spac.integration import chunk_size, compatibility, store_choice, whole_models
+from vllm_spac.integration import chunk_size, store_choice, whole_models
 from vllm_spac.integration.hooks import device, patches
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import LAYERS, first_number
@@ -153,12 +153,6 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return "with plane=pointers, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"
     given = engine_args.additional_config["spac"]
     refused = dict(refused_of(given))
-    if not refused:
-        other = SpacConfig.parse({**given, "plane": "pointers"})
-        if compatibility.reads_on_order(other):
-            ranks = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
-            if ranks > 1:
-                return f"{ranks} ranks with experts on a disk"
     # Others gave stock's tokens on no GPU where the device decides, in CUDA graphs.
     unseen = config.prefetch != "off" and not components.find("predictors", config.prefetch).on_device
     if unseen and "prefetch" not in refused:

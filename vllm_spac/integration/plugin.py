@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_spac.config import presets
 from vllm_spac.config.config import SpacConfig, config_of
-from vllm_spac.config.types import AUTO
 from vllm_spac.errors import SpacError
 from vllm_spac.integration import arguments
 from vllm_spac.integration.hooks import patches
@@ -56,7 +55,7 @@ def _checked(create_engine_config: Callable):
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
         from vllm_spac.integration import gpu_defaults, preflight, tuned_start
-        from vllm_spac.integration.hooks import device, graphs, plane_change
+        from vllm_spac.integration.hooks import device, graphs
         from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
 
@@ -74,8 +73,6 @@ def _checked(create_engine_config: Callable):
             served = gpu_defaults.apply(self, config, usage)
             if served is None:
                 return create_engine_config(self, *args, **kwargs)
-        if config.plane == AUTO:
-            plane_change.prepare(self)
         config = served
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)

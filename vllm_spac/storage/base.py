@@ -67,14 +67,13 @@ class ExpertStore(ABC):
         """
         raise StoreError(f"spac: {self.describe()} keeps every expert itself")
 
-    def pin(self, *, partly: bool = False) -> None:
-        """Pins the memory of all experts, if kernels read them in place; once it is reserved, before any ``put``.
+    def pin(self) -> None:
+        """Pins the memory of experts that kernels read in place; once it is reserved, before any ``put``.
 
-        Args:
-            partly: as much of it as the driver pins; the other experts are not ``in_reach``.
+        Those for which the driver pins no more are not ``in_reach``.
 
         Raises:
-            PinError: the driver refuses; ``partly``, what ``staging`` has.
+            PinError: the driver pins not even what ``staging`` has.
         """
         if self.in_place and not self.addressable:
             self.staging()

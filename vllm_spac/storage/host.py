@@ -44,7 +44,6 @@ class HostStore(ExpertStore):
         self._packed: set[int] = set()
         self._pin = torch.cuda.is_available()
         self._refused = ""  # why the driver pins no more
-        self._partly = False  # what it does not pin is staged for kernels that read in place
         self._held = [shape.experts] * len(shape.layers)  # experts of each layer in host memory: the first ones
         self._slot_of: dict[int, int] = {}  # of those that have settled
 
@@ -68,10 +67,9 @@ class HostStore(ExpertStore):
                 "use --spac-store disk --spac-disk-dir DIR, or a machine with more memory"
             )
 
-    def pin(self, *, partly: bool = False) -> None:
+    def pin(self) -> None:
         if not (self._pin and self.in_place):
             return
-        self._partly = partly
         for layer in range(len(self.shape.layers)):
             self._add(layer)
         if not self._refused:
@@ -79,7 +77,7 @@ class HostStore(ExpertStore):
         pinned = [layer for layer, block in self._layers.items() if block.pinned]
         while self._staging is None:
             try:
-                self._staging = HostBlock(self.shape.tensors, self.shape.experts, pin=True)
+                self._staging = HostBlock.staging(self.shape.tensors, self.shape.experts)
             except PinError:
                 if not pinned:
                     raise
@@ -109,8 +107,8 @@ class HostStore(ExpertStore):
 
     def _add(self, layer: int) -> None:
         """Allocates a layer, pinned unless the driver has refused one."""
-        pin, in_place = self._pin and not self._refused, self.in_place and not self._partly
-        block = HostBlock(self.shape.tensors, self.shape.experts, pin, in_place, self._held[layer])
+        pin = self._pin and not self._refused
+        block = HostBlock(self.shape.tensors, self.shape.experts, pin, self._held[layer])
         self._refused = self._refused or block.refused
         self._layers[layer], self._memory[layer] = block, rows_of(block.tensors)
         if block.refused and not self.in_place:

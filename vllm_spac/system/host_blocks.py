@@ -67,18 +67,13 @@ class HostBlock:
     Args:
         pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place. They are on the
             GPU's NUMA node while that has room.
-        in_place: the GPU reads them there; else they are copied, which pageable memory is good enough for where no more
-            can be pinned.
         held: experts that are written; default: all. The others have addresses, and no memory.
 
     Raises:
-        PinError: no more memory can be pinned, and it must be ``in_place``; the message names a remedy.
-        StoreError: the system or the driver refuses for another reason.
+        StoreError: the system or the driver refuses, for another reason than that no more can be pinned.
     """
 
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], count: int, pin: bool, in_place: bool = True, held: int | None = None
-    ) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool, held: int | None = None) -> None:
         held = count if held is None else held
         self.nbytes = block_bytes(specs.values(), held)
         try:
@@ -100,23 +95,23 @@ class HostBlock:
             start += _pages(count * spec.nbytes)
         self.refused = ""
         for part in (parts if held < count else [everything]) if pin else ():
-            self.refused = self.refused or self._register(part.data_ptr(), part.nbytes, in_place)
+            self.refused = self.refused or self._register(part.data_ptr(), part.nbytes)
         self.pinned = pin and not self.refused
 
     @classmethod
     def staging(cls, specs: Mapping[str, TensorSpec], count: int) -> HostBlock:
-        """Returns memory where kernels find what was read from a disk: pinned, if there is a GPU.
+        """Returns memory where kernels find what threads have read: pinned, if there is a GPU.
 
         Raises:
             PinError: no more memory can be pinned.
         """
-        block = cls(specs, count, torch.cuda.is_available(), in_place=False)
+        block = cls(specs, count, torch.cuda.is_available())
         if block.refused:
             raise PinError.refused(
-                f"spac: cannot pin {gib(block.nbytes)} of host memory, where layers read what is on a disk "
+                f"spac: cannot pin {gib(block.nbytes)} of host memory, where layers find what they miss "
                 f"({block.refused})",
                 Remedy(pin_remedy()),
-                use(plane="slots"),
+                use(plane="table"),
             )
         return block
 
@@ -126,18 +121,16 @@ class HostBlock:
         pinned = self.nbytes if self.pinned else 0
         return {"pinned": pinned, "pageable": self.nbytes - pinned}
 
-    def _register(self, address: int, nbytes: int, in_place: bool) -> str:
-        """Pins a part; returns why the driver refuses to pin as much, unless it must be ``in_place``."""
+    def _register(self, address: int, nbytes: int) -> str:
+        """Pins a part; returns why the driver refuses to pin as much, or ``""``."""
         error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-        if full := int(error) in _NO_MORE:
+        if int(error) in _NO_MORE:
             _forget_error()
-            if not in_place:
-                return f"cudaHostRegister: {_words(error)}"
+            return f"cudaHostRegister: {_words(error)}"
         if int(error) != 0:
             problem = f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
-            copied = (use(plane="slots"),) if in_place else ()
-            remedies = Remedy(pin_remedy()), *copied, use(store="disk", disk_dir="DIR")
-            raise (PinError if full else StoreError).refused(f"{problem}{_words(error)})", *remedies)
+            remedies = Remedy(pin_remedy()), use(store="disk", disk_dir="DIR")
+            raise StoreError.refused(f"{problem}{_words(error)})", *remedies)
         # a mapping that ends while it is registered would stay so, and another at its address could not be pinned
         self._unpin.append(weakref.finalize(self, _unregister, address))
         self._unpin[-1].atexit = False  # the driver may be gone by then, and the process with its memory is going

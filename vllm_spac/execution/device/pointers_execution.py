@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import Step
+from vllm_spac.errors import StoreError
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
@@ -89,9 +90,10 @@ class PointerExecution(Execution):
         self._memory = memory = AddressTable(store, tensors, shape.total)
         self.admission = Admission(context, memory, self.counters, self._compute, self._copy, kernels)
         if not self.holds_all and not all(map(store.in_reach, range(shape.total))):
-            reading = store, context.io_threads, memory, self._compute, context.host
+            reading = store, context.io_threads, memory, self._compute, context.host, context.failed
             self.admission.delivery = delivery = ExpertDelivery(*reading)
             self.admission.reports.on_use = delivery.observe
+        self._failed = None if context.failed is None else context.failed.numpy()
         self.residency = self.admission.residency
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
         self.prompts: LongPrompts | None = None  # None: each expert has its slot
@@ -187,6 +189,8 @@ class PointerExecution(Execution):
     def check_results(self) -> None:
         if self.admission.delivery is not None:
             self.admission.delivery.check()
+        if self._failed is not None and self._failed[0]:
+            raise StoreError("spac: another rank cannot read its experts any more; the log says why")
 
     # -- a layer -------------------------------------------------------------------------------------------
 

@@ -125,19 +125,6 @@ def add_splitting_op(vllm_config: VllmConfig, config: SpacConfig) -> None:
         logger.info("spac: CUDA graphs are %s: they hold %s, which need no host", mode.name, held)
 
 
-def remove_layers(vllm_config: VllmConfig) -> None:
-    """Takes full graphs out of a configuration whose layers need the host after all; keeps piecewise ones.
-
-    Before vLLM's runner has settled the mode, which it does when it knows its attention.
-    """
-    from vllm.config import CUDAGraphMode
-
-    compilation = vllm_config.compilation_config
-    mode = compilation.cudagraph_mode or CUDAGraphMode.NONE
-    pieces = CUDAGraphMode.PIECEWISE in (mode.decode_mode(), mode.mixed_mode())
-    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE
-
-
 def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
     """Refuses graphs that would contain our op while it needs the host.
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from vllm_spac.errors import Remedy, SpacError, add, drop, use
 from vllm_spac.integration.hooks import device
@@ -88,6 +91,25 @@ class Ranks:
     def wait(self) -> None:
         """Waits until all ranks have called it."""
         self.least_of_all(0)
+
+    def share_word(self) -> Tensor:
+        """Returns int32 [1] of memory that all ranks of this machine see, 0 at first, once all have called it."""
+        if self.size == 1:
+            return torch.zeros(1, dtype=torch.int32, device="cpu")
+        from vllm.distributed import get_world_group
+
+        handle, path = tempfile.mkstemp(prefix="spac-") if self.rank == 0 else (None, None)
+        try:
+            if handle is not None:
+                os.truncate(handle, torch.int32.itemsize)
+            found = get_world_group().broadcast_object(path, src=0)
+            word = torch.from_file(found, shared=True, size=1, dtype=torch.int32)
+            self.wait()
+        finally:
+            if handle is not None:
+                os.close(handle)
+                Path(path).unlink()
+        return word
 
     def end_process(self, error: Exception) -> None:
         """Ends this process if vLLM would keep it after ``error`` in a step; called before the error is raised.

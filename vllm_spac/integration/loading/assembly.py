@@ -175,7 +175,7 @@ def host_rows(
         block, refused = _as_pinned(shape, rows)
         rows = len(next(iter(block.tensors.values())))
     else:
-        block = HostBlock(shape.tensors, rows, device.type == "cuda", in_place=False)
+        block = HostBlock(shape.tensors, rows, device.type == "cuda")
         refused = block.refused
     if refused:
         what = f"{gib(block.nbytes)} are taken" if in_place else "none is pinned, and is copied from more slowly"

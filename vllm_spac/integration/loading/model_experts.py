@@ -22,7 +22,7 @@ from vllm_spac.decisions.guard.lengths import LengthChooser
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import Execution
-from vllm_spac.integration.hooks import device, graphs, plane_change, runner_hooks
+from vllm_spac.integration.hooks import device, graphs, runner_hooks
 from vllm_spac.integration.hooks.ranks import Ranks
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
@@ -92,7 +92,9 @@ class ModelExperts:
         self.on_cpu = current_platform.is_cpu()
         self.ranks = Ranks.of(vllm_config)
         machine.limit_cpus(self.ranks.rank, self.ranks.size)
-        self._configure(config)
+        self.config, self.execution = config, config.execution_class
+        self.packing = packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
+        self.arrived, self.is_stored, self.pack = packing.add_bytes, packing.is_stored, packing.pack  # for the layers
         self.serving: Serving | None = None
         self.trees: Any = None  # of its runner, as ``RunnerAdapter.plant`` returns them
         self.cutter: DraftCutter | None = None
@@ -102,11 +104,6 @@ class ModelExperts:
         self.head: ModelExperts | None = None
         self._layers: list[ManagedExperts] = []
         self._plan: LoadPlan | None = None  # between ``prepare`` and ``finish``
-
-    def _configure(self, config: SpacConfig) -> None:
-        self.config, self.execution = config, config.execution_class
-        self.packing = packing = Packing(config, self.vllm_config, self.device, self.on_cpu, self.ranks)
-        self.arrived, self.is_stored, self.pack = packing.add_bytes, packing.is_stored, packing.pack  # for the layers
 
     @property
     def layers(self) -> tuple[ManagedExperts, ...]:
@@ -140,15 +137,6 @@ class ModelExperts:
         if not self._layers:
             raise UnsupportedError(_no_layers(self.vllm_config, self.ranks))
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
-        if problem := plane_change.refused(partial(self._open, others), self.vllm_config, self.ranks):
-            self.packing.close()
-            self.packing.release_locks()
-            self._configure(plane_change.change(self.vllm_config, problem))
-            self._open(others)
-        self.packing.begin()
-
-    def _open(self, others: int) -> None:
-        """Plans the slots and opens the stores, beside ``others`` bytes of other weights; raises as ``Packing.pin``."""
         config, vllm_config, shapes = self.config, self.vllm_config, self._shapes()
         parts = self.ranks.beside if self.ranks.divide_experts else 1
         predictors = ahead.predictors(
@@ -172,6 +160,7 @@ class ModelExperts:
         if not self.packing.store_kind.persistent:
             self.ranks.wait()  # until all have seen that there is room; no lock is held that another engine waits for
         self.packing.pin()
+        self.packing.begin()
 
     def finish(self) -> None:
         """Fills the slots and attaches the layers to them; called once the weights are loaded."""
@@ -234,7 +223,7 @@ class ModelExperts:
         told |= {} if serving.cuts is None else {"device_chooser": serving.cuts.facts()}
         if self.forwards is not None:
             told["guard"] = told["guard"] | {"rested_steps": self.forwards.left_out}
-        return self.ranks.facts() | told | plane_change.facts(self.vllm_config) | counts
+        return self.ranks.facts() | told | counts
 
     def close(self) -> None:
         """Stops threads and closes stores."""

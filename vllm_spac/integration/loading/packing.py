@@ -57,6 +57,7 @@ class Packing:
         self._exchange = None if self.on_cpu else Exchange(device)
         self._layers: list[ManagedExperts] = []
         self._shapes: list[MoEShape] = []
+        self._failed = ranks.share_word() if config.execution_class.reads_in_place else None
         self._predictor: Predictor | None = None
         self._rooms: dict[MoEShape, Room] = {}
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
@@ -130,12 +131,9 @@ class Packing:
         store.reserve(missing if kind.persistent else int(missing / self._ranks.share))
 
     def pin(self) -> None:
-        """Pins experts that the GPU reads in place, once all ranks have room; ``PinError`` if the driver refuses.
-
-        Of several ranks all or none wait for reads: another rank's tokens must not leave before one that failed ends.
-        """
+        """Pins experts that the GPU reads in place, once all ranks have room; ``PinError`` if next to none can be."""
         for store in {id(store): store for store in self._stores.values()}.values():
-            store.pin(partly=self._ranks.size == 1)
+            store.pin()
 
     def begin(self) -> None:
         """Called once all stores are open, before any weight is loaded."""
@@ -223,6 +221,7 @@ class Packing:
                 host=host,
                 exchange=self._exchange,
                 local_of=local_of,
+                failed=self._failed,
             )
         )
         try:
