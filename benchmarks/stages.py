@@ -49,12 +49,18 @@ def machine(way: str, part: float) -> PlannedMachine:
     if way == "one":
         return PlannedMachine.of(CARD, MEMORY * GIB, HOST * GIB)
     found = PlannedMachine.of(CARD, (2 * MEMORY - BUFFERS) * GIB, HOST * GIB)
-    both, costs = (2 if way == "tensors" else 1), found.costs
-    load = costs.load.model_copy(update={"bytes_per_second": both * part * costs.load.bytes_per_second})
-    fast = costs.fast.model_copy(update={"bytes_per_second": both * costs.fast.bytes_per_second})
-    layer = costs.vllm.layer + (MEETINGS * MEETING if way == "tensors" else 0)
-    vllm = costs.vllm.model_copy(update={"layer": layer})
-    return replace(found, costs=costs.model_copy(update={"load": load, "fast": fast, "vllm": vllm}))
+    load = found.costs.load.model_copy(update={"bytes_per_second": part * found.costs.load.bytes_per_second})
+    found = replace(found, costs=found.costs.model_copy(update={"load": load}))
+    return tensors(found, 2) if way == "tensors" else found
+
+
+def tensors(machine: PlannedMachine, cards: int) -> PlannedMachine:
+    """Returns the card that stands for so many of ``machine``'s with tensor parallelism, but for their memory."""
+    costs = machine.costs
+    load = costs.load.model_copy(update={"bytes_per_second": cards * costs.load.bytes_per_second})
+    fast = costs.fast.model_copy(update={"bytes_per_second": cards * costs.fast.bytes_per_second})
+    vllm = costs.vllm.model_copy(update={"layer": costs.vllm.layer + MEETINGS * MEETING})
+    return replace(machine, costs=costs.model_copy(update={"load": load, "fast": fast, "vllm": vllm}))
 
 
 def speed(named: NamedModel, way: str, part: float, requests: int) -> dict[str, Any]:

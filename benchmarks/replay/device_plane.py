@@ -19,6 +19,7 @@ from rich import print
 
 from benchmarks.common import RESULTS, Script, provenance, sha256, write_result
 from benchmarks.recipes import named
+from benchmarks.stages import tensors
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import STEP_KINDS, Trace
 from vllm_spac.storage.checkpoint.published import published
@@ -110,8 +111,12 @@ def on_disk() -> Iterator[dict[str, Any]]:
         if like:
             quantisation = {"quantization_config": published()[like]["quantization_config"]}
             recipe = {"config": published()[name] | quantisation, "model": f"{name}-GPTQ-Int4"}
-        for gpu in ("rtx4090", "rtx5090"):
+        for gpu, cards in (("rtx4090", 1), ("rtx5090", 1), ("rtx4090", 2)):
             machine = PlannedMachine.of(gpu, None, host << 30)
+            if cards > 1:
+                if not like:
+                    continue  # all of them fit memory
+                machine = tensors(replace(machine, gpu=cards * machine.gpu), cards)
             with named(recipe) as model:
                 ways = list(ServedModel.ways(model, "auto", on_cpu=False, capability=machine.capability, amx=False))
             plans = [make_plan(way, machine, Load(8192, 1), routings(None, way)) for way in ways]
@@ -120,7 +125,7 @@ def on_disk() -> Iterator[dict[str, Any]]:
             for row in sorted(same, key=lambda row: row.choice.cpu):
                 speed = row.compared.tokens_per_second
                 yield {
-                    "machine": f"{gpu}, {host} GB",
+                    "machine": f"{cards} × {gpu}, {host} GB" if cards > 1 else f"{gpu}, {host} GB",
                     "model": recipe["model"],
                     "format": ours.model.kind,
                     "slots": row.choice.slots,
