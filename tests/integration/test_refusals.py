@@ -390,11 +390,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             {},
             "speculate=restricted .* with --tensor-parallel-size 2 .*; drop --spac-speculate",
         ),
-        (
-            {"plane": "pointers", "host_memory": "8GiB"},
-            {},
-            "a disk and --tensor-parallel-size 2 .*plane slots",
-        ),
         ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
         (
             {"executor": "processes"},
