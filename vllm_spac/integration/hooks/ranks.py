@@ -7,13 +7,13 @@ the experts of a step must not differ: it is decided from data that all ranks ha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,17 +98,15 @@ class Ranks:
             return torch.zeros(1, dtype=torch.int32, device="cpu")
         from vllm.distributed import get_world_group
 
-        handle, path = tempfile.mkstemp(prefix="spac-") if self.rank == 0 else (None, None)
-        try:
-            if handle is not None:
-                os.truncate(handle, torch.int32.itemsize)
-            found = get_world_group().broadcast_object(path, src=0)
-            word = torch.from_file(found, shared=True, size=1, dtype=torch.int32)
+        with contextlib.ExitStack() as opened:
+            path = None
+            if self.rank == 0:
+                file = opened.enter_context(tempfile.NamedTemporaryFile(prefix="spac-"))
+                file.truncate(torch.int32.itemsize)
+                path = file.name
+            path = get_world_group().broadcast_object(path, src=0)
+            word = torch.from_file(path, shared=True, size=1, dtype=torch.int32)
             self.wait()
-        finally:
-            if handle is not None:
-                os.close(handle)
-                Path(path).unlink()
         return word
 
     def end_process(self, error: Exception) -> None:
