@@ -23,6 +23,7 @@ from vllm_spac.cpu_kernels._thread import ExecutorThread
 from vllm_spac.cpu_kernels.base import check_same
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.errors import StoreError
+from vllm_spac.execution import expert_delivery
 from vllm_spac.execution.device import cpu_share
 from vllm_spac.execution.expert_delivery import ExpertDelivery
 from vllm_spac.storage.base import allocate
@@ -472,7 +473,7 @@ class Noted:
         self.array[at] = value
 
 
-def test_the_host_stores_in_the_order_that_was_explored(far) -> None:
+def test_the_host_stores_in_the_order_that_was_explored(far, monkeypatch) -> None:
     """Bytes, places, number; and a failure is known before any wait ends."""
     pool, log = far(TOP_K, policy="reuse"), []
     delivery: ExpertDelivery = pool.admission.delivery
@@ -480,15 +481,16 @@ def test_the_host_stores_in_the_order_that_was_explored(far) -> None:
         Noted(delivery._given, "places", log),
         Noted(delivery._answered, "number", log),
     )
-    read, order = pool.store.read, delivery._order_stores
+    read, order = pool.store.read, expert_delivery.order_stores
     pool.store.read = lambda key, into: (read(key, into), log.append("bytes"))[0]
-    delivery._order_stores = lambda: (log.append("fence"), order())
+    monkeypatch.setattr(expert_delivery, "order_stores", lambda: (log.append("fence"), order()))
     one_step(pool)
     text = " ".join(log).replace("bytes bytes", "bytes").replace("bytes bytes", "bytes").replace("bytes bytes", "bytes")
     assert set(text.split(" number")) <= {"bytes places fence", " bytes places fence", ""} and "number" in text
     log.clear()
     delivery._ended = Noted(delivery._ended, "ended", log)
-    delivery._order_stores = lambda: (log.append("failure" if delivery._failure else "none"), order())
+    known = lambda: (log.append("failure" if delivery._failure else "none"), order())  # noqa: E731
+    monkeypatch.setattr(expert_delivery, "order_stores", known)
     pool.store.error = StoreError("spac: gone")
     one_step(pool, 1)
     assert log[-2:] == ["failure", "ended"]

@@ -40,6 +40,7 @@ from vllm_spac.system.machine import reset_affinity
 from vllm_spac.system.threads import cancelled_load
 
 _NAP, _DOZE = 50e-6, 20e-3  # seconds between two looks: while orders come, and else
+_FENCE = threading.Lock()
 _IDLE = 1.0  # seconds without an order from which on none is expected before ``check``
 
 logger = logging.getLogger("vllm.spac")
@@ -75,7 +76,7 @@ class ExpertDelivery:
             return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
         counts = made(torch.int64), made(torch.int64), made(torch.int32), made(torch.int32)
-        orders = Orders(*counts, made(torch.int32, shape.experts), made(torch.int32, shape.experts))
+        orders = Orders(*counts, *(made(torch.int32, shape.experts) for _ in range(2)))
         away = np.array([not store.in_reach(key) for key in range(shape.total)])
         parts = [staging] if rows is None else [staging, rows.tensors]
         at = torch.stack([torch.cat([_addresses(part[name], device) for part in parts]) for name in shape.tensors])
@@ -96,7 +97,7 @@ class ExpertDelivery:
         self._count, self._keys, self._given = (each.numpy() for each in orders[3:])
         self._failure: BaseException | None = None
         self._failed = None if failed is None else failed.numpy()
-        self._woken, self._stopped, self._fence = threading.Event(), False, threading.Lock()
+        self._woken, self._stopped = threading.Event(), False
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="spac-order", initializer=reset_affinity)
         self._thread = threading.Thread(target=self._serve, name="spac-orders", daemon=True)
         self._thread.start()
@@ -152,8 +153,6 @@ class ExpertDelivery:
         self._memory.hosts.index_copy_(1, there, self.mail[1].at[:, at])
         self._memory.write_home(there)
 
-    # -- without an order ----------------------------------------------------------------------------------
-
     def read(self, keys: Sequence[int], slots: Iterable[Mapping[str, Tensor]]) -> None:
         """Reads ``keys`` from the store into ``slots``; before any step."""
         list(self._readers.map(self._store.read, keys, slots))
@@ -179,14 +178,14 @@ class ExpertDelivery:
                     self._copied[first] = copied = torch.cuda.Event()
                     copied.record()
         except BaseException as error:
-            self._fail(error)
+            self._end(error)
             raise
 
     # -- orders --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends all waits of the device, and the threads."""
-        self._stopped = True
+        self._stopped, self._failed = True, None  # no failure to other ranks
         self._end(cancelled_load())
         self._woken.set()
         self._thread.join()
@@ -211,7 +210,7 @@ class ExpertDelivery:
                     since = time.monotonic()
         except BaseException as error:
             logger.error("spac: layers wait for experts that cannot be read: %s", error)
-            self._fail(error)
+            self._end(error)
 
     def _answer(self, order: int) -> None:
         begun, keys = time.monotonic(), self._keys[: int(self._count[0])].tolist()
@@ -222,7 +221,7 @@ class ExpertDelivery:
             given.append(-1 - turn if row is None else self._staged + row)
         self._read([(key, max(place, -1 - place)) for key, place in zip(keys, given, strict=True)])
         self._given[: len(keys)] = given
-        self._order_stores()
+        order_stores()
         self._answered[0] = order
         self._seconds += time.monotonic() - begun
 
@@ -241,23 +240,19 @@ class ExpertDelivery:
     def _slot(self, place: int) -> Slot:
         return self._places[0][place] if place < self._staged else self._places[1][place - self._staged]
 
-    def _order_stores(self) -> None:
-        """Stores before it are visible before those behind it: a lock that is released and taken again."""
-        with self._fence:
-            pass
-        with self._fence:
-            pass
-
-    def _fail(self, error: BaseException) -> None:
+    def _end(self, error: BaseException) -> None:
+        self._failure = self._failure or error
         if self._failed is not None:
             self._failed[0] = 1
-        self._end(error)
-
-    def _end(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-        self._order_stores()
+        order_stores()
         self._ended[0] = 1
+
+
+def order_stores() -> None:
+    """Stores before it are visible before those behind it: a lock that is released and taken again."""
+    for _ in range(2):
+        with _FENCE:
+            pass
 
 
 def _addresses(rows: Tensor, device: torch.device) -> Tensor:
