@@ -298,9 +298,15 @@ def test_no_rank_gives_away_what_another_could_not_read(far, layers) -> None:
     """Nor does one that orders nothing itself."""
     word = torch.zeros(1, dtype=torch.int32)
     pool, other = far(TOP_K, failed=word), (FarPool if layers else Pool)(TOP_K, *filter(None, [layers]), failed=word)
-    ended, delivery = pool.admission.delivery._end, pool.admission.delivery
+    delivery: ExpertDelivery = pool.admission.delivery
     seen: list[int] = []
-    delivery._end = lambda error: (seen.append(int(word)), ended(error))
+
+    class Ending(Noted):
+        def __setitem__(self, at: Any, value: Any) -> None:
+            seen.append(int(word))
+            super().__setitem__(at, value)
+
+    delivery._ended = Ending(delivery._ended, "ended", [])
     one_step(other)
     other.check_results()
     pool.store.error = OSError(5, "bad sector")
@@ -481,16 +487,16 @@ def test_the_host_stores_in_the_order_that_was_explored(far, monkeypatch) -> Non
         Noted(delivery._given, "places", log),
         Noted(delivery._answered, "number", log),
     )
-    read, order = pool.store.read, expert_delivery.order_stores
+    read, order = pool.store.read, expert_delivery._order_stores
     pool.store.read = lambda key, into: (read(key, into), log.append("bytes"))[0]
-    monkeypatch.setattr(expert_delivery, "order_stores", lambda: (log.append("fence"), order()))
+    monkeypatch.setattr(expert_delivery, "_order_stores", lambda: (log.append("fence"), order()))
     one_step(pool)
     text = " ".join(log).replace("bytes bytes", "bytes").replace("bytes bytes", "bytes").replace("bytes bytes", "bytes")
     assert set(text.split(" number")) <= {"bytes places fence", " bytes places fence", ""} and "number" in text
     log.clear()
     delivery._ended = Noted(delivery._ended, "ended", log)
     known = lambda: (log.append("failure" if delivery._failure else "none"), order())  # noqa: E731
-    monkeypatch.setattr(expert_delivery, "order_stores", known)
+    monkeypatch.setattr(expert_delivery, "_order_stores", known)
     pool.store.error = StoreError("spac: gone")
     one_step(pool, 1)
     assert log[-2:] == ["failure", "ended"]

@@ -221,7 +221,7 @@ class ExpertDelivery:
             given.append(-1 - turn if row is None else self._staged + row)
         self._read([(key, max(place, -1 - place)) for key, place in zip(keys, given, strict=True)])
         self._given[: len(keys)] = given
-        order_stores()
+        _order_stores()
         self._answered[0] = order
         self._seconds += time.monotonic() - begun
 
@@ -244,11 +244,11 @@ class ExpertDelivery:
         self._failure = self._failure or error
         if self._failed is not None:
             self._failed[0] = 1
-        order_stores()
+        _order_stores()
         self._ended[0] = 1
 
 
-def order_stores() -> None:
+def _order_stores() -> None:
     """Stores before it are visible before those behind it: a lock that is released and taken again."""
     for _ in range(2):
         with _FENCE:
