@@ -13,7 +13,7 @@ misses reads no offer. Else, with c_e the pairs of expert e::
     next offer                    after the last o_i that some m_i considered; after all that were seen if they ran out
 
 From now on, a slot's old owner is read from host memory and the new one from the slot. The new owner's bytes are not in
-it yet: of a layer its grouped GEMM copies them (``Fills``), of guesses ``fetch``. All launches of layers run on one
+it yet: its grouped GEMM copies them (``Fills``). All launches of layers run on one
 stream, so none reads a slot or a pointer while it changes. An expert that is not admitted is streamed from host memory,
 which moves no more bytes over the bus.
 

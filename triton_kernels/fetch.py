@@ -1,16 +1,10 @@
-"""Copies admitted experts from host memory into their slots, by the device itself: ahead of need, or as it computes.
-
-``fetch`` copies what was admitted ahead of need. For i = 0 ... n - 1 and each tensor t::
-
-    slot copies[1 + N + i] of t   <-   host copy of expert copies[1 + i] of t
+"""Copies experts from host memory, by the device itself: what a layer admits, as it computes, and ahead of need.
 
 The host copy is pinned and in the device's address space. No copy engine and no host call is involved, so the launch
-may be part of a CUDA graph. Only the device knows how much is copied: the grid is always the same, and with nothing to
-copy each program reads one number. The programs share the experts' chunks evenly; a few dozen of them keep enough bytes
-in flight to cover the latency of the bus.
+may be part of a CUDA graph.
 
-What a layer admits itself, its grouped GEMM copies: a program there copies the rows of the matrix that it is about to
-multiply, with their scales and biases (``fill_rows``), and reads them from the slot.
+What a layer admits, its grouped GEMM copies into slots: a program there copies the rows of the matrix that it is about
+to multiply, with their scales and biases (``fill_rows``), and reads them from the slot.
 
 ``read_early`` reads what the next layer is expected to miss while no layer reads, part by part (``Early``), until that
 layer begins: ``admit`` says so in ``turn``, which each program reads with each of its pieces. The grouped GEMM of that
@@ -26,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .mailbox import fence
-from .types import EARLY_ROWS, READERS, Early, Experts, Fills
+from .types import EARLY_ROWS, READERS, Early, Fills
 
-_PROGRAMS = 64  # per tensor, each with _WORDS * 8 bytes in flight: 512 KB; PCIe 5 needs about 100 KB. Not measured.
-_WORDS = 1024
+_WORDS = 1024  # of 8 bytes, a piece of a part
 _EARLY_ROWS, _READERS = tl.constexpr(EARLY_ROWS), tl.constexpr(READERS)
 _AT_ONCE = tl.constexpr(_WORDS)  # by a program of a GEMM: the 24 of an expert of 768 columns keep PCIe 5 busy
 
@@ -273,54 +266,6 @@ def check_early(early: Early | None) -> None:
 def _words(address: tl.tensor):
     """Returns a pointer to words of 8 bytes; the address is a multiple of 16."""
     return tl.multiple_of(address.to(tl.pointer_type(tl.int64), bitcast=True), 16)
-
-
-@triton.jit
-def _fetch_kernel(
-    copies: tl.tensor,
-    hosts: tl.tensor,
-    places: tl.tensor,
-    words: tl.tensor,
-    n_experts: tl.tensor,
-    n_keys: tl.tensor,
-    n_slots: tl.tensor,
-    PROGRAMS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Program (p, t) copies chunks p, p + PROGRAMS, ... of tensor t, counted over all experts."""
-    n = tl.load(copies)
-    name = tl.program_id(1)
-    size = tl.multiple_of(tl.load(words + name), 2)  # else the mask would apply to single words
-    chunks = tl.cdiv(size, WORDS)
-    for chunk in range(tl.program_id(0), n * chunks, PROGRAMS):
-        number = chunk // chunks
-        key = tl.load(copies + 1 + number)
-        slot = tl.load(copies + 1 + n_experts + number)
-        source = _words(tl.load(hosts + name * n_keys + key))
-        target = _words(tl.load(places + name * n_slots + slot))
-        at = (chunk - number * chunks) * WORDS + tl.arange(0, WORDS)
-        tl.store(target + at, tl.load(source + at, mask=at < size, other=0), mask=at < size)
-
-
-def fetch(copies: Tensor, experts: Experts, words: Tensor) -> None:
-    """Copies the experts that ``admit`` has admitted ahead of need. No host synchronisation: a CUDA graph may have it.
-
-    Args:
-        copies: [1 + 2 N] int32, as ``admit`` wrote it.
-        experts: ``hosts`` and ``places`` are read: addresses, multiples of 16 and valid as long as the launch runs.
-        words: [names] int32, the size of each of an expert's tensors in words of 8 bytes, multiples of 2.
-
-    Raises:
-        AssertionError: a shape, dtype or layout is not as above.
-    """
-    names, keys = experts.hosts.shape
-    assert copies.dtype == words.dtype == torch.int32 and copies.is_contiguous() and words.shape == (names,)
-    assert experts.hosts.dtype == experts.places.dtype == torch.int64 and len(experts.places) == names
-    assert experts.hosts.is_contiguous() and experts.places.is_contiguous()
-    _fetch_kernel[(_PROGRAMS, names)](
-        copies, experts.hosts, experts.places, words, len(copies) // 2, keys, experts.places.shape[1],
-        PROGRAMS=_PROGRAMS, WORDS=_WORDS, num_warps=4,
-    )  # fmt: skip
 
 
 Arguments = tuple[object, ...]

@@ -4,7 +4,7 @@ The launchers run on CPU tensors with each kernel replaced by a recorder; what t
 assembled by its ``ptxas``. Registers, stack and shared memory are the assembler's. *Calculated* from them:
 
 - programs that fit one multiprocessor, by registers, threads and shared memory, and those that a launch has;
-- bytes in flight: of the grouped GEMM all stages of its pipeline but one, of ``fetch`` one chunk in each program;
+- bytes in flight: of the grouped GEMM all stages of its pipeline but one;
 - the bytes that must be in flight for a rate: rate times latency (Little's law);
 - instructions in the loop of a GEMM, all and those that only integer units take, of each weight that it multiplies, and
   the bytes per second that a GPU has issued them for;
@@ -63,7 +63,6 @@ KERNELS = {
     "combine": (combine, "_combine_kernel"),
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
-    "fetch": (fetch, "_fetch_kernel"),
     "read_early": (fetch, "_read_early_kernel"),
     "await": (mailbox, "_await_kernel"),
     "order": (mailbox, "_order_kernel"),
@@ -297,7 +296,6 @@ def admitting(
         kept = Kept(integers, division.shares) if on_disk else None
         asked = Request(x, live, integers, division, mail, kept)
     admit.admit(ids, weights, count, experts, offers, integers, integers, copies, live, asked)
-    fetch.fetch(copies, experts, integers[:names])
 
 
 def mailing(ids, weights, count, d: int = 2048) -> None:
@@ -365,8 +363,6 @@ def _row_bytes(kind: str, call: Launch) -> int:
 
 def _in_flight(kind: str, name: str, call: Launch) -> int | None:
     """Bytes of weights that one program has in flight; None: it reads few."""
-    if name == "fetch":
-        return call.named["WORDS"] * 8
     if name not in GEMMS:
         return None
     columns = _values(call)["BLOCK_N"] * (2 if name == "gate_up" else 1)

@@ -6,8 +6,7 @@ Needs a CUDA device. Results of an H100 are in ``benchmarks/results/gpu.md``.
    rate of a device-to-device copy. vLLM takes the tuned configuration that it ships for this GPU, if it has one.
 2. All experts in pinned host memory, the same launch: bytes per second as a share of a plain pinned copy's.
 3. A share of the experts in HBM, the rest in pinned memory: hits and misses in one launch.
-4. The cost of in-layer admission: deciding when nothing is admitted, and copying admitted experts, as a share of a
-   plain pinned copy. The simulator assumes 5 us for the first and the bus rate for the second.
+4. The cost of deciding in a layer, when nothing is admitted. The simulator assumes 5 us.
 5. Experts that the GEMM itself copies into their slots, beside hits: plain ones and quantised ones (random).
 6. Quantised experts (random ones) in HBM and in pinned memory, in bytes as they are stored; compared with the same
    kernel over dequantised weights. ``--dry-run`` computes 5 and 6, tiny, in Triton's interpreter: it times nothing.
@@ -176,9 +175,8 @@ def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tens
 
 
 def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], resident: float) -> dict:
-    """Measures admission at one M with a share ``resident`` in slots; without offers, all replays see one state."""
+    """Measures the decision at one M with a share ``resident`` in slots; without offers, all replays see one state."""
     from vllm_spac.kernels.admit import admit
-    from vllm_spac.kernels.fetch import fetch
     from vllm_spac.kernels.types import Experts, Offers
 
     given, slots = make_rows(rows, shape), max(1, round(resident * shape.experts))
@@ -194,29 +192,8 @@ def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], re
     offers = Offers(torch.zeros(2, **integers), nothing, nothing, unknown[:slots], unknown)
     counts, sources = torch.zeros(shape.experts, **integers), torch.zeros(shape.experts, **integers)
     copies = torch.zeros(1 + 2 * shape.experts, **integers)
-    words = torch.tensor([weight[0].nbytes // 8 for weight in pinned], **integers)
-    missed = given.ids.unique()
-    missed = missed[missed >= slots][:slots]
-
-    def decide() -> None:
-        admit(given.ids, given.weights, 0, state, offers, counts, sources, copies)
-        fetch(copies, state, words)
-
-    decided = seconds(decide)
-    copies[0] = len(missed)
-    copies[1 : 1 + len(missed)] = missed
-    copies[1 + shape.experts : 1 + shape.experts + len(missed)] = torch.arange(len(missed), **integers)
-    copied = seconds(lambda: fetch(copies, state, words))
-    for weight, slot in zip(pinned, room, strict=True):
-        if not torch.equal(slot[: len(missed)].cpu(), weight[missed.long().cpu()]):
-            fail(f"M={rows}: what was fetched is not what was missed; not timed")
-    moved = shape.expert_bytes * len(missed)
-    return {
-        "rows": rows,
-        "experts_fetched": len(missed),
-        "seconds": {"nothing admitted": asdict(decided), "fetched": asdict(copied)},
-        "bytes_per_second": moved / copied.median,
-    }
+    decided = seconds(lambda: admit(given.ids, given.weights, 0, state, offers, counts, sources, copies))
+    return {"rows": rows, "seconds": {"nothing admitted": asdict(decided)}}
 
 
 def expected(packed: RandomExperts, given: RoutedRows) -> Tensor:
@@ -384,10 +361,7 @@ def main(
         row = measure_admission(shape, rows, pinned, resident)
         payload["admission"].append(row)
         write_result(output, payload)
-        typer.echo(
-            f"M={row['rows']:<4} nothing admitted {row['seconds']['nothing admitted']['median'] * 1e6:6.1f} us  "
-            f"{row['experts_fetched']} fetched at {row['bytes_per_second'] / rates['pinned']:4.0%} of pinned copy"
-        )
+        typer.echo(f"M={row['rows']:<4} nothing admitted {row['seconds']['nothing admitted']['median'] * 1e6:6.1f} us")
     payload |= {"fills": [], "packed": []}
     plain = RandomExperts.make(None, shape.hidden, shape.intermediate, shape.experts, "cuda")
     measure_all_fills(payload, output, shape, sizes, plain, tuple(map(_pinned, plain.stored)), resident, "bfloat16")

@@ -59,7 +59,7 @@ class Device(TorchDispatchMode):
             self._binders[name] = create_function_from_signature(kernel.signature, kernel.params, backend)
             patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
         launchers = (
-            *(grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, mailbox.wait_for_experts, fetch.read_early),
+            *(grouped_gemm.grouped_gemm, admit.admit, mailbox.wait_for_experts, fetch.read_early),
             grouped_gemm.rows_to_compile,
         )
         patch.setattr(pointers_execution, "kernels_for", lambda device: Kernels(*launchers))

@@ -207,16 +207,6 @@ def test_an_order_is_whole_before_its_number_and_its_wait_reads_memory(capabilit
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
-def test_experts_are_fetched_16_bytes_at_a_time(capability):
-    """Though neither addresses nor sizes are known to the compiler: both were promised."""
-    call = record(lambda: admitting(*ids_of(8), 128))["fetch"]
-    ptx = compile_for(capability, call).ptx
-    for wide in (r"ld\.global\.v2\.b64", r"st\.global\.v2\.b64"):
-        assert re.search(wide, ptx), ptx
-    assert not re.search(r"st\.global\.b64", ptx), "8 bytes at a time"
-
-
-@pytest.mark.parametrize("capability", [80, 90, 120])
 def test_what_is_read_early_is_there_before_it_counts(capability):
     """16 bytes at a time; behind a barrier one thread says so, and each piece looks at memory whether to go on."""
     made = compile_for(capability, record(lambda: experts(1, 2048, 768, 8, 128, early=True))["read_early"])

@@ -168,7 +168,7 @@ def _plugin() -> None:
 
     def kernels(device: torch.device) -> Any:
         found = kernels_for(device)
-        launches = "grouped_gemm", "admit", "fetch", "wait_for_experts", "read_early"
+        launches = "grouped_gemm", "admit", "wait_for_experts", "read_early"
         return found._replace(**{name: kernel(getattr(found, name)) for name in launches})
 
     pointers_execution.kernels_for = kernels

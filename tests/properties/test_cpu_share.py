@@ -266,7 +266,7 @@ def test_a_step_that_is_replayed_divides_its_own_rows(shared, monkeypatch) -> No
     rows, graph = 4, Graph()
     kernels, mail = pool.launches.kernels, pool.launches.cpu._kernels
     monkeypatch.setattr(pool.launches, "kernels", kernels._replace(grouped_gemm=graph.kernel(kernels.grouped_gemm)))
-    ours = kernels._replace(admit=graph.kernel(kernels.admit), fetch=graph.kernel(kernels.fetch))
+    ours = kernels._replace(admit=graph.kernel(kernels.admit))
     monkeypatch.setattr(pool.admission, "_kernels", ours)
     monkeypatch.setattr(pool.launches.cpu, "_kernels", type(mail)(*map(graph.kernel, mail)))
     monkeypatch.setattr("vllm_spac.execution.device.pointers_execution.capturing", lambda tensor: graph.capturing)

@@ -114,7 +114,6 @@ class Kernels(NamedTuple):
 
     grouped_gemm: Callable[..., Tensor]
     admit: Callable[..., None]
-    fetch: Callable[..., None]
     wait_for_experts: Callable[..., None]
     read_early: Callable[..., None]
     rows_to_compile: Callable[[int, int, int, Format | None], Sequence[int]]
@@ -221,17 +220,17 @@ def kernels_for(device: torch.device) -> Kernels:
 
 def _twins() -> Kernels:
     from vllm_spac.kernels.reference.admit import admit
-    from vllm_spac.kernels.reference.fetch import fetch, read_early
+    from vllm_spac.kernels.reference.fetch import read_early
     from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
     from vllm_spac.kernels.reference.mailbox import wait_for_experts
 
-    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, read_early, lambda *_: ())
+    return Kernels(grouped_gemm, admit, wait_for_experts, read_early, lambda *_: ())
 
 
 def _launches() -> Kernels:
     from vllm_spac.kernels.admit import admit
-    from vllm_spac.kernels.fetch import fetch, read_early
+    from vllm_spac.kernels.fetch import read_early
     from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile
     from vllm_spac.kernels.mailbox import wait_for_experts
 
-    return Kernels(grouped_gemm, admit, fetch, wait_for_experts, read_early, rows_to_compile)
+    return Kernels(grouped_gemm, admit, wait_for_experts, read_early, rows_to_compile)

@@ -21,10 +21,8 @@ from vllm_spac.execution.device.admission_reports import AdmissionReports, Repor
 from vllm_spac.execution.device.slot_offers import OfferUpdates
 from vllm_spac.execution.exchange import Stream
 from vllm_spac.execution.expert_delivery import ExpertDelivery
-from vllm_spac.kernels.types import ADMITTED, Experts, Offers, Request
+from vllm_spac.kernels.types import Experts, Offers, Request
 from vllm_spac.recording.metrics import Counters
-
-_WORD = 8  # bytes
 
 
 class Admission:
@@ -81,7 +79,6 @@ class Admission:
         self._served = torch.zeros(1, **made)  # pairs of the step that slots are for: the first ones
         self._served_pairs = 0  # in ``_served``
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
-        self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self.delivery: ExpertDelivery | None = None
         self.turn: Tensor | None = None
 
@@ -134,11 +131,6 @@ class Admission:
             given = {name: value for name, value in asked.items() if value is not None}
             self._kernels.admit(ids, weights, layer * self.shape.experts, *state, self._served, **given)
 
-    def fill(self, layer: int) -> None:
-        """Copies what a layer has admitted, whose kernel could not be launched; waits for the device."""
-        copies = _copies_of(self.reports.sources, self.experts.slot_of, layer, self.shape.experts)
-        self._kernels.fetch(copies, self.experts, self._words)
-
     def far(self, layer: int) -> Tensor:
         """Returns bool on the device: which experts from those of ``layer`` on have no slot, and need no order."""
         far = self.experts.slot_of[layer * self.shape.experts :] < 0
@@ -174,12 +166,3 @@ class Admission:
         assert (slot_there == slot_of).all() and (owner == residency.owner).all()
         expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
         assert (table == expected).all(), "a pointer is not where its expert is"
-
-
-def _copies_of(sources: Tensor, slot_of: Tensor, layer: int, experts: int) -> Tensor:
-    """Returns int32 [1 + 2 N], as of the kernel ``admit``: what ``sources`` say that a layer has admitted."""
-    keys = layer * experts + (sources[layer * experts :][:experts] == ADMITTED).nonzero().flatten()
-    copies = sources.new_zeros(1 + 2 * experts)
-    copies[0], copies[1 : 1 + len(keys)] = len(keys), keys.int()
-    copies[1 + experts : 1 + experts + len(keys)] = slot_of[keys]
-    return copies

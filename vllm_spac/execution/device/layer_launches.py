@@ -140,11 +140,6 @@ class LayerLaunches:
             where = self._admission.experts, self._admission.reports.sources
             self.kernels.wait_for_experts(ids, weights, layer * self._shape.experts, *where, *delivery.mail, live)
 
-    def fill(self, layer: int, rows: LayerRows) -> None:
-        """Copies what a layer has admitted, whose kernel could not be launched; waits for the device."""
-        self._wait_for_experts(layer, rows.ids, rows.weights, rows.live)
-        self._admission.fill(layer)
-
     def compile(
         self,
         layer: int,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import Step
-from vllm_spac.errors import StoreError
+from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution.address_table import AddressTable, check_layer, check_shape, kernels_for
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.execution.cpu_check import CpuCheck
@@ -94,6 +94,7 @@ class PointerExecution(Execution):
             self.admission.delivery = delivery = ExpertDelivery(*reading)
             self.admission.reports.on_use = delivery.observe
         self._failed = None if context.failed is None else context.failed.numpy()
+        self._unfilled = ""  # why slots that were given to experts may have other bytes
         self.residency = self.admission.residency
         self.launches = LayerLaunches(shape, self.admission, memory, kernels)
         self.prompts: LongPrompts | None = None  # None: each expert has its slot
@@ -191,6 +192,8 @@ class PointerExecution(Execution):
             self.admission.delivery.check()
         if self._failed is not None and self._failed[0]:
             raise StoreError("spac: another rank cannot read its experts any more; the log says why")
+        if self._unfilled:
+            raise SpacError(f"spac: a layer failed with its missed experts in no slot; restart: {self._unfilled}")
 
     # -- a layer -------------------------------------------------------------------------------------------
 
@@ -237,9 +240,8 @@ class PointerExecution(Execution):
         try:
             self.ahead.start(layer, rows)
             self.launches.compute(layer, rows, activation, out)
-        except BaseException:  # no memory, for one: later steps must not read slots that nobody has filled
-            if not captured and not self.holds_all:
-                self._compute.submit(self.launches.fill, layer, rows)
+        except BaseException as error:  # no memory, for one: slots that were given to misses have nothing in them
+            self._unfilled = "" if captured or self.holds_all else repr(error)
             raise
         self.ahead.start_after(layer)
         return out
