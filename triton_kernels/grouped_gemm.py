@@ -3,7 +3,7 @@
 For row t with expert e = ids[t, j] and router weight g = weights[t, j], j = 0 ... k - 1::
 
     gate, up = W13_e x_t + b13_e               [2 ff] -> two of [ff]
-    h        = act(gate) * up                  silu, gelu, gelu_tanh; swigluoai has its own product, see ``activate``
+    h        = act(gate) * up                  silu, gelu, gelu_tanh; some clamp both or add to up, see ``activate``
     y[t, j]  = g (W2_e h + b2_e)               [d]
     out[t]   = ((y[t, 0] + y[t, 1]) + ...)     in the order of top-k, so that the same input gives the same bits
 
@@ -50,9 +50,8 @@ from .dequantise import multiply, quantise, row_scale, scale_of_row, scaled
 from .fetch import check_fills, early_at, early_or, expert_at, fill_rows
 from .formats import Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
-from .types import ADMITTED, HIT, Early, Fills, Pieces, Quantised, block_bound, lanes
+from .types import ACTIVATIONS, ADMITTED, HIT, Early, Fills, Pieces, Quantised, block_bound, lanes
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes; a hint to the compiler, which then loads 16 bytes at once
 _ADMITTED, _HIT = tl.constexpr(ADMITTED), tl.constexpr(HIT)
@@ -171,6 +170,14 @@ def _activate(
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         result = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    elif ACT == "swigluoai_uninterleave":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        result = _round(gate / (1.0 + tl.exp(-gate * 1.702)), T) * (up + 1.0)
+    elif ACT == "silu_clamped":
+        gate = tl.minimum(gate, 10.0)
+        up = tl.minimum(tl.maximum(up, -10.0), 10.0)
+        result = _round(gate / (1.0 + tl.exp(-gate)), T) * up
     elif ACT == "silu":
         result = _round(gate / (1.0 + tl.exp(-gate)), T) * up
     elif ACT == "gelu":

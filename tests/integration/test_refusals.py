@@ -689,6 +689,8 @@ def test_without_asking_nothing_changes(moe):
         ({"activation": "relu2"}, "the activation relu2"),
         ({"activation": "swigluoai", "limit": 5.0}, "swigluoai with limit 5.0"),
         ({"limit": 7.0}, "silu with limit 7.0"),
+        ({"activation": "swigluoai_uninterleave", "beta": 0.5}, "swigluoai_uninterleave with beta 0.5"),
+        ({"activation": "swiglustep", "limit": 7.0}, "swiglustep with limit 7.0"),
         ({"weighs_input": True}, "router weights on the input"),
         ({"quantised": "Fp8MoEMethod"}, r"the quantised experts \(Fp8MoEMethod\)"),
     ],
@@ -701,6 +703,9 @@ def test_layers_that_our_kernels_do_not_compute(facts, named):
 
     plain = LayerFacts("layers.3", "silu")
     PointerExecution.check_layer(plain)
+    PointerExecution.check_layer(replace(plain, limit=10.0))  # DeepSeek-V4, GLM-5.3
+    openai = replace(plain, activation="swigluoai_uninterleave", limit=7.0, alpha=1.702, beta=1.0)
+    PointerExecution.check_layer(openai)  # MiniMax-M3
     with pytest.raises(ValueError, match=f"{named}.* of layers.3; use --spac-plane slots"):
         PointerExecution.check_layer(replace(plain, **facts))
     SlotExecution.check_layer(replace(plain, **facts))

@@ -59,17 +59,18 @@ def make(
     rows: int, d: int, ff: int, dtype: torch.dtype = torch.bfloat16, *, experts: int = 6, k: int = 2,
     activation: str = "silu", bias: bool = False, seed: int = 0,
 ) -> Layer:  # fmt: skip
-    """Gate and up are of the order of 3, so that activations bend and the clamp of swigluoai is met."""
+    """Gate and up are of the order of 3, with a limit of 10 of 5, so that activations bend and clamps are met."""
     rng = torch.Generator().manual_seed(seed + 1000 * rows + d)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng)
 
+    size = 5 if activation == "silu_clamped" else 3
     others = torch.tensor([expert for expert in range(experts) if expert != EMPTY])
     ids = torch.stack([others[torch.randperm(len(others), generator=rng)[:k]] for _ in range(rows)])
     layer = Layer(
         x=normal(rows, d).to(dtype),
-        w13=[(3 * normal(2 * ff, d) / d**0.5).to(dtype) for _ in range(experts)],
+        w13=[(size * normal(2 * ff, d) / d**0.5).to(dtype) for _ in range(experts)],
         w2=[(normal(d, ff) / ff**0.5).to(dtype) for _ in range(experts)],
         weights=torch.rand(rows, k, generator=rng) + 0.1,
         ids=ids.int(),
@@ -129,7 +130,7 @@ def bound(layer: Layer) -> Tensor:
             lost = (layer.x.shape[1] + 2) * u * (terms + hidden.abs()) + unit * hidden.abs() + tiny
             gate, up = reference.gate_up(hidden, layer.activation)
             lost_gate, lost_up = reference.gate_up(lost, layer.activation)
-            factor = up.clamp(-7, 7) + 1 if layer.activation == "swigluoai" else up
+            factor = up.clamp(-7, 7) + 1 if layer.activation.startswith("swigluoai") else up
             acted = reference.activate(hidden, layer.activation).abs()
             off = 1.13 * factor.abs() * lost_gate + gate.abs() * lost_up + 1.13 * lost_gate * lost_up
             off = (off + (64 * u + 2 * unit) * acted) * (1 + 3 * unit) + tiny * (1 + up.abs())

@@ -146,6 +146,20 @@ def test_twin_is_the_sum_of_its_experts() -> None:
     assert out.dtype == torch.float64
 
 
+@pytest.mark.parametrize(
+    ("activation", "parameters"), [("silu_clamped", (10.0,)), ("swigluoai_uninterleave", (7.0, 1.702, 1.0))]
+)
+def test_clamped_activations_are_those_of_vllm(activation: str, parameters: tuple[float, ...]) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMulWithClamp
+
+    hidden = 8 * torch.randn(40, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert (hidden.abs() > parameters[0]).any()
+    with set_current_vllm_config(VllmConfig()):
+        theirs = SiluAndMulWithClamp(*parameters).forward_native(hidden)
+    torch.testing.assert_close(reference.activate(hidden, activation), theirs, rtol=1e-13, atol=1e-13)
+
+
 def test_twin_refuses_an_unknown_activation() -> None:
     layer = make(1, 96, 32, torch.float32)
     with pytest.raises(ValueError, match="relu.*silu.*swigluoai"):

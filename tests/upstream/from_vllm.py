@@ -73,7 +73,8 @@ def write_weights(
     print(json.dumps({"stage": "stock"}), flush=True)  # of ``one_family``: what fails while vLLM builds is stock's
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    with built(folder, options) as (_, models):
+    with built(folder, options) as (config, models):
+        text = config.model_config.hf_text_config
         for model, names in zip(models, (renamed, head), strict=False):
             prefixes = _prefixes(model)
             for name, like in _parts(model):
@@ -81,7 +82,11 @@ def write_weights(
                 for old, new in names.items():
                     name = name.replace(old, new)
                 if name not in tensors:  # a head shares embeddings
-                    tensors[name] = _random(name, like, generator)
+                    tensors[name] = (
+                        _of_tokens(like, text, generator)
+                        if name.endswith("tid2eid")
+                        else _random(name, like, generator, bool(getattr(text, "swiglu_limit", None)))
+                    )
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -197,8 +202,14 @@ def _outer(name: str, prefixes: dict[str, str]) -> str:
     return name
 
 
-def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Values scaled as in ``zoo``: tokens vary, and routers choose many experts."""
+def _of_tokens(like: torch.Tensor, text: Any, generator: torch.Generator) -> torch.Tensor:
+    """The experts of each token, of DeepSeek-V4's first layers: as many different ones as it has columns."""
+    ranked = torch.rand(len(like), text.n_routed_experts, generator=generator).argsort(-1)
+    return ranked[:, : like.shape[1]].to(like.dtype).contiguous()
+
+
+def _random(name: str, like: torch.Tensor, generator: torch.Generator, limited: bool = False) -> torch.Tensor:
+    """Values scaled as in ``zoo``: tokens vary, and routers choose many experts; ``limited``: and gates are clamped."""
     if not like.is_floating_point():
         return torch.zeros_like(like)
     if like.ndim == 1 and "norm" in name and name.endswith("weight"):
@@ -208,4 +219,6 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
         mixed[:, : len(like)] += torch.eye(len(like))
         return mixed.to(like.dtype)
     scale = 0.05 if "bias" in name else 0.12 if "experts." in name else 0.06
+    if limited and "experts." in name and not name.endswith((".w2.weight", ".down_proj.weight")):
+        scale = 0.9
     return (scale * torch.randn(like.shape, generator=generator)).to(like.dtype)

@@ -22,6 +22,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "parity")]
 
 import engines  # noqa: E402
+import stand_ins  # noqa: E402
 import tiny_models  # noqa: E402
 from exactness import first_difference  # noqa: E402
 
@@ -39,6 +40,7 @@ def attempt(architecture: str, folder: Path) -> tuple[str, str]:
 
     # vLLM would inspect the model's class in a further process, whose imports take longer than both engines here.
     registry._run_in_subprocess = lambda inspect: inspect()
+    stood_in = stand_ins.install(architecture)
     answers = folder / "answers"
     answers.mkdir()
     model = folder / "model"
@@ -63,7 +65,8 @@ def attempt(architecture: str, folder: Path) -> tuple[str, str]:
     if head:
         of_head = run["stats"]["mtp_head"]
         drafts += f", of the head {of_head['slots']} of {head}, {of_head['loads']} loads"
-    return "served", f"{slots} of {experts} experts in slots, {loads} loads{drafts}"
+    found = f"{slots} of {experts} experts in slots, {loads} loads{drafts}"
+    return ("stood", f"{found}; stand-ins: {stood_in}") if stood_in else ("served", found)
 
 
 def _serve(model: Path, knobs: dict | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,6 @@ _MLA = dict(
 )
 _GROUPED = dict(n_routed_experts=16, n_shared_experts=1, n_group=4, topk_group=2)
 _NO_AUX = dict(topk_method="noaux_tc", scoring_func="sigmoid")
-_V4_LAYERS = dict(compress_ratios=[0, 4, 128, 4], num_hash_layers=1)
 _DENSE_FIRST = ["dense", "sparse", "sparse"]
 _SPARSE_ATTENTION = dict(index_topk=64, index_head_dim=128, index_n_heads=4)
 _GRANITE = dict(
@@ -57,6 +56,7 @@ _GRANITE = dict(
     residual_multiplier=0.5,
     logits_scaling=4.0,
 )
+_KIMI_LAYERS = dict(kda_layers=[1, 3], full_attn_layers=[2], num_heads=4, head_dim=32, short_conv_kernel_size=4)
 _GATED_DELTA_NET = dict(
     linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=1, linear_num_value_heads=2
 )
@@ -142,11 +142,11 @@ TINY = {
         dict(num_hidden_layers=4, head_dim=512, num_key_value_heads=1, q_lora_rank=64, moe_intermediate_size=64)
         | dict(n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=4, num_nextn_predict_layers=0)
         | dict(o_groups=2, o_lora_rank=64, index_n_heads=4, index_head_dim=128, index_topk=64, sliding_window=64)
-        | _V4_LAYERS,
-        written=_V4_LAYERS
-        | dict(qk_rope_head_dim=64, topk_method="noaux_tc", scoring_func="sqrtsoftplus")
-        | dict.fromkeys(("layer_types", "mlp_layer_types", "compress_rates")),
-        renamed={"hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."},
+        | dict(num_hash_layers=1, qk_rope_head_dim=64, topk_method="noaux_tc", scoring_func="sqrtsoftplus")
+        | dict(swiglu_limit=10.0, routed_scaling_factor=1.5, expert_dtype="bf16", hidden_act="silu")
+        | dict(hc_mult=4, hc_eps=1e-6, hc_sinkhorn_iters=3, rms_norm_eps=1e-6, norm_topk_prob=True),
+        built=True,
+        renamed={"lm_head.": "head.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."},
     ),
     "Ernie4_5_MoeForCausalLM": Tiny(
         "ernie4_5_moe",
@@ -179,7 +179,11 @@ TINY = {
         | _MLA
         | _SPARSE_ATTENTION
         | dict(n_routed_experts=16, n_shared_experts=1, num_hidden_layers=4, qk_rope_head_dim=0, head_dim=0)
-        | dict(linear_head_dim=32, linear_num_heads=4, index_kpool=16),
+        | dict(linear_head_dim=32, linear_num_heads=4, index_kpool=16, swiglu_limit=10.0)
+        | dict(mhc=True, hc_mult=4, hc_eps=1e-6, hc_sinkhorn_iters=3, n_group=1, topk_group=1, norm_topk_prob=True)
+        | dict(routed_scaling_factor=2.5, mla_use_nope=True, mlp_layer_types=["dense"] + 3 * ["sparse"])
+        | _NO_AUX,
+        built=True,
     ),
     "GraniteMoeForCausalLM": Tiny("granitemoe", _GRANITE),
     "GraniteMoeSharedForCausalLM": Tiny("granitemoeshared", _GRANITE | dict(shared_intermediate_size=64)),
@@ -212,7 +216,15 @@ TINY = {
         "kimi_linear",
         _MOE
         | _MLA
-        | dict(num_local_experts=16, n_shared_experts=1, q_lora_rank=None, linear_head_dim=32, linear_num_heads=4),
+        | dict(num_experts=16, num_experts_per_token=4, num_shared_experts=1, q_lora_rank=None, mla_use_nope=True)
+        | dict(routed_expert_hidden_size=64, latent_moe_use_norm=True, routed_scaling_factor=2.5)
+        | dict(linear_attn_config=_KIMI_LAYERS, hidden_act="silu", first_k_dense_replace=1),
+        built=True,
+        renamed={
+            f".experts.{expert}.{old}.": f".experts.{expert}.{new}."
+            for expert in range(16)
+            for old, new in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
+        },
     ),
     "LagunaForCausalLM": Tiny(
         "laguna",
@@ -254,7 +266,8 @@ TINY = {
         "qwen4_exp_text",
         _MOE
         | _GATED_DELTA_NET
-        | dict(num_hidden_layers=4, num_experts=16, shared_expert_intermediate_size=64, hc_lowrank=32)
+        | dict(num_hidden_layers=4, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=32)
+        | dict(shared_expert_intermediate_size=64, hc_lowrank=32)
         | dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=128, indexer_budget=64)
         | dict(indexer_compress_ratio=16, output_gate_type="silu"),
     ),
@@ -584,7 +597,14 @@ TINY["MistralLarge3ForCausalLM"] = Tiny(
 )
 
 _M3 = TINY["MiniMaxM3SparseForConditionalGeneration"].sizes["text_config"]
-TINY["MiniMaxM3SparseForCausalLM"] = Tiny("minimax_m3_vl_text", _M3, written=dict(rope_theta=10000.0))
+TINY["MiniMaxM3SparseForCausalLM"] = Tiny(
+    "minimax_m3_text",
+    _M3
+    | dict(rope_theta=10000.0, rms_norm_eps=1e-6, hidden_act="swigluoai", swiglu_alpha=1.702, swiglu_limit=7.0)
+    | dict(swiglu_beta=1.0, n_shared_experts=1, scoring_func="sigmoid", use_routing_bias=True)
+    | dict(routed_scaling_factor=2.0, moe_layer_freq=[0, 1, 1, 1]),
+    built=True,
+)
 
 _DENSE_LAST = dict(mlp_layer_types=["dense", "sparse", "sparse", "dense"])
 _ATTENTION_LAST = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "full_attention"])

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..types import ADMITTED, HIT, Early, Fills, Pieces, Quantised
+from ..types import ACTIVATIONS, ADMITTED, HIT, Early, Fills, Pieces, Quantised
 from .combine import combine
 from .dequantise import dequantise
 from .fetch import with_early
 from .route import routed
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "swigluoai", "silu_clamped", "swigluoai_uninterleave"]
 
-_ALPHA, _LIMIT = 1.702, 7.0  # of swigluoai, fixed by GPT-OSS
+_ALPHA = 1.702  # of both swigluoai
+LIMITS = {"swigluoai": 7.0, "swigluoai_uninterleave": 7.0, "silu_clamped": 10.0}
 
 
 def moe(
@@ -41,7 +42,7 @@ def moe(
         topk_ids: [tokens, top_k], each an index into the experts; one may occur twice in a row.
         b13: [experts, 2 * intermediate] or None.
         b2: [experts, hidden] or None.
-        activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
+        activation: one of ``types.ACTIVATIONS``.
 
     Returns:
         [tokens, hidden] in float64, whatever the dtype of the inputs: rounding is left to the caller.
@@ -62,21 +63,24 @@ def moe(
 
 def gate_up(hidden: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """Splits [..., 2 * intermediate] into gate and up: two halves, but interleaved for ``swigluoai``."""
-    if activation in ("silu", "gelu", "gelu_tanh"):
+    if activation in ACTIVATIONS and activation != "swigluoai":
         half = hidden.shape[-1] // 2
         return hidden[..., :half], hidden[..., half:]
     if activation == "swigluoai":
         return hidden[..., ::2], hidden[..., 1::2]
-    raise ValueError(f"activation {activation!r} is not known; use silu, gelu, gelu_tanh or swigluoai")
+    raise ValueError(f"activation {activation!r} is not known; use one of {', '.join(ACTIVATIONS)}")
 
 
 def activate(hidden: Tensor, activation: Activation, rounded: torch.dtype | None = None) -> Tensor:
     """[..., 2 * intermediate] -> [..., intermediate]; act(gate) goes through ``rounded`` before it multiplies up."""
     gate, up = gate_up(hidden, activation)
+    if (limit := LIMITS.get(activation)) is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "swigluoai":
-        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
         return gate * torch.sigmoid(_ALPHA * gate) * (up + 1)
-    if activation == "silu":
+    if activation == "swigluoai_uninterleave":
+        acted, up = gate * torch.sigmoid(_ALPHA * gate), up + 1
+    elif activation in ("silu", "silu_clamped"):
         acted = gate * torch.sigmoid(gate)
     elif activation == "gelu":
         acted = 0.5 * gate * (1 + torch.erf(gate * math.sqrt(0.5)))

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import Mail
+from vllm_spac.kernels.types import ACTIVATIONS, Mail
 
 logger = logging.getLogger("vllm.spac")
 
 ISAS = ("plain", "avx2", "avx512", "avx512_bf16", "neon")  # as ``enum Isa`` has them, later ones are faster
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 PATIENCE = 5.0  # seconds after which a thread of the pool is given up that has not finished its tile
 
 _CODES = ("float32", "float16", "bfloat16", "int8", "e4m3", "int4", "e2m1")

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import LayerFacts
-from vllm_spac.kernels.types import Early, Fills, Pieces, Quantised
+from vllm_spac.kernels.types import Early, Fills, Pieces, Quantised, activation_of
 from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 ALIGNMENT = 16  # bytes; what the kernels promise the compiler about addresses in the table
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
 # Average rows per expert from which a forward copies what it misses (``borrowed_slots``): with fewer, many experts are
 # not needed, and those that are cross once when they are read in place. Reasoned, not measured.
 MANY_ROWS = 16
@@ -124,12 +123,10 @@ def check_layer(layer: LayerFacts) -> None:
     if layer.quantised is not None and not layer.packed:
         raise _refusal(f"the quantised experts ({layer.quantised}) of {layer.name}")
     reason = None
-    if layer.activation not in ACTIVATIONS:
-        reason = f"the activation {layer.activation}"
-    elif (layer.activation != "swigluoai" and layer.limit) or (
-        layer.limit not in (None, 7.0) or layer.alpha not in (None, 1.702)
-    ):
-        reason = f"{layer.activation} with limit {layer.limit} and alpha {layer.alpha}"
+    if activation_of(layer.activation, layer.limit, layer.alpha, layer.beta) is None:
+        given = {"limit": layer.limit, "alpha": layer.alpha, "beta": layer.beta}
+        told = " and ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        reason = f"{layer.activation} with {told}" if told else f"the activation {layer.activation}"
     elif layer.weighs_input:
         reason = "router weights on the input"
     if reason is not None:

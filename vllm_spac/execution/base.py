@@ -64,13 +64,14 @@ class LayerFacts:
     """Properties of a layer because of which an execution may refuse it.
 
     Attributes:
-        limit, alpha: parameters of the activation, if it has any.
+        limit, alpha, beta: parameters of the activation, if it has any.
     """
 
     name: str  # name of the layer
     activation: str  # name of its activation
     limit: float | None = None
     alpha: float | None = None
+    beta: float | None = None
     weighs_input: bool = False  # router weights multiply the input of an expert and not its output
     quantised: str | None = None  # name of vLLM's quantisation method, None for plain weights
     packed: bool = False  # whether ``checkpoint.repacking`` can pack its quantised weights for ``vllm_spac.kernels``

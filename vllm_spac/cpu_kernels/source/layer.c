@@ -161,15 +161,17 @@ static void read_row(Work *work, int row) {
 }
 
 static float activated(const Spec *spec, float gate, float up, int fused) {
-  if (spec->activation == SWIGLUOAI) {
-    gate = fminf(gate, 7.f), up = fminf(fmaxf(up, -7.f), 7.f);
-    return gate / (1 + expf(-1.702f * gate)) * (up + 1);
+  const int openai = spec->activation == SWIGLUOAI || spec->activation == SWIGLUOAI_HALVES;
+  if (openai || spec->activation == SILU_CLAMPED) {
+    const float limit = openai ? 7.f : 10.f;
+    gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
   }
   float acted;
-  if (spec->activation == SILU) acted = gate / (1 + expf(-gate));
+  if (openai) acted = gate / (1 + expf(-1.702f * gate)), up += 1;
+  else if (spec->activation == SILU || spec->activation == SILU_CLAMPED) acted = gate / (1 + expf(-gate));
   else if (spec->activation == GELU) acted = 0.5f * gate * (1 + erff(gate * 0.70710678f));
   else acted = 0.5f * gate * (1 + tanhf(0.79788456f * (gate + 0.044715f * gate * gate * gate)));
-  return (fused ? acted : round_to(spec->dtype, acted)) * up;
+  return (fused || spec->activation == SWIGLUOAI ? acted : round_to(spec->dtype, acted)) * up;
 }
 
 static Matrix matrix_of(const Matrix *form, const Table *codes, const Table *scales, int expert) {

@@ -28,7 +28,7 @@ class SlotKernel:
 
     def __init__(self, layer: ManagedExperts, run: Callable[[Tensor, Tensor, Tensor], Tensor], on_cpu: bool) -> None:
         self._layer, self._run = layer, run
-        self.activation: str = layer.activation.value
+        self.activation: str = layer.spac_activation or layer.activation.value
         self.takes_slots = on_cpu
         self.by_expert = on_cpu and quant_schemes.is_by_expert(layer)
 

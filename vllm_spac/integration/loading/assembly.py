@@ -307,6 +307,11 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read experts that are packed for our "
             f"kernels ({execution.shape.packed.describe()}); use simd"
         )
+    if kernel is None and layer.spac_activation is None:
+        raise UnsupportedError(
+            f"spac: the CPU kernel simd does not compute {layer.activation.value} with limit {layer.swiglu_limit} of "
+            f"{layer.layer_name}; use --spac-cpu-experts off"
+        )
     layers = execution.cpu_layers()
     if kernel is not None and (name := binding(os.environ)) is not None:
         logger.warning(
@@ -314,7 +319,8 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             "set VLLM_CPU_OMP_THREADS_BIND=nobind",
             name,
         )
-    executor = kind(execution.shape, threads_of(layer.spac.device), layer.activation.value, kernel)
+    activation = layer.spac_activation or layer.activation.value
+    executor = kind(execution.shape, threads_of(layer.spac.device), activation, kernel)
     return ExecutorThread(executor, layers)
 
 

@@ -55,6 +55,8 @@ def store(
         SpacError: a worker cannot be started, reached or used.
     """
     isa, activation = _isa(config, layer), layer.activation.value
+    if isa == cpu_kernel.SIMD:
+        activation = layer.spac_activation or activation
     kernel = cpu_kernel.of_worker(isa, activation, shape)
     places = _places(config, free)
     connections = None
@@ -109,6 +111,7 @@ def _isa(config: SpacConfig, layer: ManagedExperts) -> str:
             activation=layer.activation.value,
             limit=layer.swiglu_limit,
             alpha=layer.swiglu_alpha,
+            beta=layer.swiglu_beta,
             weighs_input=layer.apply_router_weight_on_input,
             quantised=type(layer.quant_method).__name__ if packed else None,
             packed=packed,
