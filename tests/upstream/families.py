@@ -39,6 +39,7 @@ EMULATED = HERE / "families_emulated.json"  # written by hand: the emulation of 
 LIMIT_SECONDS = 1200
 VERDICTS = {
     "served": "served exactly: stock vLLM's tokens with a quarter of the experts in slots",
+    "stood": "served exactly so, both with stand-ins for layers whose kernels a CPU has not (`stand_ins.py`)",
     "refused": "refused by the plugin",
     "stock": "stock vLLM cannot serve it on a CPU",
     "differs": "other tokens than stock vLLM's: a bug",
@@ -48,7 +49,13 @@ VERDICTS = {
     "unwritten": "no tiny checkpoint is written yet",
     "pending": "not run yet",
 }
-_BRIEFLY = {"served": "served exactly", "stock": "stock cannot", "apart": "not tried", "checkpoint": "no checkpoint"}
+_BRIEFLY = {
+    "served": "served exactly",
+    "stood": "served exactly, stand-ins",
+    "stock": "stock cannot",
+    "apart": "not tried",
+    "checkpoint": "no checkpoint",
+}
 _HEADINGS = {
     "text": "Text",
     "multimodal": "With images, video or sound",
@@ -170,7 +177,7 @@ def document(found: list[Architecture], content: dict) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}
         for one, verdict, detail in lines:
             if one.group == group:
-                why, told = "" if verdict == "served" else _short(detail), _short(ran["rows"].get(one.name, ""))
+                why, told = _why(verdict, detail), _short(ran["rows"].get(one.name, ""))
                 told = told.removesuffix(f": {why}")  # the same reason
                 alike.setdefault((_BRIEFLY.get(verdict, verdict), why, told), []).append(one.name)
         text += ["", f"## {heading}", "", *heads, *(_row(names, *cells) for cells, names in alike.items())]
@@ -178,6 +185,12 @@ def document(found: list[Architecture], content: dict) -> str:
     text += ["", f"## Only in vLLM {ran['vllm']}", "", *heads]
     text += [_row([name], "", "", _short(ran["rows"][name])) for name in sorted(newer, key=str.lower)]
     return "\n".join(text) + "\n"
+
+
+def _why(verdict: str, detail: str) -> str:
+    if verdict == "stood":
+        return f"for {detail.partition('; stand-ins: ')[2]}"
+    return "" if verdict == "served" else _short(detail)
 
 
 def _short(detail: str) -> str:

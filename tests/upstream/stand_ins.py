@@ -297,7 +297,7 @@ EXPERTS = StandIn("the product of experts", _experts)
 STREAMS = StandIn("residual streams", _residual_streams)
 _V4, _GLM, _QWEN = "vllm.models.deepseek_v4", "vllm.models.glm5next.common.model", "vllm.models.qwen4_exp.nvidia.model"
 _M3, _KIMI = "vllm.models.minimax_m3.nvidia.model", "vllm.models.kimi_k3.nvidia.model"
-_LONGCAT = "vllm.model_executor.models.longcat_flash"
+_V32 = "vllm.model_executor.models.deepseek_v2:DeepseekV2Attention"  # vLLM's choice without latent attention
 
 STAND_INS: dict[str, tuple[StandIn, ...]] = {
     "DeepseekV4ForCausalLM": (attention(f"{_V4}.cpu.model:DeepseekV4CPUAttention"), STREAMS, ROUTERS, EXPERTS),
@@ -334,6 +334,8 @@ STAND_INS: dict[str, tuple[StandIn, ...]] = {
         ),
         ROUTERS,
     ),
+    "DeepseekV32ForCausalLM": (attention(_V32),),
+    "GlmMoeDsaForCausalLM": (attention(_V32),),
     "LongcatFlashForCausalLM": (ROUTERS,),
     "MiniMaxM2ForCausalLM": (ROUTERS,),
     "Step3p5ForCausalLM": (ROUTERS,),

@@ -135,7 +135,9 @@ TINY = {
         written=_NO_AUX,
     ),
     "DeepseekV32ForCausalLM": Tiny(
-        "deepseek_v32", _MOE | _MLA | _GROUPED | _SPARSE_ATTENTION | dict(first_k_dense_replace=1), written=_NO_AUX
+        "deepseek_v32",
+        _MOE | _MLA | _GROUPED | _SPARSE_ATTENTION | _NO_AUX | dict(first_k_dense_replace=1),
+        built=True,
     ),
     "DeepseekV4ForCausalLM": Tiny(
         "deepseek_v4",
@@ -170,8 +172,13 @@ TINY = {
     ),
     "GlmMoeDsaForCausalLM": Tiny(
         "glm_moe_dsa",
-        _MOE | _MLA | _GROUPED | _SPARSE_ATTENTION | dict(n_group=1, topk_group=1, mlp_layer_types=_DENSE_FIRST),
-        written=dict(first_k_dense_replace=1),
+        _MOE
+        | _MLA
+        | _GROUPED
+        | _SPARSE_ATTENTION
+        | _NO_AUX
+        | dict(n_group=1, topk_group=1, mlp_layer_types=_DENSE_FIRST, first_k_dense_replace=1),
+        built=True,
     ),
     "Glm5NextForCausalLM": Tiny(
         "glm5_next_text",
