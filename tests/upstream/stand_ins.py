@@ -209,19 +209,23 @@ def _experts() -> None:
 
 
 def _residual_streams() -> None:
-    """mHC of DeepSeek-V4 and GLM-5.3, by vLLM's reference in PyTorch; the head's sum has none there."""
-    mhc = importlib.import_module("vllm.model_executor.layers.mhc")
-    for name in ("MHCPreOp", "MHCPostOp", "MHCFusedPostPreOp"):
-        kind = getattr(mhc, name)
-        kind.forward_cpu = kind.forward_native
+    """mHC of DeepSeek-V4 and GLM-5.3, by vLLM's references in PyTorch; the head's sum has none there."""
+    kernels = "vllm.model_executor.kernels.mhc"
+    reference = _found(f"{kernels}.torch:mhc_pre_delayed_torch")
 
-    def head(self: Any, x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float, eps: float) -> Tensor:
+    def pre(residual: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        post, comb, _, mixed = reference(residual, *others[:8])
+        return post, comb, (mixed[..., None] * residual.float()).sum(1).to(residual.dtype)
+
+    def head(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float, eps: float) -> Tensor:
         flat = x.flatten(-2).float()
         mixes = (flat @ fn.T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
         gates = torch.sigmoid(mixes * scale + base) + eps
         return (gates[..., None] * x.float()).sum(-2).to(x.dtype)
 
-    mhc.HCHeadOp.forward_cpu = head
+    _put(f"{kernels}:mhc_pre_cpu", pre)
+    _put(f"{kernels}:mhc_post_cpu", _found(f"{kernels}.torch:mhc_post_torch"))
+    _put(f"{kernels}:hc_head_fused_cpu", head)
 
 
 def _gated_residuals() -> None:

@@ -57,6 +57,11 @@ _GRANITE = dict(
     logits_scaling=4.0,
 )
 _KIMI_LAYERS = dict(kda_layers=[1, 3], full_attn_layers=[2], num_heads=4, head_dim=32, short_conv_kernel_size=4)
+_NUMBERED = {  # of experts, and not of shared ones
+    f".experts.{expert}.{old}.": f".experts.{expert}.{new}."
+    for expert in range(16)
+    for old, new in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
+}
 _GATED_DELTA_NET = dict(
     linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=1, linear_num_value_heads=2
 )
@@ -227,11 +232,7 @@ TINY = {
         | dict(routed_expert_hidden_size=64, latent_moe_use_norm=True, routed_scaling_factor=2.5)
         | dict(linear_attn_config=_KIMI_LAYERS, hidden_act="silu", first_k_dense_replace=1),
         built=True,
-        renamed={
-            f".experts.{expert}.{old}.": f".experts.{expert}.{new}."
-            for expert in range(16)
-            for old, new in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
-        },
+        renamed=_NUMBERED,
     ),
     "LagunaForCausalLM": Tiny(
         "laguna",
@@ -611,6 +612,7 @@ TINY["MiniMaxM3SparseForCausalLM"] = Tiny(
     | dict(swiglu_beta=1.0, n_shared_experts=1, scoring_func="sigmoid", use_routing_bias=True)
     | dict(routed_scaling_factor=2.0, moe_layer_freq=[0, 1, 1, 1]),
     built=True,
+    renamed=_NUMBERED,
 )
 
 _DENSE_LAST = dict(mlp_layer_types=["dense", "sparse", "sparse", "dense"])
