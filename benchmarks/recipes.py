@@ -20,6 +20,7 @@ from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, Script
+from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint.published import NamedModel, find_model, published
 from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.files import replacing
@@ -31,6 +32,14 @@ from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, plan_mode
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
 DOCUMENT = ROOT / "vllm_spac" / "RECIPES.md"
+PUBLISHED = ROOT / "tests" / "upstream" / "published"  # configs of newer models
+NEWER = (
+    "nvidia/Qwen3.8-Flash-Next-NVFP4",
+    "sgl-project/DeepSeek-V4-Flash-FP8",
+    "RedHatAI/GLM-5.3-Flash-NVFP4",
+    "nvidia/MiniMax-M3-NVFP4",
+)
+_CARDS, _HOSTS = ("rtx3090", "rtx4090", "rtx5090"), (64, 128)  # GiB of host memory
 _HEAD = """# Recipes
 
 Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan MODEL` does for your
@@ -127,6 +136,56 @@ def table(recipe: dict[str, Any], plans: list[ServingPlan]) -> Iterator[str]:
         )
 
 
+def newer() -> list[dict[str, Any]]:
+    """Returns name and config of the newer models, as recipes."""
+    facts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(PUBLISHED.glob("*.json"))]
+    known = {each["name"]: each["config"] for each in facts}
+    return [{"model": name, "config": known[name], "context": 8192, "concurrency": 1} for name in NEWER]
+
+
+def newer_plan(recipe: dict[str, Any], card: str, host: int) -> ServingPlan | None:
+    """Returns the plan of a newer model with ``host`` GiB of host memory; None if nothing fits."""
+    try:
+        return planned(recipe | {"host_memory": f"{host}GiB"}, card)
+    except ConfigError:
+        return None
+
+
+def newer_row(recipe: dict[str, Any], host: int, plans: list[ServingPlan | None]) -> str:
+    """Returns a line of the newer models' table: one model with so much host memory, on each card."""
+    cells = []
+    for plan in plans:
+        if plan is None:
+            cells.append("does not fit")
+            continue
+        best, disk = plan.best, ", disk" if plan.best.choice.store in ("disk", "tiers") else ""
+        drafts = ", n-grams" if best.choice.drafts else ""
+        speeds = " - ".join(f"{one.tokens_per_second:.3g}" for one in (best.even, best.compared, best.high) if one)
+        cells.append(f"{best.choice.slots.replace('%', ' %')}{disk}{drafts}: {speeds}")
+    return f"| `{recipe['model']}` | {host} GiB | {' | '.join(cells)} |"
+
+
+def newer_section() -> Iterator[str]:
+    """Yields the lines of the newer models on cards of 24 and 32 GB."""
+    yield from ("", "## Models of this autumn", "")
+    yield (
+        "One request of 8,192 tokens. Of each card: slots, whether a disk holds what host memory does not, and "
+        "tokens/s without locality, with low and with high. None of these has been served on a GPU; "
+        "[FAMILIES.md](../tests/upstream/FAMILIES.md) has tiny models of their classes. The commands are those of "
+        f"`{_CARDS[1]}` with {_HOSTS[-1]} GiB."
+    )
+    cards = " | ".join(f"`{card}`" for card in _CARDS)
+    yield from ("", f"| calculated | host memory | {cards} |", f"|---|---{len(_CARDS) * '|---'}|")
+    commands = []
+    for recipe in tqdm(newer(), unit="newer model"):
+        for host in _HOSTS:
+            plans = [newer_plan(recipe, card, host) for card in _CARDS]
+            yield newer_row(recipe, host, plans)
+        if (shown := plans[1]) is not None:
+            commands.append(shown.best.command)
+    yield from ("", "```bash", *commands, "```")
+
+
 def section(plan: ServingPlan) -> Iterator[str]:
     """Yields the lines of one recipe."""
     best, machine, load = plan.best, plan.machine, plan.load
@@ -182,7 +241,7 @@ def _without(plan: ServingPlan, **change: Any) -> Row | None:
 
 @app.main
 def main() -> None:
-    sections = [written(recipe) for recipe in tqdm(recipes(), unit="model")]
+    sections = [written(recipe) for recipe in tqdm(recipes(), unit="model")] + [list(newer_section())]
     with replacing(DOCUMENT) as partial:
         partial.write_text(document(sections), encoding="utf-8")
 

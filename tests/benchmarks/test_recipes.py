@@ -70,8 +70,15 @@ def test_the_slots_of_a_table_are_those_that_fit(name: str) -> None:
             assert (int(percent), 0) == fitting[plane.strip("`")]
 
 
+def test_one_line_of_newer_models_is_what_is_calculated() -> None:
+    recipe = recipes.newer()[recipes.NEWER.index("RedHatAI/GLM-5.3-Flash-NVFP4")]
+    found = recipes.newer_row(recipe, 128, [recipes.newer_plan(recipe, "rtx4090", 128)])
+    [line] = [line for line in recipes.DOCUMENT.read_text(encoding="utf-8").splitlines() if found[:50] in line]
+    assert found.split(" | ")[2].removesuffix(" |") == line.split(" | ")[3]
+
+
 @pytest.mark.full
 def test_the_document_is_what_is_calculated() -> None:
     """Otherwise: `python benchmarks/recipes.py`."""
-    sections = [recipes.written(recipe) for recipe in RECIPES.values()]
+    sections = [*(recipes.written(recipe) for recipe in RECIPES.values()), list(recipes.newer_section())]
     assert recipes.DOCUMENT.read_text(encoding="utf-8") == recipes.document(sections)

@@ -68,6 +68,7 @@ class Layer(ManagedExperts, Kernel):
         _BUILT.append(self.spac.runtime)
         self.spac_execution, self.spac_index, self.layer_name, self.ran = execution, 0, "layer", []
         self.activation, self._expert_map, self.seen = SimpleNamespace(value="silu"), None, []
+        self.swiglu_limit = self.swiglu_alpha = self.swiglu_beta = None
         self.quant_method = SimpleNamespace()
         self.spac_kernel = SlotKernel(self, lambda *given: Kernel.forward_modular(self, *given), on_cpu)
 

@@ -353,7 +353,7 @@ def check_kernel(config: Any, capability: Capability | None) -> None:
         layer = built(config)
         packed = spac.execution_class.layout == "plain" and quant_schemes.is_quantised(layer)
         quant_schemes.expert_tensors(layer, packed)
-        facts = {"swiglu_limit": None, "swiglu_alpha": None, "apply_router_weight_on_input": False}
+        facts = dict.fromkeys(("swiglu_limit", "swiglu_alpha", "swiglu_beta")) | {"apply_router_weight_on_input": False}
         facts |= {"spac_packing": packed or None, "layer_name": layer.layer_name, "activation": layer.activation}
         host = SimpleNamespace(execution=spac.execution_class, config=spac)
         quantised = type(layer.quant_method).__name__ if quant_schemes.is_quantised(layer) else None

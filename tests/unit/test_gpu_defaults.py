@@ -23,7 +23,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc
 
 
 def model(**changes):
-    text = {"hidden_act": "silu", "moe_intermediate_size": 768, "intermediate_size": 6144}
+    text = {"hidden_act": "silu", "moe_intermediate_size": 768, "intermediate_size": 6144, "swiglu_limit": None}
     text |= {name: value for name, value in changes.items() if name in text}
     return SimpleNamespace(
         quantization=changes.get("quantization"),
@@ -108,7 +108,8 @@ def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, ca
     [
         ({"quantization": "online"}, "quantised while they are loaded"),
         ({"hidden_act": "relu2"}, "activation relu2"),
-        ({"hidden_act": None}, "activation None"),
+        ({"hidden_act": "silu", "swiglu_limit": 7.0}, "activation silu with limit 7.0"),
+        ({"hidden_act": None}, "names no activation"),
         ({"architecture": "Llama4ForConditionalGeneration"}, "weighs inputs"),
         ({"moe_intermediate_size": 700}, "rows of 700 weights"),
         ({"hidden": 2052}, "rows of 2052 weights"),
@@ -123,6 +124,15 @@ def test_models_that_the_kernel_does_not_compute(gpu, caplog, changes: dict, rea
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu", "gelu_pytorch_tanh"])
 def test_activations_have_several_names(gpu, name: str) -> None:
     assert started({}, of=model(hidden_act=name))[0].execution_name == "pointers"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "limit"),
+    [("Glm5NextForConditionalGeneration", 10.0), ("GptOssForCausalLM", 7.0), ("Qwen3MoeForCausalLM", None)],
+)
+def test_limits_of_gates_that_the_kernel_has(gpu, architecture: str, limit: float | None) -> None:
+    made = model(hidden_act="silu", swiglu_limit=limit, architecture=architecture)
+    assert started({}, of=made)[0].execution_name == "pointers"
 
 
 @pytest.mark.parametrize(

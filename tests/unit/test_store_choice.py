@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from vllm_spac.cache.transfers import HostRows, Transfers
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.integration import gpu_defaults, store_choice
+from vllm_spac.errors import ConfigError
+from vllm_spac.integration import gpu_defaults, store_choice, whole_models
 from vllm_spac.integration.hooks import device
 from vllm_spac.integration.loading import assembly
 from vllm_spac.recording.metrics import Counters
@@ -115,6 +117,25 @@ def test_what_is_planned_is_what_starts(arguments, model, caplog, name: str, hos
         assert held < whole.experts_bytes, "else some had slots for good, and there were no disk"
         flags = shlex.split(command(best, whole, machine, ONE))
         assert flags[flags.index("--spac-host-memory") + 1] == f"{best.host_bytes >> 20}MiB"
+
+
+def test_n_gram_tables_leave_less_host_memory(arguments, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """vLLM pins them when it builds the model, after the store was chosen; the same as that much less memory."""
+    from vllm.config.engram import EngramConfig
+
+    caplog.set_level("INFO")
+    less = started(arguments(QWEN, 40 * GIB))
+    sizes, tables = whole_models.sizes, 20 * GIB
+    monkeypatch.setattr(whole_models, "sizes", lambda *given: replace(sizes(*given), table_bytes=tables))
+    beside = started(arguments(QWEN, 60 * GIB))
+    assert beside.store == less.store == "disk" and beside.host_memory == less.host_memory > 0
+    assert any(
+        "40.00 GiB of host memory are free beside 20.00 GiB of n-gram tables" in each for each in caplog.messages
+    )
+    on_gpu = started(arguments(QWEN, 60 * GIB, engram_config=EngramConfig(cpu_offload=False)))
+    assert on_gpu.store_on("cuda") == "host"
+    with pytest.raises(ConfigError, match=r"20\.00 GiB of n-gram tables in host memory, of which 16\.00 GiB are free"):
+        started(arguments(QWEN, 16 * GIB))
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,8 @@ def kernel(facts: Facts, capability: Capability) -> str:
     """Returns what runs the experts on such a GPU: ``s`` slots, ``p`` our kernel alone, ``-`` nothing."""
     if facts.entry is None:
         return "s"
-    if quantisation.refusal(facts.entry, quantisation.FormatKernels.OURS, capability) is not None:
+    ours = quantisation.refusal(facts.entry, quantisation.FormatKernels.OURS, capability)
+    if (ours or quantisation.activation_refusal(facts.config)) is not None:
         stock = quantisation.refusal(facts.entry, quantisation.FormatKernels.GPU, capability)
         return "-" if stock is not None else "s"
     return "p" if quantisation.only_ours(facts.entry, capability) else "s"

@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import published_plans
 import pytest
@@ -13,6 +14,7 @@ from published_plans import CAPABILITIES, FOLDER, MACHINES, Facts, planned
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.knobs import Knobs
+from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
@@ -70,6 +72,31 @@ def test_parameters_are_as_many_as_published(facts: Facts) -> None:
     """Within 6 %: names are rounded, and towers for images count in some and not in others."""
     assert facts.billions is not None
     assert facts.parameters / 1e9 == pytest.approx(facts.billions, rel=0.06)
+
+
+def test_experts_that_only_our_kernels_read_and_do_not_compute_need_a_gpu_that_holds_them_all() -> None:
+    """relu2 has no gate; clamped gates are computed."""
+    nano, super_ = (KNOWN[f"nvidia/NVIDIA-Nemotron-3-{size}-NVFP4"] for size in ("Nano-30B-A3B", "Super-120B-A12B"))
+    assert planned(nano, "rtx4090", 64 * GIB).cell == "all" and published_plans.kernel(nano, (8, 9)) == "-"
+    assert "activation relu2, which our kernels do not compute; use" in planned(super_, "rtx4090", 64 * GIB).sentence
+    glm = KNOWN["RedHatAI/GLM-5.3-Flash-NVFP4"]
+    assert published_plans.kernel(glm, (8, 9)) == "p" and planned(glm, "rtx4090", 64 * GIB).commands
+
+
+def test_an_engine_refuses_them_before_they_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_spac.integration import preflight
+    from vllm_spac.integration.hooks import device
+
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    monkeypatch.setattr(device, "query", lambda: device.DeviceFacts("a GPU", True, (8, 9), True, True))
+    facts = KNOWN["nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"]
+    known = {"model": facts.name, "quantization": "modelopt_fp4"}
+    model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: facts.config), **known)
+    with pytest.raises(UnsupportedError, match="120B-A12B-NVFP4 has experts with the activation relu2.*; use"):
+        preflight._check_quantisation(model, SpacConfig(plane="pointers"))
+    others = facts.config | {"mlp_hidden_act": "silu"}
+    model.hf_config = SimpleNamespace(to_dict=lambda: others)
+    preflight._check_quantisation(model, SpacConfig(plane="pointers"))
 
 
 def test_experts_have_the_bytes_that_others_report() -> None:

@@ -29,7 +29,6 @@ from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.address_table import ALIGNMENT
 from vllm_spac.integration import chunk_size, store_choice, whole_models
 from vllm_spac.integration.hooks import device, patches
-from vllm_spac.kernels.types import ACTIVATIONS, activation_of
 from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import LAYERS, first_number
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
@@ -46,8 +45,6 @@ logger = logging.getLogger("vllm.spac")
 _CAPABILITY = (8, 0)  # from which the kernels were compiled
 _HEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # layers that only drafts of the checkpoint use
 _WEIGHS_INPUT = ("Llama4",)  # architectures whose router weights multiply the input
-_OPENAI = ("GptOss",)  # architectures whose configuration says silu, and whose experts are swigluoai
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # names of transformers
 
 
 def apply(engine_args: EngineArgs, config: SpacConfig, usage: UsageContext | None = None) -> SpacConfig | None:
@@ -205,14 +202,12 @@ def reason_for_host(model: ModelConfig, entry: Mapping | None, facts: DeviceFact
         if quantisation.only_ours(entry, facts.capability):
             return None  # no slots can hold them
     text = model.hf_text_config
-    name = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None))
-    name = (
-        "swigluoai" if any(each.startswith(_OPENAI) for each in model.architectures) else _ACTIVATIONS.get(name, name)
-    )
-    if name not in ACTIVATIONS:
-        return f"our kernel does not compute the activation {name}"
-    if activation_of(name, limit := getattr(text, "swiglu_limit", None), None, None) is None:
-        return f"our kernel does not compute {name} with limit {limit}"
+    said = {key: getattr(text, key, None) for key in quantisation.ACTIVATION_KEYS}
+    if not any(said.values()):
+        return "its configuration names no activation"
+    said |= {"swiglu_limit": getattr(text, "swiglu_limit", None)}
+    if (reason := quantisation.activation_refusal(said, model.architectures)) is not None:
+        return reason
     if any(architecture.startswith(_WEIGHS_INPUT) for architecture in model.architectures):
         return "our kernel weighs outputs, and this model weighs inputs"
     widths = [getattr(text, each, None) for each in ("moe_intermediate_size", "intermediate_size")]

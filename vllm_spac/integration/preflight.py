@@ -266,7 +266,10 @@ def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
     if on_cpu and not (built or quant_config.spares_experts(checkpoint, layers) or device.runs_quantised_experts()):
         raise UnsupportedError(f"spac: {model.model} has {quantisation.refusal_without_amx(checkpoint)}")
     capability = None if (facts := device.query()) is None else facts.capability
-    if (reason := quantisation.refusal(checkpoint, kernels, capability)) is not None:
+    reason = quantisation.refusal(checkpoint, kernels, capability)
+    if reason is None and ours and (told := quantisation.activation_refusal(model.hf_config.to_dict())) is not None:
+        reason = f"{told}; {quantisation.IN_SLOTS}"
+    if reason is not None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")
     if on_cpu and (reason := _beside(model.model, checkpoint)) is not None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_spac.cache.sizing import asked, settling
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.config.types import SlotCount
+from vllm_spac.errors import ConfigError
 from vllm_spac.integration import whole_models
 from vllm_spac.storage.checkpoint import quantisation
 from vllm_spac.storage.checkpoint.quantisation import FormatKernels
@@ -36,6 +37,9 @@ def choose(
     CPU experts leave no other unless the GPU reads ``in_place``: host memory that is short is then an error when it is
     reserved.
 
+    Raises:
+        ConfigError: host memory has no room for the model's n-gram tables.
+
     Args:
         entry: how the checkpoint's experts are quantised; None: not at all.
         in_place: the GPU will read host memory in place, where all experts without a slot are, or that are not only on
@@ -55,7 +59,13 @@ def choose(
     checkpoint = whole_models.sizes(str(engine_args.model), model.hf_config.to_dict(), kernels)
     if checkpoint is None:
         return None
-    needed, available = sum(checkpoint.layer_bytes.values()), available_host_bytes()
+    tables = whole_models.host_tables(engine_args, checkpoint)
+    needed, available = sum(checkpoint.layer_bytes.values()), available_host_bytes() - tables
+    if available < 0:
+        raise ConfigError(
+            f"spac: vLLM keeps {gib(tables)} of n-gram tables in host memory, of which {gib(available + tables)} are "
+            "free; use a machine with more, or a checkpoint with smaller tables"
+        )
     if needed <= (spare := max(0, available - SYSTEM_RESERVE)):
         return None
     if in_place and found and _settle(found, checkpoint, config.parsed_slots, spare, engine_args.tensor_parallel_size):
@@ -69,8 +79,9 @@ def choose(
     if spare >= _LEAST:
         knobs["host_memory"] = spare >> 20 << 20
         tier = f"as many as {gib(spare)} hold"
+    beside = f" beside {gib(tables)} of n-gram tables" if tables else ""
     return knobs, (
-        f"store=disk: the experts take {gib(needed)}, and {gib(available)} of host memory are free, of which "
+        f"store=disk: the experts take {gib(needed)}, and {gib(available)} of host memory are free{beside}, of which "
         f"{gib(SYSTEM_RESERVE)} are left to the system; host memory holds {tier} (--spac-host-memory)"
     )
 

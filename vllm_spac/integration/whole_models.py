@@ -122,10 +122,17 @@ def count(engine_args: EngineArgs, model: ModelConfig) -> Count | None:
     config, ranks = model.hf_config.to_dict(), engine_args.tensor_parallel_size
     if (checkpoint := sizes(str(engine_args.model), config, FormatKernels.GPU)) is None:
         return None
-    weights = -(-(checkpoint.other_bytes + sum(checkpoint.layer_bytes.values())) // ranks)
+    tables = checkpoint.table_bytes - host_tables(engine_args, checkpoint)
+    weights = -(-(checkpoint.other_bytes + tables + sum(checkpoint.layer_bytes.values())) // ranks)
     working = _working(engine_args, model, config, checkpoint)
     usable = int(engine_args.gpu_memory_utilization * total)
     return Count(usable, weights, _kv(engine_args, model, usable - weights - working), working)
+
+
+def host_tables(engine_args: EngineArgs, checkpoint: Checkpoint) -> int:
+    """Returns the bytes of n-gram tables that vLLM will pin in host memory when it builds the model."""
+    engram = engine_args.engram_config
+    return checkpoint.table_bytes if engram is None or engram.cpu_offload else 0
 
 
 def sizes(model: str, config: dict, kernels: FormatKernels) -> Checkpoint | None:

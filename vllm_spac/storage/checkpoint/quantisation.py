@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+from vllm_spac.kernels.types import activation_of
 from vllm_spac.storage.checkpoint import cpu_layouts
 from vllm_spac.storage.checkpoint.quant_config import (
     EXPERTS_IN,
@@ -46,6 +47,7 @@ _REMEDY = (
     "desc_act), with --spac-plane pointers also in MXFP4 (GPT-OSS), NVFP4 or INT8 by channel, or an unquantised one"
 )
 _TABLE = "use --spac-plane table, whose kernel is ours"
+IN_SLOTS = "use a checkpoint whose experts slots can hold, or an unquantised one"
 _PER_TENSOR = (
     "FP8 experts with one scale per tensor, whose activations share a scale with other rows or experts: their result "
     "depends on what is computed with them"
@@ -54,6 +56,11 @@ _METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
 # Of NVFP4: scales of activations, and those of tensors, which slots have as scales of rows.
 _WHOLE = {"input_scale", "input_global_scale", "weight_scale_2", "weight_global_scale"}
 
+
+# Where configurations name the activation of experts; names of transformers -> vLLM's. GPT-OSS's says silu.
+ACTIVATION_KEYS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
+_NAMES = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
+_OPENAI = "GptOss"
 
 Capability = tuple[int, int]  # of a GPU, major and minor
 _FP8_FROM: Capability = (8, 9)  # vLLM's Triton kernel multiplies in FP8
@@ -110,6 +117,26 @@ def refusal_beside(quantisation: Mapping, beside: str, amx: bool) -> str | None:
         f"layers in {kind} beside its experts ({beside}), for which vLLM has no kernel on {where}; use a checkpoint "
         "that quantises its experts alone, or one in INT4 or INT8"
     )
+
+
+def activation_refusal(config: Mapping, architectures: Sequence[str] = ()) -> str | None:
+    """Returns why our kernels do not compute a model's experts in any format; None if they do, or nobody says so.
+
+    Args:
+        config: content of its ``config.json``, or of the part on its language model.
+        architectures: its classes in vLLM, if ``config`` does not name them.
+    """
+    text = mapping(config.get("text_config")) or config
+    name = next((str(text[key]) for key in ACTIVATION_KEYS if text.get(key)), None)
+    if name is None:
+        return None
+    classes = architectures or config.get("architectures") or ()
+    name = "swigluoai" if any(each.startswith(_OPENAI) for each in classes) else _NAMES.get(name, name)
+    limit = text.get("swiglu_limit")
+    if activation_of(name, limit, None, None) is not None:
+        return None
+    told = f"{name} with limit {limit}" if limit else name
+    return f"experts with the activation {told}, which our kernels do not compute"
 
 
 def only_ours(quantisation: Mapping | None, capability: Capability | None = None) -> bool:

@@ -14,6 +14,7 @@ from vllm_spac.storage.checkpoint.published import NamedModel
 from vllm_spac.storage.checkpoint.quantisation import (
     Capability,
     FormatKernels,
+    activation_refusal,
     only_ours,
     only_ours_on_cpu,
     refusal,
@@ -40,6 +41,7 @@ class ServedModel:
     remark: str = ""  # about sizes that are not from headers, a sentence
     revision: str | None = None  # of a name on the hub; None: the newest
     stock: bool = True  # vLLM has a kernel for its experts on this machine
+    uncomputed: str = ""  # why the execution's kernel does not compute its experts, which all need GPU memory then
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class ServedModel:
             kernels,
             named.remark,
             named.revision,
+            uncomputed=(activation_refusal(named.config) or "") if ours else "",
         )
 
     @classmethod
@@ -114,7 +117,10 @@ class ServedModel:
                 raise UnsupportedError(f"{named.name} has {refusal_without_amx(entry)}")
         else:
             ours = only_ours(entry, capability)
-        for execution in executions(plane, ours=ours, on_cpu=on_cpu):
+        found = executions(plane, ours=ours, on_cpu=on_cpu)
+        if not ours and plane == "auto" and activation_refusal(named.config) is not None:
+            found = ("slots",)
+        for execution in found:
             served = cls.of(named, execution, on_cpu=on_cpu, capability=capability)
             beside = served.checkpoint.fp8_beside
             if on_cpu and entry is not None and (reason := refusal_beside(entry, beside, amx)) is not None:

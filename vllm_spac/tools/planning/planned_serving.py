@@ -13,6 +13,7 @@ from vllm_spac.decisions.prompt_chunks import ATTAINED
 from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint import quant_config
 from vllm_spac.storage.checkpoint.published import NamedModel
+from vllm_spac.storage.checkpoint.quantisation import IN_SLOTS
 from vllm_spac.system.host_memory import SYSTEM_RESERVE, gib
 from vllm_spac.tools.planning.planned_machine import (
     HERE,
@@ -258,11 +259,18 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
     """Yields each store, with and without CPU experts and drafts, with as many slots as fit.
 
     Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
+
+    Raises:
+        ConfigError: no kernel computes experts that are not all in GPU memory.
     """
     # Beside a GPU, some experts: of packed ones, where our kernels read them.
     on_the_cpu = bool(machine.gpu) and (model.execution != "slots" or not model.quantised)
     for drafts in (0, DRAFTS) if machine.gpu else (0,):
         percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
+        if model.uncomputed and percent < 100:
+            if drafts:
+                return
+            raise ConfigError(f"{model.name} has {model.uncomputed}; {IN_SLOTS}, or name a GPU that holds all of it")
         for store in stores(model, machine, percent, tokens):
             choice = _with_host_memory(Choice(percent, store, drafts=drafts, tokens=tokens), model, machine)
             yield choice
