@@ -353,6 +353,27 @@ def write(scheme: str, folder: Path, dequantised: torch.dtype | None = None) -> 
     return folder
 
 
+def add_fp8_attention(folder: Path) -> Path:
+    """Rounds a checkpoint's attention to FP8 by channel, in a config of compressed-tensors; experts stay as they are."""
+    weights, path = folder / "model.safetensors", folder / "config.json"
+    made, config = load_file(weights), json.loads(path.read_text())
+    for name in [each for each in made if "self_attn" in each and _is_linear(each)]:
+        parts = fp8_channels(made.pop(name))
+        made |= {f"{name.removesuffix('weight')}{last}": part.contiguous() for last, part in parts.items()}
+    save_file(made, weights, metadata={"format": "pt"})
+    rows, columns = _FP8 | {"strategy": "token", "dynamic": True}, _FP8 | {"strategy": "channel", "dynamic": False}
+    entry = compressed("float-quantized", columns, rows)
+    entry["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
+    if (experts := config.get("quantization_config")) is not None:
+        entry["format"] = "mixed-precision"
+        entry["config_groups"]["group_0"]["format"] = "float-quantized"
+        own = {"targets": ["re:.*mlp.experts.*"], "format": experts["format"]}
+        entry["config_groups"]["group_1"] = experts["config_groups"]["group_0"] | own
+    entry["ignore"] = ["re:.*mlp.gate$", "lm_head", *([] if experts else ["re:.*mlp.experts.*"])]
+    path.write_text(json.dumps(config | {"quantization_config": entry}))
+    return folder
+
+
 def _is_expert(name: str) -> bool:
     return ".experts." in name and name.endswith((".weight", "gate_up_proj", "down_proj"))
 

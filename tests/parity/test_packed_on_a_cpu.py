@@ -49,6 +49,18 @@ def test_same_tokens_as_stock_with_the_weights_that_they_mean(scheme: str, tmp_p
     assert runs[0].stats["cpu_experts"] > 0 and 0 < runs[0].stats["misses"] < runs[1].stats["misses"]
 
 
+@pytest.mark.rest
+def test_experts_in_nvfp4_beside_attention_in_fp8(tmp_path: Path) -> None:
+    """A checkpoint of two precisions. Of stock vLLM attention is the same, and experts are what their codes mean."""
+    packed = quantised.add_fp8_attention(quantised.write("nvfp4", tmp_path / "packed"))
+    plain = quantised.add_fp8_attention(quantised.write("nvfp4", tmp_path / "plain", torch.float32))
+    (stock,) = quantised.runs(plain, [None], allowed=False, **FLOAT32)
+    (run,) = quantised.runs(packed, knobs(tmp_path, "50%")[:1], allowed=False, **FLOAT32)
+    assert len({tuple(tokens) for tokens in stock.tokens}) > 4, "this model says the same to everything"
+    assert_same_tokens(run, stock)
+    assert run.stats["execution"] == "table" and run.stats["misses"] > 0
+
+
 @pytest.mark.parametrize("scheme", formats(HALVES))
 def test_same_log_probabilities_of_prompts(scheme: str, tmp_path: Path) -> None:
     """But for intermediate results rounded to 11 or 8 bits, in another order: up to 30 times that of a logit."""

@@ -49,6 +49,9 @@ The last columns are GPUs with GiB of host memory, for one request of 8,192 toke
 `--spac-slots`. The other experts are in host memory (*h*), or on the disk behind it (*h d*). With *all* stock vLLM
 serves the model. Numbers in brackets are the sentences below. Heads for drafts are not counted: transformers does not
 build them.
+
+Of two precisions in one checkpoint, experts in NVFP4 beside attention in FP8 have been served, by a tiny one on a CPU
+(`tests/parity/test_packed_on_a_cpu.py`). ModelOpt's have not, since vLLM has no kernel for their layers there.
 """
 
 

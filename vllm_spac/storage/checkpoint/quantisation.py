@@ -109,7 +109,9 @@ def refusal_beside(quantisation: Mapping, beside: str, amx: bool) -> str | None:
         beside: the first of their tensors that is in e4m3, as ``Checkpoint.fp8_beside``.
         amx: whether the CPU has AMX.
     """
-    nvfp4 = is_nvfp4(quantisation)
+    # in a checkpoint of compressed-tensors e4m3 is what FP8 layers' codes are, and only the scales of NVFP4 ones
+    codes = beside.endswith(".weight") and not method(quantisation).startswith("modelopt")
+    nvfp4 = is_nvfp4(quantisation) and not codes
     if not beside or not (nvfp4 or (_by_block(quantisation) and not amx)):
         return None
     kind, where = ("NVFP4", "a CPU") if nvfp4 else ("FP8 by block", "a CPU without AMX")
