@@ -354,7 +354,7 @@ def write(scheme: str, folder: Path, dequantised: torch.dtype | None = None) -> 
 
 
 def add_fp8_attention(folder: Path) -> Path:
-    """Rounds a checkpoint's attention to FP8 by channel, in a config of compressed-tensors; experts stay as they are."""
+    """Rounds attention to FP8 by channel, in a config of compressed-tensors; experts stay as they are."""
     weights, path = folder / "model.safetensors", folder / "config.json"
     made, config = load_file(weights), json.loads(path.read_text())
     for name in [each for each in made if "self_attn" in each and _is_linear(each)]:
