@@ -162,23 +162,18 @@ def _activate(
     gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr, T: tl.constexpr, FUSED: tl.constexpr, UPCAST: tl.constexpr
 ):
     """[M, N] float32 gate and up, already rounded to T -> h in float32."""
+    LIMIT: tl.constexpr = 10.0 if ACT == "silu_clamped" else 7.0
+    if ACT == "silu_clamped" or ACT == "swigluoai" or ACT == "swigluoai_uninterleave":
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if FUSED:  # the operations of vLLM's kernel that rounds h to FP8, one by one: less would change some codes
         tl.static_assert(ACT == "silu", "no other activation is fused")
         power = tl.exp(-gate) if UPCAST else libdevice.exp(-gate)
         result = gate * tl.math.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + power) * up
     elif ACT == "swigluoai":
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         result = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
     elif ACT == "swigluoai_uninterleave":
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         result = _round(gate / (1.0 + tl.exp(-gate * 1.702)), T) * (up + 1.0)
-    elif ACT == "silu_clamped":
-        gate = tl.minimum(gate, 10.0)
-        up = tl.minimum(tl.maximum(up, -10.0), 10.0)
-        result = _round(gate / (1.0 + tl.exp(-gate)), T) * up
-    elif ACT == "silu":
+    elif ACT == "silu" or ACT == "silu_clamped":
         result = _round(gate / (1.0 + tl.exp(-gate)), T) * up
     elif ACT == "gelu":
         result = _round(0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)), T) * up

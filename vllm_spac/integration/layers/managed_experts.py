@@ -13,6 +13,7 @@ from vllm_spac.execution.base import Execution
 from vllm_spac.integration.layers import quant_schemes, triton_tiles
 from vllm_spac.integration.layers.custom_ops import run_experts
 from vllm_spac.integration.layers.staged_experts import StagedExperts
+from vllm_spac.kernels.types import activation_of
 from vllm_spac.methods.moe_spec.control import BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import RoutingRule
 
@@ -52,6 +53,11 @@ class ManagedExperts(StagedExperts):
         super().__init__(layer_name, *args, **kwargs)
         self.spac_rule = RoutingRule()
         self.spac_kernel = SlotKernel(self, super().forward_modular, self.spac.on_cpu)
+
+    @property
+    def spac_activation(self) -> str | None:
+        """Its activation as our kernels name it, with its limit; None if they do not compute it."""
+        return activation_of(self.activation.value, self.swiglu_limit, self.swiglu_alpha, self.swiglu_beta)
 
     @property
     def spac_widths(self) -> MoEWidths:

@@ -19,7 +19,6 @@ from vllm_spac.integration.layers.built_for_ours import built_for_ours
 from vllm_spac.integration.layers.kernel_conversion import KernelConversion
 from vllm_spac.integration.layers.packed_experts import WeightPacking, blank, remove_scales
 from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import activation_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as _Layer
@@ -103,25 +102,12 @@ class StagedExperts(_Layer):
         self.quant_method.requires_device_loading = False  # pack moves a part of the layer at a time instead
         self.spac.add(self)
 
-    @property
-    def spac_activation(self) -> str | None:
-        """Its activation as our kernels name it, with its limit; None if they do not compute it."""
-        return activation_of(self.activation.value, self.swiglu_limit, self.swiglu_alpha, self.swiglu_beta)
-
     def _check(self, quantised: str | None) -> None:
         """Raises ``UnsupportedError`` if the execution or the kernel for CPU experts cannot run this layer."""
-        self.spac.execution.check_layer(
-            LayerFacts(
-                self.layer_name,
-                self.activation.value,
-                self.swiglu_limit,
-                self.swiglu_alpha,
-                self.swiglu_beta,
-                self.apply_router_weight_on_input,
-                quantised,
-                self.spac_packing is not None,
-            )
-        )
+        activation = self.activation.value, self.swiglu_limit, self.swiglu_alpha, self.swiglu_beta
+        kept = quantised, self.spac_packing is not None
+        facts = LayerFacts(self.layer_name, *activation, self.apply_router_weight_on_input, *kept)
+        self.spac.execution.check_layer(facts)
         config, converted = self.spac.config, self.spac.execution.layout == "kernel"
         if quantised is not None and config.cpu_experts != "off" and converted and not quant_schemes.is_on_cpu():
             raise UnsupportedError(
