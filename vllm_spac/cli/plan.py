@@ -26,10 +26,12 @@ vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090
 vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the weights are downloaded[/]
 vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# on this machine, measured once[/]
 vllm-spac plan openai/gpt-oss-120b --machine rtx4090 --plane table   [dim]# from a disk, too[/]
+vllm-spac plan openai/gpt-oss-120b --machine rtx3090 --gpus 24GiB,12GiB   [dim]# two pipeline stages[/]
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
 """)
 
 _HERE = "here"
+_MOST_GPUS = 64
 _STOCK = (
     "all experts fit in {}, so stock vLLM serves this model: the plugin would have nothing to load, and stock chooses "
     "from all of its kernels, of which slots can use some"
@@ -59,6 +61,13 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="Memory of the host, e.g. 128GiB, instead of its own.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Several GPUs, each a pipeline stage: how many, or the memory of each, e.g. 24GiB,12GiB.",
+            show_default="one",
+        ),
+    ] = None,
     plane: Annotated[
         Literal["slots", "table", "pointers"] | None,
         typer.Option("--plane", "--spac-plane", help="How layers reach their experts.", show_default="the fastest one"),
@@ -73,7 +82,7 @@ def plan(
     from vllm_spac.tools.planning.planned_machine import PlannedMachine
     from vllm_spac.tools.planning.planned_serving import plan_model
 
-    fast, host = size_of("fast", fast_memory), size_of("host", host_memory)
+    fast, host, cards = size_of("fast", fast_memory), size_of("host", host_memory), cards_of(gpus)
     with Console(stderr=True).status("reading the model") as status:
         named = find_model(model, revision)
         if machine == _HERE:
@@ -81,6 +90,7 @@ def plan(
             _measured_here(named)
             status.start()
         planned = PlannedMachine.of(machine, fast, host)
+        planned = planned if cards is None else planned.with_cards(cards)
         status.update("calculating")
         plan = plan_model(
             named, planned, context=context, concurrency=concurrency,
@@ -106,19 +116,38 @@ def _measured_here(named: NamedModel) -> None:
 
 def size_of(name: str, text: str | None) -> int | None:
     """Parses ``--NAME-memory 24GiB`` to bytes; None for None."""
+    if text is None:
+        return None
+    return _size(text, f"--{name}-memory {text}: use a number of bytes with a unit, e.g. 24GiB")
+
+
+def _size(text: str, wrong: str) -> int:
+    """Parses ``24GiB``; an error says what is ``wrong``."""
     from pydantic import TypeAdapter, ValidationError
 
     from vllm_spac.config.types import Size
 
+    try:
+        found = int(TypeAdapter(Size).validate_python(text))
+    except ValidationError:
+        found = 0
+    if found <= 0:
+        raise ConfigError(wrong)
+    return found
+
+
+def cards_of(text: str | None) -> list[int | None] | None:
+    """Parses ``--gpus``: the bytes of each, None for a GPU's own; None for None."""
     if text is None:
         return None
-    try:
-        tokens = int(TypeAdapter(Size).validate_python(text))
-    except ValidationError:
-        tokens = 0
-    if tokens <= 0:
-        raise ConfigError(f"--{name}-memory {text}: use a number of bytes with a unit, e.g. 24GiB")
-    return tokens
+    if text.isdecimal() and int(text) <= _MOST_GPUS:
+        return [None] * int(text)
+    sizes = text.split(",")
+    if len(sizes) > _MOST_GPUS:
+        raise ConfigError(f"--gpus names {len(sizes)} GPUs; use at most {_MOST_GPUS}")
+    return [
+        _size(size, f"--gpus {text}: use a number of GPUs, or the memory of each, as 24GiB,12GiB") for size in sizes
+    ]
 
 
 def print_plan(console: Console, plan: ServingPlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,11 +35,12 @@ class PlannedMachine:
 
     name: str
     costs: Costs  # its profile; of data sheets, what a machine is assumed to attain of them
-    gpu: int  # bytes of GPU memory; 0: there is none
+    gpu: int  # bytes of GPU memory, of all ``cards`` together; 0: there is none
     host: int  # bytes of host memory that may be used
     disk_free: int | None = None  # where experts are packed, with the largest packed folder: it may be this model's
     memory: tuple[str, ...] = ()  # where its sizes of memory are from, in sentences
     taken: int = 0  # bytes of host memory that vLLM takes for n-gram tables of the model
+    cards: tuple[int, ...] = ()  # bytes of each of several GPUs, which are pipeline stages; empty: there is one
 
     @classmethod
     def of(
@@ -67,6 +68,28 @@ class PlannedMachine:
         host = host_memory or (capacity.host if here is None else available_host_bytes())
         found = cls(name, costs, gpu, host, None if here is None else _free(here))
         return replace(found, memory=tuple(found._origins(fast_memory is not None, host_memory is not None)))
+
+    def with_cards(self, cards: Sequence[int | None]) -> PlannedMachine:
+        """Returns the machine with several GPUs of its kind.
+
+        Args:
+            cards: bytes of the memory of each; None: its own.
+
+        Raises:
+            ConfigError: it has no GPU, or ``cards`` are not several.
+        """
+        if not self.gpu:
+            raise ConfigError(f"--gpus are pipeline stages, and {self.name} has no GPU; leave it out")
+        if len(cards) < 2:
+            raise ConfigError("--gpus names one GPU; leave it out, and name its memory with --fast-memory")
+        each = tuple(card or self.gpu for card in cards)
+        sizes = f"{len(each)} GPUs of its kind, of {', '.join(map(gib, each))}, as --gpus says"
+        return replace(self, gpu=sum(each), cards=each, memory=(sizes, *self.memory[1:]))
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of the smallest GPU; 0: there is none."""
+        return min(self.cards, default=self.gpu)
 
     @property
     def capability(self) -> Capability | None:

@@ -12,8 +12,9 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.storage.checkpoint import quantisation
 from vllm_spac.storage.checkpoint.kv_layers import Blocks, Steps
 from vllm_spac.system.host_memory import gib
-from vllm_spac.tools.planning.planned_machine import PlannedMachine, Store
+from vllm_spac.tools.planning.planned_machine import UTILIZATION, PlannedMachine, Store
 from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.planned_stages import Stage, StagedModel, even, stages
 
 _ROWS, _ROWS_LARGE = 2048, 8192  # vLLM's --max-num-batched-tokens when it serves
 _REQUESTS, _REQUESTS_LARGE, _REQUESTS_CPU = 256, 1024, 128  # its --max-num-seqs
@@ -50,7 +51,7 @@ def rows(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
     """Returns the most rows of a forward, which an engine chooses where nothing is named (``chunk_size``)."""
     if not machine.gpu:
         return _ROWS
-    usual = _ROWS_LARGE if machine.gpu >= _LARGE else _ROWS
+    usual = _ROWS_LARGE if machine.smallest >= _LARGE else _ROWS
     widths = _widths(model)
     found = prompt_chunks.rows(
         machine.costs,
@@ -58,15 +59,31 @@ def rows(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
         layer_bytes=max(model.checkpoint.layer_bytes.values()),
         layer_values=widths.multiplied,
         row_bytes=widths.row,
-        memory=machine.gpu,
+        memory=machine.smallest,
     )
     return max(usual, min(found, load.context * load.concurrency))
 
 
 def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
-    """Divides the fast memory of ``machine``."""
+    """Divides the fast memory of ``machine``; of several GPUs, what is of use of all of them together."""
     working = _working(model, machine, load)
+    if machine.cards:
+        found = staged(model, machine, load)
+        weights, kv, beside = (sum(getattr(each, name) for each in found) for name in ("weights", "kv", "working"))
+        return Split(weights + kv + beside + sum(each.room for each in found), weights, kv, beside)
     return Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, machine, load), working)
+
+
+def staged(model: ServedModel, machine: PlannedMachine, load: Load) -> tuple[Stage, ...]:
+    """Returns the pipeline stages of a machine with several GPUs."""
+    shape, checkpoint = model.architecture, model.checkpoint
+    count = max(len(shape.windows) + shape.recurrent, 1 + max(checkpoint.layer_bytes))
+    end = 2 * shape.vocabulary * shape.hidden
+    beside = max(0, checkpoint.other_bytes - end * (1 if shape.tied else 2))
+    layers = tuple(checkpoint.layer_bytes.get(layer, 0) for layer in range(count))
+    cards = [(card, int(UTILIZATION * card)) for card in machine.cards]
+    divided = StagedModel(layers, checkpoint.experts, beside // count, end)
+    return stages(divided, cards, kv_bytes(model, machine, load), _working(model, machine, load))
 
 
 def _working(model: ServedModel, machine: PlannedMachine, load: Load, requests: int | None = None) -> int:
@@ -167,12 +184,19 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     if stock:
         options = _stock(choice, model, machine, load)
     else:
-        options = ["--plugin", "spac", "--spac-slots", choice.slots, *_knobs(choice, model, machine)]
+        options = ["--plugin", "spac", "--spac-slots", _slots(choice, model, machine, load)]
+        options += _knobs(choice, model, machine)
         options += ["--max-model-len", str(load.context), "--max-num-seqs", str(load.concurrency)]
         if machine.gpu:
             options += ["--max-num-batched-tokens", str(rows(model, machine, load))]
         if not model.architecture.recurrent or model.architecture.state is not None:
-            options += ["--kv-cache-memory-bytes", str(kv_bytes(model, machine, load))]
+            options += ["--kv-cache-memory-bytes", str(_kv_of_one(model, machine, load))]
+    divided: list[str] = []
+    if machine.cards:
+        counts = [stage.stop - stage.start for stage in staged(model, machine, load)]
+        options += ["--pipeline-parallel-size", str(len(counts))]
+        if tuple(counts) != even(sum(counts), len(counts)):
+            divided = [f"VLLM_PP_LAYER_PARTITION={','.join(map(str, counts))}"]
     if model.revision is not None:
         options = ["--revision", model.revision, *options]
     if choice.drafts:
@@ -182,7 +206,21 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     elif not stock:
         entry = model.checkpoint.quantisation
         options += " ".join(quantisation.flags(entry, model.kernels, machine.capability, model.execution)).split()
-    return shlex.join(["vllm", "serve", model.name, *options])
+    return shlex.join([*divided, "vllm", "serve", model.name, *options])
+
+
+def _slots(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load) -> str:
+    """Returns the value of ``--spac-slots``: of several GPUs, each has as many as it has room for."""
+    if machine.cards and (choice.percent, choice.tokens) == largest_slots(model, split(model, machine, load)):
+        return "auto"
+    return choice.slots
+
+
+def _kv_of_one(model: ServedModel, machine: PlannedMachine, load: Load) -> int:
+    """Returns the bytes of KV cache of a GPU, of several the most that one has: the option is of each."""
+    if machine.cards:
+        return max(stage.kv for stage in staged(model, machine, load))
+    return kv_bytes(model, machine, load)
 
 
 def _knobs(choice: Choice, model: ServedModel, machine: PlannedMachine) -> list[str]:

@@ -35,9 +35,11 @@ from vllm_spac.tools.planning.planned_memory import (
     slot_bytes,
     slot_shapes,
     split,
+    staged,
 )
 from vllm_spac.tools.planning.planned_model import Plane, ServedModel
 from vllm_spac.tools.planning.planned_routing import Routing, routings
+from vllm_spac.tools.planning.planned_stages import Stage, describe
 from vllm_spac.tools.planning.predict import Prediction, first_token, predict
 
 CONTEXT = 4096  # tokens of a request, unless the model was made for fewer
@@ -108,6 +110,11 @@ class ServingPlan:
         """How layers reach their experts, as the knob says it."""
         return f"plane={self.model.execution}"
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each of several GPUs has; empty: there is one, or none."""
+        return staged(self.model, self.machine, self.best.load) if self.machine.cards else ()
+
     def memory(self) -> Iterator[tuple[str, str, str]]:
         """Yields (what, how much of it, of which memory) of ``best``."""
         choice, model, parts, fast = self.best.choice, self.model, self.split, "fast memory"
@@ -124,6 +131,7 @@ class ServingPlan:
             yield f"one expert in a slot ({method}, {self.plane})", f"{model.expert_bytes:,} B", ""
         every, some = f"all {count:,} experts", f"slots: {count:,} of {checkpoint.total:,} experts"
         yield every if self.stock else some, gib(held), fast
+        yield from (describe(number, stage) for number, stage in enumerate(self.stages))
         yield "left", gib(parts.room - held), f"of {gib(parts.fast)} of fast memory"
         if choice.store == "host":
             beside = (
@@ -147,6 +155,7 @@ class ServingPlan:
             "architecture": asdict(model.architecture),
             "machine": self.machine.costs.model_dump(mode="json") | {"name": self.machine.name},
             "fast_memory": asdict(self.split) | {"room": self.split.room},
+            "stages": [asdict(stage) | {"slots": stage.slots} for stage in self.stages],
             "kv_bytes_per_request": kv_blocks(model, self.machine, self.best.load).request_bytes,
             "does_not_fit": list(self.problems),
             "assumptions": list(self.assumptions),
@@ -258,14 +267,15 @@ def best_plan(
 def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[Choice]:
     """Yields each store, with and without CPU experts and drafts, with as many slots as fit.
 
-    Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
+    Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0. Nor is
+    anything in pipeline stages, of which stock vLLM fails with drafts.
 
     Raises:
         ConfigError: no kernel computes experts that are not all in GPU memory.
     """
     # Beside a GPU, some experts: of packed ones, where our kernels read them.
     on_the_cpu = bool(machine.gpu) and (model.execution != "slots" or not model.quantised)
-    for drafts in (0, DRAFTS) if machine.gpu else (0,):
+    for drafts in (0, DRAFTS) if machine.gpu and not machine.cards else (0,):
         percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
         if model.uncomputed and percent < 100:
             if drafts:
@@ -287,7 +297,7 @@ def stores(model: ServedModel, machine: PlannedMachine, percent: int, tokens: in
     if machine.gpu and machine.link is not None and fits:
         yield "host"
     in_place = model.execution == "pointers"
-    if in_place and fits:
+    if in_place and (fits or machine.cards):  # several ranks do not order experts from a disk
         return
     if machine.disk is not None and (machine.disk_free is None or model.experts_bytes <= machine.disk_free):
         if not in_place:
@@ -341,6 +351,13 @@ def _assumptions(plan: ServingPlan) -> Iterator[str]:
         yield "stock vLLM has no kernel for these experts on this CPU; ours takes what CPU experts do"
     if not machine.gpu:
         yield "no drafts: vLLM's CPU build samples chains of them wrongly at temperature > 0"
+    if machine.cards:
+        yield (
+            f"{len(machine.cards)} pipeline stages with the rates and the link of one GPU each: no time passes between "
+            "them, as many batches as there are requests for run at once and evict none of each other's experts, and "
+            "KV cache and weights beside experts are spread evenly over layers"
+        )
+        yield "drafts do not go with stages; for one request tensor parallelism, which is not planned, is faster"
     unknown = ["the plugin's own work"] if costs.host_work == HostWork() else []
     own = costs.vllm != VllmStep()
     unknown += [] if own else ["vLLM's own work in a step", "kernel launches"]
@@ -378,7 +395,10 @@ def _attained(assumed: Attained, stock: bool, kind: str) -> Iterator[str]:
 def row_of(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load, routings: Sequence[Routing]) -> Row:
     """Predicts one choice, for each of ``routings``."""
     drafting = replace(load, drafts=choice.drafts)
-    predictions = tuple(predict(choice, model, machine, drafting, routing) for routing in routings)
+    batches = min(max(1, len(machine.cards)), load.concurrency)  # each in another stage
+    batch = replace(drafting, concurrency=load.concurrency // batches)
+    found = (predict(choice, model, machine, batch, routing) for routing in routings)
+    predictions = tuple(replace(each, tokens_per_second=batches * each.tokens_per_second) for each in found)
     line = command(choice, model, machine, drafting)
     return Row(choice, drafting, line, predictions, first_token(choice, model, machine, drafting))
 
