@@ -396,11 +396,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             {},
             "executor=processes .*-parallel-size 2 .*; drop --spac-executor, or use",
         ),
-        (
-            {},
-            STAGES | EXPERTS,
-            "-size 2 with --enable-expert-parallel .it was not tried. is not supported; drop --enable",
-        ),
         ({"executor": "processes"}, STAGES | {"tensor_parallel_size": 1}, "with --pipeline-parallel-size 2 .a worker"),
         (
             {},
@@ -422,7 +417,20 @@ def test_what_several_ranks_cannot_do(tmp_path, knobs, options, named):
 def test_what_several_ranks_can_do(moe):
     engine_config(moe, {"slots": "50%", "budget": 4}, **RANKS)
     engine_config(moe, {"slots": "8"}, **RANKS | EXPERTS)
+    engine_config(moe, {"slots": "8"}, **RANKS | STAGES | EXPERTS)
     engine_config(moe, {}, **RANKS | {"speculative_config": NGRAM})
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_zero_points_that_vllm_loads_for_the_first_rank_alone(tmp_path, on_a_gpu, monkeypatch, zeros):
+    """Its loader of ``moe_wna16`` writes them by the numbers that the model has for experts, not the rank's."""
+    monkeypatch.setattr("vllm.model_executor.layers.quantization.auto_awq.AutoAWQConfig.get_min_capability", lambda: -1)
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": zeros, "version": "gemm"}
+    model = write_config(tmp_path / "moe", QWEN | {"quantization_config": awq})
+    options = RANKS | EXPERTS | {"quantization": "moe_wna16"}
+    named = "zero points and --quantization moe_wna16 .*; drop --enable-expert-parallel.*, or use --spac-plane table"
+    with pytest.raises(ValueError, match=named) if zeros else contextlib.nullcontext():
+        engine_config(model, {"slots": "8", "plane": "slots"}, **options)
 
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"  # 6 layers x 64 experts, top-8

@@ -394,16 +394,20 @@ _SIZES: dict[str, dict[str, Any]] = {
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
 def runs(model: Path, configurations: list[dict | None], allowed: bool = True, **options: Any) -> list[Any]:
     """What engines say in a process of their own, one after the other; None is stock vLLM.
 
-    Not ``allowed``: vLLM selects its kernels as on this CPU, and serves quantised checkpoints in float32.
+    Not ``allowed``: vLLM selects its kernels as on this CPU, and serves quantised checkpoints in float32. Ranks have a
+    thread each.
     """
     import engines
     import forked
 
     asked = json.dumps({"model": str(model), "configurations": configurations, "options": options, "allowed": allowed})
-    return [engines.Run(**each) for each in forked.answer(forked.run([__file__, asked]))]
+    return [engines.Run(**each) for each in forked.answer(forked.run([__file__, asked], _changes(options)))]
 
 
 def logprobs(model: Path, configurations: list[dict | None], allowed: bool = True, **options: Any) -> list[list[list]]:
@@ -419,7 +423,11 @@ def logprobs(model: Path, configurations: list[dict | None], allowed: bool = Tru
             "logprobs": True,
         }
     )
-    return forked.answer(forked.run([__file__, asked]))
+    return forked.answer(forked.run([__file__, asked], _changes(options)))
+
+
+def _changes(options: dict[str, Any]) -> dict[str, str] | None:
+    return ONE_THREAD if "tensor_parallel_size" in options else None
 
 
 def _logprobs(model: str, spac: dict | None, options: dict[str, Any]) -> list[list]:
@@ -447,3 +455,5 @@ def main(asked: dict[str, Any]) -> list:
 
 if __name__ == "__main__":
     print(json.dumps(main(json.loads(sys.argv[1]))))
+elif __name__ == "__mp_main__":  # a rank of an engine, which begins with vLLM as it is
+    (allow if json.loads(sys.argv[1])["allowed"] else allow_float32)()

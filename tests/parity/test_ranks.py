@@ -265,6 +265,7 @@ def test_stages_say_what_one_says(alone_for_stages, tmp_path):
     ("family", "spac", "options"),
     [
         ("toy", {"slots": "25%", "store": "host"}, {"tensor_parallel_size": 2}),
+        ("toy", {"slots": "25%", "store": "host"}, {"tensor_parallel_size": 2, **EXPERTS}),
         ("toy", {"slots": "12%", "store": "disk", "host_memory": "6MiB"}, {}),
         ("toy", {"slots": "25%", "store": "host", "prefetch": "gate", "cpu_experts": "waterfill"}, {}),
         ("toy", {"slots": "25%", "plane": "pointers"}, {}),
@@ -300,7 +301,7 @@ import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import engines
 if __name__ == "__main__":
-    model, stage, options = json.loads(sys.argv[2])
+    model, rank, options = json.loads(sys.argv[2])
     with engines.engine(model, {"slots": "25%"}, **options) as llm:
         core = llm.llm_engine.engine_core.engine_core
         pids = [worker.proc.pid for worker in core.model_executor.workers]
@@ -308,8 +309,8 @@ if __name__ == "__main__":
         plan, planned = core.scheduler.schedule, []
         def killing(*arguments, **options):
             planned.append(0)
-            if len(planned) == 8:  # others of this pipeline are under way
-                os.kill(pids[stage], signal.SIGKILL)
+            if len(planned) == 8:  # those of other stages are under way
+                os.kill(pids[rank], signal.SIGKILL)
             return plan(*arguments, **options)
         core.scheduler.schedule = killing
         engines.say(llm, max_tokens=64)
@@ -318,9 +319,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_killed_stage_ends_the_engine(stage):
-    given = json.dumps([str(TOY / "target"), stage, OPTIONS | STAGES])
+@pytest.mark.parametrize(("rank", "options"), [(0, STAGES), (1, STAGES), (0, EXPERTS), (1, EXPERTS)])
+def test_a_killed_rank_ends_the_engine(rank, options):
+    given = json.dumps([str(TOY / "target"), rank, OPTIONS | options])
     done = forked.run(["-c", KILLED, Path(__file__).parent, given], ONE_THREAD, timeout=240)
     said = done.stdout + done.stderr
     assert done.returncode != 0 and "SURVIVED" not in said

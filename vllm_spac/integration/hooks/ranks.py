@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm_spac.errors import Remedy, SpacError, add, drop, use
 from vllm_spac.integration.hooks import device
+from vllm_spac.storage.checkpoint import quant_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -201,11 +202,6 @@ def _stage_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
         f"{option} with drafts (the last stage alone has the drafter, and stock vLLM fails in the others)",
         (drop("vllm_speculative_config"), one),
     )
-    yield (
-        parallel.enable_expert_parallel,
-        f"{option} with --enable-expert-parallel (it was not tried)",
-        (drop("vllm_enable_expert_parallel"), one),
-    )
 
 
 def _expert_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
@@ -215,7 +211,12 @@ def _expert_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
     experts, top_k = model.get_num_experts(), model.get_num_experts_per_tok() or 1
     several = add(vllm_tensor_parallel_size=2)
     yield ranks == 1, f"{option} with one rank", (drop("vllm_enable_expert_parallel"), several)
-    yield model.quantization is not None, f"{option} with quantised experts", (whole,)
+    entry = quant_config.of(model.hf_config.to_dict())
+    yield (
+        model.quantization == "moe_wna16" and entry is not None and quant_config.has_zero_points(entry),
+        f"{option} with zero points and --quantization moe_wna16 (vLLM's loader has them of the first rank's experts)",
+        (whole, use(plane="table", vllm_quantization=None)),
+    )
     fits = use(vllm_tensor_parallel_size=math.gcd(experts, ranks))
     yield experts % ranks != 0, f"{option} with {experts} experts for {ranks} ranks", (whole, fits)
     yield (

@@ -132,8 +132,7 @@ class StagedExperts(_Layer):
         GPT-OSS loads the tensors of all of this rank's experts at once, without a shard and an expert.
         """
         self.spac.arrived(loaded_weight.nbytes)
-        another = expert_id is not None and self._map_global_expert_id_to_local_expert_id(expert_id) == -1
-        if another:  # rank's
+        if self._is_of_another_rank(expert_id):
             return False if return_success else None
         if not self._awaits(param, weight_name):
             self._check_unread(weight_name, loaded_weight)
@@ -158,6 +157,9 @@ class StagedExperts(_Layer):
 
         The loader converts most tensors and passes them to ``weight_loader``; the others it writes itself.
         """
+        if self._is_of_another_rank(expert_id):
+            self.spac.arrived(loaded_weight.nbytes)
+            return False if return_success else None
         if not self._awaits(param, weight_name):  # and need not be converted
             return True if return_success else None
         before = self._awaited.missing
@@ -166,6 +168,9 @@ class StagedExperts(_Layer):
             self.spac.arrived(loaded_weight.nbytes)
             self._arrive(param, loaded_weight, weight_name, shard_id, expert_id)
         return success
+
+    def _is_of_another_rank(self, expert_id: int | None) -> bool:
+        return expert_id is not None and self._map_global_expert_id_to_local_expert_id(expert_id) == -1
 
     def _awaits(self, param: Any, weight_name: str) -> bool:
         """Whether a kernel reads ``param`` and its layer is not packed yet."""
