@@ -132,7 +132,7 @@ class StagedExperts(_Layer):
         GPT-OSS loads the tensors of all of this rank's experts at once, without a shard and an expert.
         """
         self.spac.arrived(loaded_weight.nbytes)
-        if self._is_of_another_rank(expert_id):
+        if _is_of_another_rank(self, expert_id):
             return False if return_success else None
         if not self._awaits(param, weight_name):
             self._check_unread(weight_name, loaded_weight)
@@ -153,11 +153,8 @@ class StagedExperts(_Layer):
         expert_id: int | None,
         return_success: bool = False,
     ):
-        """Stages one checkpoint tensor through the quant method's own ``loader``.
-
-        The loader converts most tensors and passes them to ``weight_loader``; the others it writes itself.
-        """
-        if self._is_of_another_rank(expert_id):
+        """Stages one tensor through the quant method's own ``loader``, which passes most on to ``weight_loader``."""
+        if _is_of_another_rank(self, expert_id):
             self.spac.arrived(loaded_weight.nbytes)
             return False if return_success else None
         if not self._awaits(param, weight_name):  # and need not be converted
@@ -168,9 +165,6 @@ class StagedExperts(_Layer):
             self.spac.arrived(loaded_weight.nbytes)
             self._arrive(param, loaded_weight, weight_name, shard_id, expert_id)
         return success
-
-    def _is_of_another_rank(self, expert_id: int | None) -> bool:
-        return expert_id is not None and self._map_global_expert_id_to_local_expert_id(expert_id) == -1
 
     def _awaits(self, param: Any, weight_name: str) -> bool:
         """Whether a kernel reads ``param`` and its layer is not packed yet."""
@@ -262,3 +256,8 @@ class StagedExperts(_Layer):
         for param in self._staged.values():
             param.data = param.data.new_empty(0)
         self._packed = True
+
+
+def _is_of_another_rank(layer: StagedExperts, expert: int | None) -> bool:
+    """Whether a tensor of ``expert``, as the model numbers it, is not this rank's; None: of all experts."""
+    return expert is not None and layer._map_global_expert_id_to_local_expert_id(expert) == -1

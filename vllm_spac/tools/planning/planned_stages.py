@@ -95,13 +95,15 @@ def stages(
     return usual if _least(usual) >= _least(best) - 0.01 else best
 
 
-def _least(found: Sequence[Stage]) -> float:
-    return min(stage.share for stage in found)
+def _least(stages: Sequence[Stage]) -> float:
+    return min(stage.share for stage in stages)
 
 
 def _divided(layers: int, stages: int, share: Callable[[int, int, int], float]) -> tuple[int, ...]:
     """Returns the layers of each stage with the greatest least ``share`` of (stage, first layer, end)."""
-    best = {stop: (share(0, 0, stop), (stop,)) for stop in range(1, layers - stages + 2)}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {}
+    for stop in range(1, layers - stages + 2):
+        best[stop] = share(0, 0, stop), (stop,)
     for number in range(1, stages):
         ends = range(number + 1, layers - stages + number + 2)
         best = {
@@ -115,9 +117,9 @@ def _divided(layers: int, stages: int, share: Callable[[int, int, int], float]) 
     return best[layers][1]
 
 
-def describe(number: int, found: Stage) -> tuple[str, str, str]:
+def describe(number: int, stage: Stage) -> tuple[str, str, str]:
     """Returns (what, how much of it, of which memory) of a stage's slots."""
     what = (
-        f"stage {number}: slots of {found.slots:,} of {found.experts:,} experts, layers {found.start}-{found.stop - 1}"
+        f"stage {number}: slots of {stage.slots:,} of {stage.experts:,} experts, layers {stage.start}-{stage.stop - 1}"
     )
-    return what, gib(found.slots * found.experts_bytes // found.experts), f"of {gib(found.memory)} of its GPU"
+    return what, gib(stage.slots * stage.experts_bytes // stage.experts), f"of {gib(stage.memory)} of its GPU"
