@@ -14,6 +14,7 @@ import stood_in_runs
 
 pytestmark = pytest.mark.v2
 POINTERS = {"slots": "25%", "plane": "pointers"}
+GRAPHS = ("DeepseekV4ForCausalLM", "MiniMaxM3SparseForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,8 @@ POINTERS = {"slots": "25%", "plane": "pointers"}
     ],
 )
 def test_stock_s_tokens_over_pointers(architecture: str, tmp_path: Path) -> None:
+    if engines.V2 and architecture not in GRAPHS:
+        pytest.skip("vLLM's latent attention, or a library for its recurrent layers, needs a Triton that compiles")
     options = stood_in_runs.run(architecture, tmp_path / "model", "write")
     stock = stood_in_runs.run(architecture, tmp_path / "model", None, **options)["said"]
     assert len({tuple(tokens) for tokens in stock}) > 2, "it says the same to everything"

@@ -166,6 +166,8 @@ def document(found: list[Architecture], content: dict) -> str:
         "stock vLLM serves it on a CPU in bf16, then the plugin with a quarter of the experts in slots. Models for",
         "images, video and sound get text only. MTP heads run with the models that they draft for.",
         "`python tests/upstream/families.py` writes this page; loads and whole messages are in `families.json`.",
+        "`tests/parity/test_stood_in.py` also serves DeepSeek-V4, MiniMax-M3, Kimi and LongCat over pointers with stand-ins,",
+        "the first two with V2's runner in emulated full graphs, too.",
         "",
         *(f"- {count}" for count in counts if not count.startswith("0 ")),
         "",
