@@ -159,6 +159,8 @@ def test_quantised_experts(monkeypatch, name, capability, rows):
     ("activation", "dtype", "d", "ff", "capability"),
     [
         pytest.param("swigluoai", torch.bfloat16, 2880, 2880, 90, id="gpt-oss"),  # interleaved, biases, cut tiles
+        pytest.param("silu_clamped", torch.bfloat16, 4096, 2048, 120, id="glm-5.3"),
+        pytest.param("swigluoai_uninterleave", torch.bfloat16, 6144, 3072, 90, id="minimax-m3"),
         pytest.param("gelu", torch.float16, 1024, 512, 80, id="gelu-fp16"),
         pytest.param("gelu_tanh", torch.float32, 1024, 512, 89, id="gelu_tanh-fp32"),
     ],
