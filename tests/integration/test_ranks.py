@@ -110,3 +110,71 @@ def test_stages_share_memory_by_their_layers() -> None:
     assert Ranks(1, 2, stages=2).describe() == ", stage 1 of 2"
     assert last.facts() == {"rank": 2, "ranks": 4, "stage": 1, "divided": "layers and tensors"}
     assert Ranks(1, 2, stages=2).facts()["divided"] == "layers"
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch) -> None:
+    """Two machines: of two stages of two ranks each has one stage, of four ranks of one stage each has half."""
+    from vllm.distributed import parallel_state
+
+    def of(number: int, stages: int, beside: int) -> Ranks:
+        monkeypatch.setattr(parallel_state, "_PP", SimpleNamespace(rank_in_group=number // beside))
+        monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=number % beside))
+        parallel = SimpleNamespace(
+            tensor_parallel_size=beside, pipeline_parallel_size=stages, enable_expert_parallel=False, nnodes=2
+        )
+        model = SimpleNamespace(get_total_num_hidden_layers=lambda: 10)
+        return Ranks.of(SimpleNamespace(parallel_config=parallel, model_config=model))
+
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "7,3")
+    for number in range(4):
+        ranks = of(number, 2, 2)
+        assert ranks.share == pytest.approx(0.5) and ranks.place == (number % 2, 2) and ranks.nodes == 2
+    assert of(1, 2, 1).share == of(0, 2, 1).share == pytest.approx(1) and of(1, 2, 1).place == (0, 1)
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION")
+    assert [of(number, 1, 4).place for number in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert of(3, 1, 4).share == pytest.approx(0.5)
+
+
+WATCHING = """
+import socket, sys, time
+import torch
+from types import SimpleNamespace
+from vllm.distributed import parallel_state
+from vllm_spac.integration.hooks.ranks import Ranks
+rank, file = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=3)
+def broadcast_object(found, src):
+    objects = [found]
+    torch.distributed.broadcast_object_list(objects, src=src)
+    return objects[0]
+parallel_state._WORLD = SimpleNamespace(broadcast_object=broadcast_object)
+create = socket.create_server
+def create_server(*arguments, **options):
+    listener = create(*arguments, **options)
+    strange = socket.create_connection(listener.getsockname())
+    strange.sendall(b"?" * 16)
+    strange.close()
+    return listener
+socket.create_server = create_server
+Ranks(rank, 3, nodes=3, here=1 / 3).watch("127.0.0.1")
+torch.distributed.destroy_process_group()
+print("watches", flush=True)
+time.sleep(200)
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_of_another_machine_that_is_gone_ends_all(killed: int, tmp_path: Path) -> None:
+    """Whichever it is, and while no step runs. A connection of anyone else is none of a rank."""
+    found = [python(WATCHING, rank, tmp_path / "store") for rank in range(3)]
+    try:
+        for process in found:
+            assert process.stdout.readline() == "watches\n", process.stderr.read()
+        found[killed].kill()
+        for rank, process in enumerate(found):
+            _, err = process.communicate(timeout=100)
+            gone = f"a rank beside this one (rank {rank} of 3) is gone; its process ends"
+            assert rank == killed or (process.returncode == 1 and gone in err), err
+    finally:
+        for process in found:
+            process.kill()

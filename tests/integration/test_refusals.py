@@ -418,6 +418,9 @@ def test_what_several_ranks_can_do(moe):
     engine_config(moe, {"slots": "50%", "budget": 4}, **RANKS)
     engine_config(moe, {"slots": "8"}, **RANKS | EXPERTS)
     engine_config(moe, {"slots": "8"}, **RANKS | STAGES | EXPERTS)
+    engine_config(moe, {"slots": "8"}, **RANKS, nnodes=2, master_addr="127.0.0.1", master_port=29511)
+    with pytest.raises(ValueError, match="--nnodes 2 with plane=pointers .*; use --spac-plane slots, or use --spac-pl"):
+        engine_config(moe, {"plane": "pointers"}, **RANKS, nnodes=2, master_addr="127.0.0.1")
     engine_config(moe, {}, **RANKS | {"speculative_config": NGRAM})
 
 

@@ -225,6 +225,11 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ranks.Ref
     named, auto = f"--load-format {vllm_config.load_config.load_format}", use(vllm_load_format="auto")
     model, load = vllm_config.model_config, vllm_config.load_config
     yield from ranks.refusals(vllm_config)
+    yield (
+        (nodes := vllm_config.parallel_config.nnodes) > 1 and config.execution_class.reads_in_place,
+        f"--nnodes {nodes} with plane={config.plane} (a word that ranks of one machine see keeps tokens back)",
+        (use(plane="slots"), use(plane="table"), use(vllm_nnodes=1)),
+    )
     yield vllm_config.parallel_config.enable_eplb, "--enable-eplb", (drop("vllm_enable_eplb"),)
     yield vllm_config.lora_config is not None, "--enable-lora", (merge,)
     yield model.enable_sleep_mode, "--enable-sleep-mode", (drop("vllm_enable_sleep_mode"),)

@@ -11,7 +11,11 @@ import contextlib
 import logging
 import math
 import os
+import secrets
+import select
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,15 +32,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")
 
+_CONNECTING = 300  # seconds
+_ALIVE = (  # a machine that vanishes is noticed after 8 seconds
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks of its model, which are all on this machine.
+    """This process among the ranks of its model.
 
     Attributes:
         divide_experts: each rank of a layer holds some of its experts (expert parallelism), else a part of each.
         stages: of the pipeline, with as many ranks each.
         part: of the model's layers, that this rank's stage has.
+        nodes: machines, with as many ranks each, in the order of these.
+        here: part of the model that the ranks of this machine have together.
     """
 
     rank: int = 0  # number of this process, from 0, stage by stage
@@ -44,6 +58,8 @@ class Ranks:
     divide_experts: bool = False
     stages: int = 1
     part: float = 1.0
+    nodes: int = 1
+    here: float = 1.0
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Ranks:
@@ -56,9 +72,12 @@ class Ranks:
         from vllm.distributed.utils import get_pp_indices
 
         stage, layers = get_pp_group().rank_in_group, model.get_total_num_hidden_layers()
-        start, end = get_pp_indices(layers, stage, stages)
-        rank = stage * beside + get_tensor_model_parallel_rank()
-        return cls(rank, stages * beside, parallel.enable_expert_parallel, stages, (end - start) / layers)
+        ends = (get_pp_indices(layers, number, stages) for number in range(stages))
+        parts = [(end - start) / layers for start, end in ends]
+        rank, size, nodes = stage * beside + get_tensor_model_parallel_rank(), stages * beside, parallel.nnodes
+        first = rank - rank % (size // nodes)
+        here = sum(parts[other // beside] / beside for other in range(first, first + size // nodes))
+        return cls(rank, size, parallel.enable_expert_parallel, stages, parts[stage], nodes, here)
 
     @property
     def beside(self) -> int:
@@ -70,9 +89,15 @@ class Ranks:
         return self.rank // self.beside
 
     @property
+    def place(self) -> tuple[int, int]:
+        """(number, count) of this rank among those of its machine."""
+        count = self.size // self.nodes
+        return self.rank % count, count
+
+    @property
     def share(self) -> float:
-        """What this rank may take of the memory that all of them have together."""
-        return self.part / self.beside
+        """What this rank may take of the memory that those of its machine have together."""
+        return self.part / self.beside / self.here
 
     def least(self, value: int) -> int:
         """Returns the least ``value`` of the ranks that have the same layers, once all of these have given theirs."""
@@ -109,6 +134,46 @@ class Ranks:
             word = torch.from_file(path, shared=True, size=1, dtype=torch.int32)
             self.wait()
         return word
+
+    def watch(self, address: str) -> None:
+        """Ends this process when one of another machine is gone; on one machine vLLM's executor does.
+
+        A rank whose peer is gone may wait without end, for it or for vLLM's next step.
+
+        Args:
+            address: of the first rank's machine, to which the others connect.
+        """
+        if self.nodes == 1:
+            return
+        from vllm.distributed import get_world_group
+
+        secret, place, links = secrets.token_bytes(16), ("", 0), []
+        listener = socket.create_server((address, 0), backlog=self.size) if self.rank == 0 else None
+        if listener is not None:
+            place = listener.getsockname()[:2]
+        place, secret = get_world_group().broadcast_object((place, secret), src=0)
+        if listener is None:
+            links.append(socket.create_connection(place, timeout=_CONNECTING))
+            links[0].sendall(secret)
+        else:
+            listener.settimeout(_CONNECTING)
+            while len(links) < self.size - 1:
+                link, _ = listener.accept()
+                link.settimeout(_CONNECTING)
+                if link.recv(len(secret), socket.MSG_WAITALL) == secret:
+                    links.append(link)
+            listener.close()
+        for link in links:
+            link.settimeout(None)
+            for level, option, value in _ALIVE:
+                link.setsockopt(level, option, value)
+        threading.Thread(target=self._end_with, args=(links,), name="spac-ranks", daemon=True).start()
+
+    def _end_with(self, links: list[socket.socket]) -> None:
+        select.select(links, [], [])  # nothing is ever sent: one has ended
+        logger.critical("spac: a rank beside this one (rank %d of %d) is gone; its process ends", self.rank, self.size)
+        logging.shutdown()
+        os._exit(1)
 
     def end_process(self, error: Exception) -> None:
         """Ends this process if vLLM would keep it after ``error`` in a step; called before the error is raised.
@@ -172,15 +237,10 @@ def refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
     for name in ("prefill", "decode"):
         above, one = getattr(parallel, f"{name}_context_parallel_size") > 1, {f"vllm_{name}_context_parallel_size": 1}
         yield above, f"--{name}-context-parallel-size above 1", (use(**one).but(", or --tensor-parallel-size"),)
-    yield (
-        ranks > 1 and parallel.nnodes > 1,
-        "--nnodes above 1",
-        (use(vllm_nnodes=1).but(": memory is divided among the ranks of one machine"),),
-    )
     backend = parallel.distributed_executor_backend
     yield (
         ranks > 1 and backend != "mp",
-        f"{flags} with --distributed-executor-backend {backend} (it may not end the engine when one rank fails)",
+        f"{flags} with --distributed-executor-backend {backend} (it was not run: vLLM's CPU build refuses Ray)",
         (use(vllm_distributed_executor_backend="mp"),),
     )
     if experts_divided:

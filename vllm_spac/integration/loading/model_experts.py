@@ -91,7 +91,8 @@ class ModelExperts:
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
         self.ranks = Ranks.of(vllm_config)
-        machine.limit_cpus(self.ranks.rank, self.ranks.size)
+        machine.limit_cpus(*self.ranks.place)
+        self.ranks.watch(vllm_config.parallel_config.master_addr)
         self.config, self.execution = config, config.execution_class
         self.packing = packing = Packing(config, vllm_config, self.device, self.on_cpu, self.ranks)
         self.arrived, self.is_stored, self.pack = packing.add_bytes, packing.is_stored, packing.pack  # for the layers
