@@ -396,6 +396,11 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             {},
             "executor=processes .*-parallel-size 2 .*; drop --spac-executor, or use",
         ),
+        (
+            {},
+            STAGES | EXPERTS,
+            "-size 2 with --enable-expert-parallel .no engine has run it. is not supported; drop --enable",
+        ),
         ({"executor": "processes"}, STAGES | {"tensor_parallel_size": 1}, "with --pipeline-parallel-size 2 .a worker"),
         (
             {},
@@ -417,7 +422,6 @@ def test_what_several_ranks_cannot_do(tmp_path, knobs, options, named):
 def test_what_several_ranks_can_do(moe):
     engine_config(moe, {"slots": "50%", "budget": 4}, **RANKS)
     engine_config(moe, {"slots": "8"}, **RANKS | EXPERTS)
-    engine_config(moe, {"slots": "8"}, **RANKS | STAGES | EXPERTS)
     engine_config(moe, {"slots": "8"}, **RANKS, nnodes=2, master_addr="127.0.0.1", master_port=29511)
     with pytest.raises(ValueError, match="--nnodes 2 with plane=pointers .*; use --spac-plane slots, or use --spac-pl"):
         engine_config(moe, {"plane": "pointers"}, **RANKS, nnodes=2, master_addr="127.0.0.1")

@@ -265,7 +265,6 @@ def test_stages_say_what_one_says(alone_for_stages, tmp_path):
     ("family", "spac", "options"),
     [
         ("toy", {"slots": "25%", "store": "host"}, {"tensor_parallel_size": 2}),
-        ("toy", {"slots": "25%", "store": "host"}, {"tensor_parallel_size": 2, **EXPERTS}),
         ("toy", {"slots": "12%", "store": "disk", "host_memory": "6MiB"}, {}),
         ("toy", {"slots": "25%", "store": "host", "prefetch": "gate", "cpu_experts": "waterfill"}, {}),
         ("toy", {"slots": "25%", "plane": "pointers"}, {}),

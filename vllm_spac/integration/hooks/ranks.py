@@ -262,6 +262,11 @@ def _stage_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
         f"{option} with drafts (the last stage alone has the drafter, and stock vLLM fails in the others)",
         (drop("vllm_speculative_config"), one),
     )
+    yield (
+        parallel.enable_expert_parallel,
+        f"{option} with --enable-expert-parallel (no engine has run it)",
+        (drop("vllm_enable_expert_parallel"), one),
+    )
 
 
 def _expert_refusals(vllm_config: VllmConfig) -> Iterator[Refusal]:
